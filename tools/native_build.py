@@ -1,16 +1,19 @@
-"""Compile csrc/host into the one library that gdscache loads: by the machine's compiler, else by the one of `ziglang`.
+"""Compile csrc/host into the module `gdscache._native`: by the machine's compiler, else by the one of `ziglang`.
 
-    python tools/native_build.py               gdscache/native/libgdscache_host.so, unless it is newer than its sources
+    python tools/native_build.py               beside the sources, unless it is newer than they are
+    python tools/native_build.py PYTHON...     for other interpreters, which need nothing but Python's headers
     python tools/native_build.py --requires    what pip must install first: nothing, or ziglang
 
 Setuptools compiles by the same functions (pyproject.toml names the commands below): beside the sources for an editable
-install, into the wheel otherwise. The library knows nothing of Python, so that one wheel an architecture serves all.
+install, into the wheel otherwise. From CPython 3.12 on, one module by the stable ABI serves every version; 3.11 has one
+of its own. csrc/host itself knows nothing of Python: csrc/host/bind does, with nanobind, whose own source goes in.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -22,27 +25,73 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc" / "host"
-NAME = "libgdscache_host.so"
-LIBRARY = ROOT / "gdscache" / "native" / NAME
+BINDINGS = SOURCES / "bind"
+MODULE = "_native"
 ZIG = "ziglang>=0.17"
+NANOBIND = "nanobind>=3.1,<4"
 GLIBC = "2.28"  # of the wheels that `make wheels` builds: RHEL 8, Debian 10, Ubuntu 20.04
 WHEELS = {f"manylinux_{GLIBC.replace('.', '_')}_{machine}": machine for machine in ("x86_64", "aarch64")}
 
 _COMPILE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
-_LINK = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,-s")
+_NANOBIND = ("-DNDEBUG", "-DNB_COMPACT_ASSERTIONS")
+_STABLE = ("-DPy_LIMITED_API=0x030C0000", "-include", "stdio.h")  # which Python.h leaves out then, and nanobind needs
+_THEIRS = ("-w", "-fno-strict-aliasing")  # of nanobind's own source
+_LINK = ("-shared", "-pthread", "-Wl,-s")
 _WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see memory.cc
 _PROBE = "#include <atomic>\n#include <span>\nint f(std::span<const int> s) { return std::atomic<int>(s[0]); }\n"
 
 
+_ASK = """
+import json, sys, sysconfig
+stable = sys.implementation.name == "cpython" and sys.version_info >= (3, 12)
+stable = stable and not sysconfig.get_config_var("Py_GIL_DISABLED")
+version = ".".join(map(str, sys.version_info[:2]))
+print(json.dumps([version, sysconfig.get_path("include"), sysconfig.get_config_var("EXT_SUFFIX"), stable]))
+"""
+
+
 class BuildError(SystemExit):
     """The library cannot be built. The message says why, and what to install."""
+
+
+class Python(NamedTuple):
+    """An interpreter that the module is compiled for. `stable`: by the stable ABI of 3.12."""
+
+    executable: str
+    version: str
+    headers: str
+    suffix: str
+    stable: bool
+
+    def file(self, machine: str | None = None) -> str:
+        """What the module's file is called, for this machine or another architecture."""
+        if self.stable:
+            return f"{MODULE}.abi3.so"
+        return MODULE + (self.suffix.replace(os.uname().machine, machine) if machine else self.suffix)
+
+    def library(self) -> Path:
+        """The module beside the sources."""
+        return ROOT / "gdscache" / self.file()
+
+
+@functools.cache
+def python(executable: str = sys.executable) -> Python:
+    """What an interpreter says of itself."""
+    try:
+        asked = subprocess.run([executable, "-c", _ASK], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        raise BuildError(f"error: {executable} is no Python that runs: name one that does") from None
+    return Python(executable, *json.loads(asked.stdout))
+
+
+LIBRARY = python().library()
 
 
 @functools.cache
@@ -84,27 +133,65 @@ def compiler(machine: str | None = None) -> tuple[str, ...]:
     return (sys.executable, "-m", "ziglang", "c++", *target)
 
 
-def build(library: Path, machine: str | None = None) -> None:
+def bindings(of: Python) -> tuple[Path, tuple[str, ...]]:
+    """nanobind's own source, and what has a compiler find its headers and Python's."""
+    nanobind = importlib.util.find_spec("nanobind")
+    if nanobind is None or nanobind.origin is None:
+        raise BuildError(f'error: there is no nanobind: pip install "{NANOBIND}", and try again')
+    if not Path(of.headers, "Python.h").exists():
+        raise BuildError(
+            f"error: Python {of.version} has no headers ({of.headers}/Python.h): install python{of.version}-dev "
+            f"(Debian, Ubuntu) or python{of.version}-devel (Fedora, RHEL), and try again"
+        )
+    folder = Path(nanobind.origin).parent
+    places = (folder / "include", folder / "ext" / "robin_map" / "include", of.headers)
+    flags = [word for place in places for word in ("-isystem", str(place))]
+    return folder / "src" / "nb_combined.cpp", (*flags, *_NANOBIND, *(_STABLE if of.stable else ()))
+
+
+def build(library: Path, machine: str | None = None, of: Python | None = None) -> None:
     """Compile all sources, a file a process and as many at a time as there are processors, and link them."""
-    command = compiler(machine)
+    of = of or python()
+    command, (theirs, known) = compiler(machine), bindings(of)
     with tempfile.TemporaryDirectory() as work:
-        sources = sorted(SOURCES.glob("*.cc"))
-        objects = [str(Path(work, source.stem + ".o")) for source in sources]
-        jobs = [[*command, *_COMPILE, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        if machine is not None:
+            known = (*known, "-isystem", str(_debian_headers(of, machine, Path(work))))
+        # The longest first.
+        sources = [(theirs, (*known, *_THEIRS)), *((source, known) for source in sorted(BINDINGS.glob("*.cc")))]
+        sources += [(source, ()) for source in sorted(SOURCES.glob("*.cc"))]
+        jobs, plain, bound = [], list[str](), list[str]()
+        for n, (source, flags) in enumerate(sources):
+            made = str(Path(work, f"{n}.o"))
+            jobs.append([*command, *_COMPILE, *flags, "-c", str(source), "-o", made])
+            (bound if flags else plain).append(made)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             for _ in pool.map(_run, jobs):
                 pass
-        linked, names = Path(work, NAME), Path(work, "names")
-        names.write_text("{ global: gdscache_*; local: *; };\n", encoding="ascii")
-        _run(
-            [*command, *_LINK, *_WRAP, *_static(command), f"-Wl,--version-script={names}", *objects, "-o", str(linked)]
-        )
+        linked, names = Path(work, of.file(machine)), Path(work, "names")
+        names.write_text(f"{{ global: PyInit_{MODULE}; local: *; }};\n", encoding="ascii")
+        link = [*command, *_LINK, *_WRAP, *_static(command), *plain]
+        # Names of Python's may stay open in a module. So what needs none of them is linked alone first.
+        _run([*link, "-Wl,-z,defs", "-o", str(Path(work, "alone.so"))])
+        _run([*link, *bound, f"-Wl,--version-script={names}", "-o", str(linked)])
         if machine is not None:
             _check_glibc(linked)
+        if machine in (None, os.uname().machine):
+            _run([of.executable, "-I", "-c", f"import sys; sys.path.insert(0, {work!r}); import {MODULE}"])
         library.parent.mkdir(parents=True, exist_ok=True)
-        fresh = library.with_name(f"{NAME}.{os.getpid()}")  # a process that has the old one open keeps it
+        fresh = library.with_name(f"{library.name}.{os.getpid()}")  # a process that has the old one open keeps it
         shutil.copyfile(linked, fresh)
         fresh.replace(library)
+
+
+def _debian_headers(of: Python, machine: str, work: Path) -> Path:
+    """A folder with what Debian's headers include from beside them, by the name of an architecture."""
+    headers = Path(of.headers)
+    beside = headers.parent / f"{os.uname().machine}-linux-gnu" / headers.name / "pyconfig.h"
+    if beside.exists():  # one for 64 bits serves the other
+        target = work / f"{machine}-linux-gnu" / headers.name
+        target.mkdir(parents=True)
+        shutil.copy(beside, target)
+    return work
 
 
 def _run(command: list[str]) -> None:
@@ -122,10 +209,10 @@ def _check_glibc(library: Path) -> None:
         raise BuildError(f"error: the library needs glibc {max(versions)}, and its wheel says {GLIBC}")
 
 
-def is_fresh() -> bool:
+def is_fresh(library: Path = LIBRARY) -> bool:
     """Whether the library beside the sources is newer than all of them."""
-    inputs = [Path(__file__), *SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]
-    return LIBRARY.exists() and LIBRARY.stat().st_mtime > max(file.stat().st_mtime for file in inputs)
+    inputs = [Path(__file__), *(file for folder in (SOURCES, BINDINGS) for file in folder.glob("*.*"))]
+    return library.exists() and library.stat().st_mtime > max(file.stat().st_mtime for file in inputs)
 
 
 def wheel_machine(platform: str) -> str | None:
@@ -144,22 +231,30 @@ class BuildPy(build_py):
             if not is_fresh():
                 build(LIBRARY)
             return
-        wheel = self.get_finalized_command("bdist_wheel")
-        build(Path(self.build_lib, "gdscache", "native", NAME), wheel_machine(_platform(wheel)))
+        for stale in Path(self.build_lib, "gdscache").glob(f"{MODULE}*.so"):  # of a wheel that was built before
+            stale.unlink()
+        build(self._library(), self._machine())
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib, "gdscache", "native", NAME))]
+        return [*super().get_outputs(include_bytecode), str(self._library())]
+
+    def _machine(self) -> str | None:
+        return wheel_machine(_platform(self.get_finalized_command("bdist_wheel")))
+
+    def _library(self) -> Path:
+        return Path(self.build_lib, "gdscache", python().file(self._machine()))
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel for any Python of one architecture."""
+    """A wheel of one architecture: for CPython 3.12 and all that follow, or for the version that builds it."""
 
     def finalize_options(self) -> None:
         self.distribution.has_ext_modules = lambda: True  # so that all of it is installed where such wheels go
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", _platform(self)
+        interpreter, abi, _ = ("cp312", "abi3", "") if python().stable else super().get_tag()
+        return interpreter, abi, _platform(self)
 
 
 def _platform(wheel: Any) -> str:
@@ -170,8 +265,11 @@ def _platform(wheel: Any) -> str:
 def main() -> int:
     if sys.argv[1:] == ["--requires"]:
         print(" ".join(requires()))
-    elif not is_fresh():
-        build(LIBRARY)
+        return 0
+    for of in map(python, sys.argv[1:] or [sys.executable]):
+        if not is_fresh(of.library()):
+            print(f"== {of.library().relative_to(ROOT)}", flush=True)
+            build(of.library(), of=of)
     return 0
 
 

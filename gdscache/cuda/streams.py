@@ -14,7 +14,7 @@ from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
-    from gdscache.native.gpu import StreamPoint
+    from gdscache.kernels.gpu import StreamPoint
 
 _T = TypeVar("_T")
 Event = Union[torch.cuda.Event, "StreamPoint", None]  # None: on a CPU-only engine everything queued is already done

@@ -19,7 +19,7 @@ from gdscache.storage.native import NativeTransport
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.native.cufile import CuFiles
+    from gdscache.native import CuFiles
 
 
 class SlabIO:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from gdscache.arrays import Int64Array
+from gdscache.arrays import Int64Array, integers
 from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
-from gdscache.native.library import integers
-from gdscache.native.tables import take_rows
+from gdscache.native import take_rows
 from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
 from gdscache.tiers.base import DurableTier, Tier, checked_sums

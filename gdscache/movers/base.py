@@ -23,7 +23,7 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 
 if TYPE_CHECKING:
-    from gdscache.native.gpu import NativeGpu
+    from gdscache.kernels.gpu import NativeGpu
 
 _log = logging.getLogger("gdscache")
 

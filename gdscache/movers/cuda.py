@@ -18,9 +18,9 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, KernelUnavailableError
 from gdscache.extents.base import Extents
 from gdscache.kernels.cuda import PageKernels, plane_runs
+from gdscache.kernels.gpu import ROUTES, ChunkSizes, CopyRoute, NativeGpu, events_of
 from gdscache.movers.base import Mover, QueuedCopies, Slots
 from gdscache.movers.choice import Calibration, Choice, Direction, Paths
-from gdscache.native.gpu import ROUTES, ChunkSizes, CopyRoute, NativeGpu, events_of
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tracing import OFF, Timeline
 
@@ -90,10 +90,10 @@ class CudaMover(Mover):
         load = direction == "load"
         about = {"layers": layers, "pages": len(slots)}
         with self._timeline.span("scatter" if load else "gather", **about):
-            point, read, ticket = self.gpu.queue(
+            point, read, ticket = self.gpu.copy(
                 extents, slots, blocks, layers, events_of(after), route, load=load, sums=sums
             )
-        return QueuedCopies(point, read, functools.partial(self.gpu.finish, ticket, len(slots), len(layers)))
+        return QueuedCopies(point, read, functools.partial(self.gpu.finish, ticket))
 
     def path(self, direction: Direction, extents: Extents, layers: range, *, sums: bool) -> CopyRoute:
         """The way that these layers of a page take; `device` where the extents are in GPU memory themselves."""
@@ -123,7 +123,7 @@ class CudaMover(Mover):
         return self.gpu
 
     def mark_stores(self) -> Event:
-        return self.gpu.last(loads=False)
+        return self.gpu.last_point(loads=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "cause": self._cause, "copy_engine": self.gpu.api, **self.paths.describe()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import math
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.errors import NativeCallError, PageBytesError, PageGoneError, ShortIOError, TierAnswerError
 from gdscache.extents.base import Extents
-from gdscache.moves.library import GONE, NEVER, SHORT, WRONG, IoJob, NativeMoves
+from gdscache.moves.library import NativeMoves
 from gdscache.moves.machine import CheckedIO, Machine, PagesIO
-from gdscache.native.tables import put_rows, take_rows
+from gdscache.native import GONE, SHORT, WRONG, Job, put_rows, take_rows
 from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import Op
 
@@ -37,7 +38,7 @@ class ForeignFiles:
         self._machine = machine
         self._moves = moves
         self._layout = machine.mover.layout
-        self._progress: SimpleQueue[tuple[IoJob, PagesIO] | None] = SimpleQueue()
+        self._progress: SimpleQueue[tuple[Job, PagesIO] | None] = SimpleQueue()
 
     def loops(self) -> dict[str, Callable[[], None]]:
         """What threads do, by their names."""
@@ -47,22 +48,22 @@ class ForeignFiles:
         self._progress.put(None)
 
     def _begin_io(self) -> None:
-        while (job := self._moves.take_io(NEVER)) is not None:
-            files, op = self._machine.files[job.files], Op.WRITE if job.write else Op.READ
+        while (job := self._moves.take_io(math.inf)) is not None:
+            files, op = self._machine.files[job.files], Op.WRITE if job.kind else Op.READ
             size = job.stop - job.start
-            about = self._about(job.move, job.layers) | {"pages": len(job.pages), "bytes": len(job.pages) * size}
-            kind, track = ("write", "SSD writes") if job.write else ("read", "SSD reads")
+            about = self._about(job.move, job.layers) | {"pages": len(job.rows), "bytes": len(job.rows) * size}
+            kind, track = ("write", "SSD writes") if job.kind else ("read", "SSD reads")
             try:
                 lying = _Lying(self._machine.memories[job.memory], job, self._layout.extent_bytes)
                 places = lying.places
-                slots = job.pages["slot"].astype(np.int64)
+                slots = job.slots
                 with self._machine.timeline.flight(kind, track, transport=files.describe(), **about) as flight:
                     io = files.transfer(op, slots, [(lying, places)], (job.start, job.stop))
-                    flight.follow(io, len(job.pages))
+                    flight.follow(io, len(job.rows))
                 io.follow(functools.partial(self._progress.put, (job, io)))
             except BaseException as error:  # noqa: BLE001 - its pages have ended for it
                 log_failure(error)
-                self._moves.io_ended(job.number, range(len(job.pages)), _code(error))
+                self._moves.io_ended(job.number, range(len(job.rows)), _code(error))
 
     def _end_io(self) -> None:
         while (told := self._progress.get()) is not None:
@@ -70,16 +71,16 @@ class ForeignFiles:
             for told_pages, error in io.take():
                 pages = _asked_for(job, told_pages)
                 failure: BaseException | None = error
-                if error is None and not job.write and isinstance(io, CheckedIO):
+                if error is None and not job.kind and isinstance(io, CheckedIO):
                     failure = failure_of(functools.partial(self._keep_sums, job, pages, io))
                     if failure is not None:  # its pages have ended all the same
                         log_failure(failure)
                 self._moves.io_ended(job.number, pages, 0 if failure is None else _code(failure))
             del told, job, io
 
-    def _keep_sums(self, job: IoJob, pages: Sequence[int], io: CheckedIO) -> None:
+    def _keep_sums(self, job: Job, pages: Sequence[int], io: CheckedIO) -> None:
         """Pages that stay in a memory have the checksums that came with them."""
-        slots = job.pages["at"].astype(np.int64) // self._layout.extent_bytes
+        slots = job.at // self._layout.extent_bytes
         put_rows(self._machine.memories[job.memory].checksums, take_rows(slots, pages), io.sums_of(pages))
 
 
@@ -89,9 +90,9 @@ class _Lying:
     Whole extents lie in slots, so that neighbours are neighbours; parts of them are counted through.
     """
 
-    def __init__(self, extents: Extents, job: IoJob, extent_bytes: int) -> None:
+    def __init__(self, extents: Extents, job: Job, extent_bytes: int) -> None:
         self.flat = extents.flat
-        at = job.pages["at"].astype(np.int64)
+        at = job.at
         whole = (job.start, job.stop) == (0, extent_bytes)
         self.places = at // extent_bytes if whole else np.arange(len(at), dtype=np.int64)
         self._extent_bytes = extent_bytes if whole else 0
@@ -101,13 +102,13 @@ class _Lying:
         return slots * self._extent_bytes + byte if self._extent_bytes else self._at[slots] + byte
 
 
-def _asked_for(job: IoJob, pages: Sequence[int]) -> Sequence[int]:
+def _asked_for(job: Job, pages: Sequence[int]) -> Sequence[int]:
     """Those of the pages that the job has. The others are an error of the tier's, which the log has."""
-    known = [page for page in pages if isinstance(page, (int, np.integer)) and 0 <= page < len(job.pages)]
+    known = [page for page in pages if isinstance(page, (int, np.integer)) and 0 <= page < len(job.rows)]
     if len(known) < len(pages):
         error = TierAnswerError(
             f"the {job.files} tier says that pages {[p for p in pages if p not in known][:8]} have ended, of a job of "
-            f"{len(job.pages)}",
+            f"{len(job.rows)}",
             "end each page of a transfer once, by its place in it",
         )
         log_failure(error)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gdscache.errors import StorageError
     from gdscache.extents.base import Extents
     from gdscache.movers.base import Mover
-    from gdscache.native.cufile import CuFiles
+    from gdscache.native import CuFiles
     from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Op
     from gdscache.tiers.bounce import Bounce

@@ -11,8 +11,8 @@ import numpy as np
 from gdscache.cuda.streams import Landed
 from gdscache.errors import DeviceError, IOFailedError, ShortIOError, StorageError
 from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait, Way
-from gdscache.moves.library import SHORT, NativeMoves
-from gdscache.native.disk import error_of
+from gdscache.moves.library import NativeMoves
+from gdscache.native import SHORT, error_of
 
 _STATUSES = tuple(PageStatus)
 
@@ -91,18 +91,18 @@ class NativeMoving:
 
     def _finish(self) -> End:
         """It has ended: say what became of its pages."""
-        outcome = self._carrier.moves.outcome(self.number, self._rows)
+        statuses, failed, late, why = self._carrier.moves.outcome(self.number)
         self._carrier.tell_spans()
         listener = self._listener
         if listener is not None:
-            for code in sorted(set(outcome.statuses.tobytes())):
+            for code in sorted(set(statuses.tobytes())):
                 if _STATUSES[code] is not PageStatus.PENDING:
-                    listener.judged(np.flatnonzero(outcome.statuses == code), _STATUSES[code])
+                    listener.judged(np.flatnonzero(statuses == code), _STATUSES[code])
             if self.into_planes:
                 listener.ready(range(self._carrier.moves.layers), None)
-        errors = {row: self._error(code) for row, code in outcome.errors.tolist()}
-        broken = f"a copy failed: {outcome.broken}" if outcome.broken else ""
-        end = End(errors, outcome.late.tolist(), DeviceError(broken, "see the system log") if broken else None)
+        errors = {row: self._error(code) for row, code in failed}
+        broken = f"a copy failed: {why}" if why else ""
+        end = End(errors, late, DeviceError(broken, "see the system log") if broken else None)
         with self._lock:
             self._late = len(end.late)
             over = len(self._ended) == self._late

@@ -19,24 +19,21 @@ import numpy as np
 
 from gdscache.cuda.streams import Event, Landed
 from gdscache.index.free_slots import SlotPool
+from gdscache.kernels.gpu import events_of
 from gdscache.kernels.host import NativePool
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
-from gdscache.moves.library import NEVER, SPAN_KINDS, MoveLimits, NativeMoves, Space
+from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, Space, until
 from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
-from gdscache.native.gpu import events_of
-from gdscache.native.tables import put_rows, take_rows
+from gdscache.native import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import start
 from gdscache.tracing import OFF
 
 _T = TypeVar("_T")
-_LONGEST_S = 1e8  # as a deadline: three years
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
-_KEPT_NS = 1_000_000  # of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time
-_SLICE_NS = 100_000_000  # of a native wait: then signals are heard
 LIMITS = MoveLimits()
 TRACKS = {  # of a timeline, that the library's threads have
     "read": "SSD reads",
@@ -83,9 +80,9 @@ class NativeExecutor:
                 limits=LIMITS,
                 reserve=reserve,
                 fence=fence,
-                pool=None if self._pool is None else self._pool.handle,
-                gpu=None if self._gpu is None else self._gpu.handle,
-                cufile=None if disk is None or disk.cufile is None else disk.cufile.handle,
+                pool=self._pool,
+                gpu=self._gpu,
+                cufile=None if disk is None else disk.cufile,
                 workers=threads,
                 depth=8 * threads if disk is not None and disk.uring else 0,
                 threads=min(_COPYING, os.cpu_count() or 1),
@@ -147,13 +144,12 @@ class NativeExecutor:
         moving = NativeMoving(self, next(self._numbers), move, listener, in_order=self._gpu is not None)
         self._under_way[moving.number] = moving, listener, after
         try:
-            store = move.priority is Priority.STORE or move.seconds > _LONGEST_S
-            until = NEVER if store else time.monotonic_ns() + int(move.seconds * 1e9)
+            ends = until(math.inf if move.priority is Priority.STORE else move.seconds, time.monotonic_ns())
             if self._gpu is None:
-                self.moves.begin(moving.number, move, until)
+                self.moves.start(moving.number, move, ends)
             else:
                 routes = functools.partial(self.machine.mover.routes, "load" if moving.into_planes else "store")
-                self.moves.begin(moving.number, move, until, events_of(after), routes)
+                self.moves.start(moving.number, move, ends, events_of(after), routes)
         except BaseException:
             del self._under_way[moving.number]
             raise
@@ -206,18 +202,10 @@ class NativeExecutor:
 
     def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> Landed | None:
         """Wait until a move has ended, or copies of a group of its layers are queued; None when that takes longer."""
-        now = time.monotonic_ns()
-        until = NEVER if seconds > _LONGEST_S else now + int(seconds * 1e9) if seconds > 0 else 0
-        # A caller's layer is often there within less than it takes to have the interpreter's lock again.
-        kept = group >= 0
-        while True:
-            slice_ = min(until, time.monotonic_ns() + (_KEPT_NS if kept else _SLICE_NS))
-            point = self.moves.wait(number, slice_, group, kept=kept)
-            if point is not None:
-                return Landed(self._gpu.point(point) if point and self._gpu is not None else None)
-            if slice_ == until:
-                return None
-            kept = False
+        point = self.moves.wait(number, seconds, group)
+        if point is None:
+            return None
+        return Landed(self._gpu.point(point) if point and self._gpu is not None else None)
 
     # -- for timelines -------------------------------------------------------------------------------------------------
 
@@ -232,13 +220,13 @@ class NativeExecutor:
     def tell_spans(self) -> None:
         """Tell the timeline what the library's threads have done."""
         timeline = self.machine.timeline
-        while timeline is not OFF and len(spans := self.moves.take_spans()):
-            for kind_, first, last, _, number, pages, nbytes, begin, end in spans.tolist():
-                kind, about = SPAN_KINDS[kind_], self._about(number, range(first, last))
+        while timeline is not OFF and (spans := self.moves.take_spans()):
+            for kind_, layers, number, pages, nbytes, begin, end in spans:
+                kind, about = SPAN_KINDS[kind_], self._about(number, layers)
                 if kind != "ready":
                     timeline.past(kind, TRACKS[kind], begin, end, pages=pages, bytes=nbytes, **about)
                 elif (found := self._under_way.get(number)) is not None and found[0].into_planes:
-                    for layer in range(first, last):
+                    for layer in layers:
                         timeline.past(kind, TRACKS[kind], begin, None, layer=layer, load=about["load"])
 
     def forget(self, moving: NativeMoving) -> None:
@@ -247,7 +235,8 @@ class NativeExecutor:
     # -- what is late --------------------------------------------------------------------------------------------------
 
     def _tell_late(self) -> None:
-        while (found := self.moves.take_late(NEVER)) is not None:
+        while True:  # until the executor is stopped
+            found = self.moves.take_late(math.inf)
             self.tell_spans()
             for number, row in found:
                 self._under_way[number][0].ended(row)

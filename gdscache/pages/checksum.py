@@ -49,7 +49,7 @@ def bound(sums: Checksums, keys: Sequence[bytes]) -> Checksums:
 
 def unbound(stored: Checksums, keys: Sequence[bytes]) -> Checksums:
     """The inverse of `bound`: what the bytes of the pages with these `keys` have to give. Loads have it from
-    `native.tables.take_unbound`."""
+    `native.take_unbound`."""
     return stored - _bindings(keys, stored.shape[1])
 
 

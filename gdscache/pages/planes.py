@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
-from gdscache.native.tables import blocks_fault
+from gdscache.native import blocks_fault
 from gdscache.pages.layout import PageLayout, Plane
 
 Blocks = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.native.tables import narrow_tokens
+from gdscache.native import narrow_tokens
 
 
 def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from gdscache.arrays import Int64Array
+from gdscache.arrays import Int64Array, integers
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, StorageError
-from gdscache.kernels.host import layer_sums
 from gdscache.limits import KEY_BYTES
-from gdscache.native.tables import take_rows
+from gdscache.native import layer_sums, take_rows
 from gdscache.pages.checksum import Checksums, unbound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -271,7 +270,7 @@ class PoolFiles:
     ) -> None:
         """Compare what came with its trailers."""
         layout, good, bad = self._layout, list[int](), list[int]()
-        found = layer_sums([places[row] for row, _ in came], layout.layer_bounds)
+        found = layer_sums(np.array([places[row] for row, _ in came], np.uint64), integers(layout.layer_bounds))
         for (row, raw), of_bytes in zip(came, found, strict=True):
             page = self._page(slots[row])
             stored = stored_sums(raw, page, layout.page_bytes, layout.n_layers)

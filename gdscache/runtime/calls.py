@@ -22,11 +22,21 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from gdscache.errors import ForkedProcessError, IOFailedError
-from gdscache.native.signals import signals
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
 _TAKEN_BACK_S = 5.0  # seconds that an interrupted caller waits until what its call took is given back
 _T = TypeVar("_T")
+
+
+class _Held:
+    held = False
+
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+
+
+def signals() -> _Held:
+    return _Held()
 
 
 class Caller(Protocol):

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdscache.errors import DeadlineError, NativeCallError, TransportUnavailableError
-from gdscache.native.cufile import CuFiles, GpuDriver
-from gdscache.native.disk import Disk
+from gdscache.native import CuFiles, Disk
 from gdscache.runtime.threads import start
 from gdscache.storage.base import FileRange, IORequest, Op, Switch, failed, refused
 from gdscache.storage.cufile_library import find_cufile
@@ -32,6 +31,15 @@ CONFIGURATION = Path("/etc/cufile.json")
 CALL_S = 60.0
 
 _T = TypeVar("_T")
+
+
+class GpuDriver(Protocol):
+    """A CUDA driver, and the primary context of the device whose memory it is. See `gdscache.cuda.driver.Driver`."""
+
+    library: str
+
+    @property
+    def context(self) -> int: ...
 
 
 class CufileTransport(NativeTransport):
@@ -74,7 +82,9 @@ class CufileTransport(NativeTransport):
             )
         path = find_cufile()
         try:
-            return self._within("its driver was not open", lambda: CuFiles(gpu, path, log_folder(), batched))
+            return self._within(
+                "its driver was not open", lambda: CuFiles(gpu.library, gpu.context, path, log_folder(), batched)
+            )
         except NativeCallError as error:
             raise TransportUnavailableError(
                 f"cuFile cannot be used: {error.message}", "set gds to off, or transport to posix"
@@ -99,7 +109,7 @@ class CufileTransport(NativeTransport):
         return done.result()
 
     def _open_disk(self) -> Disk:
-        return super()._open_disk() if self.cufile is None else Disk("threads", self.threads, 0, self.cufile.handle)
+        return super()._open_disk() if self.cufile is None else Disk("threads", self.threads, 0, self.cufile)
 
     def _adopt(self, file: int, path: Path) -> None:
         cufile = self.cufile

@@ -26,8 +26,7 @@ from gdscache.errors import (
     ThreadStartError,
     TransportUnavailableError,
 )
-from gdscache.native.cufile import CuFiles
-from gdscache.native.disk import MOST_WORKERS, Disk
+from gdscache.native import CuFiles, Disk
 from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import FileRange, IORequest, Op, Submission, Switch, address_of, host_memory
 from gdscache.storage.batch import IOBatch, Spans
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 # Runs that the disk has for each of its threads, which must not run dry while a round of answers and new requests waits
 # for the interpreter's lock. Fewer of them are writes, which no read overtakes any more.
+MOST_WORKERS = 1024
 DEPTH, WRITES = 8, 3
 DEPTH_SMALL = 16  # of small reads the disk has more, so that a round answers for more of them
 

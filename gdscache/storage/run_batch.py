@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.arrays import Int64Array
+from gdscache.arrays import Int64Array, integers
 from gdscache.errors import IOFailedError
-from gdscache.native.disk import cut_and_merge, error_of
+from gdscache.native import cut_and_merge, error_of
 from gdscache.storage.base import FileRange, Op, Submission, failed
 from gdscache.storage.workers import Result, run_bytes
 
@@ -35,7 +35,7 @@ class RunBatch:
     ) -> None:
         """`spans`, `sizes`: of all requests. `rows`: int64 (requests that can be done, 5): index, descriptor, offset,
         address, bytes."""
-        parts, runs = cut_and_merge(rows[:, 1:], run_bytes(int(rows[:, 4].sum()), ways))
+        parts, runs = cut_and_merge(integers(rows[:, 1:]), run_bytes(int(rows[:, 4].sum()), ways))
         self.op = op
         self.memory = memory
         self.fragments: npt.NDArray[np.uint64] = parts[:, :2].astype(np.uint64)

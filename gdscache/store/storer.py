@@ -23,7 +23,7 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
-from gdscache.native.tables import take_rows
+from gdscache.native import take_rows
 from gdscache.pages.keys import Page
 from gdscache.runtime.threads import Flag
 from gdscache.store.forwarder import Forwarder

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import integers
 from gdscache.config import SsdConfig
 from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
@@ -33,8 +34,7 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import LIMITS
-from gdscache.native.library import integers
-from gdscache.native.tables import put_rows, take_rows, take_unbound
+from gdscache.native import put_rows, take_rows, take_unbound
 from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -187,7 +187,7 @@ class SsdTier(DurableTier):
         self.learn(entries)
         slots = [e.slot for e in entries]
         rows = integers(slots)
-        sums = take_unbound(self._checksums, rows, [e.key for e in entries])
+        sums = take_unbound(self._checksums, rows, b"".join([e.key for e in entries]))
         wanted, found = [e.page.namespace for e in entries], self.index.namespaces_at(slots)
         if wanted != found:
             sums[[i for i, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b]] = 0

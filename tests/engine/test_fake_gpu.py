@@ -9,7 +9,7 @@ import pytest
 
 from gdscache import PageStatus
 from gdscache.errors import DeviceError
-from gdscache.native.gpu import CopyRoute
+from gdscache.kernels.gpu import CopyRoute
 from tests.support import fake_gpu
 from tests.support.helpers import EXTRA, MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
 

@@ -34,8 +34,8 @@ from gdscache.commands.timeline.summary import (
 )
 from gdscache.commands.toy_engine import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
+from gdscache.kernels.gpu import CopyRoute
 from gdscache.load import run as load_run
-from gdscache.native.gpu import CopyRoute
 from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
 from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment

@@ -15,9 +15,9 @@ from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.cuda import PageKernels
+from gdscache.kernels.gpu import ChunkSizes
 from gdscache.movers.calibration import calibrated_if_possible
 from gdscache.movers.cuda import CudaMover
-from gdscache.native.gpu import ChunkSizes
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes

@@ -14,8 +14,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from gdscache.arrays import integers
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
+from gdscache.errors import NativeCallError
 from gdscache.extents.base import Reserved
 from gdscache.extents.host import HostExtents
 from gdscache.movers.base import Mover
@@ -25,7 +27,7 @@ from gdscache.moves import native as native_module
 from gdscache.moves.library import MoveLimits
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
-from gdscache.native.library import address, checked, integers, library
+from gdscache.native import set_faulty_disks
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
@@ -79,8 +81,8 @@ class Real:
     def release(self) -> None:
         """Let go of what hangs."""
         PLAN.reset()
-        if self.executor.moves._handle is not None:
-            library().executor_release(self.executor.moves._handle)
+        with contextlib.suppress(NativeCallError):  # it was closed, or has no disk
+            self.executor.moves.release()
 
 
 @contextlib.contextmanager
@@ -126,9 +128,7 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
                 _add_rule(fault, slabs[fault.files])
         else:
             rows = [_row(fault, slabs[fault.files], files[fault.files]) for fault in case.faults]
-            table = integers(rows).reshape(-1, 5)
-            handle = executor.moves._handle
-            checked(library().executor_fail(handle, address(table) if rows else None, len(rows)), "executor_fail")
+            executor.moves.fail(integers(rows).reshape(-1, 5))
         sums = {name: some.checksums for name, some in extents.items()}
         real = Real(executor, Spaces([[t.numpy() for t in some] for some in planes], memories, {}, sums), slabs)
         undo.callback(real.release)
@@ -143,11 +143,11 @@ def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
         extent = case.layout.extent_bytes
         limits = MoveLimits(4 * extent, 2 * extent, extent, 3 * extent, 2 * extent)
     with mock.patch.object(native_module, "LIMITS", limits):
-        library().executor_faulty(1)
+        set_faulty_disks(True)
         try:
             executor = NativeExecutor(machine)
         finally:
-            library().executor_faulty(0)
+            set_faulty_disks(False)
     try:
         yield executor
     finally:

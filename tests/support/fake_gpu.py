@@ -22,9 +22,9 @@ import torch
 from gdscache import opening as build
 from gdscache.cuda.streams import Event
 from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
+from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
 from gdscache.movers.base import Mover, QueuedCopies
 from gdscache.movers.choice import Direction
-from gdscache.native.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tracing import OFF
 from tests.support.places import ROOT
@@ -175,7 +175,7 @@ class FakeGpuMover(Mover):
         raise AssertionError("an executor asks the GPU itself")
 
     def mark_stores(self) -> Event:
-        return self.gpu.last(loads=False)
+        return self.gpu.last_point(loads=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "cause": "a test", "copy_engine": self.gpu.api}

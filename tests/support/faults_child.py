@@ -31,7 +31,6 @@ import numpy as np
 
 from gdscache import PageStatus
 from gdscache.errors import GdsCacheError, TransportUnavailableError
-from gdscache.native import library
 from gdscache.storage.base import Op
 from gdscache.storage.native import NativeTransport
 from gdscache.store.handle import StoreHandle
@@ -760,7 +759,6 @@ def short_form(some: Sequence[str]) -> list[tuple[str, list[Round]]]:
 def main() -> None:
     shim, memory, place, first, seed, seconds = sys.argv[1:]
     logging.disable(logging.CRITICAL)
-    library.library()
     counts = Counts()
     faults = Faults(Shim(shim), ctypes.CDLL(memory), counts)
     some, until = transports(), time.monotonic() + float(seconds)

@@ -21,6 +21,6 @@ int pthread_cond_signal(pthread_cond_t* condition) {
     static int (*real)(pthread_cond_t*);
     if (!real) real = (int (*)(pthread_cond_t*))dlsym(RTLD_NEXT, "pthread_cond_signal");
     Dl_info from;
-    if (counting && !(dladdr(__builtin_return_address(0), &from) && strstr(from.dli_fname, "libgdscache_host"))) count++;
+    if (counting && !(dladdr(__builtin_return_address(0), &from) && strstr(from.dli_fname, "gdscache/_native"))) count++;
     return real(condition);
 }

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.errors import GdsCacheError
-from gdscache.native import library
 from tests.support.helpers import Host, make_config, prompt
 
 PAGES = 4
@@ -27,7 +26,7 @@ LONGEST_S = 30.0
 
 def aim(shim: Any) -> None:
     """Tell the shim where the library's code lies in this process: its allocations are those that fail."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "libgdscache_host" in line]
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "gdscache/_native" in line]
     ends = [[int(word, 16) for word in fields[0].split("-")] for fields in lines]
     ctypes.c_void_p.in_dll(shim, "shim_low").value = min(low for low, _ in ends)
     ctypes.c_void_p.in_dll(shim, "shim_high").value = max(high for _, high in ends)
@@ -91,7 +90,6 @@ def main() -> None:
     path, place, transport, *pairs = sys.argv[1:]
     logging.disable(logging.CRITICAL)
     shim = ctypes.CDLL(path)
-    library.library()
     for number, pair in enumerate(pairs):
         first, count = map(int, pair.split(","))
         work = Path(place, str(number))

@@ -6,12 +6,14 @@ import ctypes
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.native.library import address, checked, integers, library
+from gdscache.arrays import address, integers
+from gdscache.errors import NativeCallError
+from gdscache.native import Disk
 
 READ, WRITE = 0, 1
 ERROR, SHORT, TORN, FLIP, LATE, HANG = range(1, 7)
@@ -36,31 +38,29 @@ class Piece(NamedTuple):
 
 
 class NativeDisk:
-    """A disk by the C interface. The caller keeps the memory of fragments until they have ended."""
+    """A disk. The caller keeps the memory of fragments until they have ended."""
 
     def __init__(
-        self, kind: str | None, workers: int = 4, depth: int = 16, faults: Sequence[tuple[int, int, int]] = ()
+        self,
+        kind: Literal["ring", "threads"] | None,
+        workers: int = 4,
+        depth: int = 16,
+        faults: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        self.library = library()
-        handle, why = ctypes.c_void_p(), ctypes.create_string_buffer(200)
-        answer = self.library.disk_open(
-            kind and kind.encode(), workers, depth, ctypes.addressof(handle), ctypes.addressof(why), len(why)
-        )
-        if answer < 0:
-            raise OSError(-answer, why.value.decode())
-        self.handle = handle.value
+        try:
+            self.disk = Disk(kind, workers, depth, None, integers(faults).reshape(-1, 3))
+        except NativeCallError as error:
+            raise OSError(error.errno, error.message) from None
         self._kept: list[Any] = []
-        if faults:
-            table = integers(faults)
-            checked(self.library.disk_fail(self.handle, address(table), len(table)), "disk_fail")
+        self._left: list[Answer] = []  # that did not fit
 
     @property
     def name(self) -> str:
-        return str(self.library.disk_name(self.handle).decode())
+        return self.disk.name
 
     @property
     def pending(self) -> int:
-        return int(self.library.disk_pending(self.handle))
+        return self.disk.pending
 
     def submit(self, *pieces: Piece) -> None:
         fragments = np.array([f for p in pieces for f in p.fragments], np.uint64).reshape(-1, 2)
@@ -69,15 +69,13 @@ class NativeDisk:
             count = len(piece.fragments)
             rows.append((piece.tag, piece.op, piece.fd, piece.offset, first, count, piece.copied))
             first += count
-        table = integers(rows)
         self._kept.append(fragments)
-        answer = self.library.disk_submit(self.handle, address(table), len(rows), address(fragments), len(fragments))
-        checked(answer, "disk_submit")
+        self.disk.submit(integers(rows).reshape(-1, 7), fragments)
 
     def reap(self, seconds: float = 20, room: int = 64) -> list[Answer]:
-        ended = np.empty((room, 5), np.int64)
-        count = checked(self.library.disk_reap(self.handle, address(ended), room, seconds), "disk_reap")
-        return [Answer(*row) for row in ended[:count].tolist()]
+        self._left = self._left or [Answer(*row) for row in self.disk.reap(seconds).tolist()]
+        some, self._left = self._left[:room], self._left[room:]
+        return some
 
     def reap_all(self) -> list[Answer]:
         """All answers, by tag and fragment."""
@@ -91,14 +89,13 @@ class NativeDisk:
             assert time.monotonic() < until
 
     def wake(self) -> None:
-        checked(self.library.disk_wake(self.handle), "disk_wake")
+        self.disk.wake()
 
     def release(self) -> None:
-        checked(self.library.disk_release(self.handle), "disk_release")
+        self.disk.release()
 
     def close(self) -> None:
-        handle, self.handle = self.handle, None
-        self.library.disk_close(handle)
+        self.disk.close()
 
     def __enter__(self) -> NativeDisk:
         return self

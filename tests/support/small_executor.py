@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from gdscache.arrays import integers
 from gdscache.extents.host import HostExtents
 from gdscache.movers.host import HostMover
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.native import NativeExecutor
-from gdscache.native.library import address, checked, integers, library
+from gdscache.native import set_faulty_disks
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers.bounce import Bounce
@@ -57,15 +58,14 @@ class Small:
         bounce = Bounce(self.reserve, Quarantine(threading.RLock()))
         memories = {"cpu": self.memory, "bounce": self.reserve}
         machine = Machine(self.mover, memories, {"ssd": self.file}, {"ssd": PAGES}, bounce)
-        library().executor_faulty(faulty)
+        set_faulty_disks(faulty)
         try:
             self.executor = NativeExecutor(machine)
         finally:
-            library().executor_faulty(0)
+            set_faulty_disks(False)
 
     def fail(self, *faults: tuple[int, int, int, int, int]) -> None:
-        table = integers(faults)
-        checked(library().executor_fail(self.executor.moves._handle, address(table), len(faults)), "executor_fail")
+        self.executor.moves.fail(integers(faults).reshape(-1, 5))
 
     def close(self) -> None:
         self.executor.close()

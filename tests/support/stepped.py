@@ -20,8 +20,8 @@ import numpy as np
 from gdscache.cuda.streams import Landed
 from gdscache.errors import IOFailedError
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, Steps, Wait, Way
-from gdscache.moves.library import NEVER
 from gdscache.moves.moving import NativeMoving
+from gdscache.native import NEVER
 from gdscache.pages.checksum import Checksums
 from tests.support.stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
 
@@ -149,7 +149,7 @@ class SteppedExecutor:
             load = NativeMoving(self, self._numbers, move, listener)
             self._loads[load.number] = load, listener
             until = NEVER if move.seconds == math.inf else int((self.now() + move.seconds) * NS)
-            self.moves.begin(load.number, move, until)
+            self.moves.start(load.number, move, until)
             return load
         self._numbers += 1
         moving = _Moving(self, move, self._numbers)

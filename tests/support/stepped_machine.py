@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from gdscache.extents.base import Extents
-from gdscache.moves.library import DIGEST, CopyJob, IoJob, MoveLimits, NativeMoves, Space
+from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
+from gdscache.native import Job
 from gdscache.tiers.bounce import Bounce
 from tests.support.window import Window
 
@@ -85,12 +86,12 @@ class SteppedMachine:
         self.memories = memories
         self.files = {name: SteppedFiles(self, name, some) for name, some in content.items()}
         self.done = 0  # copies
-        self.copies: deque[tuple[CopyJob, Extents, list[int]]] = deque()  # that are under way
+        self.copies: deque[tuple[Job, Extents, list[int]]] = deque()  # that are under way
         self._mover = mover
         self._bounce = bounce
         self._breaks = breaks
         self._asked = 0
-        self._io: IoJob | None = None
+        self._io: Job | None = None
         layout: PageLayout = mover.layout
         extents = {**memories, "bounce": bounce.extents}
         spaces = {"planes": Space("planes", mover.planes.blocks)}
@@ -127,7 +128,7 @@ class SteppedMachine:
         assert isinstance(flat, memoryview), "host memory"
         return flat
 
-    def _take(self, job: CopyJob) -> None:
+    def _take(self, job: Job) -> None:
         self._asked += 1
         if self._asked == self._breaks:
             self.moves.copy_ended(job.number, None, broken="a copy that was to break")
@@ -135,7 +136,7 @@ class SteppedMachine:
         extents: Extents = self._bounce.extents if job.memory == "bounce" else self.memories[job.memory]
         if job.window:
             extents = Window(self._bounce.extents, job.window, self._mover.layout.read_span(job.layers, alone=True))
-        self.copies.append((job, extents, job.pages["slot"].tolist()))
+        self.copies.append((job, extents, job.slots.tolist()))
         self.moves.copy_queued(job.number, self.done + len(self.copies))
 
     def _copy(self) -> None:
@@ -175,8 +176,8 @@ class SteppedFiles:
         self.name = name
         self.content = content
 
-    def begin(self, job: IoJob) -> None:
-        assert not job.write, "only loads are stepped with bytes"
+    def begin(self, job: Job) -> None:
+        assert not job.kind, "only loads are stepped with bytes"
         self.begun += 1
         self.begins()
         self.flying.append(SteppedIO(self, f"read {self.begun} of {self.name}", job))
@@ -188,11 +189,11 @@ class SteppedFiles:
 class SteppedIO:
     """Reads of the pages of a job, each into its place."""
 
-    def __init__(self, files: SteppedFiles, name: str, job: IoJob) -> None:
+    def __init__(self, files: SteppedFiles, name: str, job: Job) -> None:
         self.job = job
         self._files = files
         self._name = name
-        self._left = list(range(len(job.pages)))
+        self._left = list(range(len(job.rows)))
 
     @property
     def touching(self) -> list[tuple[int, str, range]]:
@@ -200,8 +201,8 @@ class SteppedIO:
         job = self.job
         size = job.stop - job.start
         return [
-            (int(slot), job.memory, range(int(at), int(at) + size))
-            for _, _, slot, at in (job.pages[page] for page in self._left)
+            (int(job.slots[page]), job.memory, range(int(job.at[page]), int(job.at[page]) + size))
+            for page in self._left
         ]
 
     def choices(self) -> list[Choice]:
@@ -220,7 +221,7 @@ class SteppedIO:
             self._land(page)
 
     def _land(self, page: int, *, damaged: bool = False) -> None:
-        _, _, slot, at = self.job.pages[page].tolist()
+        slot, at = int(self.job.slots[page]), int(self.job.at[page])
         content = self._files.content[slot][self.job.start : self.job.stop]
         landed = self._files.landed
         landed[slot] = landed.get(slot, 0) + len(content)
@@ -231,7 +232,7 @@ class SteppedIO:
         self._ended(page, 0)
 
     def _fail(self, page: int) -> None:
-        self._files.failed.add(int(self.job.pages[page]["slot"]))
+        self._files.failed.add(int(self.job.slots[page]))
         self._ended(page, errno.EIO)
 
     def _ended(self, page: int, error: int) -> None:

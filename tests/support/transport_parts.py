@@ -6,15 +6,16 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from gdscache.arrays import integers
 from gdscache.errors import RefusedDiskError, TransportUnavailableError
-from gdscache.native.disk import Disk, Kind
-from gdscache.native.library import address, checked, integers
+from gdscache.native import Disk
 from gdscache.storage import Op, native
 from gdscache.storage.base import Switch
-from gdscache.storage.native import NativeTransport
+from gdscache.storage.native import DEPTH_SMALL, NativeTransport
 from gdscache.storage.workers import IORun, QueuedTransport, Result
 from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
 
@@ -43,7 +44,7 @@ def has_libcuda() -> bool:
 def refuse_ring(patch: pytest.MonkeyPatch) -> None:
     """The system says to io_uring what a container's rules say."""
 
-    def refusing(kind: Kind, workers: int, depth: int) -> Disk:
+    def refusing(kind: Literal["ring", "threads"], workers: int, depth: int) -> Disk:
         if kind == "ring":
             raise RefusedDiskError(f"io_uring_setup answers {os.strerror(errno.EPERM)}", "", errno.EPERM)
         return Disk(kind, workers, depth)
@@ -62,18 +63,20 @@ def opened(name: str, threads: int, direct_io: Switch = "off") -> NativeTranspor
 class FailingTransport(NativeTransport):
     """Its disk fails on order: rows of (which run, what, value), see csrc/host/faulty_disk.h."""
 
+    disk_type = Disk
+
     def __init__(self, name: str, faults: Sequence[tuple[int, int, int]], threads: int = 2) -> None:
         self._faults = integers(faults)
         super().__init__(threads, "off", uring=name == "uring")
 
     def _open_disk(self) -> Disk:
-        disk = super()._open_disk()
-        checked(disk.library.disk_fail(disk.handle, address(self._faults), len(self._faults)), "disk_fail")
-        return disk
+        return self.disk_type(
+            "ring" if self.uring else "threads", self.threads, DEPTH_SMALL * self.threads, None, self._faults
+        )
 
     def let_go(self) -> None:
         """Of what hangs."""
-        checked(self._disk.library.disk_release(self._disk.handle), "disk_release")
+        self._disk.release()
 
 
 class Gated(QueuedTransport):

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 from tests.support.places import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+STABLE = sys.version_info >= (3, 12)
+LIBRARY = "_native" + (".abi3.so" if STABLE else str(sysconfig.get_config_var("EXT_SUFFIX")))
 HEAVY = ("cupy", "cuda.core", "kvikio", "nixl", "mooncake", "transformers", "matplotlib")
 
 
@@ -56,7 +59,8 @@ def test_every_package_of_the_tree_is_shipped() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel, built from a copy, since setuptools writes beside the sources."""
-    pytest.importorskip("setuptools", minversion="77", reason="the build needs it; make test installs it")
+    for name, version in (("setuptools", "77"), ("nanobind", "3.1")):
+        pytest.importorskip(name, minversion=version, reason="the build needs it; make test installs it")
     source = tmp_path_factory.mktemp("source")
     for name in ("gdscache", "configs", "csrc", "tools"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -64,40 +68,45 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         shutil.copy(ROOT / name, source)
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target)]
-    subprocess.run([*command, str(source)], check=True, timeout=120, capture_output=True)
+    subprocess.run([*command, str(source)], check=True, timeout=500, capture_output=True)
     (file,) = target.iterdir()
     return zipfile.ZipFile(file)
 
 
 @pytest.mark.suite
-def test_the_wheel_is_complete_and_fits_every_python_of_one_architecture(wheel: zipfile.ZipFile) -> None:
+@pytest.mark.timeout(600)  # the library is compiled anew
+def test_the_wheel_is_complete_and_says_what_it_fits(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     expected = {
         str(file.relative_to(ROOT))
         for file in (ROOT / "gdscache").rglob("*")
-        if file.is_file() and file.suffix in {".py", ".toml", ".typed"}
+        if file.is_file() and file.suffix in {".py", ".pyi", ".toml", ".typed"}
     }
     for folder in ("configs", "csrc"):
         expected |= {f"gdscache/{file.relative_to(ROOT)}" for file in (ROOT / folder).iterdir() if file.is_file()}
-    expected.add("gdscache/native/libgdscache_host.so")
+    expected.add(f"gdscache/{LIBRARY}")
+    assert "gdscache/_native.pyi" in expected
     shipped = {name for name in names if ".dist-info/" not in name}
     assert shipped == expected
     (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
     about = wheel.read(f"{info}/WHEEL").decode()
     assert "Root-Is-Purelib: false" in about
-    assert re.findall("Tag: (.*)", about) == [f"py3-none-linux_{os.uname().machine}"]
+    tag = "cp312-abi3" if STABLE else "cp311-cp311"
+    assert re.findall("Tag: (.*)", about) == [f"{tag}-linux_{os.uname().machine}"]
     assert f"{info}/licenses/LICENSE" in names
     assert "gdscache = gdscache.exits:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
 @pytest.mark.suite
+@pytest.mark.timeout(600)
 def test_the_wheel_works_away_from_the_tree(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import gdscache.config, gdscache.csrc, gdscache.exits, gdscache.native.library
-assert gdscache.native.library.library().abi() == gdscache.native.library.ABI
+import gdscache.config, gdscache.csrc, gdscache.exits, gdscache.native
+assert gdscache.native.has_arm(gdscache.native.best_arm())
+assert gdscache._native.__file__.startswith(sys.argv[1]), gdscache._native.__file__
 assert gdscache.config.__file__.startswith(sys.argv[1]), gdscache.config.__file__
 assert gdscache.csrc.__file__.startswith(sys.argv[1] + "/gdscache/csrc/"), gdscache.csrc.__file__
 sys.argv[1:] = ["config", "init", "llama3_8b", "here.yaml"]
@@ -130,6 +139,43 @@ print(sorted(name for name in {HEAVY!r} if name in sys.modules))
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
     )
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """tools/wheels.py as a module."""
+    pytest.importorskip("setuptools", minversion="77", reason="it imports the build, which needs it")
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("wheels")
+
+
+def test_wheels_are_built_by_the_pythons_that_can(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, script in (
+        ("python3.17", "exit 127"),  # of pyenv, which has not chosen it
+        ("python3.18", "echo 3 18 0"),  # without headers
+        ("python3.19", "echo 3 19 1"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "versions" / "this"))
+    ours = {sys.version_info[:2]: Path(sys.executable)}
+    assert wheels.interpreters([]) == ours | {(3, 19): tmp_path / "python3.19"}
+    other = tmp_path / "other"
+    (tmp_path / "python3.19").rename(other)
+    assert wheels.interpreters([]) == ours
+    assert wheels.interpreters([str(other)]) == ours | {(3, 19): other}
+    with pytest.raises(SystemExit, match=r"python3\.18 is no CPython 3\.11 or later with Python\.h and ensurepip"):
+        wheels.interpreters([str(tmp_path / "python3.18")])
+    assert [wheels.kind_of(version) for version in ((3, 11), (3, 12), (3, 19))] == [*wheels.KINDS, "cp312-abi3"]
+
+
+def test_the_build_asks_for_one_nanobind(wheels: ModuleType) -> None:
+    wanted = sys.modules["native_build"].NANOBIND
+    assert wanted in PROJECT["build-system"]["requires"]
+    assert f'"{wanted}"' in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 # --- Makefile and CI ---------------------------------------------------------------------------------------------

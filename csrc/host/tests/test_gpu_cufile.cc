@@ -5,7 +5,6 @@
 #include <chrono>
 #include <thread>
 
-#include "../api_cufile.h"
 #include "cufile_rig.h"
 
 using namespace gdscache;
@@ -248,55 +247,6 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
     }
 }
 
-// The plain C interface: what makes no sense is refused, with its cause.
-void interface(const Driver& driver, const FakeCuFile& fake) {
-    const auto context = reinterpret_cast<uint64_t>(driver.context());
-    gdscache_cufile* made = nullptr;
-    const auto open = [&](const char* library, uint64_t of) {
-        return gdscache_cufile_open(driver.path.c_str(), of, library, "/tmp", -1, &made);
-    };
-    CHECK(open(nullptr, context) == -EINVAL && open(fake.path.c_str(), 0) == -EINVAL);
-    CHECK(open("/nowhere", context) == -EIO && std::strstr(gdscache_cufile_why(), "cannot be loaded"));
-    fake.refuse(kDriver, 5001);
-    CHECK(open(fake.path.c_str(), context) == -EIO && std::strstr(gdscache_cufile_why(), "5001") && !made);
-    fake.refuse(kDriver, 5026);  // somebody has opened it before
-    CHECK(open(fake.path.c_str(), context) == 0 && made);
-    fake.release();
-    Bytes memory(8 * kUnit);
-    const uint64_t address = memory.give_to_device(driver);
-    const int file = memfd_create("gdscache-test", 0);
-    CHECK(ftruncate(file, 4 * kUnit) == 0);
-    CHECK(gdscache_cufile_add_file(made, -1) == -EINVAL && gdscache_cufile_add_file(nullptr, file) == -EINVAL);
-    CHECK(gdscache_cufile_add_memory(made, 0, 1) == -EINVAL && gdscache_cufile_add_memory(made, address, 0) == -EINVAL);
-    CHECK(gdscache_cufile_add_memory(made, UINT64_MAX, 2) == -EINVAL);
-    double seconds = 0;
-    const auto bare = [&](int64_t bytes, int64_t piece, int32_t threads) {
-        return gdscache_cufile_bare(made, file, 0, bytes, piece, threads, address, &seconds);
-    };
-    CHECK(bare(4 * kUnit, kUnit, 2) == -EINVAL);
-    CHECK(gdscache_cufile_add_file(made, file) == 0 && gdscache_cufile_add_memory(made, address, 8 * kUnit) == 0);
-    const long before = fake.moves(0);
-    CHECK(bare(4 * kUnit, kUnit, 2) == 0 && fake.moves(0) == before + 4 && seconds > 0);
-    CHECK(bare(5 * kUnit, kUnit, 2) == -ENODATA && bare(9 * kUnit, kUnit, 2) == -EINVAL);
-    CHECK(bare(4 * kUnit, kUnit, 0) == -EINVAL && bare(4 * kUnit, 0, 1) == -EINVAL);
-    fake.fault(0, kError, 5011, 0, 1);
-    CHECK(bare(4 * kUnit, kUnit, 2) == -5011 && std::strstr(gdscache_cufile_why(), "5011"));
-    gdscache_disk* disk = nullptr;
-    char why[100];
-    CHECK(gdscache_cufile_disk(made, 0, &disk, why, sizeof why) == -EINVAL && std::strstr(why, "threads"));
-    CHECK(gdscache_cufile_disk(nullptr, 1, &disk, why, sizeof why) == -EINVAL && !disk);
-    CHECK(gdscache_cufile_disk(made, 1, &disk, why, sizeof why) == 0);
-    CHECK(gdscache_cufile_remove_memory(made, address) == 0 && gdscache_cufile_remove_memory(made, address) == 0);
-    CHECK(gdscache_cufile_remove_file(made, file) == 0);
-    gdscache_cufile_close(made);
-    gdscache_disk_close(disk);  // which has its own share of what it needs
-    gdscache_cufile_close(nullptr);
-    CHECK(!std::strcmp(gdscache_cufile_text(ENOSPC), std::strerror(ENOSPC)));
-    CHECK(std::strstr(gdscache_cufile_text(5027), "udev") && std::strstr(gdscache_cufile_text(5099), "5099"));
-    CHECK(fake.living() == 0);
-    close(file);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -308,7 +258,6 @@ int main(int argc, char** argv) {
     batches(driver, fake);
     hangs(driver, fake);
     strangers(driver, fake);
-    interface(driver, fake);
     driver.check_empty();
     std::puts(" cuFile moves what it should");
     return 0;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import itertools
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.arrays import address
 from gdscache.commands.bench.measure import Closeable, Series, interleave, rate
 from gdscache.commands.console import Progress, silent
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import InvalidValueError, IOFailedError
-from gdscache.native.library import address, library, struct
+from gdscache.errors import DeviceError, InvalidValueError, IOFailedError, NativeCallError
+from gdscache.native import bare_loop
 from gdscache.storage.base import Op
 from gdscache.storage.files import probe_direct_io
 
@@ -57,13 +57,6 @@ class Onward:
     def ways(self, ways: Iterable[Way]) -> list[Way]:
         """Those that this memory has room for, with two parts a thread."""
         return [way for way in ways if self.through is None or way.threads * 2 * way.io_bytes <= self.through]
-
-
-_Loop = struct(
-    "_Loop",
-    "memory:Q planes:Q driver:Q context:Q device:Q bytes:q piece_bytes:q memory_bytes:q sum_bytes:q "
-    "fd:i write:i threads:i reserved:i",
-)
 
 
 class BareLoop(Closeable):
@@ -103,27 +96,25 @@ class BareLoop(Closeable):
         `sum_bytes`: XXH3 of so many bytes at a time is taken on the way."""
         nbytes = self.total // way.io_bytes * way.io_bytes
         copied = 0 if planes is None else address(planes)
-        name, context, device = None, 0, 0
+        onto: tuple[str | None, int, int] = (None, 0, 0)
         if onward is not None and onward.driver is None:
             copied = onward.target.data_ptr()
         elif onward is not None and onward.driver is not None:
-            name, context = ctypes.create_string_buffer(onward.driver.library.encode()), onward.driver.context
-            device = onward.target.data_ptr()
+            onto = onward.driver.library, onward.driver.context, onward.target.data_ptr()
         through = len(self._memory) if onward is None or onward.through is None else onward.through
-        loop = _Loop(
-            *(address(self._memory), copied, 0 if name is None else ctypes.addressof(name), context, device),
-            *(nbytes, way.io_bytes, min(through, len(self._memory)), sum_bytes),
-            *(self._file, op is Op.WRITE, way.threads, 0),
-        )
-        elapsed, why = ctypes.c_double(), ctypes.create_string_buffer(200)
-        answer = library().bare(
-            ctypes.addressof(loop), ctypes.addressof(elapsed), ctypes.addressof(why), ctypes.sizeof(why)
-        )
-        if answer < 0:
-            cause = f"a call moved less than {way.io_bytes} bytes" if answer == -errno.ENODATA else os.strerror(-answer)
-            cause = why.value.decode(errors="replace") or cause
-            raise IOFailedError(f"the bare {op.value} loop failed: {cause}", "see the kernel log for the device")
-        return rate(nbytes, elapsed.value)
+        through = min(through, len(self._memory))
+        try:
+            elapsed = bare_loop(
+                *(self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads, address(self._memory), through),
+                *(copied, sum_bytes, *onto),
+            )
+        except (NativeCallError, DeviceError) as error:
+            few = getattr(error, "errno", None) == errno.ENODATA
+            cause = f"a call moved less than {way.io_bytes} bytes" if few else error.message
+            raise IOFailedError(
+                f"the bare {op.value} loop failed: {cause}", "see the kernel log for the device"
+            ) from None
+        return rate(nbytes, elapsed)
 
     def scout(self, op: Op, progress: Progress = silent, onward: Onward | None = None) -> list[Way]:
         """The `KEPT` best ways by two short rounds, best first."""

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdscache.errors import NativeCallError
-from gdscache.native.library import address, checked, integers, library, struct
+from gdscache.arrays import address, integers
+from gdscache.errors import DeviceError, NativeCallError
+from gdscache.native import bare_loop, cut_and_merge
 from tests.support import fake_gpu
 from tests.support.native_parts import (
     ERROR,
@@ -43,11 +43,6 @@ from tests.support.native_parts import (
 from tests.support.places import ROOT
 
 KINDS = ("ring", "threads")
-BARE = struct(
-    "BARE",
-    "memory:Q planes:Q driver:Q context:Q device:Q bytes:q piece_bytes:q memory_bytes:q sum_bytes:q "
-    "fd:i write:i threads:i reserved:i",
-)
 DATA = random.Random(5).randbytes(300_001)
 
 
@@ -226,11 +221,11 @@ def test_calls_that_make_no_sense_are_refused(kind: str, file: int) -> None:
             with pytest.raises(NativeCallError):
                 disk.submit(piece)
         table, fragments = integers([[1, READ, file, 0, 5, 1, 0]]), np.zeros((2, 2), np.uint64)
-        for counts in ((1, 2), (-1, 2), (1, -1), (1 << 62, 2)):
-            answer = library().disk_submit(disk.handle, address(table), counts[0], address(fragments), counts[1])
-            assert answer == -errno.EINVAL
-        for room, seconds in ((0, 0.0), (-1, 0.0), (4, float("nan"))):
-            assert library().disk_reap(disk.handle, address(table), room, seconds) == -errno.EINVAL
+        for pieces, parts in ((table, fragments), (table[:, :6].copy(), fragments), (table, fragments.reshape(-1))):
+            with pytest.raises(NativeCallError):
+                disk.disk.submit(pieces, parts)
+        with pytest.raises(NativeCallError):
+            disk.disk.reap(float("nan"))
         assert disk.pending == 0
     for workers, depth in ((0, 4), (-1, 4), (1 << 20, 1 << 20)):
         with pytest.raises(OSError, match="sound number"):
@@ -376,21 +371,6 @@ def test_a_forked_child_changes_nothing(kind: str, file: int) -> None:
 # --- cutting and merging, against plain Python
 
 
-def cut_and_merge(
-    requests: list[tuple[int, int, int, int]], limit: int, most: int
-) -> tuple[list[object], list[object]]:
-    table, counts = integers(requests).reshape(-1, 4), np.zeros(2, np.int64)
-    fragments, runs = np.empty((4096, 3), np.int64), np.empty((4096, 5), np.int64)
-    checked(
-        library().cut_and_merge(
-            *(address(table), len(table), limit, most),
-            *(address(fragments), len(fragments), address(runs), len(runs), address(counts)),
-        ),
-        "cut_and_merge",
-    )
-    return fragments[: counts[0]].tolist(), runs[: counts[1]].tolist()
-
-
 def plainly_cut(
     requests: list[tuple[int, int, int, int]], limit: int, most: int
 ) -> tuple[list[list[int]], list[list[int]]]:
@@ -425,8 +405,8 @@ def test_requests_are_cut_and_merged(given_: list[tuple[int, int, int, bool]], l
         requests.append((fd, at * sector, (1 + number) << 32, size * sector))
         ends[fd] = at + size
     random.Random(len(given_)).shuffle(requests)
-    fragments, runs = cut_and_merge(requests, limit * sector, most)
-    assert (fragments, runs) == plainly_cut(requests, limit * sector, most)
+    fragments, runs = cut_and_merge(integers(requests).reshape(-1, 4), limit * sector, most)
+    assert (fragments.tolist(), runs.tolist()) == plainly_cut(requests, limit * sector, most)
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
@@ -435,20 +415,19 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         if bad == (3, 1 << 62, 0, 1 << 62):
             bad = (3, (1 << 63) - 1, 0, 1)
         with pytest.raises(NativeCallError):
-            cut_and_merge([good, bad], 4096, 8)
+            cut_and_merge(integers([good, bad]), 4096, 8)
     for limit, most in ((0, 8), (-1, 8), (4096, 0), (4096, 1025)):
         with pytest.raises(NativeCallError):
-            cut_and_merge([good], limit, most)
+            cut_and_merge(integers([good]), limit, most)
     with pytest.raises(NativeCallError):
-        cut_and_merge([(3, 0, 4096, 1 << 62)], 4096, 8)  # as many parts as no memory has
+        cut_and_merge(integers([(3, 0, 4096, 1 << 62)]), 4096, 8)  # as many parts as no memory has
 
 
-def bare_loop(**fields: int) -> tuple[int, str, float]:
-    """A pass of the bare loop: its answer, why the driver refused, and its seconds."""
-    loop = BARE(**fields)
-    seconds, why = ctypes.c_double(), ctypes.create_string_buffer(200)
-    answer = library().bare(ctypes.addressof(loop), ctypes.addressof(seconds), ctypes.addressof(why), 200)
-    return answer, why.value.decode(), seconds.value
+def refused(**fields: Any) -> int | None:
+    """The errno of a pass of the bare loop that is refused."""
+    with pytest.raises(NativeCallError) as caught:
+        bare_loop(**fields)
+    return caught.value.errno
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -460,24 +439,22 @@ def test_the_bare_loop_moves_all_and_says_how_fast(tmp_path: Path, small: bool) 
     path = tmp_path / "bare"
     path.write_bytes(bytes(1 << 20))
     file = os.open(path, os.O_RDWR)
-    loop = {"fd": file, "bytes": nbytes, "piece_bytes": piece, "threads": threads}
+    loop: dict[str, Any] = {"file": file, "nbytes": nbytes, "piece_bytes": piece, "threads": threads, "write": False}
     loop |= {"memory": address(memory), "memory_bytes": len(memory)}
-    for write, planes in ((1, source), (0, target)):
-        answer, _, seconds = bare_loop(**loop, write=write, planes=address(planes), sum_bytes=1000)
-        assert answer == 0
-        assert seconds > 0
+    for write, planes in ((True, source), (False, target)):
+        assert bare_loop(**loop | {"write": write}, planes=address(planes), sum_bytes=1000) > 0
     assert path.read_bytes() == source.tobytes() + bytes(100)
     assert np.array_equal(target, source)
-    assert bare_loop(**loop)[0] == 0
+    assert bare_loop(**loop) > 0
     assert small or np.array_equal(memory, source)
     more = np.zeros(nbytes + 200, np.uint8)
-    beyond = loop | {"bytes": nbytes + 200, "memory": address(more), "memory_bytes": len(more)}
-    assert bare_loop(**beyond)[0] == -errno.ENODATA
-    bad = [("fd", -1), ("bytes", 0), ("bytes", 1 << 62), ("piece_bytes", 0), ("threads", 0), ("threads", 2000)]
+    beyond = loop | {"nbytes": nbytes + 200, "memory": address(more), "memory_bytes": len(more)}
+    assert refused(**beyond) == errno.ENODATA
+    bad = [("file", -1), ("nbytes", 0), ("nbytes", 1 << 62), ("piece_bytes", 0), ("threads", 0), ("threads", 2000)]
     bad += [("memory", 0), ("memory_bytes", piece), ("sum_bytes", -1)]
     for name, value in bad:
-        assert bare_loop(**(loop | {name: value}))[0] == -errno.EINVAL, name
-    assert bare_loop(**(loop | {"fd": 1_000_000}))[0] == -errno.EBADF
+        assert refused(**loop | {name: value}) == errno.EINVAL, name
+    assert refused(**loop | {"file": 1_000_000}) == errno.EBADF
     os.close(file)
 
 
@@ -490,27 +467,23 @@ def test_the_bare_loop_copies_on_to_a_gpu(tmp_path: Path, small: bool) -> None:
     file = os.open(path, os.O_RDONLY)
     gpu = fake_gpu.driver()
     memory, target = np.zeros(2 * threads * piece if small else nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    name = ctypes.create_string_buffer(str(gpu._name).encode())
-    loop = {"fd": file, "bytes": nbytes, "piece_bytes": piece, "threads": threads}
+    loop: dict[str, Any] = {"file": file, "nbytes": nbytes, "piece_bytes": piece, "threads": threads, "write": False}
     loop |= {"memory": address(memory), "memory_bytes": len(memory)}
-    loop |= {"driver": ctypes.addressof(name), "context": gpu.fake_context()}
+    loop |= {"driver": str(gpu._name), "context": gpu.fake_context()}
     loop |= {"device": gpu.fake_device(target.ctypes.data, nbytes)}
     gpu.fake_pin(memory.ctypes.data, len(memory))
     try:
         for _ in range(5):
             target[:] = 0
-            assert bare_loop(**loop)[:2] == (0, "")
+            assert bare_loop(**loop) > 0
             assert np.array_equal(target, source)
-        for bad in ({"device": 0}, {"write": 1}):
-            assert bare_loop(**(loop | bad))[0] == -errno.EINVAL
+        for bad in ({"device": 0}, {"write": True}):
+            assert refused(**loop | bad) == errno.EINVAL
         for function, nth in (("cuStreamCreateWithPriority", 1), ("cuMemcpyBatchAsync", 3), ("cuStreamSynchronize", 0)):
-            with fake_gpu.failing(function, nth):
-                answer, why, _ = bare_loop(**loop)
-            assert answer == -errno.EIO
-            assert re.match(r"cu\w+ answered 719", why)
-        lost = ctypes.create_string_buffer(b"libnone.so")
-        answer, why, _ = bare_loop(**(loop | {"driver": ctypes.addressof(lost)}))
-        assert (answer, "no CUDA driver" in why) == (-errno.EIO, True)
+            with fake_gpu.failing(function, nth), pytest.raises(DeviceError, match=r"cu\w+ answered 719"):
+                bare_loop(**loop)
+        with pytest.raises(DeviceError, match="no CUDA driver"):
+            bare_loop(**loop | {"driver": "libnone.so"})
     finally:
         gpu.fake_forget(target.ctypes.data)
         gpu.fake_forget(memory.ctypes.data)

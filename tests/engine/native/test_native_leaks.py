@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from gdscache import CacheEngine, PageStatus
+from gdscache.arrays import integers
 from gdscache.errors import DirectoryInUseError, NativeCallError
 from gdscache.moves import PLANES, Move, Priority, Way
-from gdscache.native.library import address, checked, integers, library
+from gdscache.native import set_faulty_disks
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
 from tests.support.native_parts import has_ring, open_files
@@ -127,7 +128,6 @@ def test_an_engine_that_is_closed_has_given_its_memory_back(open_host: Callable[
 def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> None:
     small = Small(path, uring=uring, faulty=True)
     small.fail((-1, 0, 1 << 40, HANG, 0))
-    handle = small.executor.moves._handle
     moving = small.executor.begin(a_load(path), (), Heard())
     raised: list[BaseException] = []
 
@@ -148,16 +148,16 @@ def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> No
     closer.start()
     closer.join(0.2)
     assert closer.is_alive(), "memory would be given back under a read that hangs"
-    checked(library().executor_release(handle), "executor_release")
+    small.executor.moves.release()
     closer.join(WAIT)
     assert not closer.is_alive()
 
 
 @pytest.fixture
 def _faulty_disks() -> Iterator[None]:
-    library().executor_faulty(1)
+    set_faulty_disks(True)
     yield
-    library().executor_faulty(0)
+    set_faulty_disks(False)
 
 
 def our_threads() -> list[str]:
@@ -184,9 +184,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
         quiet(host.engine)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     moves = host.engine.executor.moves
-    handle = moves._handle
-    table = integers([(-1, 0, 1 << 40, HANG, 0)])
-    checked(library().executor_fail(handle, address(table), 1), "executor_fail")
+    moves.fail(integers([(-1, 0, 1 << 40, HANG, 0)]))
     if op == "read":
         load, blocks, keys = host.begin(tokens)
         assert set(load.result(WAIT).pages) == {PageStatus.DEADLINE}
@@ -202,14 +200,14 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
     assert time.monotonic() - begun < WAIT / 4
     assert f"closed with {2 if op == 'read' else 0} reads and {0 if op == 'read' else 2} writes" in caplog.text
     assert buffer._map is not None, "memory was given back under I/O that hangs"
-    assert moves._handle == handle, "so was the executor"
+    assert not moves.closed, "so was the executor"
     if op == "write":
         with pytest.raises(DirectoryInUseError):  # a late write must not hit the slots of another owner
             CacheEngine.from_config(make_config(slab, cpu=cpu, ssd=24))
-    checked(library().executor_release(handle), "executor_release")
-    until(lambda: moves._handle is None and buffer._map is None, "all of it goes back when the I/O has ended")
+    moves.release()
+    until(lambda: moves.closed and buffer._map is None, "all of it goes back when the I/O has ended")
     until(lambda: not our_threads(), f"threads end: {our_threads()}")
-    library().executor_faulty(0)
+    set_faulty_disks(False)
     again = open_host(cpu=cpu, bounce=16, ssd=24)
     assert again.load(kept).tokens == 12
     assert again.load(tokens).tokens == (8 if op == "read" else 0)

@@ -1,73 +1,121 @@
-"""How the native library is found, refused and built."""
+"""How the native library is found, missed and built, and that its stub tells of it."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
-from gdscache.native import library as native
+from gdscache import _native
+from gdscache.errors import NativeMissingError
 from tests.support.places import ROOT
 
-HEADER = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "csrc" / "host").glob("api*.h")))
 
-
-def test_a_missing_library_is_said_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(NativeMissingError, match=r"cannot be loaded.*none\.so") as caught:
-        native.Library(tmp_path / "none.so")
+def test_a_library_that_cannot_be_imported_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "gdscache.native")
+    monkeypatch.setitem(sys.modules, "gdscache._native", None)
+    with pytest.raises(NativeMissingError, match="cannot be loaded") as caught:
+        importlib.import_module("gdscache.native")
     assert "make" in caught.value.hint
 
 
-def test_a_damaged_library_is_said(tmp_path: Path) -> None:
-    (tmp_path / "bad.so").write_bytes(b"no library")
-    with pytest.raises(NativeMissingError):
-        native.Library(tmp_path / "bad.so")
-
-
-def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    with pytest.raises(NativeVersionError, match=f"has the interface {native.ABI - 1}"):
-        native.Library(native.PATH)
-
-
-def test_a_library_without_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(native._FUNCTIONS, "unheard_of", (None, ()))
-    with pytest.raises(NativeVersionError, match="gdscache_unheard_of"):
-        native.Library(native.PATH)
-
-
-def test_the_table_has_the_functions_of_the_header() -> None:
-    declared = {
-        name: 0 if arguments.strip() == "" else arguments.count(",") + 1
-        for name, arguments in re.findall(r"GDSCACHE_API [^;(]*?\bgdscache_(\w+)\(([^)]*)\);", HEADER)
-    }
-    assert {name: len(arguments) for name, (_, arguments) in native._FUNCTIONS.items()} == declared
-    assert f"#define GDSCACHE_ABI {native.ABI}\n" in HEADER
-    with pytest.raises(AttributeError, match="no function 'unheard_of'"):
-        native.library().unheard_of  # noqa: B018
-
-
-def test_a_refused_call_is_an_error_with_its_number() -> None:
-    assert native.checked(7, "x") == 7
-    with pytest.raises(NativeCallError, match="x: Cannot allocate memory") as caught:
-        native.checked(-12, "x")
-    assert caught.value.errno == 12
+@pytest.mark.parametrize("content", [None, b"no library"], ids=["missing", "damaged"])
+def test_a_missing_or_damaged_file_is_said(tmp_path: Path, content: bytes | None) -> None:
+    package = tmp_path / "gdscache"
+    package.mkdir()
+    for name in ("__init__.py", "errors.py", "native.py"):
+        shutil.copy(ROOT / "gdscache" / name, package)
+    if content is not None:
+        (package / Path(_native.__file__).name).write_bytes(content)
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from gdscache.errors import NativeMissingError
+try:
+    import gdscache.native
+except NativeMissingError as error:
+    print(error)
+"""
+    command = [sys.executable, "-I", "-S", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.stderr == ""
+    assert "the native library cannot be loaded" in done.stdout
+    assert "hint: install the wheel of this machine and Python, or run make" in done.stdout
+    assert content is None or str(package) in done.stdout
 
 
 def test_importing_gdscache_loads_nothing_native() -> None:
-    script = (
-        "import sys, gdscache; gdscache.CacheEngine; maps = open('/proc/self/maps').read(); "
-        "print('libgdscache_host' in maps)"
-    )
+    script = """
+import gdscache, gdscache.exits
+gdscache.load_config, gdscache.GdsCacheError
+print("_native." in open("/proc/self/maps").read())
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout == "False\n", done.stderr
+
+
+# --- the stub ----------------------------------------------------------------------------------------------------
+
+
+def arguments(function: ast.FunctionDef) -> tuple[list[str], list[str], int]:
+    """The names of a function's arguments, of those that have to be named, and how many may be left out."""
+    of = function.args
+    by_name = [argument.arg for argument in of.kwonlyargs]
+    optional = len(of.defaults) + sum(default is not None for default in of.kw_defaults)
+    return [argument.arg for argument in (*of.posonlyargs, *of.args)], by_name, optional
+
+
+def declared(body: list[ast.stmt]) -> dict[str, Any]:
+    """What a stub has, by name: `value`, or a function's arguments, or what a class has."""
+    found: dict[str, Any] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = declared(node.body)
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = "value" if node.decorator_list else arguments(node)
+        elif isinstance(node, ast.AnnAssign):
+            assert isinstance(node.target, ast.Name)
+            found[node.target.id] = "value"
+    return found
+
+
+def built(names: dict[str, Any]) -> dict[str, Any]:
+    """The same of what the module has. nanobind knows of each function how it is called."""
+    found: dict[str, Any] = {}
+    for name, value in names.items():
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(value, type):
+            found[name] = built(dict(vars(value)))
+        elif hasattr(value, "__nb_signature__"):
+            ((signature, *_),) = value.__nb_signature__
+            (function,) = ast.parse(re.sub(r"\\\d+", "...", signature) + ": ...").body
+            assert isinstance(function, ast.FunctionDef)
+            found[name] = arguments(function)
+        elif name != "__init__":  # of a class that nobody makes
+            found[name] = "value"
+    return found
+
+
+def test_the_stub_has_what_the_module_has() -> None:
+    stub = declared(ast.parse((ROOT / "gdscache" / "_native.pyi").read_text(encoding="utf-8")).body)
+    made = built(vars(_native))
+    assert list(stub) != []
+    assert stub.keys() == made.keys()
+    for name, told in stub.items():
+        assert told == made[name], name
+
+
+# --- the build ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -91,6 +139,52 @@ def test_ziglang_is_required_where_there_is_no_compiler(
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install ziglang"):
         build.compiler()
+
+
+def test_what_is_missing_for_the_bindings_is_one_sentence(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without = build.python()._replace(version="3.11", headers=str(tmp_path))
+    with pytest.raises(
+        SystemExit, match=r"^error: Python 3\.11 has no headers \(.*Python\.h\): install python3\.11-dev "
+    ):
+        build.build(tmp_path / "none.so", of=without)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        SystemExit, match=r'^error: there is no nanobind: pip install "nanobind>=3\.1,<4", and try again$'
+    ):
+        build.bindings(build.python())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interpreter_is_asked_what_its_module_is_called(build: ModuleType, tmp_path: Path) -> None:
+    old = build.Python("python3.11", "3.11", "", f".cpython-311-{os.uname().machine}-linux-gnu.so", False)
+    assert old.file("aarch64") == "_native.cpython-311-aarch64-linux-gnu.so"
+    assert old.file("x86_64") == "_native.cpython-311-x86_64-linux-gnu.so"
+    assert old._replace(stable=True).file("aarch64") == "_native.abi3.so"
+    assert build.LIBRARY == build.python().library() == Path(_native.__file__)
+    assert build.python().stable == (sys.version_info >= (3, 12))
+    with pytest.raises(SystemExit, match="is no Python that runs"):
+        build.python(str(tmp_path / "python3.12"))
+
+
+def test_a_library_is_old_where_any_source_is_newer(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "host", tmp_path / "host" / "bind"]
+    monkeypatch.setattr(build, "SOURCES", folders[0])
+    monkeypatch.setattr(build, "BINDINGS", folders[1])
+    library = tmp_path / "_native.abi3.so"
+    assert not build.is_fresh(library)
+    library.touch()
+    for folder in folders:
+        folder.mkdir()
+        for name in ("a.cc", "a.h"):
+            assert build.is_fresh(library)
+            (folder / name).touch()
+            os.utime(folder / name, (2e9, 2e9))
+            assert not build.is_fresh(library)
+            (folder / name).unlink()
 
 
 def test_a_compiler_that_builds_no_library_is_passed_over_or_named(

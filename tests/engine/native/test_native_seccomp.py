@@ -21,7 +21,6 @@ if cause := forbid_ring(int(sys.argv[2])):
     sys.exit("no filter: " + cause)
 
 from gdscache.errors import TransportUnavailableError
-from gdscache.native.library import library
 from tests.support.helpers import Host, drop_from, make_config, prompt, quiet
 from tests.support.small_executor import EXTENT, PAGES, Small, a_load
 from tests.support.executor_machine import Heard
@@ -41,13 +40,13 @@ for transport in ("posix", "auto", "uring"):
             drop_from(engine, *gone)
             report = host.load(tokens)
             served.append([report.tokens, sorted(report.bytes_by_tier)])
-        disk = library().executor_disk(engine.executor.moves._handle).decode()
+        disk = engine.executor.moves.disk
         said[transport] = [disk, engine.manager.ssd.io.transport.name, list(dropped), served]
 path = directory / "slab"
 path.write_bytes(bytes(range(256)) * (PAGES * EXTENT // 256))
 small, heard = Small(path, uring=True), Heard()  # rules may come between a transport and its executor
 small.executor.finish(small.executor.begin(a_load(path), (), heard).end())
-disk = library().executor_disk(small.executor.moves._handle).decode()
+disk = small.executor.moves.disk
 said["executor"] = [disk, [status.value for status in heard.verdicts.values()]]
 small.close()
 print(json.dumps(said))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError
-from gdscache.native.disk import cut_and_merge
+from gdscache.native import cut_and_merge
 from gdscache.storage import IORequest, Op
 from gdscache.storage.base import FileRange
 from gdscache.storage.batch import IOBatch, Spans

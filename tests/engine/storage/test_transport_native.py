@@ -24,7 +24,7 @@ from gdscache.errors import (
     ThreadStartError,
     TransportUnavailableError,
 )
-from gdscache.native.disk import Disk
+from gdscache.native import Disk
 from gdscache.storage import IORequest, Op, native
 from gdscache.storage.native import DEPTH, DEPTH_SMALL, WRITES, NativeTransport
 from gdscache.storage.run_batch import SMALL, RunBatch
@@ -218,18 +218,14 @@ def test_a_broken_disk_fails_what_waits_and_keeps_the_memory_of_what_it_has(
 ) -> None:
     broken = threading.Event()
 
+    class BrokenDisk(Disk):
+        def reap(self, seconds: float = -1) -> Any:
+            if broken.is_set():
+                raise NativeCallError("disk_reap: Bad file descriptor", "", errno.EBADF)
+            return super().reap(seconds)
+
     class Broken(FailingTransport):
-        def _open_disk(self) -> Disk:
-            disk = super()._open_disk()
-            reap = disk.reap
-
-            def fails(seconds: float = -1) -> Any:
-                if broken.is_set():
-                    raise NativeCallError("disk_reap: Bad file descriptor", "", errno.EBADF)
-                return reap(seconds)
-
-            disk.reap = fails  # type: ignore[method-assign]
-            return disk
+        disk_type = BrokenDisk
 
     transport = Broken(name, [(n, HANG, 0) for n in range(DEPTH_SMALL * 2)])
     file = transport.open(slab)

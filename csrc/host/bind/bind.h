@@ -1,0 +1,178 @@
+// What Python's side of the library is made of: arrays by the buffer protocol, fresh arrays of numpy, and errors.
+
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace gdscache {
+
+// Python raises it as the class `kind` of gdscache.errors. `error`: an errno.
+struct CallError {
+    std::string why;
+    int error = EINVAL;
+    const char* hint = "the arguments make no sense together";
+    const char* kind = "NativeCallError";
+};
+
+inline void require(bool sound, const char* why) {
+    if (!sound) throw CallError{why};
+}
+
+// What is closed has no object any more. `what`: its name.
+template <typename Pointer>
+auto& open(const Pointer& pointer, const char* what) {
+    if (!pointer) throw CallError{std::string(what) + " was closed", EBADF, "use it before close"};
+    return *pointer;
+}
+
+// The numbers of an array that Python has, one after the other, for as long as a call takes; `std::byte`: the bytes of
+// an array of any type. An array of `const` may be read-only. `None` is an array without an address.
+template <typename T>
+class Array {
+public:
+    Array() = default;
+    Array(Array&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
+    Array& operator=(Array&& other) noexcept {
+        std::swap(view_, other.view_);
+        return *this;
+    }
+    ~Array() {
+        if (view_.obj) PyBuffer_Release(&view_);
+    }
+
+    T* data() const { return static_cast<T*>(view_.buf); }
+    bool none() const { return !view_.obj; }
+    int64_t size() const { return none() ? 0 : static_cast<int64_t>(view_.len) / item(); }
+    int64_t bytes() const { return none() ? 0 : static_cast<int64_t>(view_.len); }
+    int dims() const { return view_.ndim; }
+    int64_t shape(int n) const { return n < view_.ndim ? view_.shape[n] : 1; }
+    const T& operator[](int64_t n) const { return data()[n]; }
+
+    // Whether it has so many rows of so many numbers each.
+    bool has(int64_t rows, int64_t columns) const { return dims() == 2 && shape(0) == rows && shape(1) == columns; }
+
+    // The array behind an object; false where it is none of these.
+    bool take(PyObject* from) noexcept {
+        if (from == Py_None) return true;
+        const int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (std::is_const_v<T> ? 0 : PyBUF_WRITABLE);
+        if (PyObject_GetBuffer(from, &view_, flags) != 0) {
+            PyErr_Clear();
+            view_.obj = nullptr;
+            return false;
+        }
+        return kAny || (view_.itemsize == item() && is_kind(view_.format));
+    }
+
+private:
+    using Number = std::remove_const_t<T>;
+    static constexpr bool kAny = std::is_same_v<Number, std::byte>;
+
+    static constexpr int64_t item() { return static_cast<int64_t>(sizeof(Number)); }
+    static bool is_kind(const char* format) {
+        const char kind = format ? (*format == '@' || *format == '=' || *format == '<' ? format[1] : format[0]) : 'B';
+        const bool sign = kind == 'b' || kind == 'h' || kind == 'i' || kind == 'l' || kind == 'q';
+        const bool none = kind == 'B' || kind == 'H' || kind == 'I' || kind == 'L' || kind == 'Q';
+        return std::is_signed_v<Number> ? sign : none;
+    }
+
+    Py_buffer view_{};
+};
+
+// `numpy.empty(shape, dtype)`.
+nb::object empty_array(const nb::object& shape, const nb::object& dtype);
+nb::object dtype_of(const char* name);
+nb::object shape_of(std::initializer_list<int64_t> shape);
+
+template <typename T>
+constexpr const char* name_of() {
+    if (sizeof(T) == 8) return std::is_signed_v<T> ? "int64" : "uint64";
+    if (sizeof(T) == 4) return std::is_signed_v<T> ? "int32" : "uint32";
+    return "uint8";
+}
+
+// A new array of numpy's, with nothing in it yet.
+template <typename T>
+struct Fresh {
+    explicit Fresh(std::initializer_list<int64_t> shape) : array(empty_array(shape_of(shape), dtype_of(name_of<T>()))) {
+        Array<T> view;
+        require(view.take(array.ptr()), "numpy gives no array of ours");
+        data = view.data();
+    }
+
+    nb::object array;
+    T* data = nullptr;
+};
+
+// Numbers of an array, or of anything that numpy makes one of.
+template <typename T>
+class Numbers {
+public:
+    explicit Numbers(const nb::object& given) {
+        if (numbers_.take(given.ptr())) return;
+        kept_ = nb::module_::import_("numpy").attr("ascontiguousarray")(given, dtype_of(name_of<T>()));
+        require(numbers_.take(kept_.ptr()), "an array of no numbers");
+    }
+    const T* data() const { return numbers_.data(); }
+    int64_t size() const { return numbers_.size(); }
+    bool none() const { return numbers_.none(); }
+    std::vector<T> copied() const { return {data(), data() + size()}; }
+
+private:
+    Array<const T> numbers_;
+    nb::object kept_;
+};
+
+// The `start` and `stop` of a range.
+struct Range {
+    explicit Range(const nb::object& range)
+        : start(nb::cast<int64_t>(range.attr("start"))), stop(nb::cast<int64_t>(range.attr("stop"))) {}
+    int64_t size() const { return stop > start ? stop - start : 0; }
+
+    int64_t start, stop;
+};
+
+// A string, or None.
+using Text = std::optional<std::string>;
+inline const char* chars(const Text& text) { return text ? text->c_str() : nullptr; }
+
+// A pointer of ours as Python has addresses.
+template <typename T>
+T* at(uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// The parts of the module, a file each.
+void bind_pages(nb::module_& module);
+void bind_tables(nb::module_& module);
+void bind_disk(nb::module_& module);
+void bind_gpu(nb::module_& module);
+void bind_cufile(nb::module_& module);
+void bind_executor(nb::module_& module);
+
+}  // namespace gdscache
+
+namespace nanobind::detail {
+
+template <typename T>
+struct type_caster<gdscache::Array<T>> {
+    NB_TYPE_CASTER(gdscache::Array<T>, const_name("collections.abc.Buffer | None"))
+
+    bool from_python(handle source, uint32_t, cleanup_list*) noexcept { return value.take(source.ptr()); }
+};
+
+}  // namespace nanobind::detail

@@ -1,0 +1,82 @@
+// cuFile: which files and which memory of a GPU it knows.
+
+#include "../bare_cufile.h"
+#include "handles.h"
+
+namespace gdscache {
+
+namespace {
+
+OpenCuFiles open_files(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t batched) {
+    require(context, "a device without a context");
+    const nb::gil_scoped_release others;  // cuFile may never answer
+    auto files = std::make_shared<CuFiles>(driver, at<void>(context), library);
+    files->open(chars(log_folder));
+    return {std::move(files), batched < 0 ? kBatchedBytes : batched};
+}
+
+void add_memory(const OpenCuFiles& self, uint64_t address, int64_t nbytes) {
+    const auto files = self.shared();
+    require(address && nbytes > 0 && address <= UINT64_MAX - static_cast<uint64_t>(nbytes), "no memory that there could be");
+    const nb::gil_scoped_release others;
+    files->add_memory(address, static_cast<size_t>(nbytes));
+}
+
+double run_bare(const OpenCuFiles& self, int file, uint64_t address, int64_t nbytes, int64_t piece_bytes, int threads,
+                bool write) {
+    const auto files = self.shared();
+    require(nbytes > 0, "nothing to measure");
+    double seconds = 0;
+    int answer;
+    {
+        const nb::gil_scoped_release others;
+        answer = run({files.get(), file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads, address}, seconds);
+    }
+    if (answer < 0) throw CallError{cufile_text(-answer), -answer, "see docs/gds.md"};
+    return seconds;
+}
+
+}  // namespace
+
+void bind_cufile(nb::module_& module) {
+    module.attr("CUFILE_ERRORS") = kCuFileErrors;
+    module.def("error_text", &cufile_text, nb::arg("error"));
+    nb::class_<OpenCuFiles>(module, "CuFiles")
+        .def("__init__",
+             [](OpenCuFiles* self, const char* driver, uint64_t context, const char* library, const Text& log_folder,
+                int64_t batched) { new (self) OpenCuFiles(open_files(driver, context, library, log_folder, batched)); },
+             nb::arg("driver"), nb::arg("context"), nb::arg("library"), nb::arg("log_folder").none() = nb::none(),
+             nb::arg("batched") = -1)
+        .def("add_file",
+             [](const OpenCuFiles& self, int file) {
+                 const auto files = self.shared();
+                 require(file >= 0, "no file");
+                 const nb::gil_scoped_release others;
+                 files->add_file(file);
+             },
+             nb::arg("file"))
+        .def("remove_file",
+             [](const OpenCuFiles& self, int file) {
+                 const auto files = self.shared();
+                 const nb::gil_scoped_release others;
+                 files->remove_file(file);
+             },
+             nb::arg("file"))
+        .def("add_memory", &add_memory, nb::arg("address"), nb::arg("nbytes"))
+        .def("remove_memory",
+             [](const OpenCuFiles& self, uint64_t address) {
+                 const auto files = self.shared();
+                 const nb::gil_scoped_release others;
+                 files->remove_memory(address);
+             },
+             nb::arg("address"))
+        .def("run_bare", &run_bare, nb::arg("file"), nb::arg("address"), nb::arg("nbytes"), nb::arg("piece_bytes"),
+             nb::arg("threads"), nb::kw_only(), nb::arg("write"))
+        .def("close", [](OpenCuFiles& self) {
+            std::shared_ptr<CuFiles> ended = std::move(self.files);
+            const nb::gil_scoped_release others;
+            ended.reset();
+        });
+}
+
+}  // namespace gdscache

@@ -1,0 +1,503 @@
+// The executor: moves are handed over whole, and their ends come back in lists.
+
+#include "../executor.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
+#include "../checks.h"
+#include "../gpu_server.h"
+#include "../pool.h"
+#include "handles.h"
+
+namespace gdscache {
+
+namespace {
+
+constexpr Nanoseconds kNever = INT64_MAX;
+constexpr Nanoseconds kSlice = 100'000'000;  // of a wait: then signals are heard
+// Of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time. A layer is often there
+// within less than it takes to have the lock again.
+constexpr Nanoseconds kKept = 1'000'000;
+constexpr double kLongest = 1e8;  // seconds that are no deadline: three years
+
+thread_local bool faulty_disks = false;
+
+// Whether the kernel copies the bytes of a file: it is in the page cache, or on a RAM disk.
+bool kernel_copies(int file) {
+    struct statfs found;
+    const bool in_memory = fstatfs(file, &found) == 0 && found.f_type == TMPFS_MAGIC;
+    return in_memory || (fcntl(file, F_GETFL) & O_DIRECT) == 0;
+}
+
+Nanoseconds deadline(double seconds) {
+    if (seconds > kLongest) return kNever;
+    return seconds > 0 ? now() + static_cast<Nanoseconds>(seconds * 1e9) : 0;
+}
+
+// A part of a job as Python has it: plain numbers, and the names of spaces.
+struct Job {
+    int64_t number, move;
+    int kind;  // of a copy: 0 scatter, 1 gather, 2 look; of I/O: 0 read, 1 write
+    bool sums;
+    nb::object files, memory, layers, window, rows, slots, at, blocks;
+    int64_t start, stop;
+};
+
+nb::object range_of(int64_t start, int64_t stop) {
+    return nb::module_::import_("builtins").attr("range")(start, stop);
+}
+
+void fill_pages(Job& job, const std::vector<Transfer>& pages) {
+    const auto count = static_cast<int64_t>(pages.size());
+    const Fresh<int64_t> rows({count}), slots({count}), places({count});
+    for (int64_t n = 0; n < count; ++n) {
+        rows.data[n] = pages[n].row, slots.data[n] = pages[n].slot, places.data[n] = pages[n].at;
+    }
+    job.rows = rows.array, job.slots = slots.array, job.at = places.array;
+}
+
+struct Opened {
+    std::string disk;
+    FaultyDisk* faulty;  // of the executor, or null
+    std::shared_ptr<OpenPool> pool;
+    std::shared_ptr<GpuCopies> gpu;
+    std::unique_ptr<Executor> executor;
+    std::unique_ptr<GpuServer> server;  // which ends before the executor
+};
+
+class OpenExecutor {
+public:
+    OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
+                 const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool, const OpenGpu* gpu,
+                 const OpenCuFiles* cufile, int workers, int depth, int threads);
+
+    const std::string& disk() const { return open().disk; }
+
+    void begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways, const Array<const int64_t>& groups,
+               const nb::object& routes, const Array<const uint64_t>& after, bool more);
+    void extend(int64_t move, const nb::sequence& ways, bool last);
+    void cancel(int64_t move) { open().executor->cancel(move); }  // nothing is left of one that nobody knows any more
+    nb::object wait(int64_t move, double seconds, int32_t group);
+    nb::tuple outcome(int64_t move);
+    void refuse(int status);
+
+    nb::object take_io(double seconds);
+    nb::object take_copy(double seconds);
+    void io_ended(int64_t job, const nb::object& pages, int32_t error);
+    void copy_queued(int64_t job, int64_t point);
+    void copy_ended(int64_t job, const Array<const uint64_t>& sums, const Text& broken);
+    void expire(int64_t at) { open().executor->expire(at); }
+    nb::object take_late(double seconds, int64_t most);
+    int64_t held_slots() const { return closed_ ? 0 : opened_->executor->held_slots(); }
+    int64_t free_slots() const { return open().executor->free_slots(); }
+
+    void trace() {
+        open().executor->trace();
+        if (open().gpu) open().gpu->gpu->trace();
+    }
+    nb::list take_spans();
+
+    void fail(const Array<const int64_t>& faults);
+    void release() {  // also while `close` waits for what hangs
+        require(opened_ && opened_->faulty, "an executor without faults");
+        opened_->faulty->release();
+    }
+    bool closed() const { return closed_; }
+    void stop() { open().executor->stop(); }
+    void close() {
+        if (closed_) return;
+        closed_ = true;
+        {
+            const nb::gil_scoped_release others;
+            opened_->server.reset();
+            opened_->executor.reset();
+        }
+        opened_.reset();
+        kept_.clear();  // who still knows us keeps no tier's memory
+    }
+
+private:
+    Opened& open() const { return gdscache::open(closed_ ? nullptr : opened_, "the executor"); }
+    int32_t number_of(const nb::object& name) const;
+    std::vector<Way> read(const nb::sequence& ways) const;
+
+    std::shared_ptr<Opened> opened_;  // none behind `close`
+    bool closed_ = false;
+    nb::dict numbers_;                // of spaces, by their names
+    nb::list names_;
+    nb::dict kept_;  // the spaces, behind whose addresses there is memory
+};
+
+OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
+                           const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
+                           const HostPool* pool, const OpenGpu* gpu, const OpenCuFiles* cufile, int workers, int depth,
+                           int threads) {
+    const auto refused = [](const char* why, int error = EINVAL) {
+        if (why) throw CallError{std::string("no executor: ") + why, error, "see what it says"};
+    };
+    const auto bytes = [&](const char* name) { return nb::cast<int64_t>(limits.attr(name)); };
+    Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
+                 {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
+                 bytes("foreign_io"), bytes("foreign_copy")};
+    refused(unsound(sizes));
+    if (spaces.size() < 1 || spaces.size() > 1 << 10) refused("no sound number of spaces");
+    if (workers < 0 || depth < 0 || threads < 0 || threads > 1 << 10) refused("no sound number of threads");
+    auto made = std::make_shared<Opened>();
+    made->pool = pool ? pool->pool : nullptr;
+    made->gpu = gpu ? gpu->copies : nullptr;
+    const Pool* const planes = made->pool ? &made->pool->pool : nullptr;
+    const std::shared_ptr<CuFiles> files_of_gpu = cufile ? cufile->shared() : nullptr;
+    std::vector<Space> kinds;
+    std::vector<Place> places;
+    bool files = false, ours = false;
+    for (const auto [name, about] : spaces) {
+        const auto has = [&about = about](const char* field) { return nb::object(about.attr(field)); };
+        const std::string kind = nb::cast<std::string>(has("kind"));
+        Space space;
+        space.kind = kind == "planes" ? Space::Kind::kPlanes : kind == "memory" ? Space::Kind::kMemory : Space::Kind::kFiles;
+        if (space.kind == Space::Kind::kFiles && kind != "files") refused("a space of no kind");
+        space.foreign = nb::cast<bool>(has("foreign"));
+        Place place;
+        place.slots = nb::cast<int64_t>(has("slots"));
+        place.stretch = nb::cast<int64_t>(has("stretch"));
+        place.pinned = nb::cast<bool>(has("pinned"));
+        place.fence = nb::cast<int64_t>(has("fence"));
+        place.memory = at<uint8_t>(nb::cast<uint64_t>(has("device_memory")));
+        Array<std::byte> memory;
+        Array<uint64_t> sums;
+        require(memory.take(has("memory").ptr()) && sums.take(has("sums").ptr()), "a space of no arrays");
+        if (!memory.none()) place.memory = reinterpret_cast<uint8_t*>(memory.data());
+        space.sums = sums.data();
+        if (space.kind == Space::Kind::kFiles && !space.foreign) {
+            for (const nb::handle file : nb::iter(has("files"))) place.files.push_back(nb::cast<int>(file));
+        }
+        refused(unsound(space, place, extent_bytes, made->gpu != nullptr));
+        if (!memory.none() && memory.bytes() < place.slots * extent_bytes) refused("a memory of fewer bytes than its slots");
+        if (!sums.none() && !sums.has(place.slots, sizes.layers)) refused("checksums of other slots");
+        if (space.foreign && made->gpu) refused(unsound(space, place, made->gpu->gpu->planes(), sizes));
+        else if (!space.foreign && space.kind == Space::Kind::kPlanes) refused(unsound(place, planes, sizes));
+        const auto size = static_cast<size_t>(place.slots * extent_bytes);
+        place.reached = space.kind == Space::Kind::kMemory &&
+                        (!space.foreign || (files_of_gpu && files_of_gpu->memory(reinterpret_cast<uint64_t>(place.memory), size)));
+        place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
+        files = files || !place.files.empty();
+        ours = ours || !space.foreign;
+        numbers_[name] = kinds.size();
+        names_.append(name);
+        kinds.push_back(space);
+        places.push_back(std::move(place));
+    }
+    if (files && workers < 1) refused("files without a disk");
+    if (ours && threads < 1) refused("nobody for what is not foreign");
+    int32_t reserve_space = -1;
+    int64_t first = 0, slots = 0;
+    if (!reserve.is_none()) {
+        reserve_space = number_of(reserve[0]);
+        first = nb::cast<int64_t>(reserve[1]), slots = nb::cast<int64_t>(reserve[2]);
+        const bool inside = kinds[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
+                            slots <= places[reserve_space].slots - first;
+        if (!inside) refused("a reserve outside its memory");
+    }
+    if (fence < 0) refused("a reserve outside its memory");
+    const bool faults = faulty_disks;
+    {
+        const nb::gil_scoped_release others;
+        std::unique_ptr<Disk> disk;
+        if (files) {
+            Refusal refusal;
+            disk = cufile  ? open_cufile_disk(workers, files_of_gpu, cufile->batched, refusal)
+                   : depth ? open_disk(workers, depth, refusal)
+                           : open_threads_disk(workers, refusal);
+            if (!disk) refused(refusal.why.c_str(), refusal.error);
+            made->disk = disk->name();
+        }
+        if (disk && faults) {
+            auto faulty = open_faulty_disk(std::move(disk), {});
+            made->faulty = faulty.get();
+            disk = std::move(faulty);
+        }
+        made->executor = std::make_unique<Executor>(sizes, std::move(kinds), std::move(places), reserve_space,
+                                                    Reserve(first, slots, fence), planes, std::move(disk), threads);
+        if (made->gpu) made->server = std::make_unique<GpuServer>(*made->executor, *made->gpu->gpu);
+    }
+    opened_ = std::move(made);
+    kept_ = spaces;
+}
+
+int32_t OpenExecutor::number_of(const nb::object& name) const {
+    PyObject* const found = PyDict_GetItemWithError(numbers_.ptr(), name.ptr());
+    if (found) return static_cast<int32_t>(PyLong_AsLong(found));
+    if (PyErr_Occurred()) throw nb::python_error();
+    throw CallError{"no space is called " + std::string(nb::str(name).c_str())};
+}
+
+std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
+    std::vector<Way> made;
+    const int64_t page_blocks = open().executor->limits().page_blocks;
+    for (const nb::handle from : ways) {
+        Way way;
+        way.source = number_of(from.attr("source"));
+        way.target = number_of(from.attr("target"));
+        way.sources = Numbers<int64_t>(from.attr("sources")).copied();
+        way.targets = Numbers<int64_t>(from.attr("targets")).copied();
+        way.places = Numbers<int64_t>(from.attr("places")).copied();
+        way.sums = Numbers<uint64_t>(from.attr("sums")).copied();
+        if (!way.places.empty()) way.through = number_of(from.attr("through"));
+        const bool planes = open().executor->spaces()[way.source].kind == Space::Kind::kPlanes;
+        const auto count = static_cast<int64_t>(way.sources.size());
+        require(!planes || count % page_blocks == 0, "blocks of half a page");
+        way.pages = planes ? count / page_blocks : count;
+        made.push_back(std::move(way));
+    }
+    return made;
+}
+
+void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways,
+                         const Array<const int64_t>& groups, const nb::object& routes, const Array<const uint64_t>& after,
+                         bool more) {
+    Opened& opened = open();
+    MoveSpec spec;
+    spec.id = number;
+    spec.priority = static_cast<Priority>(priority);
+    spec.until = until;
+    spec.ways = read(ways);
+    const int64_t count = groups.shape(0);
+    require(count > 0 && groups.has(count, 8), "groups have 8 numbers");
+    for (int64_t n = 0; n < count; ++n) {
+        const int64_t* const row = groups.data() + 8 * n;
+        require(row[0] >= 0 && row[0] <= kMostLayers && row[1] >= 0 && row[1] <= kMostLayers, "no such layers");
+        spec.groups.push_back({static_cast<int32_t>(row[0]), static_cast<int32_t>(row[1]), row[2], row[3], row[4], row[5],
+                               row[6], row[7]});
+        if (routes.is_none()) continue;
+        const nb::object both = routes(range_of(row[0], row[1]));
+        spec.groups.back().route = nb::cast<int32_t>(both[0]);
+        spec.groups.back().summed_route = nb::cast<int32_t>(both[1]);
+    }
+    if (!after.none()) spec.after.assign(after.data(), after.data() + after.size());
+    spec.open = more;
+    const Executor& executor = *opened.executor;
+    const bool good = priority >= 0 && priority < kPriorities && spec.after.size() <= 1 << 20 &&
+                      sound(spec.ways, executor, opened.gpu != nullptr) && sound(spec.groups, executor.limits()) &&
+                      (!more || loads(spec.ways, executor));
+    require(good, "a move that makes no sense");
+    if (!opened.executor->begin(std::move(spec))) throw CallError{"another move has that number", EEXIST};
+}
+
+void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
+    Executor& executor = *open().executor;
+    if (!executor.knows(move)) throw CallError{"no such move", ENOENT};
+    std::vector<Way> more = read(ways);
+    const bool good = sound(more, executor, open().gpu != nullptr) && loads(more, executor);
+    require(good && executor.extend(move, std::move(more), last), "ways that make no sense for this move");
+}
+
+nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
+    open();
+    const std::shared_ptr<Opened> kept = opened_;
+    const Nanoseconds until = deadline(seconds);
+    for (bool with_lock = group >= 0 || !until;; with_lock = false) {
+        const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
+        Waited waited;
+        int64_t point = 0;
+        bool known;
+        if (with_lock) {
+            known = kept->executor->wait(move, group, slice, &waited, &point);
+        } else {
+            const nb::gil_scoped_release others;
+            known = kept->executor->wait(move, group, slice, &waited, &point);
+        }
+        if (!known) return nb::int_(0);  // nobody knows it any more: it was over
+        if (waited == Waited::kHappened) return nb::int_(point);
+        if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
+        if (slice == until) return nb::none();
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
+
+nb::tuple OpenExecutor::outcome(int64_t move) {
+    Executor& executor = *open().executor;
+    const Outcome* const found = executor.outcome(move);
+    if (!found) throw CallError{"the move has not ended", EAGAIN, "wait for it"};
+    const Fresh<uint8_t> statuses({static_cast<int64_t>(found->statuses.size())});
+    if (!found->statuses.empty()) std::memcpy(statuses.data, found->statuses.data(), found->statuses.size());
+    nb::list errors, late;
+    for (const auto& [row, error] : found->errors) errors.append(nb::make_tuple(row, error));
+    for (const int32_t row : found->late) late.append(row);
+    const std::string why = !found->broken ? "" : found->why.empty() ? "no reason" : found->why;
+    const nb::object told = nb::steal(PyUnicode_DecodeUTF8(why.data(), static_cast<Py_ssize_t>(why.size()), "replace"));
+    require(executor.forget(move), "the move has not ended");
+    return nb::make_tuple(statuses.array, errors, late, told);
+}
+
+void OpenExecutor::refuse(int status) {
+    const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && status != static_cast<int>(Status::kLoaded);
+    require(good, "no verdict of pages that nobody has read");
+    open().executor->refuse(static_cast<Status>(status));
+}
+
+// What `take(until, &waited)` gives, null where nothing came in time. Signals are heard.
+template <typename Take>
+auto taken(double seconds, Take take) {
+    const Nanoseconds until = deadline(seconds);
+    for (;;) {
+        const Nanoseconds slice = std::min(until, now() + kSlice);
+        Waited waited;
+        decltype(take(slice, &waited)) found;
+        {
+            const nb::gil_scoped_release others;
+            found = take(slice, &waited);
+        }
+        if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
+        if (waited == Waited::kHappened || slice == until) return found;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
+
+nb::object OpenExecutor::take_io(double seconds) {
+    open();
+    const std::shared_ptr<Opened> kept = opened_;
+    const IoJob* const found = taken(seconds, [&](Nanoseconds until, Waited* waited) { return kept->executor->take_io(until, waited); });
+    if (!found) return nb::none();
+    Job job{found->id, found->move, found->write, found->sums, names_[found->files], names_[found->memory],
+            range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start, found->stop};
+    fill_pages(job, found->pages);
+    return nb::cast(std::move(job));
+}
+
+nb::object OpenExecutor::take_copy(double seconds) {
+    require(!open().gpu, "a GPU's copies are its threads'");
+    const std::shared_ptr<Opened> kept = opened_;
+    const CopyJob* const found = taken(seconds, [&](Nanoseconds until, Waited* waited) {
+        return kept->executor->take_copy(Hands::kForeign, until, waited);
+    });
+    if (!found) return nb::none();
+    Job job{found->id, found->move, static_cast<int>(found->copy), found->sums, {}, names_[found->memory],
+            range_of(found->first, found->last), range_of(found->window, found->window + found->window_slots), {}, {}, {}, {}, 0, 0};
+    fill_pages(job, found->pages);
+    const int64_t page_blocks = kept->executor->limits().page_blocks;
+    const Fresh<int64_t> blocks({static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks});
+    std::copy(found->blocks.begin(), found->blocks.end(), blocks.data);
+    job.blocks = blocks.array;
+    return nb::cast(std::move(job));
+}
+
+void OpenExecutor::io_ended(int64_t job, const nb::object& pages, int32_t error) {
+    const Numbers<int64_t> rows(pages);
+    std::vector<IoEnd> ends;
+    for (int64_t n = 0; n < rows.size(); ++n) {
+        const int64_t page = rows.data()[n];
+        ends.push_back({static_cast<int32_t>(std::clamp<int64_t>(page, -1, INT32_MAX)), error});
+    }
+    require(open().executor->io_ended(job, ends.data(), rows.size()), "no pages of a job that is under way");
+}
+
+void OpenExecutor::copy_queued(int64_t job, int64_t point) {
+    require(point >= 0 && !open().gpu && open().executor->copy_queued(job, point), "no copy that is under way");
+}
+
+void OpenExecutor::copy_ended(int64_t job, const Array<const uint64_t>& sums, const Text& broken) {
+    require(!open().gpu && open().executor->copy_ended(job, sums.data(), broken && !broken->empty() ? chars(broken) : nullptr),
+            "no copy that is under way");
+}
+
+nb::object OpenExecutor::take_late(double seconds, int64_t most) {
+    require(most > 0, "no room for late pages");
+    open();
+    const std::shared_ptr<Opened> kept = opened_;
+    nb::list rows;
+    const auto found = taken(seconds, [&](Nanoseconds until, Waited* waited) {
+        return kept->executor->take_ended_late(until, static_cast<size_t>(most), waited);
+    });
+    for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
+    return rows;
+}
+
+nb::list OpenExecutor::take_spans() {
+    nb::list rows;
+    for (const Span& span : open().executor->take_spans(4096)) {
+        rows.append(nb::make_tuple(static_cast<int>(span.kind), range_of(span.first, span.last), span.move, span.pages,
+                                   span.bytes, span.begin, span.end));
+    }
+    return rows;
+}
+
+void OpenExecutor::fail(const Array<const int64_t>& faults) {
+    require(open().faulty && faults.has(faults.shape(0), 5), "faults have 5 numbers");
+    std::vector<PlaceFault> made;
+    for (int64_t n = 0; n < faults.shape(0); ++n) {
+        const int64_t* const row = faults.data() + 5 * n;
+        require(row[3] >= 1 && row[3] <= static_cast<int64_t>(Failing::kHang) && row[4] >= 0, "no such fault");
+        made.push_back({static_cast<int32_t>(row[0]), row[1], row[2], static_cast<Failing>(row[3]), row[4]});
+    }
+    open().faulty->fail(std::move(made));
+}
+
+}  // namespace
+
+void bind_executor(nb::module_& module) {
+    module.attr("NEVER") = kNever;
+    module.attr("SHORT") = kShort;
+    module.attr("GONE") = kGone;
+    module.attr("WRONG") = kWrong;
+    module.def("set_faulty_disks", [](bool faulty) { faulty_disks = faulty; }, nb::arg("faulty"));
+    nb::class_<Job>(module, "Job")
+        .def_ro("number", &Job::number)
+        .def_ro("move", &Job::move)
+        .def_ro("kind", &Job::kind)
+        .def_ro("sums", &Job::sums)
+        .def_ro("files", &Job::files)
+        .def_ro("memory", &Job::memory)
+        .def_ro("layers", &Job::layers)
+        .def_ro("window", &Job::window)
+        .def_ro("rows", &Job::rows)
+        .def_ro("slots", &Job::slots)
+        .def_ro("at", &Job::at)
+        .def_ro("blocks", &Job::blocks)
+        .def_ro("start", &Job::start)
+        .def_ro("stop", &Job::stop);
+    nb::class_<OpenExecutor>(module, "Executor")
+        .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
+                      int64_t, const HostPool*, const OpenGpu*, const OpenCuFiles*, int, int, int>(),
+             nb::arg("bounds"), nb::arg("extent_bytes"), nb::arg("page_blocks"), nb::arg("spaces"), nb::arg("limits"),
+             nb::arg("reserve").none() = nb::none(), nb::arg("fence") = 0, nb::arg("pool").none() = nb::none(),
+             nb::arg("gpu").none() = nb::none(), nb::arg("cufile").none() = nb::none(), nb::arg("workers") = 0,
+             nb::arg("depth") = 0, nb::arg("threads") = 0)
+        .def_prop_ro("disk", &OpenExecutor::disk)
+        .def_prop_ro("closed", &OpenExecutor::closed)
+        .def("begin", &OpenExecutor::begin, nb::arg("number"), nb::arg("priority"), nb::arg("until"), nb::arg("ways"),
+             nb::arg("groups"), nb::arg("routes").none() = nb::none(), nb::arg("after").none() = nb::none(),
+             nb::arg("open") = false)
+        .def("extend", &OpenExecutor::extend, nb::arg("move"), nb::arg("ways"), nb::kw_only(), nb::arg("last"))
+        .def("cancel", &OpenExecutor::cancel, nb::arg("move"))
+        .def("wait", &OpenExecutor::wait, nb::arg("move"), nb::arg("seconds"), nb::arg("group") = -1)
+        .def("outcome", &OpenExecutor::outcome, nb::arg("move"))
+        .def("refuse", &OpenExecutor::refuse, nb::arg("status"))
+        .def("take_io", &OpenExecutor::take_io, nb::arg("seconds"))
+        .def("take_copy", &OpenExecutor::take_copy, nb::arg("seconds"))
+        .def("io_ended", &OpenExecutor::io_ended, nb::arg("job"), nb::arg("pages"), nb::arg("error") = 0)
+        .def("copy_queued", &OpenExecutor::copy_queued, nb::arg("job"), nb::arg("point"))
+        .def("copy_ended", &OpenExecutor::copy_ended, nb::arg("job"), nb::arg("sums").none(),
+             nb::arg("broken").none() = nb::none())
+        .def("expire", &OpenExecutor::expire, nb::arg("now"))
+        .def("take_late", &OpenExecutor::take_late, nb::arg("seconds"), nb::arg("most") = 256)
+        .def("held_slots", &OpenExecutor::held_slots)
+        .def("free_slots", &OpenExecutor::free_slots)
+        .def("trace", &OpenExecutor::trace)
+        .def("take_spans", &OpenExecutor::take_spans)
+        .def("fail", &OpenExecutor::fail, nb::arg("faults"))
+        .def("release", &OpenExecutor::release)
+        .def("stop", &OpenExecutor::stop)
+        .def("close", &OpenExecutor::close);
+}
+
+}  // namespace gdscache

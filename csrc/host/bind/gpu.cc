@@ -1,0 +1,177 @@
+// Copies to and from a GPU, behind checks of what comes from outside.
+
+#include "../gpu.h"
+
+#include <chrono>
+#include <thread>
+
+#include "../checks.h"
+#include "../executor.h"
+#include "handles.h"
+
+namespace gdscache {
+
+namespace {
+
+constexpr Nanoseconds kSlice = 100'000'000;  // of a wait: then signals are heard
+
+// A call that others may make while the GPU's copies are being closed: `gpu` is null when they are.
+class Asking {
+public:
+    explicit Asking(const OpenGpu& open) : copies_(open.copies) {
+        if (copies_) ++copies_->asking;
+    }
+    ~Asking() {
+        if (copies_) --copies_->asking;
+    }
+    Gpu* gpu() const { return copies_ ? &*copies_->gpu : nullptr; }
+
+private:
+    const std::shared_ptr<GpuCopies> copies_;
+};
+
+std::shared_ptr<GpuCopies> of(const OpenGpu& self) {
+    open(self.copies, "the copies of the GPU");
+    return self.copies;
+}
+
+// `spec`: an object with the fields of `GpuSpec` in kernels/gpu.py.
+OpenGpu open_gpu(const char* library, const nb::object& spec) {
+    const auto number = [&](const char* name) { return nb::cast<int64_t>(spec.attr(name)); };
+    const auto address = [&](const char* name) { return nb::cast<uint64_t>(spec.attr(name)); };
+    GpuPlanes planes;
+    planes.bounds = Numbers<int64_t>(spec.attr("bounds")).copied();
+    planes.first_plane = Numbers<int32_t>(spec.attr("first_plane")).copied();
+    planes.layers = static_cast<int32_t>(planes.bounds.size()) - 1;
+    planes.page_blocks = nb::cast<int32_t>(spec.attr("page_blocks"));
+    planes.blocks = number("blocks");
+    planes.extent_bytes = number("extent_bytes");
+    const Numbers<int64_t> rows(spec.attr("planes"));
+    require(rows.size() % 7 == 0, "planes have 7 numbers");
+    for (const int64_t* row = rows.data(); row != rows.data() + rows.size(); row += 7) {
+        planes.planes.push_back({row[0], row[1], row[2], row[3], row[4], row[5], row[6]});
+    }
+    const auto function = [&](const char* name) { return at<void>(address(name)); };
+    const PageKernels kernels{function("gather"),      function("scatter"), function("gather_sums"), function("scatter_sums"),
+                              address("table"),        nb::cast<int32_t>(spec.attr("vector")),
+                              nb::cast<int32_t>(spec.attr("processors")), nb::cast<bool>(spec.attr("sums")),
+                              nb::cast<bool>(spec.attr("looks"))};
+    const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
+    const int64_t staging = number("staging");
+    if (const char* const why = unsound(planes, kernels, sizes, staging)) throw CallError{why};
+    const uint64_t context = address("context");
+    const nb::gil_scoped_release others;
+    auto made = std::make_shared<GpuCopies>(library, at<void>(context));
+    const Cuda::Entered entered(made->cuda);
+    made->gpu.emplace(made->cuda, std::move(planes), kernels, sizes, static_cast<size_t>(staging));
+    return {std::move(made)};
+}
+
+nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t extents, int64_t fence, bool device,
+                bool pinned, const Array<const int64_t>& slots, const Array<const int64_t>& blocks,
+                const Array<const uint64_t>& after, const nb::object& layers, int route, bool load, bool sums) {
+    const auto copies = of(self);
+    const Range range(layers);
+    const GpuPlanes& planes = copies->gpu->planes();
+    require(range.start >= 0 && range.stop <= planes.layers && range.start <= range.stop, "no such layers");
+    require(blocks.size() == slots.size() * planes.page_blocks, "blocks for other pages");
+    const ExtentSlots memory{address, stride, 0, extents, device, pinned, fence};
+    const PageCopies asked{load, static_cast<Route>(route), sums, static_cast<int32_t>(range.start),
+                           static_cast<int32_t>(range.stop), slots.size(), memory, slots.data(), blocks.data(), after.data(),
+                           static_cast<size_t>(after.size())};
+    if (const char* const why = unsound(asked, planes)) throw CallError{why};
+    int64_t point, read, ticket;
+    {
+        const nb::gil_scoped_release others;
+        {  // before anything is queued: what this throws is not about it
+            const std::lock_guard held(copies->lock);
+            StreamTime times[2];
+            while (!copies->unasked.empty() && copies->gpu->reached(copies->unasked.front().point)) {
+                copies->gpu->finish(copies->unasked.front(), nullptr, times);
+                copies->unasked.pop_front();
+            }
+        }
+        QueuedCopies queued = copies->gpu->queue(asked);
+        point = queued.point, read = queued.read;
+        const std::lock_guard held(copies->lock);
+        ticket = ++copies->tickets;
+        if (sums) copies->asked.emplace(ticket, std::move(queued));
+        else copies->unasked.push_back(std::move(queued));
+    }
+    return nb::make_tuple(point, read, ticket);
+}
+
+nb::object finish(const OpenGpu& self, int64_t ticket) {
+    const auto copies = of(self);
+    QueuedCopies queued;
+    {
+        const std::lock_guard held(copies->lock);
+        auto node = copies->asked.extract(ticket);
+        if (node.empty()) throw CallError{"no such copies", ENOENT};
+        queued = std::move(node.mapped());
+    }
+    const Fresh<uint64_t> sums({queued.pages, queued.last - queued.first});
+    StreamTime times[2];
+    const nb::gil_scoped_release others;
+    copies->gpu->finish(queued, sums.data, times);
+    return sums.array;
+}
+
+bool reached(const OpenGpu& self, int64_t point) {
+    require(point >= 0, "no point");
+    const Asking asking(self);
+    return !asking.gpu() || asking.gpu()->reached(point);
+}
+
+void wait(const OpenGpu& self, int64_t point) {
+    require(point >= 0, "no point");
+    for (bool over = false; !over;) {
+        {
+            const Asking asking(self);
+            const nb::gil_scoped_release others;
+            const Nanoseconds until = now() + kSlice;
+            // The driver knows no wait with an end. Most are over soon; the others cost a look in 50 us.
+            over = !asking.gpu();
+            for (int looks = 0; !over && !(over = asking.gpu()->reached(point)) && now() < until; ++looks) {
+                if (looks < 64) std::this_thread::yield();
+                else std::this_thread::sleep_for(std::chrono::microseconds(50));
+            }
+        }
+        if (!over && PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+}
+
+void follow(const OpenGpu& self, uint64_t stream, int64_t point) {
+    require(point >= 0, "no point");
+    const Asking asking(self);
+    if (asking.gpu()) asking.gpu()->follow(at<void>(stream), point);
+}
+
+void close(OpenGpu& self) {
+    std::shared_ptr<GpuCopies> ended = std::move(self.copies);
+    const nb::gil_scoped_release others;
+    while (ended && ended->asking) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ended.reset();
+}
+
+}  // namespace
+
+void bind_gpu(nb::module_& module) {
+    nb::class_<OpenGpu>(module, "Gpu")
+        .def("__init__",
+             [](OpenGpu* self, const char* library, const nb::object& spec) { new (self) OpenGpu(open_gpu(library, spec)); },
+             nb::arg("library"), nb::arg("spec"))
+        .def_prop_ro("closed", [](const OpenGpu& self) { return !self.copies; })
+        .def_prop_ro("api", [](const OpenGpu& self) { return of(self)->cuda.api(); })
+        .def("queue", &queue, nb::arg("address"), nb::arg("stride"), nb::arg("extents"), nb::arg("fence"), nb::arg("device"),
+             nb::arg("pinned"), nb::arg("slots"), nb::arg("blocks"), nb::arg("after"), nb::arg("layers"), nb::arg("route"),
+             nb::arg("load"), nb::arg("sums"))
+        .def("finish", &finish, nb::arg("ticket"))
+        .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), nb::arg("loads"))
+        .def("reached", &reached, nb::arg("point"))
+        .def("wait", &wait, nb::arg("point"))
+        .def("follow", &follow, nb::arg("stream"), nb::arg("point"))
+        .def("close", &close);
+}
+
+}  // namespace gdscache

@@ -1,0 +1,89 @@
+// The module `gdscache._native`. Python's side of it is told in gdscache/_native.pyi.
+
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+#include "../cuda.h"
+#include "../cufile.h"
+#include "../memory.h"
+#include "bind.h"
+
+namespace gdscache {
+
+namespace {
+
+// An object of Python's that lives as long as the process: modules may end before what asks for it.
+template <typename Make>
+nb::object for_good(PyObject** kept, Make make) {
+    if (!*kept) *kept = nb::object(make()).release().ptr();
+    return nb::borrow(*kept);
+}
+
+void raise(const CallError& error) {
+    try {
+        const nb::object kind = nb::module_::import_("gdscache.errors").attr(error.kind);
+        const bool system = std::string_view(error.kind) != "DeviceError" && std::string_view(error.kind) != "InvalidValueError";
+        const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.why.data(), static_cast<Py_ssize_t>(error.why.size()), "replace"));
+        const nb::object made = system ? kind(why, error.hint, error.error) : kind(why, error.hint);
+        PyErr_SetObject(kind.ptr(), made.ptr());
+    } catch (nb::python_error& other) {
+        other.restore();
+    }
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+    const MustNotFail reserve;  // also called where memory has run out
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const CallError& error) {
+        raise(error);
+    } catch (const CudaError& error) {
+        raise({error.what(), EIO, "see what the CUDA driver says", "DeviceError"});
+    } catch (const CuFileError& error) {
+        raise({error.what(), EIO, "see docs/gds.md"});
+    } catch (const std::bad_alloc&) {
+        raise({"no memory", ENOMEM, "free memory"});
+    } catch (const std::length_error&) {
+        raise({"no memory", ENOMEM, "free memory"});
+    } catch (const std::system_error& error) {  // a thread
+        raise({error.what(), EAGAIN, "raise ulimit -u"});
+    }
+}
+
+}  // namespace
+
+nb::object empty_array(const nb::object& shape, const nb::object& dtype) {
+    static PyObject* empty = nullptr;
+    return for_good(&empty, [] { return nb::module_::import_("numpy").attr("empty"); })(shape, dtype);
+}
+
+nb::object dtype_of(const char* name) {
+    static PyObject* known = nullptr;
+    nb::object types = for_good(&known, [] { return nb::dict(); });
+    nb::dict dict = nb::borrow<nb::dict>(types);
+    const nb::str key(name);
+    if (!dict.contains(key)) dict[key] = nb::module_::import_("numpy").attr("dtype")(key);
+    return dict[key];
+}
+
+nb::object shape_of(std::initializer_list<int64_t> shape) {
+    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
+    if (!made.is_valid()) throw nb::python_error();
+    Py_ssize_t n = 0;
+    for (const int64_t size : shape) PyTuple_SetItem(made.ptr(), n++, PyLong_FromLongLong(size));
+    return made;
+}
+
+}  // namespace gdscache
+
+NB_MODULE(_native, module) {
+    nb::set_leak_warnings(false);  // what a process still has at its end it has for good
+    nb::register_exception_translator(gdscache::translate);
+    gdscache::bind_pages(module);
+    gdscache::bind_tables(module);
+    gdscache::bind_disk(module);
+    gdscache::bind_cufile(module);
+    gdscache::bind_gpu(module);
+    gdscache::bind_executor(module);
+}

@@ -1,0 +1,216 @@
+#include "checks.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace gdscache {
+
+namespace {
+
+using Kind = Space::Kind;
+
+constexpr int64_t kMostExtent = (int64_t{1} << 48) - 1;
+
+bool some(int64_t count, int64_t most) { return count > 0 && count <= most; }
+
+// Whether each layer has bytes, and all lie in an extent.
+bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
+    const bool each = std::adjacent_find(bounds.begin(), bounds.end(), std::greater_equal<>()) == bounds.end();
+    return each && bounds.front() >= 0 && bounds.back() <= most;
+}
+
+bool within(const int64_t* values, int64_t count, int64_t limit) {
+    return std::all_of(values, values + count, [&](int64_t value) { return value >= 0 && value < limit; });
+}
+
+bool within(const std::vector<int64_t>& values, int64_t count, int64_t limit) {
+    return static_cast<int64_t>(values.size()) == count && within(values.data(), count, limit);
+}
+
+// Whether a way makes sense for these spaces: nothing of it reaches beyond them.
+bool sound(const Way& way, const Executor& executor) {
+    const auto& spaces = executor.spaces();
+    const Limits& limits = executor.limits();
+    const auto known = [&](int32_t space) { return space >= 0 && space < static_cast<int32_t>(spaces.size()); };
+    if (!known(way.source) || !known(way.target) || way.pages < 0 || way.pages >= kMost) return false;
+    const Kind source = spaces[way.source].kind, target = spaces[way.target].kind;
+    const bool copies = (source == Kind::kPlanes) != (target == Kind::kPlanes);
+    const bool files = (source == Kind::kFiles) != (target == Kind::kFiles);
+    if (!(copies || files) || (source == Kind::kPlanes && target != Kind::kMemory)) return false;
+    if (source == Kind::kPlanes && spaces[way.target].sums == nullptr) return false;
+    const auto fits = [&](int32_t space, const std::vector<int64_t>& slots) {
+        const int64_t each = spaces[space].kind == Kind::kPlanes ? limits.page_blocks : 1;
+        return within(slots, way.pages * each, executor.places()[space].slots);
+    };
+    if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
+    if (!way.sums.empty() && static_cast<int64_t>(way.sums.size()) != way.pages * limits.layers) return false;
+    if (!way.places.empty()) {  // of what is read on its way into planes, and of nothing else
+        if (source != Kind::kFiles || target != Kind::kPlanes || !known(way.through)) return false;
+        if (spaces[way.through].kind != Kind::kMemory || !fits(way.through, way.places)) return false;
+    }
+    if (!files) return true;
+    const bool passes = target == Kind::kPlanes && way.places.empty() && way.pages != 0;
+    const int32_t memory = target == Kind::kFiles    ? way.source
+                           : target != Kind::kPlanes ? way.target
+                           : !way.places.empty()     ? way.through
+                                                     : executor.reserve_space();
+    if (memory < 0) return !passes;
+    return spaces[target == Kind::kFiles ? way.target : way.source].foreign || executor.places()[memory].reached;
+}
+
+// Whether a way's copies are between memory of a GPU and planes that are not its own.
+bool crosses(const Way& way, const Executor& executor) {
+    const auto& spaces = executor.spaces();
+    const Space &source = spaces[way.source], &target = spaces[way.target];
+    if (source.kind == Kind::kPlanes) return !source.foreign && target.foreign;
+    if (target.kind != Kind::kPlanes || target.foreign) return false;
+    const int32_t memory = source.kind == Kind::kMemory ? way.source : !way.places.empty() ? way.through : executor.reserve_space();
+    return memory >= 0 && spaces[memory].foreign;
+}
+
+bool is_load(const Way& way, const Executor& executor) {
+    const auto& spaces = executor.spaces();
+    return spaces[way.target].kind != Kind::kFiles && spaces[way.source].kind != Kind::kPlanes;
+}
+
+const char* unsound(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) {
+    const bool part = plane.start == end && plane.end > end && plane.end <= planes.extent_bytes && plane.run_bytes > 0;
+    const int64_t runs = part ? (plane.end - plane.start) / plane.run_bytes : 0;
+    const bool whole = part && runs > 0 && runs * plane.run_bytes == plane.end - plane.start &&
+                       runs % planes.page_blocks == 0 && runs / planes.page_blocks == plane.runs_per_block;
+    if (!whole) return "a plane that does not fill its part of a layer";
+    const auto far = [](int64_t stride, int64_t count) {
+        return stride > kMostBytes / count || stride < -kMostBytes / count;
+    };
+    const bool outside = plane.base < 1 || plane.base > kMostBytes || far(plane.block_stride, planes.blocks) ||
+                         (plane.runs_per_block > 1 && far(plane.run_stride, plane.runs_per_block));
+    return outside ? "a plane that leaves the address space" : nullptr;
+}
+
+}  // namespace
+
+const char* unsound(const Limits& limits) {
+    const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_io_bytes,
+                             limits.foreign_copy_bytes};
+    const bool each = std::all_of(std::begin(bytes), std::end(bytes), [](int64_t one) { return some(one, kMostBytes); });
+    if (!each || !some(limits.extent_bytes, kMostExtent) || !some(limits.page_blocks, kMostLayers)) return "no sound sizes";
+    if (!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes)) return "no sound layers";
+    return nullptr;
+}
+
+const char* unsound(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu) {
+    const auto memory = reinterpret_cast<uint64_t>(place.memory);
+    if (place.slots < 0 || place.slots >= kMost) return "a space of no sound number of slots";
+    if (space.kind != Kind::kPlanes && place.slots > kMostBytes / extent_bytes) return "a space of too many bytes";
+    if (place.fence < 0) return "a fence of no sound number of slots";
+    const auto bytes = static_cast<uint64_t>(place.slots * extent_bytes);
+    const bool here = space.kind == Kind::kMemory && (!space.foreign || on_gpu);
+    if (here && !memory) return "a memory without an address";
+    if (here && memory > UINT64_MAX - bytes) return "a memory that leaves the address space";
+    const bool files = space.kind == Kind::kFiles && !space.foreign;
+    return files && (place.files.empty() || place.stretch < 1) ? "a space without files" : nullptr;
+}
+
+const char* unsound(const Place& planes, const Pool* pool, const Limits& limits) {
+    if (!pool) return "planes without a pool";
+    if (planes.slots > pool->blocks) return "more blocks than the pool has";
+    bool same = pool->n_layers == limits.layers && pool->page_blocks == limits.page_blocks;
+    for (int32_t layer = 0; same && layer < limits.layers; ++layer) {
+        same = layer_bytes(*pool, layer) == limits.bounds[layer + 1] - limits.bounds[layer];
+    }
+    return same ? nullptr : "a pool of other pages";
+}
+
+const char* unsound(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits) {
+    if (space.kind != Kind::kPlanes) return nullptr;
+    if (place.slots > planes.blocks) return "more blocks than the pool has";
+    const bool same = planes.page_blocks == limits.page_blocks && planes.bounds == limits.bounds;
+    return same ? nullptr : "a pool of other pages";
+}
+
+bool loads(const std::vector<Way>& ways, const Executor& executor) {
+    return std::all_of(ways.begin(), ways.end(), [&](const Way& way) { return is_load(way, executor); });
+}
+
+bool sound(const std::vector<Way>& ways, const Executor& executor, bool on_gpu) {
+    if (ways.size() > 1 << 10) return false;
+    const auto& spaces = executor.spaces();
+    int64_t rows = 0;
+    for (const Way& way : ways) {
+        if (!sound(way, executor) || (on_gpu && crosses(way, executor))) return false;
+        const bool alike = spaces[way.source].kind == spaces[ways[0].source].kind &&
+                           spaces[way.target].kind == spaces[ways[0].target].kind;
+        if (!alike && !(is_load(ways[0], executor) && is_load(way, executor))) return false;
+        rows += way.pages;
+    }
+    return rows < kMost;
+}
+
+bool sound(const std::vector<Group>& groups, const Limits& limits) {
+    int32_t layer = 0;
+    int64_t stop = 0;
+    for (const Group& group : groups) {
+        if (group.first != layer || group.last <= group.first || group.last > limits.layers) return false;
+        if (group.begin != limits.bounds[group.first] || group.end != limits.bounds[group.last]) return false;
+        if (group.start != stop || group.stop < group.start || group.stop < group.end) return false;
+        if (group.stop > limits.extent_bytes || group.alone_stop > limits.extent_bytes) return false;
+        if (group.route < 0 || group.route > 2 || group.summed_route < 0 || group.summed_route > 2) return false;
+        if (group.alone_start < 0 || group.alone_start > group.begin || group.alone_stop < group.end) return false;
+        layer = group.last;
+        stop = group.stop;
+    }
+    return layer == limits.layers;
+}
+
+const char* unsound(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging) {
+    if (!some(planes.layers, kMostLayers) || !some(planes.page_blocks, kMostLayers) || !some(planes.blocks, kMost)) {
+        return "no sound number of layers or blocks";
+    }
+    if (!some(planes.extent_bytes, kMostExtent) || !some(staging, kMostBytes)) return "no sound sizes";
+    for (const int64_t bytes : {sizes.moved, sizes.looked, sizes.looked_last, sizes.unbroken}) {
+        if (!some(bytes, kMostBytes)) return "no sound sizes of chunks";
+    }
+    if (staging / 2 < planes.extent_bytes) return "half of the ring holds no page";
+    const bool all = kernels.gather && kernels.scatter && kernels.gather_sums && kernels.scatter_sums && kernels.table;
+    if (kernels.gather && (!all || kernels.vector < 1 || kernels.vector > 16 || kernels.processors < 1)) {
+        return "half a set of kernels";
+    }
+    if (!ascending(planes.bounds, planes.extent_bytes)) return "no sound layers";
+    const auto count = static_cast<int64_t>(planes.planes.size());
+    if (planes.first_plane.size() != planes.bounds.size() || planes.first_plane[0] != 0) return "planes of no layer";
+    if (planes.first_plane.back() != count || count > 1 << 24) return "a layer without planes";
+    for (int32_t layer = 0; layer < planes.layers; ++layer) {
+        const int32_t first = planes.first_plane[layer], last = planes.first_plane[layer + 1];
+        if (last <= first || last > count) return "a layer without planes";
+        int64_t end = 0;
+        for (int32_t n = first; n < last; ++n) {
+            if (const char* const why = unsound(planes.planes[n], planes, end)) return why;
+            end = planes.planes[n].end;
+        }
+        if (end != planes.bounds[layer + 1] - planes.bounds[layer]) return "planes that do not fill their layer";
+    }
+    return nullptr;
+}
+
+const char* unsound(const PageCopies& copies, const GpuPlanes& planes) {
+    const ExtentSlots& extents = copies.extents;
+    const auto route = static_cast<int32_t>(copies.route);
+    if (route < 0 || route > static_cast<int32_t>(Route::kCopyEngine)) return "no such route";
+    if (copies.first < 0 || copies.last < copies.first || copies.last > planes.layers) return "no such layers";
+    if (copies.pages >= kMost || extents.slots < 0 || extents.slots >= kMost) return "no sound counts";
+    if (!extents.address || extents.stride < 1 || extents.fence < 0) return "no sound extents";
+    if (extents.stride > kMostBytes / std::max<int64_t>(extents.slots, 1) || extents.origin < -kMostBytes ||
+        extents.address > UINT64_MAX - static_cast<uint64_t>(extents.slots * extents.stride)) {
+        return "extents that leave the address space";
+    }
+    if (extents.origin > planes.bounds[copies.first] || extents.stride < planes.bounds[copies.last] - extents.origin) {
+        return "layers that leave their slot";
+    }
+    if (!within(copies.slots, copies.pages, extents.slots)) return "a slot that is not there";
+    if (!within(copies.blocks, copies.pages * planes.page_blocks, planes.blocks)) return "a block that is not there";
+    return copies.n_after > 1 << 20 ? "no sound events" : nullptr;
+}
+
+}  // namespace gdscache

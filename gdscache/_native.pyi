@@ -1,0 +1,369 @@
+"""The native library (csrc/host). Arrays are contiguous; a wrong type of theirs is a `TypeError`.
+
+All that a call refuses is a `NativeCallError` with an errno, and has changed nothing. A call that may wait gives up the
+interpreter's lock, and hears signals every 100 ms.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+_T = TypeVar("_T", bound=np.generic)
+_Buffer = bytes | memoryview | npt.NDArray[Any]
+_Int64 = npt.NDArray[np.int64]
+_UInt64 = npt.NDArray[np.uint64]
+
+CUFILE_ERRORS: int  # cuFile's own errors are greater; what is less is an errno
+MOST_FRAGMENTS: int  # of a run
+NEVER: int  # nanoseconds: later than any deadline
+SHORT: int  # of I/O that moved too few bytes, in place of an errno
+GONE: int  # ... of a page that is not where its files keep it
+WRONG: int  # ... of bytes that are not what was stored
+
+def best_arm() -> str:
+    """The way of XXH3 that this processor is fastest by: "scalar", "avx2", "avx512" or "neon"."""
+
+def has_arm(name: str) -> bool: ...
+def xxh3(data: _Buffer, arm: str | None = None) -> int:
+    """XXH3-64 of the bytes of an array."""
+
+def xxh3_chunks(
+    data: _Buffer, sizes: _Int64, out: _Buffer | None = None, stream: bool = False, arm: str | None = None
+) -> int:
+    """The same of chunks that follow each other, through the stream; copied to `out` on the way, past the processor's
+    caches where `stream` says so."""
+
+def layer_sums(extents: _UInt64, bounds: _Int64) -> _UInt64:
+    """`checksum.layer_checksums` of extents at these addresses in host memory: uint64 (pages, layers).
+
+    `bounds`: int64 (layers, 2), where a layer begins in an extent, and where it ends.
+    """
+
+def blocks_fault(blocks: _Int64, limit: int) -> Literal["", "outside", "twice"]:
+    """What is wrong with block numbers, which are to be different and within [0, limit)."""
+
+def narrow_tokens(tokens: bytes) -> npt.NDArray[np.uint32] | None:
+    """int64 token ids, as their bytes, as uint32; None where one does not fit."""
+
+def take_rows(table: npt.NDArray[_T], rows: Any) -> npt.NDArray[_T]:
+    """`table[rows]`, for an int64 array or a list of numbers.
+
+    It keeps the interpreter's lock, as the next three do: numpy gives it up for each of these, however small, and who
+    gives it up may wait 5 ms to have it again.
+    """
+
+def put_rows(table: npt.NDArray[_T], rows: Any, values: npt.NDArray[_T]) -> None:
+    """`table[rows] = values`, for arrays of one dtype, of which `values` has a row for each."""
+
+def take_unbound(stored: _UInt64, rows: Any, keys: bytes) -> _UInt64:
+    """`checksum.unbound(stored[rows], keys)`; `keys`: 32 bytes a row. Raises `InvalidValueError` for others."""
+
+def cut_and_merge(requests: _Int64, limit: int, most: int = ...) -> tuple[_Int64, _Int64]:
+    """Requests in the order of their files, cut into parts of at most `limit` bytes, and neighbours merged into runs of
+    at most `limit` bytes and `most` parts.
+
+    `requests`: int64 (requests, 4): descriptor, offset, address, bytes. The answers: parts, int64 (parts, 3): address,
+    bytes, row of the request; and runs, int64 (runs, 5): descriptor, offset, first part, parts, bytes.
+    """
+
+def bare_loop(
+    file: int,
+    write: bool,
+    nbytes: int,
+    piece_bytes: int,
+    threads: int,
+    memory: int,
+    memory_bytes: int,
+    planes: int = 0,
+    sum_bytes: int = 0,
+    driver: str | None = None,
+    context: int = 0,
+    device: int = 0,
+) -> float:
+    """Seconds of a loop over the first `nbytes` of a file: see bare.h. `driver`: the name of CUDA's, and `context` its
+    primary context, where what is read goes on to `device`. Raises `DeviceError` too."""
+
+def error_text(error: int) -> str:
+    """What an error of I/O means: an errno, or one of cuFile's."""
+
+def set_faulty_disks(faulty: bool) -> None:
+    """For tests: whether the disks of executors that this thread opens from now on fail on order."""
+
+class Pool:
+    """Planes in host memory.
+
+    `planes`: int64 (planes, 4): address, block stride, token stride, row bytes, layer after layer; `first_plane`: int32
+    (layers + 1). `blocks` of a call: int64 (pages, blocks a page). `parts`: uint64 (pages,), the address of layer
+    `layers.start` of each page's extent. `streamed`: past the processor's caches, which is better for memory that
+    nobody looks at soon. Answers are checksums, uint64 (pages, len(layers)), of the bytes that were written; without
+    `sums`, none. What is refused is refused before the first byte is moved.
+    """
+
+    def __init__(
+        self,
+        planes: _Int64,
+        first_plane: npt.NDArray[np.int32],
+        blocks: int,
+        block_tokens: int,
+        page_blocks: int,
+    ) -> None: ...
+    def gather(
+        self, blocks: _Int64, parts: _UInt64, layers: range, *, streamed: bool = True, sums: bool = True
+    ) -> _UInt64:
+        """Copy layers of pages out of the planes."""
+
+    def scatter(
+        self, blocks: _Int64, parts: _UInt64, layers: range, *, streamed: bool = True, sums: bool = True
+    ) -> _UInt64:
+        """Copy layers of pages into the planes: the inverse of `gather`."""
+
+    def close(self) -> None:
+        """Forget the planes. Again is fine."""
+
+class Disk:
+    """io_uring (`ring`), done by at most `workers` threads of the kernel, or `workers` threads of the library
+    (`threads`), which with `cufile` move memory of a GPU, too; None: the first of them that can be had.
+
+    `depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many under
+    way as it has threads. One thread submits, reaps and closes, and lives as long as anything is under way. Any thread
+    may `wake`. `faults`, for tests: int64 (faults, 3): which piece, what (faulty_disk.h), value.
+    Raises `RefusedDiskError`, with the errno of the system's answer.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["ring", "threads"] | None,
+        workers: int,
+        depth: int,
+        cufile: CuFiles | None = None,
+        faults: _Int64 | None = None,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def pending(self) -> int:
+        """Pieces that have not ended."""
+
+    def submit(self, pieces: _Int64, fragments: _UInt64) -> None:
+        """Begin pieces, or queue them. `fragments` and the memory that they name stay until all has ended.
+
+        `pieces`: int64 (pieces, 7): tag, 0 for a read or 1 for a write, descriptor, offset in bytes, first of
+        `fragments`, how many of them, and 1 where the kernel copies the bytes. `fragments`: uint64 (fragments, 2):
+        address, bytes.
+        """
+
+    def reap(self, seconds: float = -1) -> _Int64:
+        """What has ended, waiting at most so many seconds for the first (below 0: for ever); none after a `wake`.
+
+        int64 (answers, 5): tag, first fragment of the piece, fragments, 0 or an error (`error_text`), bytes. An error
+        of the call says that the disk is broken: what the kernel has then keeps its memory for good.
+        """
+
+    def wake(self) -> None:
+        """End the wait of a `reap`, the running or else the next."""
+
+    def release(self) -> None:
+        """For tests: let go of everything that hangs, now and later."""
+
+    def close(self) -> None:
+        """Wait for what is under way; again is fine."""
+
+class CuFiles:
+    """cuFile (cufile_files.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
+
+    Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
+    CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
+    goes, None leaves that to its configuration; `batched`: bytes of what goes through batches at most, below 0 as
+    measured (cufile_disk.h). What a library refuses is told in its words.
+    """
+
+    def __init__(
+        self, driver: str, context: int, library: str, log_folder: str | None = None, batched: int = -1
+    ) -> None: ...
+    def add_file(self, file: int) -> None:
+        """A file by its descriptor, which stays open until `remove_file`."""
+
+    def remove_file(self, file: int) -> None: ...
+    def add_memory(self, address: int, nbytes: int) -> None: ...
+    def remove_memory(self, address: int) -> None: ...
+    def run_bare(self, file: int, address: int, nbytes: int, piece_bytes: int, threads: int, *, write: bool) -> float:
+        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare_cufile.h."""
+
+    def close(self) -> None:
+        """Nobody uses it any more but disks and executors that are open; again is fine."""
+
+class Gpu:
+    """Copies to and from a GPU (gpu.h). `library`: the driver's name; `spec`: see `kernels.gpu.GpuSpec`. Thread-safe.
+
+    What the driver refuses is a `DeviceError`. Points are numbers; behind `close` the GPU is past all of them.
+    """
+
+    def __init__(self, library: str, spec: Any) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def api(self) -> str:
+        """How lists of copies are handed to the driver."""
+
+    def queue(
+        self,
+        address: int,
+        stride: int,
+        extents: int,
+        fence: int,
+        device: bool,
+        pinned: bool,
+        slots: _Int64,
+        blocks: _Int64,
+        after: _UInt64,
+        layers: range,
+        route: int,
+        load: bool,
+        sums: bool,
+    ) -> tuple[int, int, int]:
+        """Queue copies of some slots of extents at `address`: points behind them and behind the last look at their
+        source, and a ticket for `finish`, which has to be called where there are `sums`.
+
+        `blocks`: int64 (pages, blocks a page); `after`: CUevents. `route`: 0 staged, 1 zero copy, 2 the copy engine
+        alone; memory of the device has one of its own.
+        """
+
+    def finish(self, ticket: int) -> _UInt64:
+        """Wait for copies with checksums: uint64 (pages, layers). To be asked once."""
+
+    def last(self, *, loads: bool) -> int:
+        """The last point of loads, or of stores."""
+
+    def reached(self, point: int) -> bool: ...
+    def wait(self, point: int) -> None: ...
+    def follow(self, stream: int, point: int) -> None:
+        """Have a CUstream wait for a point."""
+
+    def close(self) -> None:
+        """Wait for what is queued; no executor has it any more. Again is fine."""
+
+class Job:
+    """Foreign I/O or copies of some pages, which are told by three arrays, int64 (pages,): `rows` of the move, `slots`,
+    and `at`, where the first byte lies in the memory.
+
+    Of I/O, `kind` is 0 for reads and 1 for writes of the bytes `start` to `stop` of extents of `files`. Of copies it is
+    0 to scatter, 1 to gather, 2 to look only; `blocks`: int64 (pages, blocks a page); where there is a `window`, the
+    slots of the reserve that the pages lie in side by side, a part of an extent each, `slots` are places in that.
+    """
+
+    number: int
+    move: int
+    kind: int
+    sums: bool
+    files: str
+    memory: str
+    layers: range
+    window: range
+    rows: _Int64
+    slots: _Int64
+    at: _Int64
+    blocks: _Int64
+    start: int
+    stop: int
+
+class Executor:
+    """Moves between spaces (executor.h). See `moves.library.NativeMoves`."""
+
+    def __init__(
+        self,
+        bounds: _Int64,
+        extent_bytes: int,
+        page_blocks: int,
+        spaces: Mapping[str, Any],
+        limits: Any,
+        reserve: tuple[str, int, int] | None = None,
+        fence: int = 0,
+        pool: Pool | None = None,
+        gpu: Gpu | None = None,
+        cufile: CuFiles | None = None,
+        workers: int = 0,
+        depth: int = 0,
+        threads: int = 0,
+    ) -> None: ...
+    @property
+    def disk(self) -> str:
+        """ "ring", "threads", "cufile", or "" without one."""
+
+    @property
+    def closed(self) -> bool: ...
+    def begin(
+        self,
+        number: int,
+        priority: int,
+        until: int,
+        ways: Sequence[Any],
+        groups: _Int64,
+        routes: Callable[[range], tuple[int, int]] | None = None,
+        after: _UInt64 | None = None,
+        open: bool = False,
+    ) -> None: ...
+    def extend(self, move: int, ways: Sequence[Any], *, last: bool) -> None:
+        """More ways of a load that was begun open."""
+
+    def cancel(self, move: int) -> None:
+        """Copy no further into the planes. Of a move that nobody knows any more nothing is left to copy."""
+
+    def wait(self, move: int, seconds: float, group: int = -1) -> int | None:
+        """Wait until all copies of a group are done, or queued on a GPU, or never will be; or with -1, until the move
+        has ended. The point behind what is queued, or 0; None when it takes longer."""
+
+    def outcome(self, move: int) -> tuple[npt.NDArray[np.uint8], list[tuple[int, int]], list[int], str]:
+        """How a move has ended; nothing is kept of it but late I/O. The verdicts, places in `PageStatus`; rows whose
+        I/O failed, with `SHORT` or an errno; late rows; what broke a copy, or ""."""
+
+    def refuse(self, status: int) -> None:
+        """From now on no read begins: its pages have this verdict, a place in `PageStatus`; 0: reads begin again."""
+
+    def take_io(self, seconds: float) -> Job | None:
+        """The next foreign I/O; None where none comes in time. ECANCELED behind `stop`."""
+
+    def take_copy(self, seconds: float) -> Job | None:
+        """The next foreign copy; as `take_io`."""
+
+    def io_ended(self, job: int, pages: Sequence[int] | _Int64, error: int = 0) -> None:
+        """Pages of a job have ended, by their places in it: well, or with `SHORT` or an errno."""
+
+    def copy_queued(self, job: int, point: int) -> None:
+        """A copy is queued, up to a point."""
+
+    def copy_ended(self, job: int, sums: _UInt64 | None, broken: str | None = None) -> None:
+        """A copy is done, or broken by something. `sums`: uint64 (pages, layers), where they were asked for."""
+
+    def expire(self, now: int) -> None:
+        """It is `now`, in nanoseconds: what has not ended by its deadline is late."""
+
+    def take_late(self, seconds: float, most: int = 256) -> list[tuple[int, int]]:
+        """(move, row) of late pages whose I/O has ended at last; waits for one. ECANCELED behind `stop`."""
+
+    def held_slots(self) -> int:
+        """Slots of the reserve that late reads hold; none behind `close`."""
+
+    def free_slots(self) -> int:
+        """Slots of the reserve that nobody has."""
+
+    def trace(self) -> None:
+        """Keep from now on what our threads do, until somebody takes it."""
+
+    def take_spans(self) -> list[tuple[int, range, int, int, int, int, int]]:
+        """What has ended since the last call: a place in `SPAN_KINDS`, layers, move, pages, bytes, and when it began
+        and ended, in nanoseconds of CLOCK_MONOTONIC."""
+
+    def fail(self, faults: _Int64) -> None:
+        """For tests: what fails from now on, int64 (n, 5): descriptor (-1: any), first byte, last byte + 1, what
+        (faulty_disk.h), value."""
+
+    def release(self) -> None:
+        """For tests: let go of everything that hangs, now and later."""
+
+    def stop(self) -> None:
+        """Nobody waits in a call any more, and nobody will."""
+
+    def close(self) -> None:
+        """Wait for what our threads have under way, and give everything back. No call may be in progress."""

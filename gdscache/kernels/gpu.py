@@ -1,0 +1,182 @@
+"""Copies between extents and the planes of a GPU by csrc/host (gpu.h), and the points in what its streams are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from gdscache.arrays import Int64Array, integers
+from gdscache.errors import DeviceError
+from gdscache.native import Gpu
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from gdscache.cuda.driver import Driver
+    from gdscache.cuda.streams import Event
+    from gdscache.extents.base import Extents
+    from gdscache.kernels.cuda import PageKernels, PlaneRuns
+    from gdscache.pages.planes import PagedPlanes
+
+CopyRoute = Literal["staged", "zero_copy", "copy_engine", "device"]
+ROUTES: tuple[CopyRoute, ...] = ("staged", "zero_copy", "copy_engine", "device")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones.
+
+    `unbroken`: what goes before others' copies the same way may pass.
+    """
+
+    moved: int = 512 << 20
+    looked: int = 256 << 20
+    looked_last: int = 32 << 20
+    unbroken: int = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GpuSpec(ChunkSizes):
+    """What is copied on one GPU. `bounds`: int64 (layers + 1), in an extent; `first_plane`: int32 (layers + 1);
+    `planes`: int64 (planes, 7): base, block stride, run stride, bytes of a run, runs of a block, start and end in the
+    layer. `context`: the device's CUcontext. The kernels are CUfunctions, or 0; `table` is theirs, in GPU memory.
+    `vector`: bytes of their widest access; `sums`, `looks`: whether they take checksums, and from the planes alone."""
+
+    context: int
+    bounds: Int64Array
+    first_plane: npt.NDArray[np.int32]
+    planes: Int64Array
+    blocks: int
+    page_blocks: int
+    extent_bytes: int
+    staging: int
+    gather: int = 0
+    scatter: int = 0
+    gather_sums: int = 0
+    scatter_sums: int = 0
+    table: int = 0
+    vector: int = 0
+    processors: int = 0
+    sums: bool = False
+    looks: bool = False
+
+
+class StreamPoint:
+    """A point in what a direction's streams were given to do. As a `torch.cuda.Event`, for what waits for it."""
+
+    __slots__ = ("_gpu", "_number")
+
+    def __init__(self, gpu: NativeGpu, number: int) -> None:
+        self._gpu = gpu
+        self._number = number
+
+    @property
+    def device(self) -> torch.device:
+        return self._gpu.device
+
+    def query(self) -> bool:
+        """Whether the GPU is past it."""
+        return self._gpu.reached(self._number)
+
+    def synchronize(self) -> None:
+        """The calling thread waits until the GPU is past it."""
+        self._gpu.wait(self._number)
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """What `stream` (by default the current one) is given from now on comes after it."""
+        stream = torch.cuda.current_stream(self.device) if stream is None else stream
+        self._gpu.follow(stream.cuda_stream, self._number)
+
+
+class NativeGpu(Gpu):
+    """Copies of one pool's pages. Thread-safe. Behind `close` the GPU is past every point.
+
+    `kernels`: None where the copy engine has to do. `staging` bytes of GPU memory are the ring.
+    Raises `DeviceError` where the driver refuses.
+    """
+
+    def __init__(
+        self,
+        planes: PagedPlanes,
+        driver: Driver,
+        runs: Sequence[Sequence[PlaneRuns]],
+        kernels: PageKernels | None,
+        staging: int,
+        sizes: ChunkSizes | None = None,
+    ) -> None:
+        self.device = planes.device
+        self._kernels = kernels  # keeps the modules and their table
+        layout = planes.layout
+        rows = [
+            (r.base, r.block_stride, r.run_stride, r.run_bytes, r.runs_per_block, r.start, r.end)
+            for layer in runs
+            for r in layer
+        ]
+        loaded = (0, 0, 0, 0, 0) if kernels is None else kernels.loaded()
+        vector, processors, sums, looks = (0, 0, False, False) if kernels is None else kernels.about()
+        spec = GpuSpec(
+            **dataclasses.asdict(sizes or ChunkSizes()),
+            context=driver.context,
+            bounds=integers([*(start for start, _ in layout.layer_bounds), layout.page_bytes]),
+            first_plane=np.cumsum([0, *(len(layer) for layer in runs)]).astype(np.int32),
+            planes=integers(rows),
+            blocks=planes.blocks,
+            page_blocks=planes.blocks_per_page,
+            extent_bytes=layout.extent_bytes,
+            staging=staging,
+            **dict(zip(("gather", "scatter", "gather_sums", "scatter_sums", "table"), loaded, strict=True)),
+            vector=vector,
+            processors=processors,
+            sums=sums,
+            looks=looks,
+        )
+        try:
+            super().__init__(driver.library, spec)
+        except DeviceError as error:
+            raise DeviceError(f"copies of {self.device}: {error.message}", error.hint) from None
+
+    def copy(
+        self,
+        extents: Extents,
+        slots: Sequence[int] | Int64Array,
+        blocks: torch.Tensor,
+        layers: range,
+        after: Sequence[int],
+        route: CopyRoute,
+        *,
+        load: bool,
+        sums: bool,
+    ) -> tuple[StreamPoint, StreamPoint, int]:
+        """Queue copies: points behind them and behind the last look at their source, and a number for `finish`.
+
+        `blocks`: host int64 (pages, blocks a page); `after`: CUevents. With `sums`, `finish` has to be called.
+        """
+        rows = extents.rows
+        point, read, ticket = self.queue(
+            *(rows.data_ptr(), rows.stride(0), extents.slots, extents.fence_slots, rows.is_cuda, extents.pinned),
+            *(integers(slots), integers(blocks.numpy()), np.array(after, np.uint64), layers),
+            *(ROUTES.index(route) % 3, load, sums),
+        )
+        return self.point(point), self.point(read), ticket
+
+    def last_point(self, *, loads: bool) -> StreamPoint:
+        """The point behind all loads, or stores, that were queued so far."""
+        return self.point(self.last(loads=loads))
+
+    def point(self, number: int) -> StreamPoint:
+        """What a number of the library's stands for."""
+        return StreamPoint(self, number)
+
+
+def events_of(after: Sequence[Event]) -> list[int]:
+    """The CUevents of some events. One that was never recorded has none, and has happened."""
+    found = []
+    for event in after:
+        if event is not None:
+            assert isinstance(event, torch.cuda.Event), "copies follow events of torch's"
+            found.append(int(event.cuda_event))
+    return [event for event in found if event]

@@ -1,0 +1,75 @@
+"""What the native library gives. Its build is `gdscache._native`, whose stub says what each of these does."""
+
+import errno
+
+from gdscache.errors import NativeMissingError
+
+try:
+    from gdscache._native import (
+        CUFILE_ERRORS,
+        GONE,
+        MOST_FRAGMENTS,
+        NEVER,
+        SHORT,
+        WRONG,
+        CuFiles,
+        Disk,
+        Executor,
+        Gpu,
+        Job,
+        Pool,
+        bare_loop,
+        best_arm,
+        blocks_fault,
+        cut_and_merge,
+        error_text,
+        has_arm,
+        layer_sums,
+        narrow_tokens,
+        put_rows,
+        set_faulty_disks,
+        take_rows,
+        take_unbound,
+        xxh3,
+        xxh3_chunks,
+    )
+except ImportError as error:
+    raise NativeMissingError(
+        f"the native library cannot be loaded: {error}",
+        "install the wheel of this machine and Python, or run make (python tools/native_build.py) in the sources",
+    ) from None
+
+__all__ = [
+    "CUFILE_ERRORS",
+    "GONE",
+    "MOST_FRAGMENTS",
+    "NEVER",
+    "SHORT",
+    "WRONG",
+    "CuFiles",
+    "Disk",
+    "Executor",
+    "Gpu",
+    "Job",
+    "Pool",
+    "bare_loop",
+    "best_arm",
+    "blocks_fault",
+    "cut_and_merge",
+    "error_of",
+    "error_text",
+    "has_arm",
+    "layer_sums",
+    "narrow_tokens",
+    "put_rows",
+    "set_faulty_disks",
+    "take_rows",
+    "take_unbound",
+    "xxh3",
+    "xxh3_chunks",
+]
+
+
+def error_of(code: int) -> OSError:
+    """What an error of I/O means: an errno, or one of cuFile's own, which are above `CUFILE_ERRORS`."""
+    return OSError(code if code < CUFILE_ERRORS else errno.EIO, error_text(code))
