@@ -217,7 +217,11 @@ class DeadlineError(GdsCacheError):
 
 
 class EngineClosedError(GdsCacheError):
-    """The engine was closed."""
+    """The engine was closed, by `close()` or because a signal interrupted a call that changed it."""
+
+
+class CallInCallError(GdsCacheError):
+    """A signal's handler called the engine in the middle of another call of the same thread."""
 
 
 class SequenceStateError(GdsCacheError):

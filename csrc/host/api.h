@@ -2,7 +2,7 @@
 //
 // Addresses and counts are the caller's word; what can be checked of them is, and a call that refuses changes nothing.
 // Functions answer 0 or a count, or a negative errno: -EINVAL for what makes no sense, -ENOMEM. None calls into
-// Python but those of signals.
+// Python.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 #define GDSCACHE_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function below changes. The Python side compares it with its own (library.ABI).
-#define GDSCACHE_ABI 9
+#define GDSCACHE_ABI 10
 
 GDSCACHE_API int32_t gdscache_abi();
 
@@ -119,17 +119,3 @@ GDSCACHE_API int32_t gdscache_put_rows(void* table, int64_t table_rows, int64_t 
 // pages (docs/format.md), `count` of 32 bytes: what the bytes of the pages have to give.
 GDSCACHE_API int32_t gdscache_take_unbound(const uint64_t* table, int64_t table_rows, int64_t sums,
                                            const int64_t* rows, int64_t count, const void* keys, uint64_t* out);
-
-// --- signals (signals.h): in Python's main thread alone, with the interpreter's lock
-
-struct gdscache_signals;
-
-// `python`: eight addresses of functions, as `Python` in signals.h has them; `get`, `set`: signal.getsignal and
-// signal.signal; `names`: `count` objects, the same numbers in Python. They are kept for as long as the process lives.
-GDSCACHE_API int32_t gdscache_signals_open(const uint64_t* python, void* get, void* set, const int32_t* numbers,
-                                           void* const* names, int64_t count, struct gdscache_signals** signals);
-
-// Answers other than 0 come with an error of Python's.
-GDSCACHE_API int32_t gdscache_signals_hold(struct gdscache_signals* signals, void* note);
-GDSCACHE_API int32_t gdscache_signals_note(struct gdscache_signals* signals, int32_t number, void* frame);
-GDSCACHE_API int32_t gdscache_signals_release(struct gdscache_signals* signals);

@@ -7,6 +7,7 @@
 #include <sys/vfs.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -33,7 +34,7 @@ struct gdscache_executor {
 
 namespace {
 
-thread_local bool faulty_disks = false;
+std::atomic<bool> faulty_disks{false};
 
 int32_t refused(const char* cause, int32_t error, char* why, int64_t why_size) {
     if (why && why_size > 0) std::snprintf(why, static_cast<size_t>(why_size), "%s", cause);

@@ -126,7 +126,7 @@ GDSCACHE_API int64_t gdscache_take_spans(struct gdscache_executor* executor, str
 
 // --- for tests: a disk that fails on order (faulty_disk.h)
 
-// Whether the disks of executors that this thread opens from now on do.
+// Whether the disks of executors that are opened from now on do.
 GDSCACHE_API void gdscache_executor_faulty(int32_t faulty);
 // What fails from now on: int64 (n, 5) of a descriptor (-1: any), first byte, last byte + 1, what, value.
 GDSCACHE_API int32_t gdscache_executor_fail(struct gdscache_executor* executor, const int64_t* faults,

@@ -102,7 +102,8 @@ class NativeGpu:
         self._planes = planes
         self._library = library()
         self._kernels = kernels  # keeps the modules and their table
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # by itself where an interrupt may come: a condition's `with` is Python
+        self._changed = threading.Condition(self._lock)
         self._asking = 0  # threads
         layout = planes.layout
         counts = [0, *np.cumsum([len(layer) for layer in runs]).tolist()]
@@ -208,14 +209,14 @@ class NativeGpu:
     @contextlib.contextmanager
     def _open(self) -> Iterator[int | None]:
         """What the library knows it by, for as long; None behind `close`, when everything is over."""
-        with self._changed:
+        with self._lock:
             handle = self._handle
             self._asking += handle is not None
         try:
             yield handle
         finally:
             if handle is not None:
-                with self._changed:
+                with self._lock:
                     self._asking -= 1
                     self._changed.notify_all()
 

@@ -19,13 +19,12 @@ import numpy.typing as npt
 
 from gdscache.errors import NativeCallError, NativeMissingError, NativeVersionError
 
-ABI = 9  # GDSCACHE_ABI of csrc/host/api.h
+ABI = 10  # GDSCACHE_ABI of csrc/host/api.h
 PATH = Path(__file__).with_name("libgdscache_host.so")
 _HINT = "install the wheel of this machine's architecture, or run make (python tools/native_build.py) in the sources"
 
 _void, _int, _long, _double = None, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _at, _text = ctypes.c_void_p, ctypes.c_char_p  # an address or null; a string
-_object = ctypes.py_object
 
 # Every function: its result and its arguments. See csrc/host/api.h.
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -100,10 +99,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "take_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "put_rows": (_int, (_at, _long, _long, _at, _long, _at)),
     "take_unbound": (_int, (_at, _long, _long, _at, _long, _at, _at)),
-    "signals_open": (_int, (_at, _object, _object, _at, _at, _long, _at)),
-    "signals_hold": (_int, (_at, _object)),
-    "signals_note": (_int, (_at, _int, _object)),
-    "signals_release": (_int, (_at,)),
     "executor_faulty": (_void, (_int,)),
     "executor_fail": (_int, (_at, _at, _long)),
     "executor_release": (_int, (_at,)),
@@ -126,7 +121,6 @@ _QUICK |= {
 _QUICK |= {"gpu_why", "gpu_api", "gpu_last", "gpu_reached", "gpu_follow"}
 _QUICK |= {"cufile_why", "cufile_text"}
 _QUICK |= {"blocks_fault", "narrow_tokens", "take_rows", "put_rows", "take_unbound"}
-_QUICK |= {"signals_open", "signals_hold", "signals_note", "signals_release"}
 # The same that may wait, for waits that are so short that the lock is better kept.
 _KEPT = {"move_wait": "move_wait_kept"}
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "pages": "native",
     "policies": "",
     "tracing": "",
-    "runtime": "native",
+    "runtime": "",
     "config": "pages runtime",
     "cuda": "runtime",
     "index": "pages policies",
