@@ -128,20 +128,15 @@ class Calls:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and (not isinstance(error, Exception) or _by_handler(error)):
-            self._break(type(error).__name__)
+        if error is not None and (signal := _by_signal(error, sys._getframe(1))) is not None:
+            self._break(type(signal).__name__)
         if threading.get_ident() == self._main:
             self._inside = None  # last: a second interrupt before this is found by the next call
 
     @property
     def inside(self) -> bool:
         """Whether this thread is in the middle of a call that changes the engine, as a signal's handler may be."""
-        frame: FrameType | None = sys._getframe(1)
-        if self._inside is None or threading.get_ident() != self._main:
-            return False
-        while frame is not None and frame is not self._inside:
-            frame = frame.f_back
-        return frame is not None
+        return threading.get_ident() == self._main and _is_above(self._inside, sys._getframe(1))
 
     def _refuse(self) -> None:
         """A call of this thread has begun and not ended: a handler calls in the middle of it, or it was broken off."""
@@ -256,6 +251,27 @@ class Calls:
             bell, self._bell = self._bell, -1
         if bell >= 0:
             os.close(bell)
+
+
+def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:
+    """Whether a frame is `below`, or one that has called it."""
+    while below is not None and below is not frame:
+        below = below.f_back
+    return below is not None
+
+
+def _by_signal(error: BaseException, frame: FrameType) -> BaseException | None:
+    """What a signal has raised in a block of `frame`, if one has: `error`, or what that was raised behind. What the
+    callers of `frame` were about to handle came before."""
+    found: BaseException | None = error
+    while found is not None:
+        if not isinstance(found, Exception) or _by_handler(found):
+            return found
+        found = found.__context__
+        caught = None if found is None or found.__traceback__ is None else found.__traceback__.tb_frame
+        if caught is not None and _is_above(caught, frame.f_back):
+            return None
+    return None
 
 
 def _by_handler(error: BaseException) -> bool:

@@ -19,12 +19,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import gdscache
 from gdscache import CacheEngine, StoreHandle
-from gdscache.errors import CallInCallError, DeadlineError, EngineClosedError, PoolFullError, SequenceStateError
+from gdscache.errors import (
+    CallInCallError,
+    DeadlineError,
+    EngineClosedError,
+    PoolFullError,
+    SequenceStateError,
+    TokensError,
+)
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, fill, make_config, prompt, quiet, run, settle, until
@@ -34,6 +42,9 @@ POINTS = 3  # of a call at which the short form interrupts it
 SOON = 0.3  # seconds: 100 ms, and what a busy machine takes
 Call = Callable[[], object]
 Handler = Callable[[int, FrameType | None], Any]
+
+
+_RIGS: list[Rig] = []
 
 
 class OwnError(Exception):
@@ -58,10 +69,12 @@ def _handler(handler: Handler, number: int = signal.SIGINT) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _few_objects() -> Iterator[None]:
-    """What was there before is not looked at when garbage is collected, which is often here."""
+    """What was there before is not looked at when garbage is collected, which is often here; engines are closed."""
     gc.freeze()
     yield
     gc.unfreeze()
+    while _RIGS:
+        _RIGS.pop().engine.close()
 
 
 class Points:
@@ -92,14 +105,21 @@ class Points:
         return self._line
 
     def run(self, call: Call, error: type[BaseException] = KeyboardInterrupt) -> None:
-        with _handler(_raising(error)):
+        def unraisable(found: Any) -> None:  # in the end of a generator that nobody has any more: Python drops it
+            assert isinstance(found.exc_value, error), found
+            self.where = ""
+
+        with _handler(_raising(error)), mock.patch.object(sys, "unraisablehook", unraisable):
             if self.then:
                 sys.settrace(self._line)
             sys.setprofile(self._point)
             try:
                 call()
                 assert not self.where, f"an interrupt at {self.where} was lost"
-            except error:
+            except BaseException as found:
+                behind = isinstance(found.__context__, error)  # what the way out raises
+                if not (isinstance(found, error) or behind):
+                    raise
                 assert self.where, "interrupted by somebody else"
             finally:
                 sys.setprofile(None)
@@ -115,9 +135,9 @@ class Rig:
         self.attached = attached
         self.tokens = prompt(1, 4, extra=1)
         self.seed = 100
-        self.between_calls = False  # whether interrupts come there too: then a store that returned may have no handle
         self.ended = 0
         self.open()
+        _RIGS.append(self)
         self.restore()
 
     def open(self) -> None:
@@ -349,7 +369,6 @@ def test_an_interrupt_at_some_points_of_every_call_leaves_an_engine_whole_or_end
         if own == attached:
             _everywhere(rig, case, POINTS)
     assert rig.ended
-    rig.engine.close()
 
 
 SHARES = [pytest.param(40, marks=pytest.mark.suite), pytest.param(10_000, marks=pytest.mark.soak)]  # points of a call
@@ -361,7 +380,6 @@ SHARES = [pytest.param(40, marks=pytest.mark.suite), pytest.param(10_000, marks=
 def test_an_interrupt_at_any_point_of_any_call(slab: Path, attached: bool, case: Case, most: int) -> None:
     rig = Rig(slab, attached=attached)
     _everywhere(rig, case, most)
-    rig.engine.close()
 
 
 @pytest.mark.timeout(300)
@@ -375,7 +393,6 @@ def test_whatever_a_handler_raises_ends_the_engine(slab: Path, error: type[BaseE
             before = rig.ended
             _interrupt(rig, case, Points(at), error)
             assert rig.ended == before + 1, case.__name__
-    rig.engine.close()
 
 
 @pytest.mark.timeout(600)
@@ -389,7 +406,6 @@ def test_a_second_interrupt_while_the_first_one_unwinds(slab: Path, case: Case, 
     for at in _points(count.seen, most):
         for then in (1, 2, 3, 4, 6, 9):
             _interrupt(rig, case, Points(at, then))
-    rig.engine.close()
 
 
 def test_an_error_that_is_no_handlers_leaves_the_engine_whole(slab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,8 +420,16 @@ def test_an_error_that_is_no_handlers_leaves_the_engine_whole(slab: Path, monkey
             with pytest.raises(error):
                 host.engine.load(hit, [0, 1, 2, 3])
         rig.after("nowhere", kept=True)
+    for error in (KeyboardInterrupt, OwnError):  # that the caller is about to handle
+        with _handler(_raising(error)):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except error:
+                with pytest.raises(TokensError) as found:
+                    rig.engine.lookup([-1])
+                assert isinstance(found.value.__context__, error)
+        rig.after("nowhere", kept=True)
     assert not rig.ended
-    rig.engine.close()
 
 
 def _fails(error: type[Exception]) -> Callable[..., object]:
@@ -683,4 +707,3 @@ def test_signals_at_random_moments(slab: Path, attached: bool, rounds: int) -> N
     print("seed", seed)
     rig = Rig(slab, attached=attached)
     _storm(rig, seed, rounds)
-    rig.engine.close()
