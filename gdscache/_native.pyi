@@ -89,7 +89,7 @@ def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
 
 def set_faulty_disks(faulty: bool) -> None:
-    """For tests: whether the disks of executors that this thread opens from now on fail on order."""
+    """For tests: whether the disks of executors that are opened from now on fail on order."""
 
 class Pool:
     """Planes in host memory.

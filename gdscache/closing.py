@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing import parent_process, util
 from typing import Any
 
+from gdscache.errors import DeadlineError
 from gdscache.opening import Parts
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
@@ -25,21 +26,37 @@ _log = logging.getLogger("gdscache")
 class EngineClosing:
     """Closes an engine's parts."""
 
-    def __init__(self, parts: Parts, calls: Calls) -> None:
+    def __init__(self, parts: Parts, calls: Calls, deadline: float) -> None:
         self.begun = False
+        self._patience = deadline + EXIT_S  # for the end of an engine whose call was broken off
         self._parts = parts
         self._calls = calls
         self._turn = threading.Lock()
         self._over = Flag()
 
     def close(self, *, drain: bool) -> None:
-        """Close, or wait for who does; returns when everything is given back."""
-        if not self._over.is_set():
-            self._calls.run(functools.partial(self.run, drain))
-        self._calls.join()
+        """Close, or wait for who does; returns when everything is given back.
+
+        Locks that an interrupted call held were let go when its `with` blocks ended. Two that a debugger's interrupt
+        may have left this thread are let go here; should another be left, the end is not waited for without limit.
+        """
+        if self._calls.here:
+            self.run(drain)
+        elif not self._over.is_set():
+            self._calls.post(functools.partial(self.run, drain and not self._calls.broken_by))
+        if self._calls.inside:
+            return
+        for lock in (self._parts.loader.order, self._parts.manager.lock) if self._calls.broken_by else ():
+            while lock._is_owned():  # type: ignore[attr-defined]
+                lock.release()
+        if not self._calls.join(self._patience if self._calls.broken_by else None):
+            raise DeadlineError(
+                f"an engine is not closed after {self._patience:g} s: a call of it was interrupted",
+                "end the process, which frees the directory",
+            )
 
     def run(self, drain: bool) -> None:
-        """What `close` does, in a thread that nothing interrupts."""
+        """What `close` does, in the thread for calls, which nothing interrupts."""
         with self._turn:
             if self._over.is_set():
                 return
@@ -55,10 +72,12 @@ class EngineClosing:
 
         This may run in any thread, in the middle of anything. Nothing is waited for where that would be for ourselves.
         """
-        if self.begun or self._calls.forked:
+        if self._calls.forked or (self.begun and not self._calls.broken_by):
             return
         self._calls.post(functools.partial(self.run, True))  # first: a warning may be an error
-        if not ending and threading.main_thread().is_alive():  # which has ended when Python calls this at the exit
+        if (
+            not (self.begun or ending) and threading.main_thread().is_alive()
+        ):  # which has ended when Python calls this at the exit
             warnings.warn(_DROPPED, ResourceWarning, stacklevel=2)
         ours = threading.current_thread().name.startswith("gdscache-")
         if not ours and not self._parts.manager.lock._is_owned() and not self._calls.join(EXIT_S):  # type: ignore[attr-defined]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,7 +39,6 @@ from gdscache.pages.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.trial import try_files
 from gdscache.runtime.calls import Calls
-from gdscache.runtime.threads import Flag
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
@@ -51,8 +49,6 @@ from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline, timeline_from_environment
 
 _SALTS_KEPT = 4096
-_INTERRUPTED_S = 30.0  # seconds until the slots of a store whose caller is gone must have been read
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +71,9 @@ class CacheEngine:
     are `sequence`s. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take
     `PageHashes` too. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what
     cannot be opened.
+
+    Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does
+    whatever else a signal's handler raises. A handler does not call the engine, except `close`.
     """
 
     def __init__(
@@ -96,13 +95,10 @@ class CacheEngine:
         self.config = config
         self.layout: PageLayout = config.model.layout()
         self.timeline = timeline_from_environment() if timeline is None else timeline
-        self._calls = Calls()
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._calls.join)
-            undo.callback(self._calls.end)
-            self._parts: Parts = build(config, self.layout, planes, self.timeline, self._calls, limits)
-            undo.pop_all()
-        self._closing = EngineClosing(self._parts, self._calls)
+        self.calls = calls = Calls()
+        opened = functools.partial(_opened, config, self.layout, planes, self.timeline, calls, limits)
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
+        self._parts, self._closing = calls.open(on_stream_of_caller(device, opened))
         self._forgotten = weakref.finalize(self, self._closing.forgotten)
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
@@ -110,8 +106,6 @@ class CacheEngine:
         self._namespaces: dict[str, bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
-        if self.gate.mode == "enforcing":
-            try_files(self._parts.manager, self._parts.prefetcher)
 
     @classmethod
     def from_config(
@@ -130,20 +124,6 @@ class CacheEngine:
         return cls(config, planes, timeline=timeline, limits=limits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
-
-    def call(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
-        """Carry a public call out; see `Calls.run`. The caller's current stream is the current one in it."""
-        if not self._calls.in_caller:
-            work = on_stream_of_caller(self._parts.planes.device, work)
-        return self._calls.run(work, undo, stop)
-
-    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
-        """`call`, for what waits for nothing; see `Calls.brief`."""
-        return self._calls.brief(work, undo)
-
-    def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], None]:
-        """Have `dead()` done when nobody has `handle` any more; what takes that back."""
-        return functools.partial(self._calls.unwatch, self._calls.watch(handle, dead))
 
     @property
     def manager(self) -> TierManager:
@@ -176,7 +156,7 @@ class CacheEngine:
 
         Raises `InvalidValueError` for a salt that is no text.
         """
-        self._calls.check()
+        self.calls.check()
         digest = self._namespaces.get(arguments.text(salt, "salt"))
         if digest is None:
             digest = namespace_digest(self.config.model.namespace_fields(salt))
@@ -201,7 +181,8 @@ class CacheEngine:
 
     def sequence(self, tokens: Any, salt: str = "") -> TokenSequence:
         """Find the longest cached prefix, allocate slots, begin loading. Raises `PoolFullError` and holds nothing."""
-        return self.brief(lambda: TokenSequence(self, self.gpu, tokens, salt), TokenSequence.leave)
+        with self.calls:
+            return TokenSequence(self, self.gpu, tokens, salt)
 
     # -- an engine with planes of its own --------------------------------------------------------------------------
 
@@ -211,19 +192,17 @@ class CacheEngine:
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, pages that are slower to load than
         to compute are left out. Then pass the whole request as `tokens`, because computing its end has a price too.
         """
-        return self.brief(lambda: self._lookup(tokens, start, salt))
-
-    def _lookup(self, tokens: Any, start: int, salt: str) -> Hit:
-        pages, length = self._named(tokens, salt)
-        first = min(self._first_page(start), len(pages))
-        manager, page_tokens = self.manager, self.layout.page_tokens
-        manager.have_watched()
-        with self.timeline.span("lookup", pages=len(pages) - first):
-            found = manager.lookup(pages, first)
-        keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
-        kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
-        names = tuple(pages[first : first + keep])
-        return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
+        with self.calls:
+            pages, length = self._named(tokens, salt)
+            first = min(self._first_page(start), len(pages))
+            manager, page_tokens = self.manager, self.layout.page_tokens
+            manager.have_watched()
+            with self.timeline.span("lookup", pages=len(pages) - first):
+                found = manager.lookup(pages, first)
+            keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
+            kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
+            names = tuple(pages[first : first + keep])
+            return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
 
     def observe_prefill(
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
@@ -234,16 +213,17 @@ class CacheEngine:
         ran while its load was under way, give the load's time as `load_seconds` (`load.result().seconds`): that teaches
         how much the two overlap, and nothing about prefills. Raises `InvalidValueError` for impossible numbers.
         """
-        costs = self.manager.costs
-        self.brief(lambda: costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds))
+        with self.calls:
+            self.manager.costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
 
     def judge_by(self, gate: Gate) -> None:
         """Have another gate decide from now on. Loads and prefills are measured for its `costs`.
 
         For who runs requests in several ways that need figures of their own, such as with and without overlap.
         """
-        self.manager.measure_for(gate.costs)
-        self.gate = gate
+        with self.calls:
+            self.manager.measure_for(gate.costs)
+            self.gate = gate
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
@@ -256,7 +236,8 @@ class CacheEngine:
             raise InvalidValueError(f"there is no tier {arguments.shown(tier)}", f"name one of {', '.join(tiers)}")
         moved = arguments.whole(nbytes, "nbytes", 1, MAX_SIZE)
         took = arguments.span(seconds, "seconds", MAX_SECONDS)
-        self.brief(lambda: costs.observe_load(tier, moved, took))
+        with self.calls:
+            costs.observe_load(tier, moved, took)
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -272,29 +253,27 @@ class CacheEngine:
 
         Raises `InvalidValueError` for hits of `lookup` and of `Prefetch.hit` together: a batch has a deadline or none.
         """
-        load = self.brief(lambda: self._load_many(requests, after), _end_load)
-        load.begun()
-        return load
-
-    def _load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event) -> LayerwiseLoad:
-        self._check_attached()
-        planes, batch, pairs = self._parts.planes, [], _requests(requests)
-        for hit, slots in pairs:
-            blocks = planes.block_table(slots)
-            if len(blocks) > len(hit.pages):
-                raise SlotCountError(
-                    f"slots for {len(blocks)} pages, the hit has {len(hit.pages)}",
-                    f"pass {planes.blocks_per_page} blocks for each page of the hit",
+        with self.calls:
+            self._check_attached()
+            planes, batch, pairs = self._parts.planes, [], _requests(requests)
+            for hit, slots in pairs:
+                blocks = planes.block_table(slots)
+                if len(blocks) > len(hit.pages):
+                    raise SlotCountError(
+                        f"slots for {len(blocks)} pages, the hit has {len(hit.pages)}",
+                        f"pass {planes.blocks_per_page} blocks for each page of the hit",
+                    )
+                batch.append((hit.pages[: len(blocks)], blocks, hit.start))
+            if len(batch) > 1:
+                planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))  # no slot twice over requests
+            checked = bool(pairs) and pairs[0][0].checked
+            if any(hit.checked is not checked for hit, _ in pairs):
+                raise InvalidValueError(
+                    "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
                 )
-            batch.append((hit.pages[: len(blocks)], blocks, hit.start))
-        if len(batch) > 1:
-            planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))  # no slot twice across requests
-        checked = bool(pairs) and pairs[0][0].checked
-        if any(hit.checked is not checked for hit, _ in pairs):
-            raise InvalidValueError(
-                "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
-            )
-        return self.loader.start(batch, "load", [given(after, planes.device)], checked=checked)
+            load = self.loader.start(batch, "load", [given(after, planes.device)], checked=checked)
+            load.begun()
+            return load
 
     def store(
         self,
@@ -316,24 +295,18 @@ class CacheEngine:
         misses on every tier, also after a restart; None keeps them until they are evicted. If a page is cached already,
         the greater priority and the later end count. Raises `InvalidValueError`.
         """
-        return self.brief(lambda: self._store(tokens, slots, start, salt, after, priority, ttl), _end_store)
-
-    def _store(
-        self, tokens: Any, slots: Any, start: int, salt: str, after: Event, priority: int, ttl: float | None
-    ) -> StoreHandle:
-        self._check_attached()
-        retention = Retention.of(priority, ttl, self.manager.expiry.clock)
-        planes = self._parts.planes
-        blocks = planes.block_table(slots)
-        pages = self.pages(tokens, salt)[self._first_page(start) :]
-        if len(blocks) > len(pages):
-            raise SlotCountError(
-                f"slots for {len(blocks)} pages, there are {len(pages)} full pages from token {start} on",
-                "a partial last page is not stored: pass slots for full pages only",
-            )
-        namespace = self.namespace(salt)
-        epoch = self.manager.clearing.epoch(namespace)
-        return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
+        with self.calls:
+            self._check_attached()
+            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
+            blocks = self._parts.planes.block_table(slots)
+            pages = self.pages(tokens, salt)[self._first_page(start) :]
+            if len(blocks) > len(pages):
+                raise SlotCountError(
+                    f"slots for {len(blocks)} pages, there are {len(pages)} full pages from token {start} on",
+                    "a partial last page is not stored: pass slots for full pages only",
+                )
+            epoch = self.manager.clearing.epoch(self.namespace(salt))
+            return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
     def submit_store(
         self,
@@ -352,7 +325,7 @@ class CacheEngine:
             for tier in self.manager.files:
                 tier.describe_namespace(namespace, self.config.model.namespace_fields(salt))
         event = given(after, self._parts.planes.device)
-        handle = StoreHandle(len(pages), self._calls)
+        handle = StoreHandle(len(pages), self.calls)
         storer = self._parts.storer
         if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
             handle.read(None)
@@ -377,7 +350,8 @@ class CacheEngine:
         come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Such a prefetch does
         not count to that half. Raises `InvalidValueError` for an impossible number of seconds or without a CPU tier.
         """
-        return self.brief(lambda: self._prefetch(tokens, start, salt, pin), Prefetch.cancel)
+        with self.calls:
+            return self._prefetch(tokens, start, salt, pin)
 
     def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None) -> Prefetch:
         self._check_open()
@@ -401,9 +375,8 @@ class CacheEngine:
         Use it in a `with` block, or call `release`. `pin.tokens` is the number of tokens that it holds: fewer if pages
         are not cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
         """
-        return self.brief(
-            lambda: self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens), Pin.release
-        )
+        with self.calls:
+            return self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens)
 
     def on_events(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(batch)` for each batch of KV events, in a thread of the engine's; what takes that back.
@@ -419,19 +392,21 @@ class CacheEngine:
 
     def clear(self) -> dict[str, int]:
         """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
-        return self.call(lambda: self.manager.clearing.clear())
+        with self.calls:
+            return self.manager.clearing.clear()
 
     def invalidate(self, namespace: bytes) -> dict[str, int]:
         """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
         if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
             raise InvalidValueError(f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)")
-        return self.call(lambda: self.manager.clearing.clear(namespace))
+        with self.calls:
+            return self.manager.clearing.clear(namespace)
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
         self._check_open()
-        stop, limit = Flag(), arguments.seconds(seconds)
-        if not self.call(functools.partial(self._parts.storer.drain, limit, stop), stop=stop):
+        if not self._parts.storer.drain(arguments.seconds(seconds)):
+            self._check_open()
             raise DeadlineError(f"stores are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def flush(self, seconds: float | None = None) -> None:
@@ -441,13 +416,14 @@ class CacheEngine:
         refused are not written. Raises `DeadlineError` after `seconds`.
         """
         self._check_open()
-        stop, limit = Flag(), arguments.seconds(seconds)
-        if not self.call(functools.partial(self._parts.storer.flush, limit, stop), stop=stop):
+        if not self._parts.storer.flush(arguments.seconds(seconds), self.calls):
+            self._check_open()
             raise DeadlineError(f"pages are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes as plain data: tiers, hits and misses by cause, loads, stores and drops by cause."""
-        return self.call(self._stats)
+        with self.calls:
+            return self._stats()
 
     def _stats(self) -> dict[str, Any]:
         manager = self.manager
@@ -469,11 +445,9 @@ class CacheEngine:
 
         With `fix`, pages that disagree are dropped, and rows that name no page are deleted.
         """
-        return self.call(lambda: self._check(fix))
-
-    def _check(self, fix: bool) -> CheckReport:
-        problems = self.manager.check(fix)
-        return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
+        with self.calls:
+            problems = self.manager.check(fix)
+            return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
 
     # -- end -------------------------------------------------------------------------------------------------------
 
@@ -484,15 +458,19 @@ class CacheEngine:
         the first call, and closes it. Raises `EngineClosedError`.
         """
         self._check_open()
-        return self._calls.fileno()
+        return self.calls.fileno()
 
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, give everything back. Twice is fine.
 
         In a process forked off the one that opened the engine it does nothing, because threads and locks are not
-        copied. If it is interrupted it goes on in the background, and the next `close` waits for its end.
+        copied. If it is interrupted it goes on in the background, and the next `close` waits for its end. Nor does a
+        signal's handler wait that calls it in the middle of another call.
+
+        Behind a call that was interrupted, stores that are not on the SSD yet are dropped. Raises `DeadlineError` when
+        the engine is not closed then within its `deadline` and 30 s.
         """
-        if not self._calls.forked:
+        if not self.calls.forked:
             self._closing.close(drain=drain)
             self._forgotten.detach()
             self._exits_first()
@@ -508,7 +486,7 @@ class CacheEngine:
         return self._closing.begun
 
     def _check_open(self) -> None:
-        self._calls.check()
+        self.calls.check_whole()
         if self._closed:
             raise EngineClosedError("the engine is closed", "open a new one with CacheEngine.from_config")
 
@@ -529,12 +507,18 @@ def _requests(requests: Any) -> list[tuple[Hit, Any]]:
     return [(hit, slots) for hit, slots in pairs]
 
 
-def _end_load(load: LayerwiseLoad) -> None:
-    """Nobody has the handle: its slots are to be free again soon."""
-    load.cancel()
-    load.release_event.synchronize(load.deadline)
-
-
-def _end_store(handle: StoreHandle) -> None:
-    """Nobody has the handle: its slots are to be free again soon. What was accepted is stored."""
-    handle.release_event.synchronize(_INTERRUPTED_S)
+def _opened(
+    config: Config,
+    layout: PageLayout,
+    planes: Sequence[Sequence[torch.Tensor]] | None,
+    timeline: Timeline,
+    calls: Calls,
+    limits: EngineLimits,
+) -> tuple[Parts, EngineClosing]:
+    """The parts of an engine, and what closes them."""
+    parts = build(config, layout, planes, timeline, calls, limits)
+    closing = EngineClosing(parts, calls, config.deadline)
+    calls.closing = functools.partial(closing.run, False)
+    if config.load.gate == "enforcing":
+        try_files(parts.manager, parts.prefetcher)
+    return parts, closing

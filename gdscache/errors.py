@@ -159,10 +159,6 @@ class NativeMissingError(NativeLibraryError):
     """The native library is not there, or the system cannot load it."""
 
 
-class NativeVersionError(NativeLibraryError):
-    """The native library is of another version than the Python code."""
-
-
 class NativeCallError(NativeLibraryError):
     """The native library refused the arguments of a call, or had no memory for it. `errno` says which."""
 
@@ -217,7 +213,11 @@ class DeadlineError(GdsCacheError):
 
 
 class EngineClosedError(GdsCacheError):
-    """The engine was closed."""
+    """The engine was closed, by `close()` or because a signal interrupted a call that changed it."""
+
+
+class CallInCallError(GdsCacheError):
+    """A signal's handler called the engine in the middle of another call of the same thread."""
 
 
 class SequenceStateError(GdsCacheError):

@@ -54,7 +54,7 @@ from gdscache.tiers.custom import open_tier
 from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
-from gdscache.tiers.quarantine import Quarantine
+from gdscache.tiers.quarantine import Late, Quarantine
 from gdscache.tiers.ssd import SsdTier
 from gdscache.tracing import OFF, Timeline
 
@@ -91,9 +91,19 @@ class Parts:
             if self.status is not None:
                 last_to_first.callback(self.status.close)
             last_to_first.callback(self.mover.close)
+            last_to_first.callback(self._end_lost)
             last_to_first.callback(self.loader.close)
             last_to_first.callback(self.storer.close, drain=drain)
             self.prefetcher.close()
+
+    def _end_lost(self) -> None:
+        """End moves that nobody waits for. What is late of them is kept in quarantine."""
+        for moving, rows in self.executor.end_lost():
+            self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, _nothing) for row in rows})
+
+
+def _nothing() -> None:
+    pass
 
 
 def build(

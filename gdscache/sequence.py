@@ -12,7 +12,14 @@ import torch
 
 from gdscache import arguments
 from gdscache.cuda.streams import on_stream_of_caller, record
-from gdscache.errors import DeadlineError, ForkedProcessError, LoadFailedError, PoolFullError, SequenceStateError
+from gdscache.errors import (
+    DeadlineError,
+    EngineClosedError,
+    ForkedProcessError,
+    LoadFailedError,
+    PoolFullError,
+    SequenceStateError,
+)
 from gdscache.index.retention import Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.load.handle import LayerwiseLoad
@@ -45,11 +52,14 @@ class _Held:
     left: bool = False
 
     def leave(self) -> None:
-        """Give everything back, reusable after the current stream's work; again is fine."""
+        """`give_back`, once the load is over."""
+        self.give_back(over=self.load_is_over())
+
+    def give_back(self, *, over: bool) -> None:
+        """Give everything back, reusable after the current stream's work; again is fine. `over`: the load is."""
         if self.left:
             return
         self.left = True
-        over = self._load_is_over()  # waits for a thread that needs the lock
         event = record(self.gpu.pool.device)
         with self.manager.lock:
             self.gpu.used(self.slots, event)
@@ -58,8 +68,9 @@ class _Held:
         if self.lease is not None:
             self.manager.end(self.lease)
 
-    def _load_is_over(self) -> bool:
-        """End the load. False when it still may write to our slots: then they are kept for good, and counted."""
+    def load_is_over(self) -> bool:
+        """End the load. False when it still may write to our slots: then they are kept for good, and counted. Not for
+        who holds the manager's lock, which the load's thread needs."""
         if self.load is not None:
             self.load.cancel()
             try:
@@ -88,7 +99,7 @@ class Sequence:
         self._held = _Held(self._manager, gpu, engine.config.deadline)
         self._verified = False
         self._begin()
-        self._unwatch = engine.watch(self, on_stream_of_caller(gpu.pool.device, self._held.leave))
+        self._unwatch = engine.calls.watch(self, on_stream_of_caller(gpu.pool.device, self._held.leave))
 
     # -- what the caller sees ------------------------------------------------------------------------------------------
 
@@ -139,11 +150,10 @@ class Sequence:
     def append(self, tokens: Any) -> None:
         """Add tokens that are to be computed. Raises `PoolFullError`, and changes nothing, when no slot is left."""
         self._check_open()
-        self._engine.brief(lambda: self._append(tokens), self._shrink)
+        with self._engine.calls:
+            self._append(tokens)
 
-    def _append(self, tokens: Any) -> tuple[Any, list[Page], int]:
-        """Grow; what to go back to, and how many slots there were."""
-        before = (self._tokens, self._pages, len(self._held.slots))
+    def _append(self, tokens: Any) -> None:
         grown = np.concatenate([self._tokens, as_tokens(tokens)])
         layout = self._engine.layout
         self._held.slots += self._take(layout.pages_for(len(grown)) - len(self._held.slots))
@@ -151,14 +161,6 @@ class Sequence:
         self._tokens = grown
         if layout.full_pages(len(grown)) > len(self._pages):
             self._pages = self._engine.pages(grown, self._salt)
-        return before
-
-    def _shrink(self, before: tuple[Any, list[Page], int]) -> None:
-        """Go back to what was before an `append`."""
-        self._tokens, self._pages, slots = before
-        with self._manager.lock:
-            self._gpu.give(self._held.slots[slots:])
-        del self._held.slots[slots:], self._held.entries[slots:]
 
     def commit(self, *, priority: int = 0, ttl: float | None = None) -> StoreHandle:
         """The verdict on the load, then every full page exists on the GPU and is on its way to the tiers below.
@@ -170,7 +172,8 @@ class Sequence:
         self._check_open()
         retention = Retention.of(priority, ttl, self._manager.expiry.clock)
         bad = self._first_bad()
-        return self._engine.brief(lambda: self._commit(bad, retention))
+        with self._engine.calls:
+            return self._commit(bad, retention)
 
     def _commit(self, bad: int | None, retention: Retention) -> StoreHandle:
         pages, sources = self._publish(len(self._pages) if bad is None else bad, retention)
@@ -188,14 +191,14 @@ class Sequence:
 
     def close(self) -> None:
         """Leave: private slots go free after the current stream's work; shared ones lose a reference."""
+        # What a forked child has of the engine is nothing, and of one that ended in a call of it.
         if not self._held.left:
-            with contextlib.suppress(ForkedProcessError):  # what a forked child has of the engine is nothing
-                self._engine.call(self.leave)
-
-    def leave(self) -> None:
-        """`close`, in the thread that carries it out."""
-        self._unwatch()
-        self._held.leave()
+            with contextlib.suppress(ForkedProcessError, EngineClosedError):
+                self._engine.calls.check_whole()
+                over = self._held.load_is_over()
+                with self._engine.calls:
+                    self._unwatch()
+                    self._held.give_back(over=over)
 
     def __enter__(self) -> Self:
         return self

@@ -65,7 +65,7 @@ class Loader:
         self.changed = threading.Condition(self.manager.lock)  # notified when there are none any more
         self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
         self._closed = False
-        self._order = threading.Lock()  # of plans; taken before the manager's lock
+        self.order = threading.RLock()  # of plans; taken before the manager's lock
 
     @property
     def loads(self) -> int:
@@ -90,7 +90,7 @@ class Loader:
         """
         first = self._first_part(sum(len(pages) for pages, _, _ in requests)) if here else None
         # Plans and the order of execution agree, so that waiting for another load ends.
-        with self._order if here else contextlib.nullcontext():
+        with self.order if here else contextlib.nullcontext():
             with self.manager.lock, contextlib.ExitStack() as undo:
                 self._check_open()
                 asked = [some for some, _, _ in requests]
@@ -142,9 +142,11 @@ class Loader:
                 run.begin()
             with self.manager.lock:
                 self._leave(load, run, plan, requests)
-        except BaseException as error:  # noqa: BLE001 - `LayerwiseLoad.begun` raises it
-            load.broken_off(error)
+        except BaseException as error:
             self._lane.start(self._lost(load, run))
+            if not isinstance(error, Exception):  # which ends the engine
+                raise
+            load.broken_off(error)  # `LayerwiseLoad.begun` raises it
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request]) -> None:
         """To a thread of the lane, with a plan that is whole. The manager's lock is held."""
@@ -214,7 +216,7 @@ class Loader:
 
     def close(self) -> None:
         """Refuse new loads and wait for those that run."""
-        with self._order, self.manager.lock:
+        with self.order, self.manager.lock:
             self._closed = True
         self._lane.close()
 

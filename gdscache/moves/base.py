@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
-from gdscache.runtime.threads import failure_of
+from gdscache.runtime.threads import Flag, failure_of
 
 if TYPE_CHECKING:
     import threading
@@ -221,8 +221,8 @@ class Executor(Protocol):
         """An event."""
         ...
 
-    def pause(self, changed: threading.Condition, seconds: float) -> None:
-        """Wait for `changed`, which is held, for up to `seconds`: for calls that wait until steps have ended."""
+    def pause(self, changed: Flag, seconds: float) -> None:
+        """Wait for `changed`, for up to `seconds`: for calls that wait until steps have ended."""
         ...
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:

@@ -89,6 +89,17 @@ class NativeMoving:
                 raise self._end.error
         return self._end
 
+    @property
+    def known(self) -> bool:
+        """Whether somebody knows how it ended."""
+        return self._end is not None
+
+    def lose(self) -> Sequence[int]:
+        """It has ended, and nobody asks what became of its pages: its late rows."""
+        self._listener = None
+        self._end = self._finish()
+        return self._end.late
+
     def _finish(self) -> End:
         """It has ended: say what became of its pages."""
         statuses, failed, late, why = self._carrier.moves.outcome(self.number)

@@ -12,12 +12,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from gdscache.cuda.streams import Event, Landed
+from gdscache.errors import NativeCallError
 from gdscache.index.free_slots import SlotPool
 from gdscache.kernels.gpu import events_of
 from gdscache.kernels.host import NativePool
@@ -29,7 +30,7 @@ from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
-from gdscache.runtime.threads import start
+from gdscache.runtime.threads import Flag, start
 from gdscache.tracing import OFF
 
 _T = TypeVar("_T")
@@ -151,7 +152,8 @@ class NativeExecutor:
                 routes = functools.partial(self.machine.mover.routes, "load" if moving.into_planes else "store")
                 self.moves.start(moving.number, move, ends, events_of(after), routes)
         except BaseException:
-            del self._under_way[moving.number]
+            if self.moves.wait(moving.number, 0) is not None:  # else an interrupt came when it had begun
+                del self._under_way[moving.number]
             raise
         return moving
 
@@ -189,7 +191,7 @@ class NativeExecutor:
     def happened(self, event: Event) -> Wait:
         return Blocking(lambda: None if event is None else event.synchronize())
 
-    def pause(self, changed: threading.Condition, seconds: float) -> None:
+    def pause(self, changed: Flag, seconds: float) -> None:
         changed.wait(seconds)
 
     def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
@@ -206,6 +208,17 @@ class NativeExecutor:
         if point is None:
             return None
         return Landed(self._gpu.point(point) if point and self._gpu is not None else None)
+
+    def end_lost(self) -> Iterator[tuple[NativeMoving, Sequence[int]]]:
+        """Cancel moves that nobody waits for, because the call that began them was interrupted, and wait until they
+        end: each, and its rows that are late. Nothing else is under way any more, but what is late."""
+        for moving, _, _ in list(self._under_way.values()):
+            if not moving.known:
+                self.moves.cancel(moving.number)
+                with contextlib.suppress(NativeCallError):  # its last ways may be known
+                    self.moves.extend(moving.number, (), last=True)
+                self.await_move(moving.number)
+                yield moving, moving.lose()
 
     # -- for timelines -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
 from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.checksum import Checksums
+from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event, Landed
@@ -88,7 +89,7 @@ class VirtualExecutor:
     def happened(self, event: Event) -> Done:
         return self.clock.past
 
-    def pause(self, changed: threading.Condition, seconds: float) -> None:
+    def pause(self, changed: Flag, seconds: float) -> None:
         """Whatever was begun ends."""
         self.clock.run()
 

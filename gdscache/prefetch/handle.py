@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from gdscache import arguments
-from gdscache.errors import DeadlineError, ForkedProcessError, InvalidValueError, TokensError
+from gdscache.errors import DeadlineError, EngineClosedError, ForkedProcessError, InvalidValueError, TokensError
 from gdscache.load.plan import PrefetchPlan
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
@@ -123,7 +123,8 @@ class Prefetch:
         calls = self._owner.calls
         calls.check()
         if not self._work.over.wait(patience):
-            calls.brief(lambda: self._owner.stop(self._request, why))
+            with contextlib.suppress(EngineClosedError), calls:
+                self._owner.stop(self._request, why)
         return self.tokens
 
     def cancel(self) -> None:
@@ -131,7 +132,8 @@ class Prefetch:
 
         Never waits; again, and later, is fine.
         """
-        self._owner.calls.brief(lambda: self._owner.release(self._request, self._work))
+        with contextlib.suppress(EngineClosedError), self._owner.calls:
+            self._owner.release(self._request, self._work)
 
     def release(self) -> None:
         """End its pins, as `cancel` does. Pages that are still under way are not kept."""

@@ -1,1 +1,1 @@
-"""Threads, public calls that interrupts cannot break, and what memory the machine has."""
+"""Threads, public calls and what interrupts of them end, and what memory the machine has."""

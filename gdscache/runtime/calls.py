@@ -1,46 +1,46 @@
-"""Who carries a public call out, since Python interrupts one of the callers.
+"""The public calls of an engine: who may make one, and what becomes of the engine where one is broken off.
 
-Ctrl-C raises `KeyboardInterrupt` in the main thread, at any line. A call that is broken off in the middle of an index
-leaves it torn, and what it took has no owner. So the main thread holds signals back while it carries out what waits for
-nothing (`brief`): they are heard behind it, and what it took is given back where one raises. Of what may wait it only
-asks a thread of the engine (`run`), which carries the call out from its begin to its end, and when the caller is gone
-by then, takes back what the call took. Other threads are never interrupted and carry their calls out themselves.
+Ctrl-C raises `KeyboardInterrupt` in the main thread behind any call or jump. A call that changes the engine and is
+broken off there may leave an index half changed. So such a call is a `with` block of `Calls`: what a signal's handler
+raises in it ends the engine, and a thread of the engine's closes it. A call that only waits is no such block: its wait
+ends, and the engine goes on.
 
 An engine belongs to the process that opened it: a forked child has its memory, and none of its threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from queue import SimpleQueue
+from types import FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
 
-from gdscache.errors import ForkedProcessError, IOFailedError
+from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessError, IOFailedError
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
-_TAKEN_BACK_S = 5.0  # seconds that an interrupted caller waits until what its call took is given back
+_UNDONE_S = 5.0  # seconds that the caller of an open that is interrupted waits until the engine is closed again
 _T = TypeVar("_T")
 
 
-class _Held:
-    held = False
-
-    def hold(self) -> None: ...
-    def release(self) -> None: ...
-
-
-def signals() -> _Held:
-    return _Held()
-
-
 class Caller(Protocol):
-    """What handles need of `Calls`."""
+    """What handles need of `Calls`. As a `with` block: around what changes the engine. `broken_by`: what broke such a
+    call off."""
+
+    broken_by: str
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
@@ -48,32 +48,20 @@ class Caller(Protocol):
     def ended(self) -> None:
         """A handle's work has ended."""
 
-    def run(
-        self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None
-    ) -> _T: ...
-
-    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
-        """`run`, for work that waits for nothing."""
-        ...
-
     def post(self, work: Callable[[], object]) -> None:
         """Have something done; nobody waits for it."""
 
 
-class Direct:
-    """Carries calls out at once in the caller's thread, whichever it is: for managers without an engine."""
+class Direct(contextlib.nullcontext[None]):
+    """For managers without an engine."""
+
+    broken_by = ""
 
     def check(self) -> None:
         """There is nothing to check."""
 
     def ended(self) -> None:
         """There is nobody to tell."""
-
-    def run(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
-        return work()
-
-    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
-        return work()
 
     def post(self, work: Callable[[], object]) -> None:
         work()
@@ -84,7 +72,11 @@ class Calls:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._asked: SimpleQueue[_Call[Any] | None] = SimpleQueue()
+        self.broken_by = ""  # what broke a call off that changes the engine
+        self.closing: Callable[[], object] | None = None  # closes the engine behind such a call, once it is open
+        self._main = threading.main_thread().ident
+        self._inside: FrameType | None = None  # that of the main thread's call that changes the engine
+        self._asked: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._over = Flag()
         self._thread = threading.Thread(
             target=_serve, args=(self._asked, self._over), name="gdscache-calls", daemon=True
@@ -96,82 +88,142 @@ class Calls:
         # As `os.eventfd_write`, with the interpreter's lock: it never waits, and who rings may hold the manager's lock.
         self._ring: Any = ctypes.PyDLL(None).eventfd_write
         self._ring.argtypes = ctypes.c_int, ctypes.c_uint64
-        start([self._thread], self.end)
+
+    # -- who may call --------------------------------------------------------------------------------------------------
 
     @property
     def forked(self) -> bool:
         """Whether this is a child of the process that the engine belongs to."""
         return os.getpid() != self.pid
 
-    @property
-    def in_caller(self) -> bool:
-        """Whether a call of this thread is carried out in it: nothing interrupts it, or the engine is closed."""
-        return threading.current_thread() is not threading.main_thread() or signals().held or self._over.is_set()
-
     def check(self) -> None:
         """Raises `ForkedProcessError` in a forked child."""
-        if self.forked:
+        if os.getpid() != self.pid:
             raise ForkedProcessError(
                 f"this engine belongs to process {self.pid}, of which process {os.getpid()} is a fork",
                 "open an engine in the child, with an ssd.path of its own, or send requests to its owner",
                 self.pid,
             )
 
-    def run(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None, stop: Flag | None = None) -> _T:
-        """What `work()` returns or raises.
+    def check_whole(self) -> None:
+        """`check`; raises `EngineClosedError` where a call was broken off."""
+        if os.getpid() != self.pid:
+            self.check()
+        if self.broken_by:
+            self._close_soon()  # again is fine: an interrupt may have come before it
+            raise EngineClosedError(
+                f"a call was interrupted by {self.broken_by} while it changed the engine, which is closed",
+                "open the engine anew with CacheEngine.from_config",
+            )
 
-        Where the caller is interrupted, `work` is not begun, or carried out to its end and its answer given to `undo`,
-        before the next call. `stop` is set then, for work that waits.
+    # -- calls that change the engine ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> None:
+        self.check_whole()
+        if threading.get_ident() == self._main:
+            if self._inside is not None:
+                self._refuse()
+            self._inside = sys._getframe(1)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and (signal := _by_signal(error, sys._getframe(1))) is not None:
+            self._break(type(signal).__name__)
+        if threading.get_ident() == self._main:
+            self._inside = None  # last: a second interrupt before this is found by the next call
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is in the middle of a call that changes the engine, as a signal's handler may be."""
+        return threading.get_ident() == self._main and _is_above(self._inside, sys._getframe(1))
+
+    def _refuse(self) -> None:
+        """A call of this thread has begun and not ended: a handler calls in the middle of it, or it was broken off."""
+        if self.inside:
+            raise CallInCallError(
+                "the engine was called in the middle of another call of the same thread",
+                "have a signal's handler note the signal, and call the engine behind the call that it interrupts",
+            )
+        self._break("two signals")
+        self._inside = None
+        self.check_whole()
+
+    def _break(self, by: str) -> None:
+        self.broken_by = self.broken_by or by
+        self._close_soon()
+
+    def _close_soon(self) -> None:
+        closing = self.closing
+        if closing is not None:
+            self._asked.put(closing)
+
+    # -- what the thread does ------------------------------------------------------------------------------------------
+
+    def open(self, work: Callable[[], _T]) -> _T:
+        """What `work()` answers or raises, which opens the engine and sets `closing`, done by the thread.
+
+        Where the caller is interrupted, the engine is closed behind it, and the thread ends.
         """
-        self.check()
-        if self.in_caller:
-            return work()
-        call = _Call(work)
+        answers: list[_T] = []
+        errors: list[BaseException] = []
+        over = Flag()
+
+        def opened() -> None:
+            error = failure_of(lambda: answers.append(work()))
+            errors.extend([] if error is None else [error])
+            over.set()
+
         try:
-            self._asked.put(call)
-            if self._over.is_set():
-                _refuse(self._asked)
-            call.over.wait()
-            if call.refused:
-                return work()
-            return call.answer()
+            start([self._thread], self.end)
+            self._asked.put(opened)
+            over.wait()
+            if errors:
+                raise errors.pop()
+            return answers[0]
         except BaseException:
-            if not call.failed:
-                self._break_off(call, undo, stop)
+            self._asked.put(self._close_opened)
+            self._asked.put(None)
+            if self._thread.is_alive():
+                self._over.wait(_UNDONE_S)
             raise
 
-    def brief(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> _T:
-        """`run`, for work that waits for nothing. It is carried out in the caller's thread, whichever it is.
+    def _close_opened(self) -> None:
+        if self.closing is not None:
+            self.closing()
 
-        In the main thread signals are held meanwhile, and heard behind it.
-        """
-        self.check()
-        if threading.current_thread() is not threading.main_thread() or (held := signals()).held:
-            return work()
-        call = _Call(work)
-        try:
-            held.hold()
-            try:  # nothing interrupts before this, and nothing within it
-                call.carry_out()
-            finally:
-                held.release()
-            return call.answer()
-        except BaseException:
-            if not call.failed:
-                self._break_off(call, undo, None)
-            raise
+    def post(self, work: Callable[[], object]) -> None:
+        """Have something done behind what was asked so far; nobody waits for it."""
+        self._asked.put(work)
 
-    def _break_off(self, call: _Call[_T], undo: Callable[[_T], object] | None, stop: Flag | None) -> None:
-        """Nobody waits for a call any more."""
-        call.left = True
-        if stop is not None:
-            stop.set()
-        if undo is not None:
-            taken_back = _Call(functools.partial(call.take_back, undo))
-            self._asked.put(taken_back)
-            if self._over.is_set():
-                _refuse(self._asked)
-            taken_back.over.wait(_TAKEN_BACK_S)
+    def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], object]:
+        """Have `dead()` done when nobody has `handle` any more; what takes that back."""
+        number = next(self._numbers)
+        died = functools.partial(_died, self._watched, number, dead)
+        # It dies in any thread, in the middle of anything: `put` is no line of Python that could be interrupted.
+        self._watched[number] = weakref.ref(handle, functools.partial(self._asked.put, died))
+        return functools.partial(self._watched.pop, number, None)
+
+    def end(self) -> None:
+        """End the thread behind what it was asked so far. What is asked later is not done."""
+        self.closing = None  # it knows the parts
+        self._asked.put(None)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until the thread has ended, which it does not for itself; False when `seconds` pass before."""
+        if self.here:
+            return True
+        over = self._over.wait(seconds)
+        if over:
+            self._thread.join()
+        return over
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread."""
+        return threading.current_thread() is self._thread
+
+    # -- the descriptor of what has ended ------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """A descriptor that is readable when a handle's work has ended since it was read. Raises `IOFailedError` where
@@ -200,83 +252,38 @@ class Calls:
         if bell >= 0:
             os.close(bell)
 
-    def watch(self, handle: object, dead: Callable[[], object]) -> int:
-        """Have `dead()` done when nobody has `handle` any more; a number for `unwatch`."""
-        number = next(self._numbers)
-        call = _Call(functools.partial(_died, self._watched, number, dead))
-        call.unasked = True
-        # It dies in any thread, in the middle of anything: `put` is no line of Python that could be interrupted.
-        self._watched[number] = weakref.ref(handle, functools.partial(self._asked.put, call))
-        return number
 
-    def unwatch(self, number: int) -> None:
-        """Nothing is to be done any more when the handle goes."""
-        self._watched.pop(number, None)
+def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:
+    """Whether a frame is `below`, or one that has called it."""
+    while below is not None and below is not frame:
+        below = below.f_back
+    return below is not None
 
-    def post(self, work: Callable[[], object]) -> None:
-        """Have something done behind the calls so far; nobody waits for it."""
-        call = _Call(work)
-        call.unasked = True
-        self._asked.put(call)
 
-    def end(self) -> None:
-        """End the thread behind what it was asked so far. What is asked later is done by who asks."""
-        self._asked.put(None)
+def _by_signal(error: BaseException, frame: FrameType) -> BaseException | None:
+    """What a signal has raised in a block of `frame`, if one has: `error`, or what that was raised behind. What the
+    callers of `frame` were about to handle came before."""
+    found: BaseException | None = error
+    while found is not None:
+        if not isinstance(found, Exception) or _by_handler(found):
+            return found
+        found = found.__context__
+        caught = None if found is None or found.__traceback__ is None else found.__traceback__.tb_frame
+        if caught is not None and _is_above(caught, frame.f_back):
+            return None
+    return None
 
-    def join(self, seconds: float | None = None) -> bool:
-        """Wait until the thread has ended, which it does not for itself; False when `seconds` pass before."""
-        if threading.current_thread() is self._thread:
+
+def _by_handler(error: BaseException) -> bool:
+    """Whether a signal's handler raised it: Python gives a handler the frame that it interrupts. One that drops that
+    argument before it raises is not known."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        given = trace.tb_frame.f_locals.values()
+        if any(value is frame or (isinstance(value, tuple) and any(v is frame for v in value)) for value in given):
             return True
-        over = self._over.wait(seconds)
-        if over:
-            self._thread.join()
-        return over
-
-    @property
-    def here(self) -> bool:
-        """Whether this is the thread that carries calls out."""
-        return threading.current_thread() is self._thread
-
-
-class _Call(Generic[_T]):
-    """A call on its way: what to do, and what came of it. `left`: its caller is gone; `unasked`: it has none."""
-
-    __slots__ = ("_answers", "_error", "_work", "failed", "left", "over", "refused", "unasked")
-
-    def __init__(self, work: Callable[[], _T]) -> None:
-        self._work: Callable[[], _T] | None = work
-        self._answers: list[_T] = []
-        self._error: BaseException | None = None
-        self.over = Flag()
-        self.failed = self.left = self.refused = self.unasked = False
-
-    def carry_out(self) -> None:
-        work, self._work = self._work, None
-        if work is not None and not self.left:
-            self._error = failure_of(functools.partial(self._do, work))
-            self.failed = self._error is not None
-        del work  # it may be the last that knows an engine
-        if self.left or self.unasked:
-            log_failure(self._error)
-        self.over.set()
-
-    def _do(self, work: Callable[[], _T]) -> None:
-        self._answers.append(work())
-
-    def answer(self) -> _T:
-        """What the work returned, or raise what it raised."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-            return self._answers[0]
-        finally:
-            del error
-
-    def take_back(self, undo: Callable[[_T], object]) -> None:
-        """Give back what the call answered to nobody. Runs behind it."""
-        while self._answers:
-            undo(self._answers.pop())
+    return False
 
 
 def _died(watched: dict[int, weakref.ref[Any]], number: int, dead: Callable[[], object]) -> None:
@@ -284,21 +291,8 @@ def _died(watched: dict[int, weakref.ref[Any]], number: int, dead: Callable[[], 
     dead()
 
 
-def _serve(asked: SimpleQueue[_Call[Any] | None], over: Flag) -> None:
-    while (call := asked.get()) is not None:
-        call.carry_out()
-        del call  # nothing here keeps an engine alive
+def _serve(asked: SimpleQueue[Callable[[], object] | None], over: Flag) -> None:
+    while (work := asked.get()) is not None:
+        log_failure(failure_of(work))
+        del work  # nothing here keeps an engine alive
     over.set()
-    _refuse(asked)
-
-
-def _refuse(asked: SimpleQueue[_Call[Any] | None]) -> None:
-    """Tell who asks too late to do it alone."""
-    while True:
-        try:
-            call = asked.get_nowait()
-        except Empty:
-            return
-        if call is not None:
-            call.refused = True
-            call.over.set()

@@ -56,6 +56,18 @@ class Flag:
         return self._set
 
 
+class Bell:
+    """Rings again and again: `next` is the flag of its next ring, which who waits takes before it looks around. In
+    place of a condition, whose waiting thread an interrupt could leave without its lock."""
+
+    def __init__(self) -> None:
+        self.next = Flag()
+
+    def ring(self) -> None:
+        rung, self.next = self.next, Flag()
+        rung.set()
+
+
 def failure_of(work: Callable[[], object]) -> BaseException | None:
     """What `work()` raises, if it does: for the ends of threads, behind which nobody is left to catch it."""
     try:
@@ -75,8 +87,10 @@ def in_turn(*ends: Callable[[], object]) -> None:
 
 
 def log_failure(error: BaseException | None) -> None:
-    """Write down what ended work that nobody waits for."""
+    """Write down what ended work that nobody waits for. An interrupt of the caller's thread is raised again."""
     if error is not None:
+        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+            raise error
         _log.error("background work broke off", exc_info=error)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from gdscache.index.free_slots import SlotPool
-from gdscache.runtime.threads import failure_of, log_failure
+from gdscache.runtime.threads import Bell, failure_of, log_failure
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel
 from gdscache.store.plan import StorePlanner
@@ -26,7 +25,7 @@ class Forwarder:
         planner: StorePlanner,
         writers: Mapping[str, TierWriter],
         spare: SlotPool | None,
-        idle: threading.Condition,
+        idle: Bell,
         deadline: float,
     ) -> None:
         self._planner = planner
@@ -42,7 +41,7 @@ class Forwarder:
         for writer in self._writers.values():
             writer.begin_close(drain=drain)
         yield
-        with self._idle:  # the manager's lock
+        with self._planner.lock:
             self._open = False
         with contextlib.ExitStack() as ends:
             for writer in self._writers.values():
@@ -85,7 +84,7 @@ class Forwarder:
 
     def tell_idle(self) -> None:
         if not self._planner.queued:
-            self._idle.notify_all()
+            self._idle.ring()
 
     def _turn_away(self, parcels: Sequence[Parcel], outlet: Outlet, cause: str) -> None:
         for parcel in parcels:

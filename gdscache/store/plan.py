@@ -82,6 +82,7 @@ class StorePlanner:
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
         self._manager = manager
+        self.lock = manager.lock
         self._landing = manager.landing
         self._policy = config.write_policy if self.outlets else "never"
         self._extent_bytes = extent_bytes

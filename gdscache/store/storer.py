@@ -7,12 +7,13 @@ for the SSD goes by the forwarder (store/forwarder.py). Bytes are the executor's
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
 from gdscache.native import take_rows
 from gdscache.pages.keys import Page
-from gdscache.runtime.threads import Flag
+from gdscache.runtime.threads import Bell
 from gdscache.store.forwarder import Forwarder
 from gdscache.store.parcel import Parcel, Receipt, StoreJob
 from gdscache.store.plan import StorePlanner
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from gdscache.config import StoreConfig
     from gdscache.cuda.streams import Event, Landed
 
+_NOBODYS = contextlib.nullcontext()
 _LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
 
 
@@ -98,7 +100,7 @@ class Storer:
         self._queue = config.queue
         self._deadline = deadline
         self._jobs: set[_Job] = set()  # stores whose blocks are still being read; the manager's lock guards it
-        self._idle = threading.Condition(manager.lock)
+        self._idle = Bell()
         self._dropping = False
         self._closed = False
         self._forwarder = Forwarder(planner, writers, spare, self._idle, deadline)
@@ -140,22 +142,26 @@ class Storer:
             manager.end(sources)
         return False
 
-    def drain(self, seconds: float | None, stop: Flag | None = None) -> bool:
-        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or `stop` is set."""
-        until = math.inf if seconds is None else time.monotonic() + seconds
-        with self._manager.lock:
-            while self._planner.queued or self._jobs:
-                left = until - time.monotonic()
-                if left <= 0 or (stop is not None and stop.is_set()):
-                    return False
-                self._executor.pause(self._idle, min(left, _LOOK_S))
-            return True
+    def drain(self, seconds: float | None) -> bool:
+        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or the engine ends."""
+        until, manager = math.inf if seconds is None else time.monotonic() + seconds, self._manager
+        while True:
+            idle = self._idle.next
+            with manager.lock:
+                if not (self._planner.queued or self._jobs):
+                    return True
+            left = until - time.monotonic()
+            if left <= 0 or manager.calls.broken_by:
+                return False
+            self._executor.pause(idle, min(left, _LOOK_S))
 
-    def flush(self, seconds: float | None, stop: Flag | None = None) -> bool:
-        """`drain`, and write every page that is only in the CPU tier on to the SSD, where the policy writes any."""
+    def flush(self, seconds: float | None, change: AbstractContextManager[object] = _NOBODYS) -> bool:
+        """`drain`, and write every page that is only in the CPU tier on to the SSD, where the policy writes any.
+
+        `change`: around what changes the engine."""
         until = None if seconds is None else time.monotonic() + seconds
-        while self.drain(None if until is None else until - time.monotonic(), stop):
-            with self._manager.lock:
+        while self.drain(None if until is None else until - time.monotonic()):
+            with change, self._manager.lock:
                 if not self._forwarder.demote(self._planner.clean(everything=True)):
                     return True
         return False
@@ -230,7 +236,7 @@ class Storer:
             if job.sources is not None:
                 self._manager.end(job.sources)
             self._jobs.discard(job)
-            self._idle.notify_all()
+            self._idle.ring()
 
     def _place(self, job: StoreJob, at: int, most: int, *, wait: bool) -> Steps[tuple[int, list[Parcel]]]:
         """Find slots for the next pages: where it stopped, and the pages that have one. `wait`: for one, if need be."""
@@ -267,7 +273,7 @@ class Storer:
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
     ) -> int:
         """See `StorePlanner.place`."""
-        if self._dropping:
+        if self._dropping or self._manager.calls.broken_by:
             self._planner.settle(job, range(at, end), "closed")
             return end
         return self._planner.place(job, at, end, slots, bounced, parcels)

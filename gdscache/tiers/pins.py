@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from gdscache.errors import ForkedProcessError
+from gdscache.errors import EngineClosedError, ForkedProcessError
 from gdscache.index.table import Entry
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
@@ -37,20 +37,17 @@ class Pin:
         Fewer than asked for if pages were not cached, or if every tier that has the next page has pinned all it may
         (`PIN_SHARE` of its slots). 0 once the pin has ended.
         """
-        return self._pins.manager.calls.brief(self._count)
-
-    def _count(self) -> int:
-        with self._pins.manager.lock:
+        with self._pins.manager.calls, self._pins.manager.lock:
             self._pins.end_due()
-            held = itertools.takewhile(lambda entries: not all(e.dropped for e in entries), self._pages)
-            return sum(1 for _ in held) * self._page_tokens
+            return self.count() * self._page_tokens
+
+    def count(self) -> int:
+        """Pages of it that are held, and not dropped. The lock is held."""
+        return sum(1 for _ in itertools.takewhile(lambda some: not all(e.dropped for e in some), self._pages))
 
     def release(self) -> None:
         """Let the pages go; twice is fine."""
-        self._pins.manager.calls.brief(self._end)
-
-    def _end(self) -> None:
-        with self._pins.manager.lock:
+        with contextlib.suppress(EngineClosedError), self._pins.manager.calls, self._pins.manager.lock:
             self._pins.end(self)
 
     def __enter__(self) -> Self:
@@ -130,19 +127,13 @@ class Claim(Pin):
             self._torn = self._index.torn
         return self._good
 
-    def _count(self) -> int:
-        with self._pins.manager.lock:
-            self._pins.end_due()
-            return self.count() * self._page_tokens
-
     @property
     def good(self) -> int:
         """Pages from the first on that are held and not dropped; 0 when it has ended. Costs little."""
         pins = self._pins
         if pins.clock() >= self.until:
             return 0
-        return self._good if self._torn == self._index.torn else pins.manager.calls.brief(self._recounted)
-
-    def _recounted(self) -> int:
-        with self._pins.manager.lock:
+        if self._torn == self._index.torn:
+            return self._good
+        with pins.manager.lock:
             return self.count()

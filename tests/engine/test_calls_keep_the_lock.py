@@ -22,7 +22,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("loads", ["at once", "in parts"])
 @pytest.mark.parametrize("thread", ["main", "another"])
 def test_no_call_gives_the_lock_up(shim: Path, thread: str, loads: str) -> None:
-    """Of 64 pages, in the main thread, whose signals are held, and in another."""
+    """Of 64 pages, in the main thread, which signals interrupt, and in another."""
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, SUPPORT / "lock_child.py", shim, thread, loads]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)

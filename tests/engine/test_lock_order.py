@@ -79,7 +79,7 @@ def _fresh() -> Iterator[None]:
 def watched(host: Host) -> None:
     parts = host.engine._parts
     manager = parts.manager
-    parts.loader._order = Ranked("order")  # type: ignore[assignment]
+    parts.loader.order = Ranked("order")  # type: ignore[assignment]
     manager.clearing.alone = Ranked("alone")  # type: ignore[assignment]
     assert manager.ssd is not None
     manager.ssd._commit_lock = Ranked("commit")  # type: ignore[assignment]

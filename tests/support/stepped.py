@@ -23,6 +23,7 @@ from gdscache.moves.base import PLANES, End, Listener, Move, Moving, Priority, S
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import NEVER
 from gdscache.pages.checksum import Checksums
+from gdscache.runtime.threads import Flag
 from tests.support.stepped_machine import NS, Choice, SteppedEvent, SteppedMachine, When
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class SteppedExecutor:
         found: Checksums = self.machine.memories[space].checksums[list(slots)]
         return found
 
-    def pause(self, changed: threading.Condition, seconds: float) -> None:
+    def pause(self, changed: Flag, seconds: float) -> None:
         """One of the choices happens while somebody waits."""
         found = self.choices()
         assert found, "somebody waits, and nothing will ever happen"

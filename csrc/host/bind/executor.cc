@@ -7,6 +7,7 @@
 #include <sys/vfs.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -30,7 +31,7 @@ constexpr Nanoseconds kSlice = 100'000'000;  // of a wait: then signals are hear
 constexpr Nanoseconds kKept = 1'000'000;
 constexpr double kLongest = 1e8;  // seconds that are no deadline: three years
 
-thread_local bool faulty_disks = false;
+std::atomic<bool> faulty_disks{false};
 
 // Whether the kernel copies the bytes of a file: it is in the page cache, or on a RAM disk.
 bool kernel_copies(int file) {

@@ -97,7 +97,7 @@ def test_an_engine_that_hangs_can_be_looked_at(host: Host, tmp_path: Path) -> No
     path, manager, loader = tmp_path / "cache", host.engine.manager, host.engine.loader
     ssd = manager.ssd
     assert ssd is not None
-    with manager.lock, loader._order, ssd._commit_lock, manager.clearing.alone:
+    with manager.lock, loader.order, ssd._commit_lock, manager.clearing.alone:
         number = number_of(path)
         until(lambda: number_of(path) > number, "the page is rewritten")
         report = inspect(path)

@@ -18,7 +18,7 @@ import pytest
 
 from gdscache import CacheEngine
 from gdscache.disk.catalog import Catalog
-from gdscache.errors import PoolFullError
+from gdscache.errors import EngineClosedError, PoolFullError
 from gdscache.index.index import PageIndex
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.keys import Page
@@ -48,12 +48,14 @@ KINDS = {"gpu": "planes", "cpu": "memory", "ssd": "files"}
 
 
 def between_pieces(engine: CacheEngine, action: Callable[[], None], piece: int = 1) -> AbstractContextManager[Any]:
-    """Clear in pieces of `piece` pages, and call `action` once, after the first of them, without the lock."""
+    """Clear in pieces of `piece` pages, and have another thread do `action` once, after the first of them, without the
+    lock."""
     left = [action]
 
     def pause(seconds: float) -> None:
         if left:
-            left.pop()()
+            with ThreadPoolExecutor(1) as other:
+                other.submit(left.pop()).result()
 
     return mock.patch.multiple(engine.manager.clearing, piece=piece, sleep=pause)
 
@@ -250,7 +252,7 @@ def test_pages_in_use_go_with_the_others(open_engine: OpenEngine) -> None:
     assert engine.stats()["tiers"]["ssd"]["free_slots"] == 40
 
 
-def test_an_interrupted_clear_keeps_no_slot(open_host: OpenHost) -> None:
+def test_an_interrupted_clear_ends_the_engine_and_keeps_no_slot(open_host: OpenHost) -> None:
     host = open_host(ssd=12)
 
     def interrupt() -> None:
@@ -260,7 +262,11 @@ def test_an_interrupted_clear_keeps_no_slot(open_host: OpenHost) -> None:
     quiet(host.engine)
     with between_pieces(host.engine, interrupt), pytest.raises(KeyboardInterrupt):
         host.engine.clear()
-    assert tokens_of(host.engine, prompt(1, 8)) == 0
+    with pytest.raises(EngineClosedError):
+        tokens_of(host.engine, prompt(1, 8))
+    host.engine.close()
+    host = open_host(ssd=12)
+    host.load(prompt(1, 8))
     host.engine.clear()
     assert rows(host.engine) == set()
     assert host.engine.stats()["tiers"]["ssd"]["free_slots"] == 12
