@@ -48,7 +48,7 @@ def test_a_load_is_ten_functions_from_the_library_and_a_lookup_eight_deep(
     quiet(host.engine)
     if tier == "ssd":
         drop_from(host.engine, "cpu")
-    begin = NativeMoves.begin.__code__
+    begin = NativeMoves.start.__code__
     for _ in range(2):  # the second time the pages are known
         frames = deepest(lambda: host.engine.lookup(prompt(1, 8)))
         assert len(frames) <= 8, frames

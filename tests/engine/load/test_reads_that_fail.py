@@ -13,7 +13,7 @@ import pytest
 from gdscache import CacheEngine, PageStatus
 from gdscache.disk.catalog import Catalog
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.native import tables
+from gdscache import native
 from gdscache.storage.base import Op
 from gdscache.tiers import ssd as ssd_tier
 from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
@@ -175,7 +175,7 @@ def test_checksums_that_another_load_reads_meanwhile_judge_no_page(
     host, (tokens, *_) = stored(open_host, cpu=None)
     ssd = host.engine.manager.ssd
     assert ssd is not None
-    take = tables.take_unbound
+    take = native.take_unbound
 
     def meanwhile(sums: Any, rows: Any, keys: Any) -> Any:
         taken = take(sums, rows, keys)
