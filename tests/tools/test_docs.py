@@ -200,6 +200,7 @@ def is_module(name: str) -> bool:
     for count in range(len(parts), 0, -1):
         place = ROOT.joinpath(*parts[:count])
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        file = file if file.is_file() else place.with_suffix(".pyi")  # of the library
         if file.is_file():
             source = file.read_text(encoding="utf-8")
             return count == len(parts) or re.search(rf"\b{parts[count]}\b", source) is not None
