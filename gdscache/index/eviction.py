@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from gdscache.index.retention import Retention
-from gdscache.index.table import PENDING, VERIFIED, Entry, PageTable
+from gdscache.index.table import PENDING, Entry, PageTable
 from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
@@ -77,7 +77,7 @@ class EvictablePages(PageTable):
         return len(self._dirty)
 
     def mark_dirty(self, entry: Entry) -> None:
-        """Not to be evicted before `mark_clean`. A page that is dropped is not dirty any more."""
+        """A visible page is not to be evicted before `mark_clean`. One that is dropped is not dirty any more."""
         if not entry.dropped:
             self._dirty.add(entry.slot)
 
@@ -102,13 +102,8 @@ class EvictablePages(PageTable):
         return list(chosen.values())
 
     def _dirty_page(self, key: bytes) -> Page | None:
-        slot = self._resting.get(key)
-        if slot is not None:
-            return self._page_at(key, slot) if slot in self._dirty else None
-        entry = self._entries.get(key)
-        if entry is None or entry.state is not VERIFIED or entry.slot not in self._dirty:
-            return None
-        return self._page_at(key, entry.slot)
+        slot = self.slot(key)
+        return self._page_at(key, slot) if slot is not None and slot in self._dirty else None
 
     # -- who goes, and who stays --------------------------------------------------------------------------------------
 

@@ -344,7 +344,8 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
     assert tokens_of(host.engine, tokens) == 4
 
 
-def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost) -> None:
+@pytest.mark.parametrize("change", ["slot = 11", "key = zeroblob(32)"])
+def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost, change: str) -> None:
     host = open_host(cpu=None)
     tokens = prompt(1, 3)
     host.store(tokens)
@@ -352,7 +353,7 @@ def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: 
     ssd = host.engine.manager.ssd
     assert ssd is not None
     with ssd._catalog._transaction() as writer:
-        writer.execute("UPDATE pages SET slot = 11 WHERE slot = ?", (slot_of(host.engine, tokens, 2),))
+        writer.execute(f"UPDATE pages SET {change} WHERE slot = ?", (slot_of(host.engine, tokens, 2),))
     assert len(host.engine.check().problems) == 2
     assert tokens_of(host.engine, tokens) == 12
     assert host.engine.check(fix=True).fixed

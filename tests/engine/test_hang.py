@@ -504,6 +504,32 @@ def test_two_late_reads_of_one_page_hide_it_until_both_end() -> None:
     assert not keeper.hides("ssd", 0)
 
 
+def test_what_waits_for_the_end_of_late_requests_is_done_in_order() -> None:
+    keeper, done, begun, gate = Quarantine(threading.RLock()), list[int](), threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        gate.wait(WAIT)
+        done.append(1)
+
+    for action in (first, functools.partial(done.append, 2)):
+        submission, requests, _ = a_batch(1)
+        keeper.hold(submission, requests)
+        keeper.afterwards(action)
+        submission.finish([(0, 1, None)])
+        assert begun.wait(WAIT)
+    closing = sum(thread.name == "gdscache-late-close" for thread in threading.enumerate())
+    assert (closing, done) == (1, [])
+    gate.set()
+    until(lambda: done == [1, 2], "both are done")
+
+
+def test_a_pool_that_knows_what_late_requests_hold_is_believed() -> None:
+    keeper = Quarantine(threading.RLock())
+    keeper.add_pool("cpu", 16, lambda: 5)
+    assert keeper.describe()["held_slots"] == {"cpu": 5}
+
+
 # -- a submission calls back ------------------------------------------------------------------------------------------
 
 

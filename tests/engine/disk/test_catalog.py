@@ -330,7 +330,10 @@ def test_ends_are_kept_in_milliseconds_rounded_down(tmp_path: Path) -> None:
     with open_catalog(tmp_path) as catalog:
         catalog.commit([page(i)._replace(expires=end) for i, end in enumerate(ends)], [], {})
         assert [end for _, end in catalog.retentions().values()] == [1.0, 1.0, 1700000000.123, 0.0]
-        assert catalog.recover(4, 0.5).dropped == {"expired": 1}
+    with raw(tmp_path) as connection:
+        connection.execute("UPDATE pages SET length = 0")
+    with open_catalog(tmp_path) as catalog:
+        assert catalog.recover(4, 0.5).dropped == {"expired": 1, "length": 3}
 
 
 def test_of_a_key_twice_the_most_recent_row_stays(tmp_path: Path) -> None:

@@ -174,8 +174,9 @@ def test_another_caches_directory_is_refused(open_host: OpenHost, paths: list[Pa
     others = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     filled(open_host, others)
     for mixed in ([paths[0], paths[1], others[2]], [others[1], paths[1], paths[2]]):
-        with pytest.raises(StripeError, match=r"another cache|not its first"):
+        with pytest.raises(StripeError, match=r"another cache|not its first") as caught:
             CacheEngine.from_config(make_config(**options(mixed)))
+        assert str((paths if mixed[0] == paths[0] else others)[0]) in caught.value.hint.split(", or start empty")[0]
     fresh = tmp_path / "fresh"
     with pytest.raises(StripeError, match="another cache"):
         CacheEngine.from_config(make_config(**options([fresh, paths[1]])))

@@ -590,12 +590,28 @@ def test_whatever_happens_no_byte_is_wrong(open_host: OpenHost, master: str, poo
 
 @pytest.mark.parametrize(
     "options",
-    [{"master": "nowhere"}, {"replicas": 0}, {"segment": "lots"}, {"deadline": 0}, {"batch": -1}, {"protocol": 7}],
+    [
+        {"master": "nowhere"},
+        {"replicas": 0},
+        {"segment": "lots"},
+        {"deadline": 0},
+        {"deadline": "2"},
+        {"batch": -1},
+        {"protocol": 7},
+    ],
 )
 def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[str, Any]) -> None:
     config = make_config(tmp_path, ssd=None, tiers=[pool_entry(master, **options)])
     with pytest.raises(InvalidValueError):
         CacheEngine.from_config(Config.from_dict(config))
+
+
+@pytest.mark.parametrize(("code", "known"), [(1, True), (0, False), (-1, True)])
+def test_a_name_is_forgotten_where_the_pool_says_that_it_has_no_such_page(host: Host, code: int, known: bool) -> None:
+    tier, (page,) = tier_of(host), host.engine.pages(stored(host, pages=1))
+    with tier.lock:
+        tier._note([page], [code])
+        assert tier.index.has(page.key) == known
 
 
 def test_it_is_refused_where_nothing_could_come_back(tmp_path: Any, master: str, pool: FakePool) -> None:

@@ -761,6 +761,19 @@ def test_room_of_a_page_that_others_expect_is_theirs_when_it_is_let_go() -> None
         assert pins.describe() == {"pinned_pages": 0, "promised_pages": 0, "pin_quota_pages": 6}
 
 
+def test_a_page_that_was_dropped_while_it_was_held_has_no_room_for_what_comes_in_its_place() -> None:
+    manager = bare_manager(SLOTS, Clock())
+    pins, index, page = manager.pins, manager.cpu_index, page_of(0)
+    with manager.lock:
+        claim = pins.claim([page], 60.0, 1)
+        for _ in range(2):
+            entry = index.insert(page, index.take_free(1)[0], PageState.VERIFIED)
+            pins.fill(claim, [0])
+            index.drop(entry)
+            pins.claim([page_of(number) for number in range(1, 6)], 60.0, 1)
+        assert pins.describe() == {"pinned_pages": 1, "promised_pages": 5, "pin_quota_pages": 6}
+
+
 # -- an engine, against what it says ---------------------------------------------------------------------------------
 
 actions = st.lists(

@@ -506,8 +506,9 @@ def test_nothing_older_than_the_last_clear_is_ever_served(open_engine: OpenEngin
     assert engine.check().problems == ()
 
 
-def test_a_slot_that_comes_back_while_its_row_is_deleted_is_free_when_that_is_done(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("before", [True, False])
+def test_a_slot_that_comes_back_before_or_while_its_row_is_deleted_is_free_when_that_is_done(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     host = open_host(cpu=None)
     host.store(prompt(1, 3))
@@ -517,17 +518,23 @@ def test_a_slot_that_comes_back_while_its_row_is_deleted_is_free_when_that_is_do
     entries = [entry for page in host.engine.pages(prompt(1, 3)) if (entry := ssd.index.get(page.key))]
     commit, free = ssd._catalog.commit, list[int]()
 
-    def released(*args: Any) -> None:
+    def release() -> None:
+        ssd.index.release_all(entries)
+        free.append(ssd.index.free_slots)
+
+    def committed(*args: Any) -> None:
         with manager.lock:
-            ssd.index.release_all(entries)
-            free.append(ssd.index.free_slots)
+            if not before:
+                release()
         commit(*args)
 
     with manager.lock:
         for entry in entries:
             ssd.index.lease(entry)
             ssd.index.drop(entry)
+        if before:
+            release()
     with monkeypatch.context() as patch:
-        patch.setattr(ssd._catalog, "commit", released)
+        patch.setattr(ssd._catalog, "commit", committed)
         ssd.commit_waiting()
     assert (free, ssd.index.free_slots) == ([9], 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ from gdscache.errors import ConfigError, ShortIOError, TransportUnavailableError
 from gdscache.storage.base import Switch
 from gdscache.storage.nixl import NixlTransport
 from gdscache.tiers import ssd_route as routes
-from tests.support.helpers import MHA, MLA, Host, drop_from, make_config, prompt, settle
+from gdscache.tiers.ssd import SsdTier
+from tests.support.helpers import MHA, MLA, Host, drop_from, layout_of, make_config, prompt, settle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ANY: Any = None  # nothing that could be measured: what looks at it fails
@@ -53,6 +55,13 @@ def test_what_can_be_had_is_taken_without_measuring(caplog: pytest.LogCaptureFix
     assert [record.getMessage().split(":")[1] for record in caplog.records] == [
         f" pages go {route}" for route in ("direct", "via_cpu", "via_cpu", "via_cpu", "direct")
     ]
+
+
+def test_a_tier_that_nobody_loads_from_has_no_route(tmp_path: Path) -> None:
+    layout = layout_of(MHA)
+    tier = SsdTier(layout, SsdConfig(path=tmp_path, capacity=8 * layout.extent_bytes), "cpu", threading.RLock())
+    with contextlib.closing(tier):
+        assert (tier.direct, tier.describe()["route"]) == (False, None)
 
 
 def test_the_config_knows_the_routes(tmp_path: Path) -> None:

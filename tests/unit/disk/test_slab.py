@@ -9,6 +9,7 @@ import shutil
 import stat
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from gdscache.disk import slab as slab_module
 from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -254,6 +256,23 @@ def test_one_directory_that_is_too_small_undoes_the_others(tmp_path: Path, monke
         Slab.open(first, MANY, 17, others)
     assert [list(path.iterdir()) for path in (first, *others)] == [[], [], []]
     assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_the_directories_of_files_that_were_made_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(slab_module, "_flush_directory", flushed.append)
+    first, *others = directories(tmp_path)
+    slab = Slab.open(first, MANY, 17, others)
+    assert flushed == [first, *others]
+    slab.files[1].unlink()
+    Slab.open(first, MANY, 17, others)
+    assert flushed[3:] == others[:1]
+
+
+def test_what_is_read_through_a_transport_of_others_is_out_of_the_librarys_reach(tmp_path: Path) -> None:
+    io = SlabIO(Slab.open(tmp_path, EXTENT, 4), mock.Mock(merge_bytes=EXTENT, open=lambda path: 3))
+    assert io.cufile is None
+    assert io.hand_over() is None
 
 
 def test_a_directory_without_a_share_is_refused(tmp_path: Path) -> None:

@@ -148,6 +148,40 @@ def test_a_head_goes_with_the_last_of_its_tails() -> None:
     assert kept(index, [head, *tails, *chain(2, 1)]) == [3]
 
 
+@pytest.mark.parametrize("how", ["keep", "pages"])
+def test_what_has_to_stay_does_not_go_with_the_last_of_its_tails(how: str) -> None:
+    index = PageIndex(3)
+    head, tail = chain(1, 2)
+    restore(index, [head, tail, *chain(2, 1)])
+    options: dict[str, Any] = {"keep": [head.key], "pages": [Page(name("new"), head.key, NAMESPACE)]}
+    assert len(index.allocate_some(2, **{how: options[how]})) == 2
+    assert kept(index, [head, tail, *chain(2, 1)]) == [0]
+
+
+def test_a_tail_counts_once_when_heads_have_to_go() -> None:
+    index = PageIndex(4)
+    head, middle, last = chain(1, 3)
+    tail = Page(name("tail"), head.key, NAMESPACE)
+    put(index, [tail, last, middle, head])
+    index.lease(index.get(last.key) or pytest.fail("the last page is gone"))
+    assert index.evict(2) == 2
+    assert kept(index, [head, middle, last, tail]) == [0, 2]
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_page_that_was_passed_over_goes_next_when_its_last_follower_is_gone(dropped: bool) -> None:
+    index = PageIndex(5, new_policy("lfu"))
+    head, follower = chain(1, 2)
+    others = [chain(number, 1)[0] for number in (2, 3, 4)]
+    put(index, [head, others[0], follower, *others[1:]])
+    assert index.evict(1) == 1
+    assert kept(index, others) == [1, 2], "the coldest page has one behind it, and is passed over"
+    if dropped:
+        index.drop(index.get(follower.key) or pytest.fail("the follower is gone"))
+    index.evict(1 if dropped else 2)
+    assert kept(index, [head, follower, *others]) == [3, 4]
+
+
 def test_slots_come_back_whether_their_pages_were_at_rest_or_in_use() -> None:
     given_back: list[int] = []
     index = PageIndex(6, recycle=given_back.append)
@@ -277,6 +311,12 @@ def test_check_sees_what_is_wrong() -> None:
     index, _ = fresh()
     index._free.give(99)
     assert index.check()
+    index, entries = fresh()
+    entries[0].dropped = True
+    assert index.check()
+    index, _ = fresh()
+    index.mark_dirty(index.insert(chain(2, 1)[0], index.take_free(1)[0], PageState.PENDING))
+    assert index.check() == ["slots are dirty that hold no page"]
     index, _ = fresh()
     index._free._count += 1
     assert index.check()
@@ -498,6 +538,8 @@ def test_a_watcher_is_told_of_what_becomes_visible_and_not_before() -> None:
     assert noted.told == [("stored", [first.key])], "a page that never came was stored or removed"
     index.drop(written)
     assert noted.told[1:] == [("removed", [first.key])]
+    put(index, [second])
+    assert noted.told[2:] == [("stored", [second.key])], "it came as a whole"
 
 
 @pytest.mark.parametrize("priority", [0, 1])

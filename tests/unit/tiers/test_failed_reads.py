@@ -167,6 +167,7 @@ def test_a_few_pages_switch_nothing_off(world: World) -> None:
         world.fail(*range(OFF_PAGES - 1))
         world.now += 1
     assert world.switches == 0
+    assert world.reads.describe()["switched_off_by_errors"] == []
 
 
 def test_a_tier_that_lookups_do_not_see_is_left_to_its_own_breaker(world: World) -> None:
