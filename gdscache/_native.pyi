@@ -237,6 +237,9 @@ class Gpu:
         """The last point of loads, or of stores."""
 
     def reached(self, point: int) -> bool: ...
+    def past(self, point: int) -> bool:
+        """`reached`, as far as it is known without asking the driver."""
+
     def wait(self, point: int) -> None: ...
     def follow(self, stream: int, point: int) -> None:
         """Have a CUstream wait for a point."""

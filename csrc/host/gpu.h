@@ -118,6 +118,8 @@ public:
     int64_t last(bool loads) const { return (loads ? loads_ : stores_).done.last(); }
     // About a point that `queue` or `last` gave out.
     bool reached(int64_t point);
+    // The same as far as it is known, without asking the driver.
+    bool past(int64_t point) { return point == 0 || points_of(point).past(point); }
     void await(int64_t point);
     void follow(CudaStream stream, int64_t point);
 

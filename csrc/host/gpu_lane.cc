@@ -54,6 +54,11 @@ bool Points::reached(int64_t point) {
     return true;
 }
 
+bool Points::past(int64_t point) const {
+    const std::lock_guard held(lock_);
+    return point <= reached_;
+}
+
 void Points::await(int64_t point) {
     std::unique_lock held(lock_);
     const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
@@ -70,6 +75,7 @@ void Points::await(int64_t point) {
     }
     held.lock();
     --of.waiting;
+    look();
 }
 
 void Points::follow(CudaStream stream, int64_t point) {

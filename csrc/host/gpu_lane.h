@@ -31,6 +31,8 @@ public:
     // The last one; 0 where there is none.
     int64_t last() const;
     bool reached(int64_t point);
+    // The same as far as it is known, without asking the driver.
+    bool past(int64_t point) const;
     void await(int64_t point);
     // What `stream` is given from now on comes after a point.
     void follow(CudaStream stream, int64_t point);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 
 from gdscache import arguments
 from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
-from gdscache.runtime.threads import Flag
+from gdscache.runtime.threads import Bell, Flag
 
 if TYPE_CHECKING:
     from gdscache.kernels.gpu import StreamPoint
@@ -89,11 +90,6 @@ class Fence:
 
     __slots__ = ("_event", "_flag", "_lands", "queued")
 
-    @property
-    def watched(self) -> bool:
-        """Whether who waits asks for the work itself."""
-        return self._lands is not None
-
     def __init__(self) -> None:
         self.queued = False  # True when the work was signalled, done or not
         self._event: Event = None
@@ -124,10 +120,7 @@ class Fence:
         Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
         """
         self._wait_queued(seconds)
-        if isinstance(self._event, torch.cuda.Event):
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
-        elif self._event is not None:
-            self._event.wait()
+        come_after(self._event)
 
     def synchronize(self, seconds: float | None = None) -> None:
         """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
@@ -145,8 +138,7 @@ class Fence:
             left = threading.TIMEOUT_MAX if limit is None else limit - (time.monotonic() - start)
             woken = self._ask(self._lands, left)
         if not woken:
-            waited = time.monotonic() - start
-            raise DeadlineError(f"not ready after {waited:.1f} s", "raise deadline, or see stats() for what hangs")
+            raise _late(time.monotonic() - start)
 
     def _ask(self, lands: Callable[[float], Landed | None], seconds: float) -> bool:
         """Whether the work is queued within so many seconds."""
@@ -154,3 +146,78 @@ class Fence:
         if landed is not None:
             self.signal(landed.event)
         return landed is not None
+
+
+class LayerFences:
+    """A fence for each layer of a load. One writer signals each once; anybody waits."""
+
+    __slots__ = ("_bell", "_events", "_lands", "_queued")
+
+    def __init__(self, layers: int) -> None:
+        self._queued = bytearray(layers)  # 1 where the copies were signalled, done or not
+        self._events: list[Event] = [None] * layers
+        self._lands: Callable[[int, float], Landed | None] | None = None
+        self._bell = Bell()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def watched(self) -> bool:
+        """Whether who waits asks for the copies itself."""
+        return self._lands is not None
+
+    def queued(self, layer: int) -> bool:
+        return bool(self._queued[layer])
+
+    def watch(self, lands: Callable[[int, float], Landed | None]) -> None:
+        """From now on who waits asks `lands(layer, seconds)`, which waits until a layer's copies are queued, and the
+        layers that are copied with it; None where they are not."""
+        self._lands = lands
+        self._bell.ring()
+
+    def signal(self, layer: int, event: Event) -> None:
+        """A layer's copies are queued, and done when `event` is (None: they are). Later signals change nothing."""
+        if not self._queued[layer]:
+            self._events[layer] = event
+            self._queued[layer] = 1
+            self._bell.ring()
+
+    def wait(self, layer: int, seconds: float | None) -> None:
+        """See `Fence.wait`."""
+        if not self._queued[layer]:
+            self._wait_queued(layer, arguments.seconds(seconds))
+        event = self._events[layer]
+        if event is not None:
+            come_after(event)
+
+    def _wait_queued(self, layer: int, limit: float | None) -> None:
+        start = time.monotonic()
+        until = math.inf if limit is None else start + limit
+        while True:
+            bell, lands = self._bell.next, self._lands
+            if self._queued[layer]:
+                return
+            left = max(0.0, until - time.monotonic())
+            if lands is None:
+                rung = bell.wait(None if limit is None else left)
+            elif (landed := lands(layer, left)) is not None:
+                for other in landed.layers or (layer,):
+                    self.signal(other, landed.event)
+                continue
+            else:
+                rung = False
+            if not rung and not self._queued[layer]:
+                raise _late(time.monotonic() - start)
+
+
+def come_after(event: Event) -> None:
+    """What the current stream is given from now on comes after an event."""
+    if isinstance(event, torch.cuda.Event):
+        torch.cuda.current_stream(event.device).wait_event(event)
+    elif event is not None:
+        event.wait()
+
+
+def _late(waited: float) -> DeadlineError:
+    return DeadlineError(f"not ready after {waited:.1f} s", "raise deadline, or see stats() for what hangs")

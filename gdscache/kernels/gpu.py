@@ -88,6 +88,8 @@ class StreamPoint:
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """What `stream` (by default the current one) is given from now on comes after it."""
+        if self._gpu.past(self._number):
+            return
         stream = torch.cuda.current_stream(self.device) if stream is None else stream
         self._gpu.follow(stream.cuda_stream, self._number)
 

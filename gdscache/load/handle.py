@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from gdscache import arguments
-from gdscache.cuda.streams import Event, Fence, Landed
+from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
@@ -59,7 +58,7 @@ class LayerwiseLoad:
         self.deadline = deadline
         self.checked = checked
         self._patience = None if checked else deadline
-        self._layers = [Fence() for _ in range(layout.n_layers if layered else 0)]
+        self._layers = LayerFences(layout.n_layers if layered else 0)
         self.cancelled = False
         self._moving: Moving | None = None
         self._calls: Caller = Direct() if calls is None else calls
@@ -86,7 +85,7 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            self._layers[layer].wait(self._patience if seconds is None else seconds)
+            self._layers.wait(layer, self._patience if seconds is None else seconds)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
@@ -147,10 +146,9 @@ class LayerwiseLoad:
 
     def signal(self, layer: int, event: Event) -> None:
         """Called by the worker: this layer's copies are queued, and done when `event` is."""
-        fence = self._layers[layer]
-        if not (fence.queued or fence.watched):  # else whoever moves the bytes has said so
+        if not (self._layers.queued(layer) or self._layers.watched):  # else whoever moves the bytes has said so
             self._timeline.instant("ready", layer=layer, load=self.number)
-        fence.signal(event)
+        self._layers.signal(layer, event)
 
     def released(self) -> None:
         """Called by the worker: nothing writes to the slots any more."""
@@ -183,15 +181,6 @@ class LayerwiseLoad:
         """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""
         self._moving = moving
         if last and moving.lands is not None:
-            for layer, fence in enumerate(self._layers):
-                fence.watch(functools.partial(self._landed, moving.lands, layer))
+            self._layers.watch(moving.lands)
         if self.cancelled:
             moving.cancel()
-
-    def _landed(self, lands: Callable[[int, float], Landed | None], layer: int, seconds: float) -> Landed | None:
-        """Wait for a layer's copies. Who waits for a layer that is copied with it need not ask again."""
-        landed = lands(layer, seconds)
-        if landed is not None:
-            for other in landed.layers:
-                self._layers[other].signal(landed.event)
-        return landed

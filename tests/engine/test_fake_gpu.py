@@ -11,7 +11,7 @@ from gdscache import PageStatus
 from gdscache.errors import DeviceError
 from gdscache.kernels.gpu import CopyRoute
 from tests.support import fake_gpu
-from tests.support.helpers import EXTRA, MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
+from tests.support.helpers import EXTRA, MHA, WAIT, Host, drop_from, prompt, quiet, settle
 
 OpenHost = Callable[..., Host]
 ROUTES: list[CopyRoute] = ["staged", "zero_copy", "copy_engine"]
@@ -101,8 +101,10 @@ def test_layers_are_ready_when_their_copies_are_queued(open_host: OpenHost, monk
     quiet(host.engine)
     with fake_gpu.held():
         load, blocks, keys = host.begin(tokens)
-        until(lambda: load._layers[0].queued or load._layers[0].done() or load._layers[0].queued, "a layer is queued")
-        assert not load._layers[0].done()
+        load._layers._wait_queued(0, WAIT)
+        event = load._layers._events[0]
+        assert event is not None
+        assert not event.query()
         assert not load.done()
         assert not load.release_event.done()
     assert host.finish(load, blocks, keys).tokens == 12

@@ -123,6 +123,12 @@ bool reached(const OpenGpu& self, int64_t point) {
     return !asking.gpu() || asking.gpu()->reached(point);
 }
 
+bool past(const OpenGpu& self, int64_t point) {
+    require(point >= 0, "no point");
+    const Asking asking(self);
+    return !asking.gpu() || asking.gpu()->past(point);
+}
+
 void wait(const OpenGpu& self, int64_t point) {
     require(point >= 0, "no point");
     for (bool over = false; !over;) {
@@ -169,6 +175,7 @@ void bind_gpu(nb::module_& module) {
         .def("finish", &finish, nb::arg("ticket"))
         .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), nb::arg("loads"))
         .def("reached", &reached, nb::arg("point"))
+        .def("past", &past, nb::arg("point"))
         .def("wait", &wait, nb::arg("point"))
         .def("follow", &follow, nb::arg("stream"), nb::arg("point"))
         .def("close", &close);
