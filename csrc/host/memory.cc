@@ -17,6 +17,7 @@ thread_local int MustNotFail::depth_ = 0;
 namespace {
 
 // Blocks of whole units, the first of which begins with their number.
+constexpr size_t kSpareBytes = 4096;  // a table of nanobind's has some dozens of entries
 constexpr size_t kUnit = 64, kHead = alignof(std::max_align_t), kUnits = kReserveBytes / kUnit;
 static_assert(kHead >= sizeof(size_t));
 
@@ -41,6 +42,15 @@ void* take_of_reserve(size_t bytes) noexcept {
         return block + kHead;
     }
     return nullptr;
+}
+
+void* take_of_spare(size_t bytes) noexcept {
+    if (bytes > kSpareBytes) return nullptr;
+    {
+        const std::lock_guard lock(mutex);
+        if (used.count() > kUnits / 2) return nullptr;
+    }
+    return take_of_reserve(bytes);
 }
 
 bool give_to_reserve(void* address) noexcept {
@@ -77,7 +87,10 @@ void* operator new(size_t bytes) {
     const auto system = __real_malloc ? __real_malloc : std::malloc;  // tests are linked without
     for (;;) {
         if (void* const found = system(bytes ? bytes : 1)) return found;
-        if (!gdscache::MustNotFail::here()) throw std::bad_alloc();
+        if (!gdscache::MustNotFail::here()) {
+            if (void* const found = gdscache::take_of_spare(bytes)) return found;
+            throw std::bad_alloc();
+        }
         if (void* const found = gdscache::take_of_reserve(bytes)) return found;
         const timespec pause{0, 1'000'000};
         nanosleep(&pause, nullptr);

@@ -38,6 +38,8 @@ private:
 // The reserve. `take` answers null where no room is left; `give` whether the address was of it.
 constexpr size_t kReserveBytes = size_t{2} << 20;
 void* take_of_reserve(size_t bytes) noexcept;
+// The same of what moves under way can spare: some bytes, as nanobind asks for where an exception would end the process.
+void* take_of_spare(size_t bytes) noexcept;
 bool give_to_reserve(void* address) noexcept;
 
 }  // namespace gdscache

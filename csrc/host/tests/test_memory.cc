@@ -82,7 +82,12 @@ void system_without_memory() {
         CHECK(throws(kBytes + 1));
         operator delete(block);
     }
-    CHECK(throws(kBytes));
+    CHECK(throws(kBytes) && !throws(4096));
+    std::vector<void*> spared;
+    spared.reserve(kReserveBytes / 4096);
+    while (void* const block = take_of_spare(4096)) spared.push_back(block);
+    CHECK(spared.size() >= kReserveBytes / 4096 / 2 - 16 && spared.size() < kReserveBytes / 4096 * 3 / 4);
+    for (void* const block : spared) CHECK(give_to_reserve(block));
     waits = true;
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     CHECK(!came);
