@@ -41,10 +41,6 @@ class DeviceMemory:
     def __cuda_array_interface__(self) -> dict[str, object]:
         return {"version": 3, "typestr": "|u1", "shape": (self.nbytes,), "data": (self.address, False), "strides": None}
 
-    def part(self, start: int, stop: int) -> DeviceMemory:
-        """These of the bytes."""
-        return DeviceMemory(self.address + start, stop - start, self.device)
-
 
 Memory = memoryview | DeviceMemory
 """Exactly the bytes that move. A view of the host's memory is of plain bytes, and read-only where they are written."""
@@ -142,6 +138,13 @@ def failed(op: str, path: str, offset: int, error: OSError | RuntimeError | Valu
 def memory_of(tensor: torch.Tensor) -> DeviceMemory:
     """The bytes of a contiguous tensor on a GPU."""
     return DeviceMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.device.index or 0)
+
+
+def part(memory: Memory, start: int, stop: int) -> Memory:
+    """Some of the bytes."""
+    if isinstance(memory, memoryview):
+        return memory[start:stop]
+    return DeviceMemory(memory.address + start, stop - start, memory.device)
 
 
 def address_of(memory: memoryview) -> int:

@@ -19,6 +19,7 @@
 #include "../gpu_server.h"
 #include "../pool.h"
 #include "handles.h"
+#include "transport.h"
 
 namespace gdscache {
 
@@ -80,7 +81,10 @@ class OpenExecutor {
 public:
     OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
                  const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool, const OpenGpu* gpu,
-                 const OpenCuFiles* cufile, int workers, int depth, int threads);
+                 const OpenCuFiles* cufile, int workers, int depth, int threads, const nb::object& transport);
+    ~OpenExecutor() { close(); }
+    OpenExecutor(const OpenExecutor&) = delete;
+    OpenExecutor& operator=(const OpenExecutor&) = delete;
 
     const std::string& disk() const { return open().disk; }
 
@@ -119,7 +123,7 @@ public:
         if (closed_) return;
         closed_ = true;
         {
-            const nb::gil_scoped_release others;
+            const nb::gil_scoped_release others;  // threads of a disk may want it
             opened_->server.reset();
             opened_->executor.reset();
         }
@@ -142,7 +146,7 @@ private:
 OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const OpenCuFiles* cufile, int workers, int depth,
-                           int threads) {
+                           int threads, const nb::object& transport) {
     const auto refused = [](const char* why, int error = EINVAL) {
         if (why) throw CallError{std::string("no executor: ") + why, error, "see what it says"};
     };
@@ -158,6 +162,9 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     made->gpu = gpu ? gpu->copies : nullptr;
     const Pool* const planes = made->pool ? &made->pool->pool : nullptr;
     const std::shared_ptr<CuFiles> files_of_gpu = cufile ? cufile->shared() : nullptr;
+    const bool asked = !transport.is_none();  // a transport of Python's, which gives files numbers of its own
+    const bool to_gpu = asked && nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"));
+    std::vector<DeviceRange> devices;
     std::vector<Space> kinds;
     std::vector<Place> places;
     bool files = false, ours = false;
@@ -188,9 +195,12 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         if (space.foreign && made->gpu) refused(unsound(space, place, made->gpu->gpu->planes(), sizes));
         else if (!space.foreign && space.kind == Space::Kind::kPlanes) refused(unsound(place, planes, sizes));
         const auto size = static_cast<size_t>(place.slots * extent_bytes);
+        const auto address = reinterpret_cast<uint64_t>(place.memory);
+        const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
         place.reached = space.kind == Space::Kind::kMemory &&
-                        (!space.foreign || (files_of_gpu && files_of_gpu->memory(reinterpret_cast<uint64_t>(place.memory), size)));
-        place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
+                        (!on_gpu || to_gpu || (files_of_gpu && files_of_gpu->memory(address, size)));
+        if (on_gpu && to_gpu) devices.push_back({address, size, nb::cast<int>(has("device"))});
+        place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
         files = files || !place.files.empty();
         ours = ours || !space.foreign;
         numbers_[name] = kinds.size();
@@ -211,14 +221,17 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     }
     if (fence < 0) refused("a reserve outside its memory");
     const bool faults = faulty_disks;
+    std::unique_ptr<Disk> disk;
+    Refusal refusal;
+    if (files && asked) disk = open_transport_disk(workers, transport, std::move(devices), refusal);
     {
         const nb::gil_scoped_release others;
-        std::unique_ptr<Disk> disk;
         if (files) {
-            Refusal refusal;
-            disk = cufile  ? open_cufile_disk(workers, files_of_gpu, cufile->batched, refusal)
-                   : depth ? open_disk(workers, depth, refusal)
-                           : open_threads_disk(workers, refusal);
+            if (!asked) {
+                disk = cufile  ? open_cufile_disk(workers, files_of_gpu, cufile->batched, refusal)
+                       : depth ? open_disk(workers, depth, refusal)
+                               : open_threads_disk(workers, refusal);
+            }
             if (!disk) refused(refusal.why.c_str(), refusal.error);
             made->disk = disk->name();
         }
@@ -468,11 +481,11 @@ void bind_executor(nb::module_& module) {
         .def_ro("stop", &Job::stop);
     nb::class_<OpenExecutor>(module, "Executor")
         .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
-                      int64_t, const HostPool*, const OpenGpu*, const OpenCuFiles*, int, int, int>(),
+                      int64_t, const HostPool*, const OpenGpu*, const OpenCuFiles*, int, int, int, const nb::object&>(),
              nb::arg("bounds"), nb::arg("extent_bytes"), nb::arg("page_blocks"), nb::arg("spaces"), nb::arg("limits"),
              nb::arg("reserve").none() = nb::none(), nb::arg("fence") = 0, nb::arg("pool").none() = nb::none(),
              nb::arg("gpu").none() = nb::none(), nb::arg("cufile").none() = nb::none(), nb::arg("workers") = 0,
-             nb::arg("depth") = 0, nb::arg("threads") = 0)
+             nb::arg("depth") = 0, nb::arg("threads") = 0, nb::arg("transport").none() = nb::none())
         .def_prop_ro("disk", &OpenExecutor::disk)
         .def_prop_ro("closed", &OpenExecutor::closed)
         .def("begin", &OpenExecutor::begin, nb::arg("number"), nb::arg("priority"), nb::arg("until"), nb::arg("ways"),
