@@ -16,8 +16,8 @@ import torch
 
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.pages.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import Op, Transport, memory_of
 from gdscache.storage.base import Memory as Piece
+from gdscache.storage.base import Op, Transport, memory_of, part
 
 SECTOR = EXTENT_ALIGNMENT
 FILE_BYTES = 8 << 20
@@ -68,9 +68,8 @@ class Memory:
 
     def part(self, at: int, nbytes: int) -> Piece:
         """The bytes from `at`, as a call takes them."""
-        if isinstance(self._whole, memoryview):
-            return self._whole[at : at + nbytes]
-        return memory_of(self._whole).part(at, at + nbytes)
+        whole = self._whole if isinstance(self._whole, memoryview) else memory_of(self._whole)
+        return part(whole, at, at + nbytes)
 
     def fill(self, data: bytes) -> None:
         if isinstance(self._whole, memoryview):
@@ -80,8 +79,8 @@ class Memory:
             torch.cuda.synchronize()
 
     def bytes(self, at: int = 0, nbytes: int | None = None) -> bytes:
-        part = self._whole[at : at + (self.nbytes if nbytes is None else nbytes)]
-        return bytes(part) if isinstance(part, memoryview) else part.cpu().numpy().tobytes()
+        some = self._whole[at : at + (self.nbytes if nbytes is None else nbytes)]
+        return bytes(some) if isinstance(some, memoryview) else some.cpu().numpy().tobytes()
 
     def close(self) -> None:
         """Again is fine."""
@@ -192,11 +191,11 @@ def check_equal(there: bytes | memoryview, expected: bytes | memoryview) -> None
 
 def move(transport: Transport, op: Op, file: int, offset: int, memory: Piece) -> int:
     """One call, as the library makes it: what is written is read-only, and a view is released behind the call."""
-    call = transport.read if op is Op.READ else transport.write
-    if not isinstance(memory, memoryview):
-        return call(file, offset, memory)
-    with memory if op is Op.READ else memory.toreadonly() as view:
-        return call(file, offset, view)
+    view = memory.toreadonly() if isinstance(memory, memoryview) and op is Op.WRITE else memory
+    moved = (transport.read if op is Op.READ else transport.write)(file, offset, view)
+    if isinstance(view, memoryview):
+        view.release()
+    return moved
 
 
 def move_all(

@@ -16,7 +16,7 @@ from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from gdscache.testing.transport_suite import TransportSuite
-from tests.support.posix_transport import PosixTransport
+from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.transport_parts import has_libcuda
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -54,20 +54,13 @@ def _uring() -> None:
 @pytest.mark.usefixtures("_uring", "_direct")
 class TestUringDirect(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return NativeTransport(threads, "on")
+        return NativeByDisk(threads, "on")
 
 
 @pytest.mark.usefixtures("_uring")
 class TestUringBuffered(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return NativeTransport(threads, "off")
-
-
-class TestPython(TransportSuite):
-    """A user's own, over the queue and the threads of storage/workers.py."""
-
-    def make_transport(self, threads: int) -> Transport:
-        return PosixTransport(threads, "off")
+        return NativeByDisk(threads, "off")
 
 
 @needs_kvikio
@@ -132,7 +125,7 @@ class TestFaultyWithoutFaults(TransportSuite):
         return FaultyTransport(threads, "off", plan=FaultPlan())
 
 
-class TestFaultyThatFollowsAndDelays(TransportSuite):
+class TestFaultyThatDelays(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
         plan = FaultPlan(FaultRule(Fault.DELAY, rate=0.1, seconds=0.002), trace=True)
         return FaultyTransport(threads, "off", plan=plan)
