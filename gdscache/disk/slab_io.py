@@ -56,7 +56,7 @@ class SlabIO:
     def hand_over(self) -> Descriptors:
         """What an executor moves these bytes by. Flushing and closing stays here, and what has been registered."""
         transport = self.transport
-        own = transport if isinstance(transport, NativeTransport) else None
+        own = transport if isinstance(transport, NativeTransport) and transport.is_own else None
         return Descriptors(
             tuple(self._files),
             self._period,

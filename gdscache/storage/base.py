@@ -136,8 +136,8 @@ def failed(op: str, path: str, offset: int, error: OSError | RuntimeError | Valu
 
 
 def memory_of(tensor: torch.Tensor) -> DeviceMemory:
-    """The bytes of a contiguous tensor on a GPU."""
-    return DeviceMemory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.device.index or 0)
+    """A contiguous tensor of uint8 on a GPU."""
+    return DeviceMemory(tensor.data_ptr(), tensor.numel(), tensor.device.index or 0)
 
 
 def part(memory: Memory, start: int, stop: int) -> Memory:

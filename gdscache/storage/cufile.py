@@ -68,6 +68,10 @@ class CufileTransport(NativeTransport):
                 self.cufile.close()
             raise
 
+    @property
+    def is_own(self) -> bool:
+        return type(self) is CufileTransport
+
     def _opened(self, gpu: GpuDriver, batched: int) -> CuFiles:
         if not os.path.exists(PROC_MODULES):
             raise TransportUnavailableError(

@@ -28,6 +28,11 @@ class NativeTransport(DirectFiles):
         self.uring = uring
         self._try_disk()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it does no more than this class says, so that the library can do it alone."""
+        return type(self) is NativeTransport
+
     def _try_disk(self) -> None:
         """Whether the executor will get its disk: that is said before there are files."""
         try:
