@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from gdscache.commands.bench.io_batches import Batch, ByDisk, ByThreads, Mover, Request
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, NativeCallError, StorageError
+from gdscache.native import Disk
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
-from gdscache.storage.base import IORequest, Op, Submission, Transport
+from gdscache.storage.base import Op, Transport, address_of, memory_of
 from gdscache.storage.native import NativeTransport
 
 CHECKED = ((16 * KIB, 16), (1 * MIB, 6))  # request sizes and counts of the byte check
 CHECK_BYTES = 8 * MIB  # that it needs of the file and of memory
-
-Request = tuple[int, int]
-"""Where in the file, where in the memory."""
+UNDER_WAY = 8  # calls that io_uring has for each of its threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,10 @@ class OpenWay(Closeable):
             buffer = self._io_memory
             self.transport.register(buffer)
             undo.callback(self.transport.deregister, buffer)
+            self._mover = open_mover(self.transport, threads, buffer)
+            undo.callback(self._mover.close)
+            self._batches: dict[int, Batch] = {}
+            self._numbers = itertools.count()
             self._undo = undo.pop_all()
 
     @property
@@ -92,32 +97,35 @@ class OpenWay(Closeable):
         except NativeCallError as error:
             raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
-    def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Submission:
+    def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Batch:
         """Submit requests of `nbytes` each. Where the GPU's bytes go through the host, they are copied down before."""
         if op is Op.WRITE and self.host is not None and self.gpu is not None:
             for _, at in some:
                 self.host.tensor[at : at + nbytes].copy_(self.gpu[at : at + nbytes], non_blocking=True)
             _idle(self.gpu)
-        memory = self._io_memory
-        return self.transport.submit(
-            op, [IORequest(self._file, offset, memory[at : at + nbytes]) for offset, at in some]
-        )
+        batch = Batch(next(self._numbers), op, self._file, some, nbytes)
+        self._batches[batch.number] = batch
+        self._mover.begin(batch)
+        return batch
 
-    def finish(self, submission: Submission, op: Op, some: Sequence[Request], nbytes: int) -> None:
-        """Wait for all of a submission, and copy on to the GPU what was read for it. Raises its first error."""
-        failure: StorageError | None = None
-        for number, error in submission.completions():
-            failure = failure or error
-            if error is None and op is Op.READ and self.host is not None and self.gpu is not None:
-                at = some[number][1]
-                self.gpu[at : at + nbytes].copy_(self.host.tensor[at : at + nbytes], non_blocking=True)
+    def finish(self, batch: Batch) -> None:
+        """Wait for all of a batch, and copy on to the GPU what was read for it. Raises its first error."""
+        while batch.left or batch.ended:
+            if batch.op is Op.READ and self.host is not None and self.gpu is not None:
+                for at in batch.ended:
+                    self.gpu[at].copy_(self.host.tensor[at], non_blocking=True)
+            batch.ended.clear()
+            if batch.left:
+                for number, part, error, moved in self._mover.reap():
+                    self._batches[number].end(part, error, moved, str(self.path))
         _idle(self.gpu)
-        if failure is not None:
-            raise failure
+        del self._batches[batch.number]
+        if batch.failure is not None:
+            raise batch.failure
 
     def move(self, op: Op, some: Sequence[Request], nbytes: int) -> None:
         """Submit requests and wait for them. Raises the first error."""
-        self.finish(self.begin(op, some, nbytes), op, some, nbytes)
+        self.finish(self.begin(op, some, nbytes))
 
     def flush(self) -> None:
         """What was written is on the device when this returns."""
@@ -165,6 +173,15 @@ def open_transport(name: str, threads: int, device: torch.device) -> Transport:
     from gdscache.storage.nixl import NixlTransport
 
     return NixlTransport(threads, gds=name == "nixl_gds_mt")
+
+
+def open_mover(transport: Transport, threads: int, memory: memoryview | torch.Tensor) -> Mover:
+    """As an engine moves the bytes: the library's own transports by its disk, others by threads that call them."""
+    if not isinstance(transport, NativeTransport):
+        return ByThreads(transport, threads, memory if isinstance(memory, memoryview) else memory_of(memory))
+    address = address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
+    disk = Disk("ring" if transport.uring else "threads", threads, UNDER_WAY * threads, transport.cufile)
+    return ByDisk(disk, address, copied=not transport.direct)
 
 
 def engine_way(directory: Path) -> str:
