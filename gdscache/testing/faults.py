@@ -73,7 +73,7 @@ class FaultyTransport(Transport):
         self.memory_kinds = self.inner.memory_kinds
         self._files: dict[int, tuple[int, str]] = {}  # by handle: the number of the file, its path
         self._lock = threading.Lock()
-        self._ends: set[tuple[Op, int, int]] = set()  # where files end for the next call, behind one that was short
+        self._ends: dict[int, tuple[Op, int, int]] = {}  # by thread: where a file ends, behind a call that was short
         self._under_way = 0
         self._closing = False
 
@@ -120,10 +120,8 @@ class FaultyTransport(Transport):
         if not self.plan.active or file not in self._files:
             return self._call(op, file, offset, memory)
         number, path = self._files[file]
-        with self._lock:
-            if (op, file, offset) in self._ends:
-                self._ends.remove((op, file, offset))
-                return 0
+        if self._ends.pop(threading.get_ident(), None) == (op, file, offset):
+            return 0
         met = self.plan.meet(op, number, path, offset, memory.nbytes)
         with self._lock:
             self._under_way += 1
@@ -158,9 +156,8 @@ class FaultyTransport(Transport):
             moved = self._call(op, file, offset, part(memory, 0, half)) if half else 0
             if fault is Fault.TORN:
                 return nbytes
-            if not self.merges:  # else the pages behind it are tried alone
-                with self._lock:
-                    self._ends.add((op, file, offset + half))
+            if half and not self.merges:  # else the pages behind it are tried alone
+                self._ends[threading.get_ident()] = op, file, offset + half
             return moved
         elif op is Op.READ:
             moved = self._call(op, file, offset, memory)

@@ -750,6 +750,6 @@ def test_a_tier_that_has_stopped_is_not_switched_on_by_i_o_that_ends() -> None:
     submission, requests, given = a_batch(5)
     keeper.hold(submission, requests)
     keeper.stop("another process has the lock")
-    submission.finish([(i, 1, None) for i in range(5)])
+    submission.finish(*range(5))
     assert len(given) == 5
     assert keeper.off
