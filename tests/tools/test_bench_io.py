@@ -171,7 +171,7 @@ def test_a_pass_moves_each_part_once_with_so_many_in_flight(
 
         def finishes(batch: Any) -> None:
             finish(batch)
-            del under_way[: len(batch.sizes)]
+            del under_way[: len(batch.calls)]
 
         monkeypatch.setattr(way, "begin", begins)
         monkeypatch.setattr(way, "finish", finishes)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.io_batches import CALL_BYTES
+from gdscache.commands.bench.io_ways import CALL_BYTES
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
 

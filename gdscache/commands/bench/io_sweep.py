@@ -16,8 +16,7 @@ import torch
 
 from gdscache.commands.bench import io_cache, measure
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
-from gdscache.commands.bench.io_batches import Batch
-from gdscache.commands.bench.io_ways import BY_NAME, CHECK_BYTES, OpenWay, check
+from gdscache.commands.bench.io_ways import BY_NAME, CHECK_BYTES, Batch, OpenWay, check
 from gdscache.commands.bench.measure import interleave, rate, ratio, seconds
 from gdscache.commands.console import Progress
 from gdscache.errors import GdsCacheError, IOFailedError
