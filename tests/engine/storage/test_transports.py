@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from gdscache.storage.nixl import NixlTransport
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
+from tests.support.places import SUPPORT
 from tests.support.transport_parts import has_libcuda
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -70,6 +75,37 @@ class TestKvikio(TransportSuite):
 
     def make_transport(self, threads: int) -> Transport:
         return KvikioTransport(threads, compat="on")
+
+
+@needs_kvikio
+@pytest.mark.suite
+@pytest.mark.skipif(has_libcuda(), reason="a real libcuda.so.1 is here: the suite runs with that")
+def test_kvikio_with_a_stand_in_driver(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stand-in")
+    source, library = SUPPORT / "stand_ins" / "libcuda.c", tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        "-k",
+        "TestKvikio",
+        f"--basetemp={tmp_path / 'inner'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, __file__],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
+    assert " passed" in done.stdout
 
 
 @needs_nixl
