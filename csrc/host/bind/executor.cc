@@ -8,10 +8,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
@@ -75,6 +77,25 @@ struct Opened {
     std::shared_ptr<GpuCopies> gpu;
     std::unique_ptr<Executor> executor;
     std::unique_ptr<GpuServer> server;  // which ends before the executor
+    std::atomic<int> inside{0};  // calls that wait there
+    std::atomic<bool> closing{false};
+};
+
+// A part of a wait within the executor, which is not closed meanwhile. Signals are heard between two of them.
+class Inside {
+public:
+    explicit Inside(Opened& opened) : inside_(opened.inside) {
+        ++inside_;
+        closed = opened.closing;
+    }
+    ~Inside() { --inside_; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+    bool closed;  // it is too late
+
+private:
+    std::atomic<int>& inside_;
 };
 
 class OpenExecutor {
@@ -123,7 +144,10 @@ public:
         if (closed_) return;
         closed_ = true;
         {
-            const nb::gil_scoped_release others;  // threads of a disk may want it
+            const nb::gil_scoped_release others;  // threads of a disk may want it, and calls that wait
+            opened_->closing = true;
+            opened_->executor->stop();
+            while (opened_->inside) std::this_thread::sleep_for(std::chrono::microseconds(100));
             opened_->server.reset();
             opened_->executor.reset();
         }
@@ -325,10 +349,12 @@ nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
         int64_t point = 0;
         bool known;
         if (with_lock) {
-            known = kept->executor->wait(move, group, slice, &waited, &point);
+            const Inside inside(*kept);
+            known = !inside.closed && kept->executor->wait(move, group, slice, &waited, &point);
         } else {
             const nb::gil_scoped_release others;
-            known = kept->executor->wait(move, group, slice, &waited, &point);
+            const Inside inside(*kept);
+            known = !inside.closed && kept->executor->wait(move, group, slice, &waited, &point);
         }
         if (!known) return nb::int_(0);  // nobody knows it any more: it was over
         if (waited == Waited::kHappened) return nb::int_(point);
@@ -361,15 +387,17 @@ void OpenExecutor::refuse(int status) {
 
 // What `take(until, &waited)` gives, null where nothing came in time. Signals are heard.
 template <typename Take>
-auto taken(double seconds, Take take) {
+auto taken(Opened& opened, double seconds, Take take) {
     const Nanoseconds until = deadline(seconds);
     for (;;) {
         const Nanoseconds slice = std::min(until, now() + kSlice);
         Waited waited;
-        decltype(take(slice, &waited)) found;
+        decltype(take(slice, &waited)) found{};
         {
             const nb::gil_scoped_release others;
-            found = take(slice, &waited);
+            const Inside inside(opened);
+            if (inside.closed) waited = Waited::kClosed;
+            else found = take(slice, &waited);
         }
         if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
         if (waited == Waited::kHappened || slice == until) return found;
@@ -380,7 +408,8 @@ auto taken(double seconds, Take take) {
 nb::object OpenExecutor::take_io(double seconds) {
     open();
     const std::shared_ptr<Opened> kept = opened_;
-    const IoJob* const found = taken(seconds, [&](Nanoseconds until, Waited* waited) { return kept->executor->take_io(until, waited); });
+    const IoJob* const found =
+        taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) { return kept->executor->take_io(until, waited); });
     if (!found) return nb::none();
     Job job{found->id, found->move, found->write, found->sums, names_[found->files], names_[found->memory],
             range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start, found->stop};
@@ -391,7 +420,7 @@ nb::object OpenExecutor::take_io(double seconds) {
 nb::object OpenExecutor::take_copy(double seconds) {
     require(!open().gpu, "a GPU's copies are its threads'");
     const std::shared_ptr<Opened> kept = opened_;
-    const CopyJob* const found = taken(seconds, [&](Nanoseconds until, Waited* waited) {
+    const CopyJob* const found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
         return kept->executor->take_copy(Hands::kForeign, until, waited);
     });
     if (!found) return nb::none();
@@ -429,7 +458,7 @@ nb::object OpenExecutor::take_late(double seconds, int64_t most) {
     open();
     const std::shared_ptr<Opened> kept = opened_;
     nb::list rows;
-    const auto found = taken(seconds, [&](Nanoseconds until, Waited* waited) {
+    const auto found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
         return kept->executor->take_ended_late(until, static_cast<size_t>(most), waited);
     });
     for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
