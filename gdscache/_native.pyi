@@ -129,8 +129,9 @@ class Disk:
     (`threads`), which with `cufile` move memory of a GPU, too; None: the first of them that can be had.
 
     `depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many under
-    way as it has threads. `transport`: what they call, whose files are its handles. One thread submits, reaps and closes, and lives as long as anything is under way. Any thread
-    may `wake`. `faults`, for tests: int64 (faults, 3): which piece, what (faulty_disk.h), value.
+    way as it has threads. `transport`: what they call, whose handles files are then. One thread submits, reaps and
+    closes, and lives as long as anything is under way. Any thread may `wake`. `faults`, for tests: int64 (faults, 3):
+    which piece, what (faulty_disk.h), value.
     Raises `RefusedDiskError`, with the errno of the system's answer.
     """
 

@@ -131,24 +131,16 @@ class NixlTransport(DirectFiles):
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         """NIXL gives no byte count, so a read is held against the size of its file."""
-        path, error = self.path(file), None
-        try:
-            self._transfer(op, file, offset, memory)
-        except IOFailedError:
-            raise
-        except self._nixl_errors as caught:
-            error = caught
-        moved = memory.nbytes
-        if op is Op.READ:
-            moved = min(max(os.fstat(file).st_size - offset, 0), moved)
-        if error is not None and moved == memory.nbytes:
-            raise failed(op.value, path, offset, RuntimeError(_said(error))) from error
-        return moved
-
-    def _transfer(self, op: Op, file: int, offset: int, memory: Memory) -> None:
+        path, moved = self.path(file), memory.nbytes
+        error: Exception | None = None
         with self._lock:
             self.check_open()
-            handle = self._handle(op, file, offset, memory)
+            try:
+                handle = self._handle(op, file, offset, memory)
+            except IOFailedError:
+                raise
+            except self._nixl_errors as caught:
+                raise failed(op.value, path, offset, RuntimeError(_said(caught))) from caught
             self._live += 1
         try:
             with self._lock:
@@ -157,9 +149,16 @@ class NixlTransport(DirectFiles):
                 time.sleep(min(_PAUSE_S * self._live, _LONG_PAUSE_S))
                 with self._lock:
                     done = self._is_done(self._agent.check_xfer_state(handle))
+        except self._nixl_errors as caught:
+            error = caught
         finally:
             with self._lock:
+                if op is Op.READ:
+                    moved = min(max(os.fstat(file).st_size - offset, 0), moved)
                 self._end(handle)
+        if error is not None and moved == memory.nbytes:
+            raise failed(op.value, path, offset, RuntimeError(_said(error))) from error
+        return moved
 
     # What follows runs with the lock.
 

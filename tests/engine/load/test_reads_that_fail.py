@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from gdscache import CacheEngine, PageStatus
+from gdscache import CacheEngine, PageStatus, native
 from gdscache.disk.catalog import Catalog
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache import native
 from gdscache.storage.base import Op
 from gdscache.tiers import ssd as ssd_tier
 from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
