@@ -2,7 +2,7 @@
 
     python examples/gds_throughput.py [DIRECTORY] [--mib 256] [--request-kib 1024] [--threads 16] [--require-gds]
 
-It moves a file once each way, as a batch of requests, and compares every byte. With --require-gds it fails unless the
+It moves a file once each way, by calls from threads, and compares every byte. With --require-gds it fails unless the
 nvidia-fs driver counted reads and writes of GPU memory meanwhile. `gdscache bench io` measures in turns, against the
 disk's own limit, and by more sizes and depths; this shows the calls.
 """
@@ -20,23 +20,22 @@ import torch
 
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import GdsCacheError
-from gdscache.storage import IORequest, Op, Transport, open_transport
+from gdscache.storage import Op, Transport, open_transport
+from gdscache.storage.base import Memory, memory_of, part
+from gdscache.storage.calls import carry
 from gdscache.storage.probe import gds_operations
 
 DEADLINE_S = 120.0
 
 
-def move(transport: Transport, op: Op, file: int, memory: memoryview | torch.Tensor, request: int) -> float:
-    """Move the whole of the memory in requests of so many bytes, all submitted at once; GB/s."""
-    requests = [IORequest(file, at, memory[at : at + request]) for at in range(0, len(memory), request)]
+def move(transport: Transport, op: Op, file: int, memory: Memory, request: int) -> float:
+    """Move the whole of the memory in calls of so many bytes, by the transport's number of threads; GB/s."""
+    parts = [part(memory, at, min(at + request, memory.nbytes)) for at in range(0, memory.nbytes, request)]
     start = time.perf_counter()
-    errors = transport.submit(op, requests).wait(time.monotonic() + DEADLINE_S)
+    carry(transport, op, [(file, n * request, some) for n, some in enumerate(parts)], DEADLINE_S)
     if op is Op.WRITE:
         transport.flush(file)
-    seconds = time.perf_counter() - start
-    for error in filter(None, errors):
-        raise error
-    return len(memory) / seconds / 1e9
+    return memory.nbytes / (time.perf_counter() - start) / 1e9
 
 
 def try_one(name: str, device: str, path: Path, options: argparse.Namespace) -> bool:
@@ -57,12 +56,14 @@ def try_one(name: str, device: str, path: Path, options: argparse.Namespace) -> 
         content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         if device == "cpu":
             buffer = HostBuffer(nbytes)  # page-aligned, page-locked where CUDA is
-            tensor, memory = buffer.tensor, buffer.view
+            tensor, whole = buffer.tensor, buffer.view
+            memory: Memory = whole
         else:
-            tensor = memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            tensor = whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            memory = memory_of(tensor)
         tensor.copy_(content)
         synchronize(device)  # no transport waits for the caller's streams
-        transport.register(memory)  # once, for memory that is used again and again
+        transport.register(whole)  # once, for memory that is used again and again
         before = gds_operations()
         written = move(transport, Op.WRITE, file, memory, request)
         tensor.zero_()
@@ -70,7 +71,7 @@ def try_one(name: str, device: str, path: Path, options: argparse.Namespace) -> 
         read = move(transport, Op.READ, file, memory, request)
         reads, writes = (new - old for old, new in zip(before, gds_operations(), strict=True))
         same = torch.equal(tensor.cpu(), content)
-        transport.deregister(memory)
+        transport.deregister(whole)
         past = "past the page cache" if transport.direct else "through the page cache"
     print(
         f"{name}, {device}: read {read:.2f}, write {written:.2f} GB/s, {past}; nvidia-fs counted {reads} and {writes}"
@@ -98,7 +99,7 @@ def main() -> None:
         path = Path(directory, "data.bin")
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, options.mib << 20)  # transports take files that have their size
-        names = {"cpu": ["posix", "uring", "nixl"], "cuda:0": ["cufile", "kvikio", "nixl"]}
+        names = {"cpu": ["posix", "nixl"], "cuda:0": ["cufile", "kvikio", "nixl"]}
         found = [try_one(name, device, path, options) for device in devices for name in names[device]]
     print(f"GPUDirect Storage: {'yes' if any(found) else 'no'}")
     if options.require_gds and not any(found):

@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.storage.base import Transport
+
 _T = TypeVar("_T", bound=np.generic)
 _Buffer = bytes | memoryview | npt.NDArray[Any]
 _Int64 = npt.NDArray[np.int64]
@@ -127,8 +129,9 @@ class Disk:
     (`threads`), which with `cufile` move memory of a GPU, too; None: the first of them that can be had.
 
     `depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many under
-    way as it has threads. One thread submits, reaps and closes, and lives as long as anything is under way. Any thread
-    may `wake`. `faults`, for tests: int64 (faults, 3): which piece, what (faulty_disk.h), value.
+    way as it has threads. `transport`: what they call, whose handles files are then. One thread submits, reaps and
+    closes, and lives as long as anything is under way. Any thread may `wake`. `faults`, for tests: int64 (faults, 3):
+    which piece, what (faulty_disk.h), value.
     Raises `RefusedDiskError`, with the errno of the system's answer.
     """
 
@@ -139,6 +142,7 @@ class Disk:
         depth: int,
         cufile: CuFiles | None = None,
         faults: _Int64 | None = None,
+        transport: Transport | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -188,6 +192,9 @@ class CuFiles:
     def remove_file(self, file: int) -> None: ...
     def add_memory(self, address: int, nbytes: int) -> None: ...
     def remove_memory(self, address: int) -> None: ...
+    def move(self, file: int, offset: int, address: int, nbytes: int, *, write: bool) -> int:
+        """Bytes that one call has moved to or from known memory, or an error (`error_text`) below 0."""
+
     def run_bare(self, file: int, address: int, nbytes: int, piece_bytes: int, threads: int, *, write: bool) -> float:
         """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare_cufile.h."""
 
@@ -289,10 +296,11 @@ class Executor:
         workers: int = 0,
         depth: int = 0,
         threads: int = 0,
+        transport: Transport | None = None,
     ) -> None: ...
     @property
     def disk(self) -> str:
-        """ "ring", "threads", "cufile", or "" without one."""
+        """ "ring", "threads", "cufile", "transport", or "" without one."""
 
     @property
     def closed(self) -> bool: ...

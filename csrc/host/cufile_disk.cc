@@ -226,6 +226,10 @@ int64_t CuFileCaller::answer(const Batch& batch, size_t piece) {
 
 }  // namespace
 
+int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, const Call& call) {
+    return CuFileCaller(std::move(files), 0, nullptr).transfer(piece, call);
+}
+
 std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched,
                                        Refusal& refusal) {
     const int64_t most = files->cufile().has_batches() ? batched : 0;

@@ -19,4 +19,7 @@ constexpr int64_t kBatchedBytes = 64 << 10;
 std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched,
                                        Refusal& refusal);
 
+// The bytes of a call, as one of its threads moves them.
+int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, const Call& call);
+
 }  // namespace gdscache

@@ -72,6 +72,8 @@ public:
     virtual size_t depth() const = 0;
     // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for it.
     virtual size_t room() const = 0;
+    // Fragments that a piece should have at most.
+    virtual uint32_t most_fragments() const { return kMostFragments; }
 
     virtual const char* name() const = 0;
 };

@@ -1,7 +1,7 @@
 // The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one that reads and writes.
 //
-// Threads of others take what is foreign: a transport of Python, the lanes of a GPU (gpu_server.h). None of ours calls
-// into Python.
+// Threads of others take what is foreign: a tier of Python, the lanes of a GPU (gpu_server.h). Of ours, only a disk of
+// threads may wait for Python's lock, which nobody keeps who waits for them or ends them (bind/transport.h).
 
 #pragma once
 

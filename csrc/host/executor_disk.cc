@@ -25,7 +25,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job) const {
             requests.push_back({files.files[number % count], extent + share.start, address, share.stop - share.start});
         }
     }
-    flight->runs = cut_and_merge(requests, limit);
+    flight->runs = cut_and_merge(requests, limit, disk_->most_fragments());
     flight->left.assign(job.pages.size(), 0);
     flight->errors.assign(job.pages.size(), 0);
     for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->left[flight->page_of(n)];

@@ -80,6 +80,7 @@ public:
     size_t pending() const override { return disk_->pending() + hanging_.size() + late_.size() + ready_.size(); }
     size_t depth() const override { return disk_->depth(); }
     size_t room() const override { return disk_->room(); }
+    uint32_t most_fragments() const override { return disk_->most_fragments(); }
     const char* name() const override { return disk_->name(); }
 
 private:

@@ -42,8 +42,8 @@ struct Again {
 
 class ThreadsDisk final : public Disk {
 public:
-    ThreadsDisk(int threads, const char* name, MakeCaller make, int event)
-        : event_(event), wanted_(static_cast<size_t>(threads)), name_(name), make_(std::move(make)) {
+    ThreadsDisk(int threads, const char* name, MakeCaller make, uint32_t most, int event)
+        : event_(event), wanted_(static_cast<size_t>(threads)), most_(most), name_(name), make_(std::move(make)) {
         threads_.reserve(wanted_);
     }
 
@@ -111,6 +111,7 @@ public:
     size_t pending() const override { return pending_; }
     size_t depth() const override { return wanted_; }
     size_t room() const override { return kRoom * wanted_; }
+    uint32_t most_fragments() const override { return most_; }
     const char* name() const override { return name_; }
 
 private:
@@ -224,7 +225,7 @@ private:
             parts.pop_back();
             iovec one;
             const Call call = next_call(piece, part, one);
-            const bool looks = piece.n_looks != 0 && part.count == piece.count && part.resume == 0;
+            const bool looks = caller.looks() && piece.n_looks != 0 && part.count == piece.count && part.resume == 0;
             const int64_t answer = looks ? read_and_look(caller, piece) : caller.transfer(piece, call);
             advance(piece, part, answer, ended, parts);
             if (looks && answer == call.bytes) ended.back().looked = true;
@@ -248,6 +249,7 @@ private:
 
     const int event_;  // that there may be something to take
     const size_t wanted_;
+    const uint32_t most_;
     const char* const name_;
     const MakeCaller make_;
     std::atomic<bool> woken_{false};
@@ -274,7 +276,8 @@ std::unique_ptr<Disk> open_threads_disk(int threads, Refusal& refusal) {
     return open_threads_disk(threads, "threads", [] { return std::make_unique<SystemCaller>(); }, refusal);
 }
 
-std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal) {
+std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal,
+                                        uint32_t most) {
     if (threads < 1 || threads > kMostThreads) {
         refusal = {EINVAL, "no sound number of threads"};
         return nullptr;
@@ -284,7 +287,7 @@ std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCalle
         refusal = {errno, "eventfd cannot be had"};
         return nullptr;
     }
-    auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), event);
+    auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), most, event);
     try {
         disk->start();
     } catch (const std::system_error& error) {

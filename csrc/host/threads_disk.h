@@ -19,6 +19,8 @@ public:
     virtual ~Caller() = default;
     // Move the bytes of a call.
     virtual int64_t transfer(const Piece& piece, const Call& call) = 0;
+    // Whether checksums are taken of what it reads, part by part; else whoever wants them looks at all of it later.
+    virtual bool looks() const { return true; }
     // Whether such pieces of a file are carried out by one thread at a time.
     virtual bool in_turn(const Piece& /*piece*/) const { return false; }
     // Whether a piece may go together with others that wait.
@@ -37,7 +39,8 @@ int64_t system_call(const Piece& piece, const Call& call);
 // Whether a system call for it keeps a file's lock, and others that want it spin: the kernel copies what is written.
 inline bool keeps_lock(const Piece& piece) { return piece.op == Op::kWrite && piece.copied; }
 
-// `name`: of the disk, a literal.
-std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal);
+// `name`: of the disk, a literal. `most`: fragments of a piece.
+std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal,
+                                        uint32_t most = kMostFragments);
 
 }  // namespace gdscache

@@ -1,25 +1,21 @@
-"""Bytes between the slab's extents and slots in memory, through a transport: what is read and written, page by page."""
+"""The files of a slab, open in a transport: what an executor moves their bytes by, and where a slot lies in them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.disk.slab import Slab
-from gdscache.moves.machine import Descriptors, Places
-from gdscache.moves.page_io import PageIO, stretches
-from gdscache.storage.base import IORequest, Op, Transport
-from gdscache.storage.batch import IOBatch
+from gdscache.moves.machine import Descriptors
+from gdscache.storage.base import Transport
 from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:
     import torch
-
-    from gdscache.native import CuFiles
 
 
 class SlabIO:
@@ -32,8 +28,6 @@ class SlabIO:
             undo.callback(transport.close)
             self._files = [transport.open(file) for file in slab.files]
             undo.pop_all()
-        self._handles = np.array(self._files, dtype=np.int64)
-        self._most = max(1, transport.merge_bytes // slab.extent_bytes)  # pages of one request
         self._period = slab.stretch if len(self._files) > 1 else slab.slots
 
     @property
@@ -49,70 +43,28 @@ class SlabIO:
         """Take `register` back."""
         self.transport.deregister(memory)
 
-    def transfer(
-        self,
-        op: Op,
-        slots: Int64Array,
-        ends: Sequence[tuple[Places, Int64Array]],
-        span: tuple[int, int] | None = None,
-    ) -> PageIO:
-        """Start I/O between the slab's `slots` and places in memory, which `ends` have for so many pages each.
-
-        `span`: `(start, stop)` of each extent, multiples of `EXTENT_ALIGNMENT`; all of it by default.
-        """
-        start, stop = (0, self._slab.extent_bytes) if span is None else span
-        most = self._most if (start, stop) == (0, self._slab.extent_bytes) else 1  # parts of neighbours do not touch
-        runs: list[tuple[Int64Array, Int64Array]] = []
-        requests: list[Sequence[IORequest]] = []
-        at = 0
-        for extents, places in ends:
-            here = slots[at : at + len(places)]
-            firsts, counts = stretches(here, places, most, self._period)
-            runs.append((at + firsts, counts))
-            requests.append(self._requests(here[firsts], extents, places[firsts], counts, start, stop))
-            at += len(places)
-
-        def single(page: int) -> IORequest:
-            before = 0
-            for extents, places in ends:
-                if page < before + len(places):
-                    place = places[page - before : page - before + 1]
-                    return self._requests(slots[page : page + 1], extents, place, np.ones(1, np.int64), start, stop)[0]
-                before += len(places)
-            raise IndexError(page)
-
-        whole = requests[0] if len(requests) == 1 else [request for some in requests for request in some]
-        firsts, counts = (np.concatenate(some) for some in zip(*runs, strict=True))
-        return PageIO(lambda some: self.transport.submit(op, some), whole, firsts, counts, single)
-
-    def _requests(
-        self, slots: Int64Array, extents: Places, places: Int64Array, counts: Int64Array, start: int, stop: int
-    ) -> IOBatch:
-        """A request from byte `start` of each of `slots` on, to byte `stop` of the last of its `counts` extents."""
+    def stretches(self, slots: Int64Array, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """(file, offset in it, first, count): which of `slots`, int64 (slots,), lie side by side, in `nbytes` or in one
+        of them."""
         files, offsets = self._slab.locate_all(slots)
-        sizes = (counts - 1) * self._slab.extent_bytes + stop - start
-        return IOBatch(self._handles[files], offsets + start, extents.where(places, start), sizes, extents.flat)
+        most = max(1, nbytes // self._slab.extent_bytes)
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % self._period == 0)) + 1
+        for run in np.split(np.arange(len(slots)), breaks):
+            for first in range(run[0], run[-1] + 1, most):
+                yield self._files[files[first]], int(offsets[first]), first, min(most, int(run[-1]) + 1 - first)
 
-    @property
-    def cufile(self) -> CuFiles | None:
-        """What the native library reaches memory of a GPU by."""
+    def hand_over(self) -> Descriptors:
+        """What an executor moves these bytes by. Flushing and closing stays here, and what has been registered."""
         transport = self.transport
-        return transport.cufile if isinstance(transport, NativeTransport) and transport.is_own else None
-
-    def hand_over(self) -> Descriptors | None:
-        """What the native library needs to move these bytes itself; None where the transport has to.
-
-        The transport moves nothing any more then, but flushes and closes the files, and keeps what it has registered.
-        """
-        transport = self.transport
-        if not isinstance(transport, NativeTransport) or not transport.is_own:
-            return None
-        transport.hand_over()
-        return Descriptors(tuple(self._files), self._period, transport.threads, transport.uring, transport.cufile)
-
-    def describe(self) -> str:
-        """The transport's name."""
-        return self.transport.name
+        own = transport if isinstance(transport, NativeTransport) and transport.is_own else None
+        return Descriptors(
+            tuple(self._files),
+            self._period,
+            transport.threads,
+            uring=own is not None and own.uring,
+            cufile=None if own is None else own.cufile,
+            transport=None if own is not None else transport,
+        )
 
     def flush(self) -> None:
         """Make ended writes survive a loss of power. Raises `IOFailedError`."""
@@ -120,5 +72,5 @@ class SlabIO:
             self.transport.flush(file)
 
     def close(self) -> None:
-        """Wait for what was submitted, and give files and threads back; again is fine."""
+        """Give the files back; nothing is under way, and again is fine."""
         self.transport.close()

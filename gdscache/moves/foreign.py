@@ -1,4 +1,4 @@
-"""What the native library does not reach itself: files behind a transport of Python's.
+"""What the native library does not reach itself: files of tiers that move their own bytes.
 
 It asks for this I/O as jobs, which a thread here takes, and is told in lists what came of them.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,24 +18,22 @@ from gdscache.arrays import Int64Array
 from gdscache.errors import NativeCallError, PageBytesError, PageGoneError, ShortIOError, TierAnswerError
 from gdscache.extents.base import Extents
 from gdscache.moves.library import NativeMoves
-from gdscache.moves.machine import CheckedIO, Machine, PagesIO
+from gdscache.moves.machine import CheckedIO, Files, Machine, PagesIO
 from gdscache.native import GONE, SHORT, WRONG, Job, put_rows, take_rows
 from gdscache.runtime.threads import failure_of, log_failure
 from gdscache.storage.base import Op
-
-if TYPE_CHECKING:
-    pass
 
 _CODES = {ShortIOError: SHORT, PageGoneError: GONE, PageBytesError: WRONG}
 About = Callable[[int, range], dict[str, Any]]
 
 
 class ForeignFiles:
-    """I/O of files that a transport of Python's does."""
+    """I/O of files that their tiers do."""
 
-    def __init__(self, machine: Machine, moves: NativeMoves, about: About) -> None:
+    def __init__(self, machine: Machine, files: Mapping[str, Files], moves: NativeMoves, about: About) -> None:
         self._about = about
         self._machine = machine
+        self._files = files
         self._moves = moves
         self._layout = machine.mover.layout
         self._progress: SimpleQueue[tuple[Job, PagesIO] | None] = SimpleQueue()
@@ -49,7 +47,7 @@ class ForeignFiles:
 
     def _begin_io(self) -> None:
         while (job := self._moves.take_io(math.inf)) is not None:
-            files, op = self._machine.files[job.files], Op.WRITE if job.kind else Op.READ
+            files, op = self._files[job.files], Op.WRITE if job.kind else Op.READ
             size = job.stop - job.start
             about = self._about(job.move, job.layers) | {"pages": len(job.rows), "bytes": len(job.rows) * size}
             kind, track = ("write", "SSD writes") if job.kind else ("read", "SSD reads")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gdscache.native import CuFiles, Gpu, Pool
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
+    from gdscache.storage.base import Transport
 
 SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
 SPAN_KINDS = (  # what a thread of the library did
@@ -28,11 +29,12 @@ SPAN_KINDS = (  # what a thread of the library did
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """A space of moves. `foreign`: of a GPU, or files of a transport of Python's.
+    """A space of moves. `foreign`: of a GPU, or files that their tier reads and writes.
 
     `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8, or in `device_memory` their address
-    on a GPU. `sums`: uint64 (slots, layers), where stores leave checksums. `files`: descriptors, over which slots go in
-    stretches of `stretch`. `pinned`: a GPU's copy engines reach the memory, of which no copy leaves `fence` slots.
+    on the GPU `device`. `sums`: uint64 (slots, layers), where stores leave checksums. `files`: handles, over which
+    slots go in stretches of `stretch`. `pinned`: a GPU's copy engines reach the memory, of which no copy leaves `fence`
+    slots.
     """
 
     kind: str  # planes, memory or files
@@ -43,6 +45,7 @@ class Space:
     files: Sequence[int] = ()
     stretch: int = 1
     device_memory: int = 0
+    device: int = 0
     pinned: bool = False
     fence: int = 0
 
@@ -65,8 +68,8 @@ class NativeMoves(Executor):
     a multiple of so many. `pool`: of planes that are not foreign. `workers`, `depth`: of the disk, where files are not
     foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is foreign, and time
     passes by `expire`. `gpu`: whose the foreign planes and memories are; without, the caller takes their copies, which
-    tests do. `cufile`: what moves the bytes of files that are not foreign, to and from foreign memory that it knows,
-    too. Raises `NativeCallError`.
+    tests do. `cufile`, `transport`: what moves the bytes of files that are not foreign, to and from foreign memory that
+    it knows, too. Raises `NativeCallError`.
     """
 
     def __init__(
@@ -84,11 +87,12 @@ class NativeMoves(Executor):
         workers: int = 0,
         depth: int = 0,
         threads: int = 0,
+        transport: Transport | None = None,
     ) -> None:
         bounds = np.array([*(start for start, _ in layout.layer_bounds), layout.page_bytes], np.int64)
         super().__init__(
             *(bounds, layout.extent_bytes, page_blocks, dict(spaces), limits, reserve, fence),
-            *(pool, gpu, cufile, workers, depth, threads),
+            *(pool, gpu, cufile, workers, depth, threads, transport),
         )
         self._layout = layout
         self._groups: dict[tuple[range, ...], Int64Array] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gdscache.movers.base import Mover
     from gdscache.native import CuFiles
     from gdscache.pages.checksum import Checksums
-    from gdscache.storage.base import Op
+    from gdscache.storage.base import Op, Transport
     from gdscache.tiers.bounce import Bounce
 
 
@@ -61,7 +61,7 @@ class Places(Protocol):
 
 
 class Files(Protocol):
-    """Where the bytes of a tier are that no copy reaches."""
+    """Where a tier has its bytes that the library does not reach: it moves them itself."""
 
     def transfer(
         self,
@@ -70,7 +70,10 @@ class Files(Protocol):
         ends: Sequence[tuple[Places, Int64Array]],
         span: tuple[int, int] | None = None,
     ) -> PagesIO:
-        """Start I/O of slots, or of the bytes `span` of their extents; see `SlabIO.transfer`."""
+        """Start I/O between `slots` and places in memory, which `ends` have for so many pages each.
+
+        `span`: `(start, stop)` of each extent, multiples of `EXTENT_ALIGNMENT`; all of it by default.
+        """
         ...
 
     def describe(self) -> str:
@@ -83,7 +86,8 @@ class Descriptors:
     """Files that the library reads and writes itself. Slots go over `files` in stretches of `stretch` of them.
 
     `threads`: of the kernel with `uring`, else of the library. `cufile`: what they reach a GPU's memory by, and by what
-    they read and write then; None: memory of the host alone.
+    they read and write then. `transport`: what they call, with its handles for `files`. None: the system, and memory of
+    the host alone.
     """
 
     files: Sequence[int]
@@ -91,24 +95,20 @@ class Descriptors:
     threads: int
     uring: bool
     cufile: CuFiles | None = None
+    transport: Transport | None = None
+
+    @property
+    def means(self) -> tuple[object, object]:
+        """What all files of an executor have in common."""
+        return self.cufile, self.transport
 
 
 @runtime_checkable
 class NativeFiles(Protocol):
-    """Files that may be the library's own to read and write."""
+    """Files that are the library's own to read and write."""
 
-    def hand_over(self) -> Descriptors | None:
-        """What it needs for that, and nobody else moves them any more; None where a transport of Python's has to."""
-        ...
-
-
-@runtime_checkable
-class GpuFiles(NativeFiles, Protocol):
-    """Such files, perhaps to and from memory of a GPU, too."""
-
-    @property
-    def cufile(self) -> CuFiles | None:
-        """What reaches that; None where nothing of the library's does."""
+    def hand_over(self) -> Descriptors:
+        """What it needs for that."""
         ...
 
 
@@ -121,7 +121,7 @@ class Machine:
 
     mover: Mover
     memories: Mapping[str, Extents]
-    files: Mapping[str, Files]
+    files: Mapping[str, Files | NativeFiles]
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
     bounce: Bounce | None = None
     refusal: Callable[[], PageStatus | None] = lambda: None

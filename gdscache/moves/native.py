@@ -1,6 +1,6 @@
 """The executor of an engine: the native library carries moves out, Python's threads drive steps.
 
-Files behind a transport of Python's, which the library does not reach itself, have threads here (foreign.py).
+Files of tiers that move their own bytes have threads here (foreign.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus
 from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
 from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, Space, until
-from gdscache.moves.machine import Descriptors, GpuFiles, Machine, NativeFiles
+from gdscache.moves.machine import Descriptors, Machine, NativeFiles
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import Flag, start
+from gdscache.storage.base import memory_of
 from gdscache.tracing import OFF
 
 _T = TypeVar("_T")
@@ -87,13 +88,15 @@ class NativeExecutor:
                 workers=threads,
                 depth=8 * threads if disk is not None and disk.uring else 0,
                 threads=min(_COPYING, os.cpu_count() or 1),
+                transport=None if disk is None else disk.transport,
             )
             undo.callback(self.moves.close)
             if machine.timeline is not OFF:
                 self.moves.trace()
-            self._files = ForeignFiles(machine, self.moves, self._about)
+            foreign = {name: some for name, some in machine.files.items() if not isinstance(some, NativeFiles)}
+            self._files = ForeignFiles(machine, foreign, self.moves, self._about)
             loops = {"gdscache-late": self._tell_late}
-            if any(space.foreign for space in spaces.values() if space.kind == "files"):
+            if foreign:
                 loops |= self._files.loops()
             self._threads = [
                 threading.Thread(target=serve, args=(loop,), name=name, daemon=True) for name, loop in loops.items()
@@ -107,27 +110,23 @@ class NativeExecutor:
         for name, extents in machine.memories.items():
             flat = extents.flat
             memory = np.frombuffer(flat, np.uint8) if isinstance(flat, memoryview) else None
-            device = 0 if memory is not None else extents.rows.data_ptr()
+            there = None if memory is not None else memory_of(extents.rows)
             spaces[name] = Space(
                 *("memory", extents.slots, memory is None, memory, extents.checksums),
-                device_memory=device,
+                device_memory=0 if there is None else there.address,
+                device=0 if there is None else there.device,
                 pinned=extents.pinned,
                 fence=extents.fence_slots,
             )
         found: Descriptors | None = None
-        on_gpu = any(space.foreign for space in spaces.values() if space.kind == "memory")
-
-        def reached(files: NativeFiles) -> bool:  # its disk has all of its files from one transport
-            cufile = files.cufile if isinstance(files, GpuFiles) else None
-            return cufile is not None and (found is None or found.cufile is cufile)
-
         for name, files in machine.files.items():
-            own = files.hand_over() if isinstance(files, NativeFiles) and (not on_gpu or reached(files)) else None
-            if own is None:
+            if not isinstance(files, NativeFiles):
                 spaces[name] = Space("files", machine.slots[name])
-            else:
-                spaces[name] = Space("files", machine.slots[name], False, files=own.files, stretch=own.stretch)
-                found = own
+                continue
+            own = files.hand_over()
+            assert found is None or own.means == found.means  # an executor has one disk
+            spaces[name] = Space("files", machine.slots[name], False, files=own.files, stretch=own.stretch)
+            found = own
         return spaces, found
 
     # -- the contract --------------------------------------------------------------------------------------------------

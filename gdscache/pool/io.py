@@ -155,7 +155,7 @@ class PoolFiles:
     def transfer(
         self, op: Op, slots: Int64Array, ends: Sequence[tuple[Places, Int64Array]], span: tuple[int, int] | None = None
     ) -> PoolPages:
-        """Start I/O of whole extents between slots and memory of the host; see `SlabIO.transfer`."""
+        """Start I/O of whole extents between slots and memory of the host; see `Files.transfer`."""
         io = PoolPages(len(slots), self._layout.n_layers)
         if span not in (None, (0, self._layout.extent_bytes)):
             io.finish(range(len(slots)), _failed("a part of an object", "", errno.EINVAL))

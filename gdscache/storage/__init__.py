@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from gdscache.errors import DeviceError, IOFailedError, TransportUnavailableError
 from gdscache.runtime.named_class import named_class
-from gdscache.storage.base import IORequest, Op, Submission, Switch, Transport
+from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, Transport
 from gdscache.storage.files import IN_MEMORY, mount_of
 
 if TYPE_CHECKING:
     from gdscache.storage.probe import ProbeResult
 
-__all__ = ["IORequest", "Op", "Submission", "Transport", "choose_and_open", "open_transport"]
+__all__ = ["DeviceMemory", "Memory", "Op", "Transport", "choose_and_open", "open_transport"]
 
 _log = logging.getLogger("gdscache.storage")
 _GDS = ("cufile", "kvikio", "nixl")  # that may use it

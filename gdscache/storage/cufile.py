@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdscache.errors import DeadlineError, NativeCallError, TransportUnavailableError
-from gdscache.native import CuFiles, Disk
-from gdscache.runtime.threads import start
-from gdscache.storage.base import FileRange, IORequest, Op, Switch, failed, refused
+from gdscache.native import CuFiles, error_of
+from gdscache.storage.base import Memory, Op, Switch, failed
+from gdscache.storage.calls import within
 from gdscache.storage.cufile_library import find_cufile
 from gdscache.storage.native import NativeTransport
-from gdscache.storage.workers import Result
 
 if TYPE_CHECKING:
     import torch
@@ -91,25 +88,14 @@ class CufileTransport(NativeTransport):
             ) from error
 
     def _within(self, what: str, work: Callable[[], _T]) -> _T:
-        """What `work()` gives, done in a thread of its own: a call of cuFile can hang for ever."""
-        done: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except NativeCallError as error:
-                done.set_exception(error)
-
-        start([threading.Thread(target=run, name="gdscache-cufile-call", daemon=True)], lambda: None)
-        if not wait([done], CALL_S).done:
+        """What `work()` gives. A call of cuFile can hang for ever."""
+        try:
+            return within(CALL_S, "gdscache-cufile-call", work)
+        except TimeoutError:
             self._hangs = True
             raise DeadlineError(
                 f"cuFile: {what} within {CALL_S:g} s", "cuFile hangs: set gds to off, or transport to posix"
-            )
-        return done.result()
-
-    def _open_disk(self) -> Disk:
-        return super()._open_disk() if self.cufile is None else Disk("threads", self.threads, 0, self.cufile)
+            ) from None
 
     def _adopt(self, file: int, path: Path) -> None:
         cufile = self.cufile
@@ -142,34 +128,28 @@ class CufileTransport(NativeTransport):
         if self._registered.pop(memory.data_ptr(), None) is not None:
             self.cufile.remove_memory(memory.data_ptr())
 
-    def checked(
-        self, op: Op, requests: Sequence[IORequest]
-    ) -> tuple[list[FileRange], list[tuple[int, int, int, memoryview | torch.Tensor]], list[Result]]:
-        spans, good, errors = super().checked(op, requests)
-        known = [entry for entry in good if isinstance(entry[3], memoryview) or self._knows_memory(entry[3])]
-        if len(known) < len(good):
-            strange = refused("GPU memory that was not registered", "register it before requests on it")
-            known_indices = {entry[2] for entry in known}
-            errors += [(entry[2], 0, strange) for entry in good if entry[2] not in known_indices]
-        return spans, known, errors
-
-    def _knows_memory(self, memory: torch.Tensor) -> bool:
-        start_, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
-        return any(first <= start_ and end <= first + nbytes for first, nbytes in list(self._registered.items()))
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        if self.cufile is None or isinstance(memory, memoryview):
+            return super()._move(op, file, offset, memory)
+        path = self.path(file)
+        moved = self.cufile.move(file, offset, memory.address, memory.nbytes, write=op is Op.WRITE)
+        if moved < 0:
+            raise failed(op.value, path, offset, error_of(-moved))
+        return moved
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "gds": self.cufile is not None}
 
-    def release(self) -> None:
+    def close(self) -> None:
         cufile = self.cufile
-        if cufile is not None and not self._hangs:
+        if cufile is not None and not self._hangs and not self._closed:
             for address in self._registered:
                 cufile.remove_memory(address)
             for file in self._paths:
                 cufile.remove_file(file)
             cufile.close()
         self._registered.clear()
-        super().release()
+        super().close()
 
 
 def log_folder() -> str | None:

@@ -9,23 +9,18 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gdscache.errors import DeadlineError, InvalidValueError, IOFailedError, TransportUnavailableError
+from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
-from gdscache.storage.base import PROBE_PREFIX, Switch, failed
-from gdscache.storage.workers import WorkerTransport
-
-if TYPE_CHECKING:
-    import torch
+from gdscache.storage.base import PROBE_PREFIX, Memory, Op, Switch, Transport, failed, refused
 
 _log = logging.getLogger("gdscache.storage")
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are nothing but page cache
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the system
 
 
-class DirectFiles(WorkerTransport):
-    """A transport whose handles are file descriptors.
+class DirectFiles(Transport):
+    """A transport whose handles are file descriptors. Of itself it moves host memory, in the caller's thread.
 
     `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and
     the page cache elsewhere (one warning a directory names the cause); `"on"` raises `TransportUnavailableError`
@@ -33,13 +28,12 @@ class DirectFiles(WorkerTransport):
     """
 
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
-        if direct_io not in ("auto", "on", "off"):
-            raise InvalidValueError(f"direct_io is {direct_io!r}", "set direct_io to auto, on or off")
-        self._direct_io = direct_io
+        super().__init__(threads, direct_io)
+        self._closed = False
+        self._paths: dict[int, str] = {}
         self._refusals: dict[Path, str] = {}
         self._buffered: set[int] = set()
         self._open_lock = threading.Lock()
-        super().__init__(threads)
 
     @property
     def direct(self) -> bool:
@@ -49,7 +43,7 @@ class DirectFiles(WorkerTransport):
         with self._open_lock:
             self.check_open()
             flags = os.O_RDWR | os.O_CLOEXEC
-            direct = self._direct_io != "off" and not self._refusal(path.parent)
+            direct = self.direct_io != "off" and not self._refusal(path.parent)
             try:
                 file = os.open(path, flags | os.O_DIRECT if direct else flags)
             except OSError as error:
@@ -63,27 +57,54 @@ class DirectFiles(WorkerTransport):
                 raise
             if not direct:
                 self._buffered.add(file)
-            self.add_file(file, path)
+            self._paths[file] = str(path)
             return file
 
     def _adopt(self, file: int, path: Path) -> None:
         """For subclasses: what a file needs besides. Where it raises, the file is closed, but after `DeadlineError`."""
 
-    def register(self, memory: memoryview | torch.Tensor) -> None:
-        """Nothing to do: the system takes any memory."""
+    def check_open(self) -> None:
+        """Raises `EngineClosedError` after `close`."""
+        if self._closed:
+            raise EngineClosedError(f"the {self.name} transport was closed", "use it before close")
 
-    def deregister(self, memory: memoryview | torch.Tensor) -> None:
-        """Nothing to do."""
+    def path(self, file: int) -> str:
+        """An open file's. Raises `IOFailedError`, and `EngineClosedError` after `close`."""
+        path = self._paths.get(file)
+        if path is None:
+            self.check_open()
+            raise refused(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
+        return path
+
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(Op.READ, file, offset, memory)
+
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(Op.WRITE, file, offset, memory)
+
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        path = self.path(file)
+        if not isinstance(memory, memoryview):
+            raise refused(f"{self.name} cannot move GPU memory", "use a transport that does", errno.EINVAL)
+        try:
+            return (os.preadv if op is Op.READ else os.pwritev)(file, [memory], offset)
+        except OSError as error:
+            raise failed(op.value, path, offset, error) from error
 
     def flush(self, file: int) -> None:
-        self.sync_file(file)
+        path = self.path(file)
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            raise failed("flush", path, 0, error) from error
 
     def describe(self) -> dict[str, object]:
         refusals = {str(directory): cause for directory, cause in self._refusals.items() if cause}
-        return {"name": self.name, "threads": len(self._threads), "direct": self.direct, "direct_refused": refusals}
+        return {**super().describe(), "direct_refused": refusals}
 
-    def release(self) -> None:
+    def close(self) -> None:
         with self._open_lock:
+            self._closed = True
             for file in self._paths:
                 os.close(file)
             self._paths.clear()
@@ -94,7 +115,7 @@ class DirectFiles(WorkerTransport):
         cause = self._refusals.get(directory)
         if cause is None:
             cause = self._refusals[directory] = probe_direct_io(directory)
-            if cause and self._direct_io == "on":
+            if cause and self.direct_io == "on":
                 del self._refusals[directory]
                 raise TransportUnavailableError(
                     f"direct_io is on, but O_DIRECT does not work in {directory}: {cause}",

@@ -9,31 +9,31 @@ one made decides. Each cuFile request on GPU memory first synchronises CUDA's le
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import threading
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.errors import DeadlineError, InvalidValueError, TransportUnavailableError
-from gdscache.runtime.threads import start
-from gdscache.storage.base import Op, Switch, failed
-from gdscache.storage.workers import MAX_RUN, IOPiece, IORun, QueuedTransport, Result
+from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError, TransportUnavailableError
+from gdscache.storage.base import Memory, Op, Switch, Transport, failed, refused
+from gdscache.storage.calls import within
 
 if TYPE_CHECKING:
     import torch
 
 PROC_MODULES = "/proc/modules"
 CALL_S = 60.0
+TASK_BYTES = 4 << 20
 
 _log = logging.getLogger("gdscache.storage")
 
 
-class KvikioTransport(QueuedTransport):
-    """Reads and writes host and CUDA memory; `threads` runs are in flight on as many threads of kvikio's pool.
+class KvikioTransport(Transport):
+    """Reads and writes host and CUDA memory, by as many threads of kvikio's pool as call it.
 
     `compat="on"` never calls cuFile, `"off"` raises where cuFile cannot be used for a file, `"auto"` leaves the choice
     to kvikio, file by file. Without `/proc/modules` cuFile never answers (its versions 1.16 to 1.20), so `"auto"`
@@ -47,9 +47,9 @@ class KvikioTransport(QueuedTransport):
     memory_kinds = frozenset({"host", "cuda"})
 
     def __init__(self, threads: int, direct_io: Switch = "auto", compat: Switch = "auto") -> None:
-        for key, value in (("direct_io", direct_io), ("compat", compat)):
-            if value not in ("auto", "on", "off"):
-                raise InvalidValueError(f"{key} is {value!r}", f"set {key} to auto, on or off")
+        super().__init__(threads, direct_io)
+        if compat not in ("auto", "on", "off"):
+            raise InvalidValueError(f"compat is {compat!r}", "set compat to auto, on or off")
         if not os.path.exists(PROC_MODULES):
             if compat == "off":
                 raise TransportUnavailableError(
@@ -59,8 +59,8 @@ class KvikioTransport(QueuedTransport):
         self._kvikio = _import_kvikio()
         direct = direct_io != "off"
         settings: dict[str, object] = {
-            "num_threads": max(threads, 1),
-            "task_size": MAX_RUN,
+            "num_threads": threads,
+            "task_size": TASK_BYTES,
             "gds_threshold": 0,
             "auto_direct_io_read": direct,
             "auto_direct_io_write": direct,
@@ -68,54 +68,45 @@ class KvikioTransport(QueuedTransport):
         }
         self._kvikio.defaults.set(settings)
         _log.debug("kvikio's settings of this process are now %s", settings)
-        self._direct_io, self._compat = direct_io, compat
+        self._compat = compat
         self._files: dict[int, Any] = {}
+        self._closed = False
         self._open_lock = threading.Lock()
-        super().__init__(threads)
 
     @property
     def direct(self) -> bool:
         files = list(self._files.values())
-        return self._direct_io != "off" and bool(files) and all(file.is_direct_io_supported() for file in files)
+        return self.direct_io != "off" and bool(files) and all(file.is_direct_io_supported() for file in files)
 
     def open(self, path: Path) -> int:
         with self._open_lock:
-            self.check_open()
+            if self._closed:
+                raise EngineClosedError("the kvikio transport was closed", "open files before close")
             try:
                 # kvikio would hide the system's errno in the text of a RuntimeError.
                 os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                 file = self._opened(path)
             except (OSError, RuntimeError) as error:
                 raise failed("open", str(path), 0, error) from error
-            if self._direct_io == "on" and not file.is_direct_io_supported():
+            if self.direct_io == "on" and not file.is_direct_io_supported():
                 file.close()
                 raise TransportUnavailableError(
                     f"direct_io is on, but kvikio cannot open {path} with O_DIRECT", "set direct_io to auto or off"
                 )
             handle: int = file.fileno()
             self._files[handle] = file
-            self.add_file(handle, path)
             return handle
 
     def _opened(self, path: Path) -> Any:
         """kvikio's file; opened in a thread of its own where cuFile is asked, which can hang for ever."""
         if self._compat == "on":
             return self._kvikio.CuFile(path, "r+")
-        opened: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                opened.set_result(self._kvikio.CuFile(path, "r+"))
-            except (OSError, RuntimeError) as error:
-                opened.set_exception(error)
-
-        start([threading.Thread(target=run, name="gdscache-kvikio-open", daemon=True)], lambda: None)
-        done, _ = wait([opened], CALL_S)
-        if not done:
+        try:
+            return within(CALL_S, "gdscache-kvikio-open", lambda: self._kvikio.CuFile(path, "r+"))
+        except TimeoutError:
             raise DeadlineError(
                 f"kvikio did not open {path} within {CALL_S:g} s", "cuFile hangs: set gds to off, or transport to posix"
-            )
-        return opened.result()
+            ) from None
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Register the CUDA allocation that holds `memory` with cuFile; nothing in compatibility mode or for the host.
@@ -137,53 +128,49 @@ class KvikioTransport(QueuedTransport):
             self._kvikio.memory_deregister(memory)
 
     def flush(self, file: int) -> None:
-        self.sync_file(file)
+        self._file(file)
+        try:
+            os.fdatasync(file)
+        except OSError as error:
+            raise failed("flush", f"file {file}", 0, error) from error
 
     def describe(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "threads": len(self._threads),
-            "direct": self.direct,
-            "compat": self._compat,
-            "kvikio": str(self._kvikio.__version__),
-        }
+        return {**super().describe(), "compat": self._compat, "kvikio": str(self._kvikio.__version__)}
 
-    def move(self, run: IORun) -> list[Result]:
-        file = self._files[run.file]
-        call = file.pread if run.op is Op.READ else file.pwrite
-        results: list[Result] = []
-        # kvikio's futures keep neither the buffer nor the file alive: all of them end before this returns.
-        started: list[tuple[IOPiece, object, Any]] = []
-        for piece in run.pieces:
-            memory = piece.memory
-            buffer = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
-            try:
-                started.append((piece, buffer, call(buffer, piece.nbytes, piece.offset)))
-            except (RuntimeError, OSError, ValueError, MemoryError) as error:
-                results.append(self._failure(run, piece, error))
-        for piece, _, future in started:
-            try:
-                moved = future.get()
-                if moved > piece.nbytes:  # else it would make up for what another piece of the request lacks
-                    raise RuntimeError(f"kvikio counts {moved} of {piece.nbytes} bytes")
-                results.append((piece.index, moved, None))
-            except (RuntimeError, OSError, ValueError, MemoryError) as error:
-                results.append(self._failure(run, piece, error))
-        return results
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(Op.READ, file, offset, memory)
 
-    def release(self) -> None:
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(Op.WRITE, file, offset, memory)
+
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        found, nbytes = self._file(file), memory.nbytes
+        buffer = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
+        try:
+            # kvikio's futures keep neither the buffer nor the file alive: it ends before this returns.
+            moved = int((found.pread if op is Op.READ else found.pwrite)(buffer, nbytes, offset).get())
+            if moved > nbytes:
+                raise RuntimeError(f"kvikio counts {moved} of {nbytes} bytes")
+            return moved
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            # It says neither errno nor how far it came, so the file's size is asked.
+            left = max(os.fstat(file).st_size - offset, 0)
+            if op is Op.READ and left < nbytes:
+                return left
+            raise failed(op.value, f"file {file}", offset, error) from error
+
+    def _file(self, file: int) -> Any:
+        found = self._files.get(file)
+        if found is None:
+            raise refused(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
+        return found
+
+    def close(self) -> None:
         with self._open_lock:
+            self._closed = True
             for file in self._files.values():
                 file.close()
             self._files.clear()
-            self._paths.clear()
-
-    def _failure(self, run: IORun, piece: IOPiece, error: RuntimeError | OSError | ValueError | MemoryError) -> Result:
-        """What kvikio's error means: it says neither errno nor how far it came, so the file's size is asked."""
-        left = max(os.fstat(run.file).st_size - piece.offset, 0)
-        if run.op is Op.READ and left < piece.nbytes:
-            return piece.index, left, None
-        return piece.index, 0, failed(run.op.value, self._path(run.file), piece.offset, error)
 
 
 def _import_kvikio() -> Any:

@@ -22,7 +22,8 @@ import torch
 
 from gdscache.errors import StorageError
 from gdscache.sizes import MIB
-from gdscache.storage.base import IORequest, Op, Transport
+from gdscache.storage.base import Memory, Op, Transport, memory_of, part
+from gdscache.storage.calls import carry
 
 REQUEST_BYTES = MIB
 _KILL_WAIT_S = 5.0
@@ -136,10 +137,9 @@ def _memory(device: str, content: bytes) -> memoryview | torch.Tensor:
 def _carry(
     transport: Transport, op: Op, handle: int, memory: memoryview | torch.Tensor, deadline_s: float | None
 ) -> None:
-    requests = [IORequest(handle, at, memory[at : at + REQUEST_BYTES]) for at in range(0, memory.nbytes, REQUEST_BYTES)]
-    deadline = None if deadline_s is None else time.monotonic() + deadline_s
-    for error in filter(None, transport.submit(op, requests).wait(deadline)):
-        raise error
+    whole: Memory = memory if isinstance(memory, memoryview) else memory_of(memory)
+    ranges = ((at, min(at + REQUEST_BYTES, whole.nbytes)) for at in range(0, whole.nbytes, REQUEST_BYTES))
+    carry(transport, op, ((handle, start, part(whole, start, stop)) for start, stop in ranges), deadline_s)
 
 
 def _compare(where: str, found: bytes, wanted: bytes) -> None:

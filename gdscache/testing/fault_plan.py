@@ -138,6 +138,10 @@ class Met:
     rule: FaultRule
     draw: random.Random
 
+    def where(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """What is damaged of a request, counted from its start."""
+        return [(0, nbytes)] if self.rule.part is None else self.rule.part.within(offset, nbytes)
+
 
 class FaultPlan:
     """The rules in force, for any number of transports. The first rule that meets a request has it. Thread-safe.

@@ -23,14 +23,14 @@ except ImportError as error:
         f"the suite for transports needs pytest, which cannot be imported: {error}", "install gdscache[test]"
     ) from error
 
-_CASES = ("gdscache.testing.suite_bytes", "gdscache.testing.suite_order")
-pytest.register_assert_rewrite(*(name for name in _CASES if name not in sys.modules))
+_CASES = "gdscache.testing.suite_bytes"
+if _CASES not in sys.modules:
+    pytest.register_assert_rewrite(_CASES)
 
 from gdscache.testing.suite_bytes import BytesCases  # noqa: E402
-from gdscache.testing.suite_order import OrderCases  # noqa: E402
 
 __all__ = ["TransportSuite"]
 
 
-class TransportSuite(BytesCases, OrderCases):
+class TransportSuite(BytesCases):
     """Subclass it, and give `make_transport`. `memory_kinds`: the kinds of memory to test, of those it can move."""

@@ -35,7 +35,7 @@ from gdscache.pages.keys import Page
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.moves.machine import Files
+    from gdscache.moves.machine import Files, NativeFiles
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
 
@@ -89,7 +89,7 @@ class DurableTier(Tier):
     """
 
     kind = "files"
-    io: Files
+    io: Files | NativeFiles
 
     @property
     def spare_slots(self) -> int:

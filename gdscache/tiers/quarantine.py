@@ -86,7 +86,7 @@ class Quarantine:
                 self._holds[name] = held
 
     def hold(self, submission: Unended, late: Mapping[int, Late]) -> None:
-        """Take over late pages of a move or of a submission, by their index in it. The lock may be held."""
+        """Take over late pages of a move, by their index in it. The lock may be held."""
         if not late:
             return
         left = dict(late)

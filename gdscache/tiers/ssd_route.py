@@ -7,6 +7,7 @@ transport can do both, the faster is taken, as measured with the engine's own fi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -19,21 +20,23 @@ import torch
 from gdscache.arrays import Int64Array
 from gdscache.config import SsdConfig
 from gdscache.disk.slab_io import SlabIO
-from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
-from gdscache.extents.base import Extents
+from gdscache.errors import DeadlineError, NoMemoryError, StorageError, TransportUnavailableError
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.index.index import PageIndex
 from gdscache.pages.layout import PageLayout
-from gdscache.storage.base import Op
+from gdscache.storage.base import Memory, Op, memory_of, part
+from gdscache.storage.calls import carry
 
 SsdRoute = Literal["direct", "via_cpu"]
 AskedRoute = Literal["auto", "direct", "via_cpu"]
 
 _log = logging.getLogger("gdscache")
 _BYTES = 32 << 20  # that each way moves a time
+_PIECE_BYTES = 4 << 20
 _TIMES = 3
 _DEADLINE_S = 20.0
+_IN_USE: list[contextlib.ExitStack] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,37 +88,37 @@ def decided(asked: AskedRoute, kinds: Collection[str], device: torch.device, *, 
 
 def _faster(io: SlabIO, index: PageIndex, layout: PageLayout, device: torch.device) -> RouteChoice:
     pages = max(1, min(_BYTES // layout.extent_bytes, index.slots))
-    host, there = HostExtents(layout, pages * layout.extent_bytes, "auto"), None
-    try:
-        there = DeviceExtents(layout, pages * layout.extent_bytes, device)
-        return _measured(io, index, host, there)
-    except (StorageError, NoMemoryError) as error:
-        return RouteChoice("via_cpu", f"the direct route cannot be measured: {error}")
-    finally:
-        host.close()
-        if there is not None:
-            there.close()
+    with contextlib.ExitStack() as undo:
+        host = HostExtents(layout, pages * layout.extent_bytes, "auto")
+        undo.callback(host.close)
+        try:
+            there = DeviceExtents(layout, pages * layout.extent_bytes, device)
+            undo.callback(there.close)
+            return _measured(io, index, host, there, undo)
+        except (StorageError, NoMemoryError) as error:
+            if isinstance(error, DeadlineError):  # what has not ended may touch this memory for ever
+                _IN_USE.append(undo.pop_all())
+            return RouteChoice("via_cpu", f"the direct route cannot be measured: {error}")
 
 
-def _measured(io: SlabIO, index: PageIndex, host: HostExtents, there: DeviceExtents) -> RouteChoice:
+def _measured(
+    io: SlabIO, index: PageIndex, host: HostExtents, there: DeviceExtents, undo: contextlib.ExitStack
+) -> RouteChoice:
     """Read the same slots both ways: free ones, with noise that is written first, or whatever lies in the slab."""
     slots, free = _slots(index, host.slots)
-    io.register(host.buffer.view)
-    io.register(there.rows.view(-1))
-    try:
-        if free:
-            noise = np.random.default_rng(0).integers(0, 256, host.rows.shape, dtype=np.uint8)
-            host.rows.copy_(torch.from_numpy(noise))
-            _move(io, Op.WRITE, slots, host)
-        host.rows.zero_()
-        reading = _best(lambda: _move(io, Op.READ, slots, host))
-        copied = torch.empty_like(there.rows)
-        copying = _best(lambda: _copy(copied, host.rows))
-        straight = _best(lambda: _move(io, Op.READ, slots, there))
-        same = torch.equal(copied, there.rows)
-    finally:
-        io.deregister(there.rows.view(-1))
-        io.deregister(host.buffer.view)
+    for memory in (host.buffer.view, there.rows.view(-1)):
+        io.register(memory)
+        undo.callback(io.deregister, memory)
+    if free:
+        noise = np.random.default_rng(0).integers(0, 256, host.rows.shape, dtype=np.uint8)
+        host.rows.copy_(torch.from_numpy(noise))
+        _move(io, Op.WRITE, slots, host)
+    host.rows.zero_()
+    reading = _best(lambda: _move(io, Op.READ, slots, host))
+    copied = torch.empty_like(there.rows)
+    copying = _best(lambda: _copy(copied, host.rows))
+    straight = _best(lambda: _move(io, Op.READ, slots, there))
+    same = torch.equal(copied, there.rows)
     nbytes = len(slots) * host.layout.extent_bytes
     rates = {"direct": nbytes / straight / 1e9, "via_cpu": nbytes / max(reading, copying) / 1e9}
     if not same:
@@ -132,11 +135,17 @@ def _slots(index: PageIndex, pages: int) -> tuple[Int64Array, bool]:
     return np.arange(pages, dtype=np.int64), False
 
 
-def _move(io: SlabIO, op: Op, slots: Int64Array, extents: Extents) -> None:
-    places = np.arange(len(slots), dtype=np.int64)
-    for error in io.transfer(op, slots, [(extents, places)]).wait(time.monotonic() + _DEADLINE_S):
-        if error is not None:
-            raise error
+def _move(io: SlabIO, op: Op, slots: Int64Array, extents: HostExtents | DeviceExtents) -> None:
+    size, memory = extents.layout.extent_bytes, _memory(extents)
+    pieces = (
+        (file, offset, part(memory, first * size, (first + count) * size))
+        for file, offset, first, count in io.stretches(slots, _PIECE_BYTES)
+    )
+    carry(io.transport, op, pieces, _DEADLINE_S)
+
+
+def _memory(extents: HostExtents | DeviceExtents) -> Memory:
+    return extents.flat if isinstance(extents.flat, memoryview) else memory_of(extents.flat)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PagesInFlight(Protocol):
-    """I/O of pages that says when each has ended, as `PageIO` does."""
+    """I/O of pages that says when each has ended."""
 
     def on_end(self, callback: Callable[[int], None]) -> None: ...
 

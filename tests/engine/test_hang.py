@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import random
@@ -17,9 +18,9 @@ import numpy as np
 import pytest
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError, IOFailedError
+from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError
 from gdscache.load.report import LoadReport
-from gdscache.storage.base import FileRange, Op, Submission
+from gdscache.storage.base import Op
 from gdscache.store.batch_size import BatchSize
 from gdscache.tiers.quarantine import Late, Quarantine
 from tests.support import fake_gpu
@@ -451,11 +452,27 @@ def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host:
     assert host.load(tokens).tokens == 48
 
 
-def a_batch(n: int) -> tuple[Submission, dict[int, Late], list[int]]:
-    given: list[int] = []
-    submission = Submission(Op.READ, [FileRange("file", i, 1) for i in range(n)], [1] * n)
+class Pending:
+    """I/O of pages, which ends when it is told to."""
 
-    return submission, {i: Late("read", "cpu", "ssd", i, functools.partial(given.append, i)) for i in range(n)}, given
+    def __init__(self) -> None:
+        self._ended: list[int] = []
+        self._told: list[Callable[[int], None]] = []
+
+    def finish(self, *pages: int) -> None:
+        self._ended += pages
+        for page, told in itertools.product(pages, self._told):
+            told(page)
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        self._told.append(callback)
+        for page in self._ended:
+            callback(page)
+
+
+def a_batch(n: int) -> tuple[Pending, dict[int, Late], list[int]]:
+    given: list[int] = []
+    return Pending(), {i: Late("read", "cpu", "ssd", i, functools.partial(given.append, i)) for i in range(n)}, given
 
 
 def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
@@ -469,12 +486,12 @@ def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
     assert keeper.off
     for i in (3, 0):
         assert not keeper.hides("ssd", 99) or keeper.off
-        submission.finish([(i, 1, None)])
+        submission.finish(i)
         assert keeper.off, "switched on again at more than an eighth"
-    submission.finish([(1, 1, None)])
+    submission.finish(1)
     assert not keeper.off
     assert [keeper.hides("ssd", i) for i in range(5)] == [False, False, True, False, True]
-    submission.finish([(2, 1, None), (4, 1, None)])
+    submission.finish(2, 4)
     assert sorted(given) == [0, 1, 2, 3, 4]
     assert keeper.requests == 0
     assert keeper.describe()["switch_offs"] == 1
@@ -484,10 +501,10 @@ def test_what_ended_meanwhile_is_given_back_at_once() -> None:
     keeper = Quarantine(threading.RLock())
     keeper.add_pool("cpu", 1)
     submission, requests, given = a_batch(2)
-    submission.finish([(0, 1, None)])
+    submission.finish(0)
     keeper.hold(submission, requests)
     assert given == [0]
-    submission.finish([(1, 0, IOFailedError("injected"))])
+    submission.finish(1)
     assert given == [0, 1]
     assert not keeper.off
 
@@ -498,9 +515,9 @@ def test_two_late_reads_of_one_page_hide_it_until_both_end() -> None:
     batches = [a_batch(1) for _ in range(2)]
     for submission, requests, _ in batches:
         keeper.hold(submission, requests)
-    batches[0][0].finish([(0, 1, None)])
+    batches[0][0].finish(0)
     assert keeper.hides("ssd", 0)
-    batches[1][0].finish([(0, 1, None)])
+    batches[1][0].finish(0)
     assert not keeper.hides("ssd", 0)
 
 
@@ -516,7 +533,7 @@ def test_what_waits_for_the_end_of_late_requests_is_done_in_order() -> None:
         submission, requests, _ = a_batch(1)
         keeper.hold(submission, requests)
         keeper.afterwards(action)
-        submission.finish([(0, 1, None)])
+        submission.finish(0)
         assert begun.wait(WAIT)
     closing = sum(thread.name == "gdscache-late-close" for thread in threading.enumerate())
     assert (closing, done) == (1, [])
@@ -528,54 +545,6 @@ def test_a_pool_that_knows_what_late_requests_hold_is_believed() -> None:
     keeper = Quarantine(threading.RLock())
     keeper.add_pool("cpu", 16, lambda: 5)
     assert keeper.describe()["held_slots"] == {"cpu": 5}
-
-
-# -- a submission calls back ------------------------------------------------------------------------------------------
-
-
-def test_on_end_calls_once_a_request_when_its_last_piece_has_ended() -> None:
-    submission = Submission(
-        Op.READ, [FileRange("file", 0, 10), FileRange("file", 10, 20), FileRange("file", 30, 5)], [1, 2, 1]
-    )
-    seen: list[tuple[str, int]] = []
-    submission.finish([(0, 10, None)])
-    submission.on_end(lambda i: seen.append(("a", i)))
-    assert seen == [("a", 0)]
-    submission.finish([(1, 10, None)])
-    assert seen == [("a", 0)]
-    submission.on_end(lambda i: seen.append(("b", i)))
-    submission.finish([(2, 5, None), (1, 10, None)])
-    assert sorted(seen) == [(name, i) for name in "ab" for i in range(3)]
-    assert submission.pending == 0
-
-
-def test_on_end_misses_nothing_while_requests_end() -> None:
-    for _ in range(50):
-        submission = Submission(Op.WRITE, [FileRange("file", i, 1) for i in range(64)], [1] * 64)
-        seen: list[int] = []
-        start = threading.Barrier(3)
-
-        def end(first: int, start: Any = start, submission: Any = submission) -> None:
-            start.wait()
-            for i in range(first, 64, 2):
-                submission.finish([(i, 1, None)])
-
-        threads = [threading.Thread(target=end, args=(first,)) for first in range(2)]
-        for thread in threads:
-            thread.start()
-        start.wait()
-        submission.on_end(seen.append)
-        for thread in threads:
-            thread.join()
-        assert sorted(seen) == list(range(64))
-
-
-def test_a_callback_may_ask_the_submission() -> None:
-    submission = Submission(Op.READ, [FileRange("file", 0, 1)], [1])
-    seen: list[int] = []
-    submission.on_end(lambda _: seen.append(submission.pending))
-    submission.finish([(0, 1, None)])
-    assert seen == [0]
 
 
 # -- draining and closing ---------------------------------------------------------------------------------------------
@@ -807,6 +776,6 @@ def test_a_tier_that_has_stopped_is_not_switched_on_by_i_o_that_ends() -> None:
     submission, requests, given = a_batch(5)
     keeper.hold(submission, requests)
     keeper.stop("another process has the lock")
-    submission.finish([(i, 1, None) for i in range(5)])
+    submission.finish(*range(5))
     assert len(given) == 5
     assert keeper.off

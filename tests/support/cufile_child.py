@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import errno
+import functools
 import os
 import random
 import threading
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import pytest
 
 from gdscache import CacheEngine
 from gdscache.errors import DeadlineError, IOFailedError, ShortIOError, StorageError, TransportUnavailableError
-from gdscache.storage import IORequest, Op, Submission, Transport
+from gdscache.storage import DeviceMemory, Memory, Op, Transport
+from gdscache.storage.base import address_of, memory_of
+from gdscache.storage.calls import begin, carry
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.nixl import NixlTransport
@@ -77,14 +79,20 @@ def slab(folder: Path) -> tuple[Path, bytes]:
     return path, content
 
 
-def soon() -> float:
-    return time.monotonic() + WAIT
-
-
 def move(transport: Transport, op: Op, file: int, gpu: GpuBytes) -> list[StorageError | None]:
     """Read or write pages at the same place of the file and the memory."""
-    batch = [IORequest(file, n * PAGE, gpu[n * PAGE : (n + 1) * PAGE]) for n in range(REQUESTS)]
-    return transport.submit(op, batch).wait(soon())
+    found: list[StorageError | None] = []
+    for n in range(REQUESTS):
+        try:
+            moved = call(transport, op, file, n * PAGE, gpu[n * PAGE : (n + 1) * PAGE])
+            found.append(None if moved == PAGE else ShortIOError(f"{moved} bytes at {n * PAGE}"))
+        except StorageError as error:
+            found.append(error)
+    return found
+
+
+def call(transport: Transport, op: Op, file: int, offset: int, gpu: Any) -> int:
+    return (transport.read if op is Op.READ else transport.write)(file, offset, memory_of(gpu))
 
 
 # -- scenarios -------------------------------------------------------------------------------------------------------
@@ -100,11 +108,10 @@ def bytes_arrive(there: StandIns, name: str, folder: Path) -> None:
         file = transport.open(path)
         for op, memory in ((Op.WRITE, source), (Op.READ, target)):
             transport.register(memory)
-            batch = [IORequest(file, at, memory[at : at + n]) for at, n in extents]
-            assert not any(transport.submit(op, batch).wait(soon()))
+            assert all(call(transport, op, file, at, memory[at : at + n]) == n for at, n in extents)
             transport.deregister(memory)
         assert there.calls(Call.BUFFER) == 2
-    assert there.moves >= (2 if name == "cufile" else 2 * len(extents))  # which joins neighbours
+    assert there.moves >= 2 * len(extents)
     assert target.memory == source.memory
     assert path.read_bytes() == source.memory
 
@@ -123,16 +130,11 @@ def a_fault_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> No
             for op in (Op.READ, Op.WRITE):
                 what = f"{op.value}, {kind.name} {value}"
                 gpu.memory[:] = bytes(gpu.nbytes) if op is Op.READ else content[: gpu.nbytes]
-                there.fault(op is Op.WRITE, kind, value, BAD * PAGE, ALWAYS if name == "cufile" else 1)
+                there.fault(op is Op.WRITE, kind, value, BAD * PAGE)
                 errors = move(transport, op, file, gpu)
                 there.release()
-                goes_on = kind is Fault.FEWER or (kind, value) == (Fault.SHORT, PAGE // 2)
-                bad = [] if name == "cufile" and goes_on else [BAD]
-                assert [n for n, error in enumerate(errors) if error] == bad, f"{what}: {errors}"
-                for error in filter(None, errors):
-                    wanted = IOFailedError if (kind, value) in faults else (IOFailedError, ShortIOError)
-                    assert isinstance(error, wanted)
-                    assert str(path) in str(error), what
+                assert [n for n, error in enumerate(errors) if error] == [BAD], f"{what}: {errors}"
+                if not isinstance(error := errors[BAD], ShortIOError):
                     assert str(BAD * PAGE) in str(error), what
                 for n in set(range(REQUESTS)) - {BAD}:
                     part = slice(n * PAGE, (n + 1) * PAGE)
@@ -143,17 +145,18 @@ def a_fault_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> No
 
 
 def counts_do_not_make_up_for_each_other(there: StandIns, name: str, folder: Path) -> None:
-    """A request moved in pieces: too much of one is not what is missing of another."""
+    """Too much of one call is not what is missing of another."""
     path, _ = slab(folder)
-    gpu = there.gpu_memory(FILE_BYTES)
+    gpu, half = there.gpu_memory(FILE_BYTES), FILE_BYTES // 2
     with opened(name, threads=2) as transport:
         file = transport.open(path)
         transport.register(gpu)
         for op in (Op.READ, Op.WRITE):
-            there.fault(op is Op.WRITE, Fault.SHORT, FILE_BYTES // 2 - SECTOR, 0)
-            there.fault(op is Op.WRITE, Fault.MORE, SECTOR, FILE_BYTES // 2)
-            [error] = transport.submit(op, [IORequest(file, 0, gpu)]).wait(soon())
-            assert error is not None
+            there.fault(op is Op.WRITE, Fault.SHORT, half - SECTOR, 0)
+            there.fault(op is Op.WRITE, Fault.MORE, SECTOR, half)
+            for offset in (0, half):
+                with contextlib.suppress(IOFailedError):
+                    assert call(transport, op, file, offset, gpu[offset : offset + half]) != half
             there.release()
 
 
@@ -212,26 +215,23 @@ def a_hang_is_its_own_request_s(there: StandIns, name: str, folder: Path) -> Non
         for op in (Op.READ, Op.WRITE):
             gpu.memory[:] = content[: gpu.nbytes]
             there.fault(op is Op.WRITE, Fault.WAIT, 0, 2 * BAD * PAGE)
-            batch = [IORequest(file, 2 * n * PAGE, gpu[n * PAGE : (n + 1) * PAGE]) for n in range(REQUESTS)]
-            stuck = transport.submit(op, batch)
+            pieces = [(file, 2 * n * PAGE, memory_of(gpu[n * PAGE : (n + 1) * PAGE])) for n in range(REQUESTS)]
+            move_one = transport.read if op is Op.READ else transport.write
+            stuck = begin("stuck", functools.partial(move_one, *pieces[BAD]))
             until(lambda: there.waiting == 1, "a call hangs")
-            until(lambda: stuck.pending == 1, "the others end")  # noqa: B023
-            begun = time.monotonic()
-            with pytest.raises(DeadlineError):
-                stuck.wait(begun + 0.2)
-            assert time.monotonic() - begun < 5
-            others = transport.submit(Op.READ, batch[:BAD] + batch[BAD + 1 :])
-            assert not any(others.wait(soon()))
-            assert stuck.pending == 1
+            carry(transport, op, pieces[:BAD] + pieces[BAD + 1 :], WAIT)
+            assert not stuck.done()
             there.release()
-            assert not any(stuck.wait(soon()))
+            assert stuck.result(WAIT) == PAGE
         for n in range(REQUESTS):
             assert gpu.memory[n * PAGE : (n + 1) * PAGE] == path.read_bytes()[2 * n * PAGE :][:PAGE]
 
 
 @mock.patch("gdscache.storage.nixl.HANG_S", HANG_S)
 def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
-    """What hangs keeps its memory and its file, and ends if it ever can. NIXL's close returns, the others' waits."""
+    """What hangs keeps its memory and its file, and gives them back if it ever ends."""
+    if name != "nixl":
+        return
     path, content = slab(folder)
     gpu = there.gpu_memory(REQUESTS * PAGE)
     transport = opened(name)
@@ -240,17 +240,15 @@ def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
         file = transport.open(path)
         transport.register(gpu)
         there.fault(False, Fault.WAIT, 0, 0)
-        stuck = transport.submit(Op.READ, [IORequest(file, 0, gpu[:PAGE])])
+        stuck = begin("stuck", lambda: call(transport, Op.READ, file, 0, gpu[:PAGE]))
         until(lambda: there.waiting == 1, "a call hangs")
         closing.start()
-        closing.join(HANG_S + 5 if name == "nixl" else 0.3)
-        assert closing.is_alive() == (name != "nixl")
-        assert stuck.pending == 1
+        closing.join(HANG_S + 5)
+        assert not closing.is_alive()
+        assert not stuck.done()
         os.fstat(file)
-    assert stuck.wait(soon()) == [None]
+    assert stuck.result(WAIT) == PAGE
     assert gpu.memory[:PAGE] == content[:PAGE]
-    closing.join(WAIT)
-    assert not closing.is_alive()
     until(lambda: not Path(f"/proc/self/fd/{file}").exists(), "the file is closed")
 
 
@@ -260,16 +258,19 @@ def close_beside_a_hang(there: StandIns, name: str, folder: Path) -> None:
 class OnHostMemory(Transport):
     """Moves an engine's host memory as if it were a GPU's: by cuFile."""
 
-    def submit(self, op: Op, requests: Sequence[IORequest]) -> Submission:
-        return super().submit(op, [dataclasses.replace(r, memory=self._as_gpu(r.memory)) for r in requests])
+    def register(self, memory: Any) -> None:
+        super().register(MADE[0].announce(GpuBytes(memory.cast("B"))))  # type: ignore[arg-type]
 
-    def _as_gpu(self, memory: Any) -> GpuBytes:
-        whole = GpuBytes(memoryview(memory.obj).cast("B"))
-        with LOCK:
-            if whole.data_ptr() not in KNOWN:
-                KNOWN.add(MADE[0].announce(whole).data_ptr())
-                self.register(whole)
-        return GpuBytes(memory.cast("B"))
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        return super().read(file, offset, _on_gpu(memory))  # type: ignore[safe-super]
+
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        return super().write(file, offset, _on_gpu(memory))  # type: ignore[safe-super]
+
+
+def _on_gpu(memory: Memory) -> DeviceMemory:
+    assert isinstance(memory, memoryview)
+    return DeviceMemory(address_of(memory), memory.nbytes, 0)
 
 
 class HostKvikio(OnHostMemory, KvikioTransport):
@@ -287,16 +288,13 @@ class HostCufile(OnHostMemory, CufileTransport):
         CufileTransport.__init__(self, threads, direct_io, gpu=OneGpu())
 
 
-LOCK, KNOWN = threading.Lock(), set[int]()
-
-
 def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> None:
     """Where cuFile fails, or says that it did what it did not, pages are misses, and are stored anew."""
     transport = f"tests.support.cufile_child:Host{name.title()}"
     pages, other, page_tokens = prompt(1, 5, extra=1), prompt(2, 6), 4
     faults = [(Fault.LIE, 0), (Fault.LIE, SECTOR), (Fault.SHORT, SECTOR), (Fault.ERROR, IO_FAILED)]
     counts = [(Fault.FEWER, 1)]
-    if name == "cufile":  # which goes on where a call came not far enough
+    if name != "nixl":  # the library goes on where a call came not far enough
         faults, counts = [fault for fault in faults if fault[0] is not Fault.SHORT], []
     config = make_config(folder / "cache", gpu=8, cpu=6, ssd=24, transport=transport)
     with running(CacheEngine.from_config(config)) as engine:

@@ -112,13 +112,13 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
         for name, found in case.spaces.files.items():
             slabs[name] = _slab(directory, name, found, 2 if name == "ssd" else 1)
             direct: Any = "auto" if case.direct else "off"
-            if mode == "direct":
-                transport = shared = shared or fake_cufile.opened(3, direct)
+            if python or mode == "direct":  # of which an executor has one
+                transport = shared = shared or (FaultyTransport(2, direct) if python else fake_cufile.opened(3, direct))
             else:
-                transport = FaultyTransport(2, direct) if python else NativeTransport(3, direct, uring=mode == "uring")
+                transport = NativeTransport(3, direct, uring=mode == "uring")
             files[name] = io = SlabIO(slabs[name], transport)
             undo.callback(io.close)
-        if shared is not None:
+        if shared is not None and not python:
             shared.register(extents["bounce"].rows)
         counts = {name: slab.slots for name, slab in slabs.items()}
         machine = Machine(mover, extents, files, counts, bounce, lambda: case.refusal)

@@ -51,7 +51,7 @@ class Plan(FaultPlan):
 
 PLAN = Plan(trace=True)
 FaultyTransport = faulty(PLAN)
-FaultyMerging = faulty(PLAN, merge_bytes=4 << 20)
+FaultyMerging = faulty(PLAN, merges=True)
 FaultyUring = faulty(PLAN, inner="uring")
 FaultyNixl = faulty(PLAN, inner="nixl")
 FaultyKvikio = faulty(PLAN, inner="kvikio")

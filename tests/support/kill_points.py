@@ -17,8 +17,7 @@ import torch
 from gdscache.disk import catalog_file, directory, slab
 from gdscache.disk.catalog import Catalog
 from gdscache.storage import files
-from gdscache.storage.base import Op
-from gdscache.storage.workers import IOPiece, IORun, Result
+from gdscache.storage.base import Memory, part
 from gdscache.tiers.ssd import SsdTier
 from tests.support.helpers import WAIT, Host, write_page
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, content, name
@@ -39,15 +38,16 @@ class DyingTransport(PosixTransport):
     in_write: Callable[[], None] | None = None
     in_read: Callable[[], None] | None = None
 
-    def move(self, run: IORun) -> list[Result]:
-        if run.op is Op.WRITE and DyingTransport.in_write is not None:
-            piece = run.pieces[0]
-            half = IOPiece(piece.index, piece.offset, piece.nbytes // 2, piece.memory[: piece.nbytes // 2])
-            super().move(IORun(run.op, run.file, run.submission, [half], half.nbytes))
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        if DyingTransport.in_write is not None:
+            super().write(file, offset, part(memory, 0, memory.nbytes // 2))
             DyingTransport.in_write()
-        if run.op is Op.READ and DyingTransport.in_read is not None:
+        return super().write(file, offset, memory)
+
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        if DyingTransport.in_read is not None:
             DyingTransport.in_read()
-        return super().move(run)
+        return super().read(file, offset, memory)
 
 
 def store(host: Host, document: int) -> None:

@@ -17,8 +17,7 @@ from unittest import mock
 
 from gdscache.disk import catalog_file, stripes
 from gdscache.disk.catalog import Catalog
-from gdscache.storage.base import Op
-from gdscache.storage.workers import IORun, Result
+from gdscache.storage.base import Memory
 from tests.support.kill_record import Log
 from tests.support.posix_transport import PosixTransport
 
@@ -137,19 +136,17 @@ class RecordingTransport(PosixTransport):
         TAPE.add(Opened(path.name, path.stat().st_size))
         return file
 
-    def move(self, run: IORun) -> list[Result]:
-        if run.op is Op.READ:
-            return super().move(run)
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        assert isinstance(memory, memoryview)
         number = TAPE.number()
-        parts = tuple((piece.offset, bytes(piece.memory)) for piece in run.pieces)
-        TAPE.add(WriteBegun(number, Path(self._path(run.file)).name, parts))
-        results = super().move(run)
+        TAPE.add(WriteBegun(number, Path(self.path(file)).name, ((offset, bytes(memory)),)))
+        moved = super().write(file, offset, memory)
         TAPE.add(WriteEnded(number))
-        return results
+        return moved
 
     def flush(self, file: int) -> None:
         number = TAPE.number()
-        TAPE.add(FlushBegun(number, Path(self._path(file)).name))
+        TAPE.add(FlushBegun(number, Path(self.path(file)).name))
         super().flush(file)
         TAPE.add(FlushEnded(number))
 

@@ -38,7 +38,7 @@ from gdscache.errors import (
 )
 from gdscache.storage import files, open_transport
 from gdscache.storage.base import Op
-from tests.support.posix_transport import PosixTransport
+from gdscache.storage.files import DirectFiles
 from tests.support.terminal import on_terminal
 from tests.support.transport_parts import refuse_ring
 
@@ -150,39 +150,36 @@ def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path, monkeypatch: 
 # -- the sweep ---------------------------------------------------------------------------------------------------------
 
 
-class Watched(PosixTransport):
-    """Counts the requests in flight, and refuses one that uses memory of another."""
-
-    def submit(self, op: Op, requests: Any) -> Any:
-        self.open_now = getattr(self, "open_now", 0) + len(requests)
-        self.most = max(getattr(self, "most", 0), self.open_now)
-        submission = super().submit(op, requests)
-        plain = submission.completions
-
-        def completions(*rest: Any) -> Iterator[Any]:
-            yield from plain(*rest)
-            self.open_now -= len(requests)
-
-        submission.completions = completions
-        return submission
-
-
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 def test_a_pass_moves_each_part_once_with_so_many_in_flight(
     op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, size = tmp_path / "io.bin", 4 * KIB
     path.write_bytes(np.random.default_rng(5).bytes(8 * MIB))
-    monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: Watched(threads))
     moved: list[int] = []
+    under_way: list[int] = []  # their memory
+    most: list[int] = []
     with OpenWay("host", path, 2, io_sweep.DEPTH * size, CPU) as way, bare.BareLoop(path, 8 * MIB) as loop:
-        begin = way.begin
-        monkeypatch.setattr(way, "begin", lambda op, some, n: moved.extend(at for at, _ in some) or begin(op, some, n))
+        begin, finish = way.begin, way.finish
+
+        def begins(op: Op, some: Any, nbytes: int) -> Any:
+            assert not set(under_way) & {place for _, place in some}, "memory of another request"
+            moved.extend(at for at, _ in some)
+            under_way.extend(place for _, place in some)
+            most.append(len(under_way))
+            return begin(op, some, nbytes)
+
+        def finishes(batch: Any) -> None:
+            finish(batch)
+            del under_way[: len(batch.calls)]
+
+        monkeypatch.setattr(way, "begin", begins)
+        monkeypatch.setattr(way, "finish", finishes)
         rates = {"gb_per_second": {"median": 1.0}, "threads": 1, "io_bytes": MIB}
         swept = Sweep(way, loop, {"seconds": 0.01, "rounds": 1, "require_gds": False}, {"read": rates, "write": rates})
         swept.one_pass(op, 1 * MIB, size)
-        assert way.transport.most == io_sweep.DEPTH  # type: ignore[attr-defined]
-        assert way.transport.open_now == 0  # type: ignore[attr-defined]
+        assert max(most) == io_sweep.DEPTH
+        assert not under_way
     assert sorted(moved) == list(range(0, MIB, size))
     assert moved != sorted(moved)
 
@@ -273,52 +270,64 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["host", "uring"])
-def test_the_byte_check_passes_what_is_right(name: str, file: Path) -> None:
+@pytest.mark.parametrize("name", ["host", "uring", "own"])
+def test_the_byte_check_passes_what_is_right(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "uring" and engine_transport(file.parent) != name:
         pytest.skip("no io_uring here")
+    if name == "own":
+        monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: Own(threads))
+        name = "host"
     with OpenWay(name, file, 2, io_ways.CHECK_BYTES, CPU) as way:
         io_ways.check(way)
 
 
-class FlippedRead(PosixTransport):
-    def move(self, run: Any) -> Any:
-        found = super().move(run)
-        if run.op is Op.READ:
-            run.pieces[-1].memory[-1] ^= 1
-        return found
+class Own(DirectFiles):
+    """A user's transport, which threads call."""
+
+    name = "own"
 
 
-class LostWrite(PosixTransport):
-    def move(self, run: Any) -> Any:
-        if run.op is Op.WRITE:
-            return [(piece.index, piece.nbytes, None) for piece in run.pieces]
-        return super().move(run)
+class FlippedRead(Own):
+    def read(self, file: int, offset: int, memory: Any) -> int:
+        moved = super().read(file, offset, memory)
+        memory[-1] ^= 1
+        return moved
 
 
-class NoRead(PosixTransport):
+class LostWrite(Own):
+    def write(self, file: int, offset: int, memory: Any) -> int:
+        return int(memory.nbytes)
+
+
+class NoRead(Own):
     """Says that it read, and did not."""
 
-    def move(self, run: Any) -> Any:
-        if run.op is Op.READ:
-            return [(piece.index, piece.nbytes, None) for piece in run.pieces]
-        return super().move(run)
+    def read(self, file: int, offset: int, memory: Any) -> int:
+        return int(memory.nbytes)
 
 
 @pytest.mark.parametrize(
     ("kind", "where"), [(FlippedRead, "bytes read at"), (NoRead, "bytes read at"), (LostWrite, "bytes in the file at")]
 )
 def test_the_byte_check_finds_what_is_wrong(
-    kind: type[PosixTransport], where: str, file: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[Own], where: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: kind(threads))
     with OpenWay("host", file, 2, io_ways.CHECK_BYTES, CPU) as way, pytest.raises(StorageError, match=where):
         io_ways.check(way)
 
 
-def test_the_error_of_a_request_is_raised(file: Path) -> None:
-    with OpenWay("host", file, 2, MIB, CPU) as way, pytest.raises(ShortIOError):
-        way.move(Op.READ, [(0, 0), (io_ways.CHECK_BYTES, 4 * KIB)], 4 * KIB)
+@pytest.mark.parametrize("own", [False, True])
+def test_the_error_of_a_request_is_raised(file: Path, monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    if own:
+        monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: Own(threads))
+    with OpenWay("host", file, 2, 8 * MIB, CPU) as way:
+        with pytest.raises(ShortIOError):
+            way.move(Op.READ, [(0, 0), (io_ways.CHECK_BYTES, 4 * KIB)], 4 * KIB)
+        with pytest.raises(IOFailedError):
+            way.move(Op.READ, [(-8 * KIB, 0)], 4 * KIB)
+        way.move(Op.READ, [(0, 0)], 5 * MIB)  # in two calls
+        assert way.get(0, 5 * MIB) == file.read_bytes()[: 5 * MIB]
 
 
 def test_host_then_gpu_goes_through_both(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

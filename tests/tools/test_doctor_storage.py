@@ -28,12 +28,11 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
-from gdscache.storage.files import probe_direct_io
+from gdscache.storage.files import DirectFiles, probe_direct_io
 from gdscache.storage.trial import run_child
 from tests.support.doctor_facts import PLAIN, WHOLE
 from tests.support.helpers import WAIT
 from tests.support.native_parts import has_ring
-from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import refuse_ring
 
 pytestmark = pytest.mark.suite
@@ -451,13 +450,14 @@ def test_gds_is_said_only_of_what_was_counted(kind: str, described: Any, counted
     assert trial.word_for(kind, described, counted=counted) == word
 
 
-class Forgetful(PosixTransport):
-    """Reads nothing, and says that it did."""
+class Forgetful(DirectFiles):
+    """Reads too little, and says that it did not."""
 
-    def move(self, run: Any) -> Any:
-        moved = super().move(run)
-        for piece in run.pieces if run.op.value == "read" else ():
-            piece.memory[5:9] = bytes(4)
+    name = "forgetful"
+
+    def read(self, file: int, offset: int, memory: Any) -> int:
+        moved = super().read(file, offset, memory)
+        memory[5:9] = bytes(4)
         return moved
 
 
@@ -476,9 +476,11 @@ while True:
 """
 MODULE = """
 import os
-from tests.support.posix_transport import PosixTransport
+from gdscache.storage.files import DirectFiles
 
-class Dies(PosixTransport):
+class Dies(DirectFiles):
+    name = "dies"
+
     def flush(self, file):
         os.abort()
 """

@@ -22,6 +22,15 @@ void add_memory(const OpenCuFiles& self, uint64_t address, int64_t nbytes) {
     files->add_memory(address, static_cast<size_t>(nbytes));
 }
 
+int64_t move(const OpenCuFiles& self, int file, int64_t offset, uint64_t address, int64_t nbytes, bool write) {
+    const auto files = self.shared();
+    const iovec one{at<void>(address), static_cast<size_t>(nbytes)};
+    const Piece piece{0, &one, 1, file, offset, write ? Op::kWrite : Op::kRead, false};
+    require(is_sound(piece), "a piece that makes no sense");
+    const nb::gil_scoped_release others;
+    return move_once(files, piece, {&one, 1, offset, nbytes});
+}
+
 double run_bare(const OpenCuFiles& self, int file, uint64_t address, int64_t nbytes, int64_t piece_bytes, int threads,
                 bool write) {
     const auto files = self.shared();
@@ -70,6 +79,8 @@ void bind_cufile(nb::module_& module) {
                  files->remove_memory(address);
              },
              nb::arg("address"))
+        .def("move", &move, nb::arg("file"), nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
+             nb::arg("write"))
         .def("run_bare", &run_bare, nb::arg("file"), nb::arg("address"), nb::arg("nbytes"), nb::arg("piece_bytes"),
              nb::arg("threads"), nb::kw_only(), nb::arg("write"))
         .def("close", [](OpenCuFiles& self) {

@@ -14,6 +14,7 @@
 #include "../memory.h"
 #include "bind.h"
 #include "handles.h"
+#include "transport.h"
 
 namespace gdscache {
 
@@ -25,9 +26,12 @@ static_assert(sizeof(iovec) == 2 * sizeof(uint64_t), "fragments are given as row
 // One thread submits, reaps and closes; any may wake.
 class OpenDisk {
 public:
-    OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const Array<const int64_t>& faults) {
+    OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const Array<const int64_t>& faults,
+             const nb::object& transport) {
         Refusal refusal;
-        if (cufile) {
+        if (!transport.is_none()) {
+            disk_ = open_transport_disk(workers, transport, {}, refusal);
+        } else if (cufile) {
             disk_ = open_cufile_disk(workers, cufile->shared(), cufile->batched, refusal);
         } else if (!kind) {
             disk_ = open_disk(workers, depth, refusal);
@@ -43,6 +47,9 @@ public:
         }
         if (faults.size()) fail(faults);
     }
+    ~OpenDisk() { close(); }
+    OpenDisk(const OpenDisk&) = delete;
+    OpenDisk& operator=(const OpenDisk&) = delete;
 
     std::string name() const { return open(disk_, "the disk").name(); }
     size_t pending() const { return open(disk_, "the disk").pending(); }
@@ -92,7 +99,7 @@ public:
     }
 
     void close() {
-        const nb::gil_scoped_release others;
+        const nb::gil_scoped_release others;  // its threads may want it
         disk_.reset();
     }
 
@@ -173,8 +180,9 @@ void bind_disk(nb::module_& module) {
                nb::arg("threads"), nb::arg("memory"), nb::arg("memory_bytes"), nb::arg("planes") = 0,
                nb::arg("sum_bytes") = 0, nb::arg("driver").none() = nb::none(), nb::arg("context") = 0, nb::arg("device") = 0);
     nb::class_<OpenDisk>(module, "Disk")
-        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const Array<const int64_t>&>(), nb::arg("kind").none(),
-             nb::arg("workers"), nb::arg("depth"), nb::arg("cufile").none() = nb::none(), nb::arg("faults").none() = nb::none())
+        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const Array<const int64_t>&, const nb::object&>(), nb::arg("kind").none(),
+             nb::arg("workers"), nb::arg("depth"), nb::arg("cufile").none() = nb::none(), nb::arg("faults").none() = nb::none(),
+             nb::arg("transport").none() = nb::none())
         .def_prop_ro("name", &OpenDisk::name)
         .def_prop_ro("pending", &OpenDisk::pending)
         .def("submit", &OpenDisk::submit, nb::arg("pieces"), nb::arg("fragments"))

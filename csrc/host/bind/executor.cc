@@ -8,10 +8,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
@@ -19,6 +21,7 @@
 #include "../gpu_server.h"
 #include "../pool.h"
 #include "handles.h"
+#include "transport.h"
 
 namespace gdscache {
 
@@ -74,13 +77,35 @@ struct Opened {
     std::shared_ptr<GpuCopies> gpu;
     std::unique_ptr<Executor> executor;
     std::unique_ptr<GpuServer> server;  // which ends before the executor
+    std::atomic<int> inside{0};  // calls that wait there
+    std::atomic<bool> closing{false};
+};
+
+// A part of a wait within the executor, which is not closed meanwhile. Signals are heard between two of them.
+class Inside {
+public:
+    explicit Inside(Opened& opened) : inside_(opened.inside) {
+        ++inside_;
+        closed = opened.closing;
+    }
+    ~Inside() { --inside_; }
+    Inside(const Inside&) = delete;
+    Inside& operator=(const Inside&) = delete;
+
+    bool closed;  // it is too late
+
+private:
+    std::atomic<int>& inside_;
 };
 
 class OpenExecutor {
 public:
     OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
                  const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool, const OpenGpu* gpu,
-                 const OpenCuFiles* cufile, int workers, int depth, int threads);
+                 const OpenCuFiles* cufile, int workers, int depth, int threads, const nb::object& transport);
+    ~OpenExecutor() { close(); }
+    OpenExecutor(const OpenExecutor&) = delete;
+    OpenExecutor& operator=(const OpenExecutor&) = delete;
 
     const std::string& disk() const { return open().disk; }
 
@@ -119,7 +144,10 @@ public:
         if (closed_) return;
         closed_ = true;
         {
-            const nb::gil_scoped_release others;
+            const nb::gil_scoped_release others;  // threads of a disk may want it, and calls that wait
+            opened_->closing = true;
+            opened_->executor->stop();
+            while (opened_->inside) std::this_thread::sleep_for(std::chrono::microseconds(100));
             opened_->server.reset();
             opened_->executor.reset();
         }
@@ -142,7 +170,7 @@ private:
 OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const OpenCuFiles* cufile, int workers, int depth,
-                           int threads) {
+                           int threads, const nb::object& transport) {
     const auto refused = [](const char* why, int error = EINVAL) {
         if (why) throw CallError{std::string("no executor: ") + why, error, "see what it says"};
     };
@@ -158,6 +186,9 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     made->gpu = gpu ? gpu->copies : nullptr;
     const Pool* const planes = made->pool ? &made->pool->pool : nullptr;
     const std::shared_ptr<CuFiles> files_of_gpu = cufile ? cufile->shared() : nullptr;
+    const bool asked = !transport.is_none();  // a transport of Python's, which gives files numbers of its own
+    const bool to_gpu = asked && nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"));
+    std::vector<DeviceRange> devices;
     std::vector<Space> kinds;
     std::vector<Place> places;
     bool files = false, ours = false;
@@ -188,9 +219,12 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         if (space.foreign && made->gpu) refused(unsound(space, place, made->gpu->gpu->planes(), sizes));
         else if (!space.foreign && space.kind == Space::Kind::kPlanes) refused(unsound(place, planes, sizes));
         const auto size = static_cast<size_t>(place.slots * extent_bytes);
+        const auto address = reinterpret_cast<uint64_t>(place.memory);
+        const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
         place.reached = space.kind == Space::Kind::kMemory &&
-                        (!space.foreign || (files_of_gpu && files_of_gpu->memory(reinterpret_cast<uint64_t>(place.memory), size)));
-        place.copied = std::any_of(place.files.begin(), place.files.end(), kernel_copies);
+                        (!on_gpu || to_gpu || (files_of_gpu && files_of_gpu->memory(address, size)));
+        if (on_gpu && to_gpu) devices.push_back({address, size, nb::cast<int>(has("device"))});
+        place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
         files = files || !place.files.empty();
         ours = ours || !space.foreign;
         numbers_[name] = kinds.size();
@@ -211,14 +245,17 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     }
     if (fence < 0) refused("a reserve outside its memory");
     const bool faults = faulty_disks;
+    std::unique_ptr<Disk> disk;
+    Refusal refusal;
+    if (files && asked) disk = open_transport_disk(workers, transport, std::move(devices), refusal);
     {
         const nb::gil_scoped_release others;
-        std::unique_ptr<Disk> disk;
         if (files) {
-            Refusal refusal;
-            disk = cufile  ? open_cufile_disk(workers, files_of_gpu, cufile->batched, refusal)
-                   : depth ? open_disk(workers, depth, refusal)
-                           : open_threads_disk(workers, refusal);
+            if (!asked) {
+                disk = cufile  ? open_cufile_disk(workers, files_of_gpu, cufile->batched, refusal)
+                       : depth ? open_disk(workers, depth, refusal)
+                               : open_threads_disk(workers, refusal);
+            }
             if (!disk) refused(refusal.why.c_str(), refusal.error);
             made->disk = disk->name();
         }
@@ -312,10 +349,12 @@ nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
         int64_t point = 0;
         bool known;
         if (with_lock) {
-            known = kept->executor->wait(move, group, slice, &waited, &point);
+            const Inside inside(*kept);
+            known = !inside.closed && kept->executor->wait(move, group, slice, &waited, &point);
         } else {
             const nb::gil_scoped_release others;
-            known = kept->executor->wait(move, group, slice, &waited, &point);
+            const Inside inside(*kept);
+            known = !inside.closed && kept->executor->wait(move, group, slice, &waited, &point);
         }
         if (!known) return nb::int_(0);  // nobody knows it any more: it was over
         if (waited == Waited::kHappened) return nb::int_(point);
@@ -348,15 +387,17 @@ void OpenExecutor::refuse(int status) {
 
 // What `take(until, &waited)` gives, null where nothing came in time. Signals are heard.
 template <typename Take>
-auto taken(double seconds, Take take) {
+auto taken(Opened& opened, double seconds, Take take) {
     const Nanoseconds until = deadline(seconds);
     for (;;) {
         const Nanoseconds slice = std::min(until, now() + kSlice);
         Waited waited;
-        decltype(take(slice, &waited)) found;
+        decltype(take(slice, &waited)) found{};
         {
             const nb::gil_scoped_release others;
-            found = take(slice, &waited);
+            const Inside inside(opened);
+            if (inside.closed) waited = Waited::kClosed;
+            else found = take(slice, &waited);
         }
         if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
         if (waited == Waited::kHappened || slice == until) return found;
@@ -367,7 +408,8 @@ auto taken(double seconds, Take take) {
 nb::object OpenExecutor::take_io(double seconds) {
     open();
     const std::shared_ptr<Opened> kept = opened_;
-    const IoJob* const found = taken(seconds, [&](Nanoseconds until, Waited* waited) { return kept->executor->take_io(until, waited); });
+    const IoJob* const found =
+        taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) { return kept->executor->take_io(until, waited); });
     if (!found) return nb::none();
     Job job{found->id, found->move, found->write, found->sums, names_[found->files], names_[found->memory],
             range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start, found->stop};
@@ -378,7 +420,7 @@ nb::object OpenExecutor::take_io(double seconds) {
 nb::object OpenExecutor::take_copy(double seconds) {
     require(!open().gpu, "a GPU's copies are its threads'");
     const std::shared_ptr<Opened> kept = opened_;
-    const CopyJob* const found = taken(seconds, [&](Nanoseconds until, Waited* waited) {
+    const CopyJob* const found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
         return kept->executor->take_copy(Hands::kForeign, until, waited);
     });
     if (!found) return nb::none();
@@ -416,7 +458,7 @@ nb::object OpenExecutor::take_late(double seconds, int64_t most) {
     open();
     const std::shared_ptr<Opened> kept = opened_;
     nb::list rows;
-    const auto found = taken(seconds, [&](Nanoseconds until, Waited* waited) {
+    const auto found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
         return kept->executor->take_ended_late(until, static_cast<size_t>(most), waited);
     });
     for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
@@ -468,11 +510,11 @@ void bind_executor(nb::module_& module) {
         .def_ro("stop", &Job::stop);
     nb::class_<OpenExecutor>(module, "Executor")
         .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
-                      int64_t, const HostPool*, const OpenGpu*, const OpenCuFiles*, int, int, int>(),
+                      int64_t, const HostPool*, const OpenGpu*, const OpenCuFiles*, int, int, int, const nb::object&>(),
              nb::arg("bounds"), nb::arg("extent_bytes"), nb::arg("page_blocks"), nb::arg("spaces"), nb::arg("limits"),
              nb::arg("reserve").none() = nb::none(), nb::arg("fence") = 0, nb::arg("pool").none() = nb::none(),
              nb::arg("gpu").none() = nb::none(), nb::arg("cufile").none() = nb::none(), nb::arg("workers") = 0,
-             nb::arg("depth") = 0, nb::arg("threads") = 0)
+             nb::arg("depth") = 0, nb::arg("threads") = 0, nb::arg("transport").none() = nb::none())
         .def_prop_ro("disk", &OpenExecutor::disk)
         .def_prop_ro("closed", &OpenExecutor::closed)
         .def("begin", &OpenExecutor::begin, nb::arg("number"), nb::arg("priority"), nb::arg("until"), nb::arg("ways"),

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from gdscache.commands.bench import io_cache
+from gdscache.commands.bench.io_ways import CALL_BYTES
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
-from gdscache.storage.workers import MAX_RUN
 
 
 class FilePerPage:
@@ -100,7 +100,7 @@ class KvikioPerPage(Closeable):
         settings: dict[str, object] = {
             "compat_mode": kvikio.CompatMode.ON,
             "num_threads": threads,
-            "task_size": MAX_RUN,
+            "task_size": CALL_BYTES,
             "gds_threshold": 0,
             "auto_direct_io_read": True,
         }
@@ -125,8 +125,8 @@ class KvikioPerPage(Closeable):
         """The last read must have given what is in the file. Raises `IOFailedError`."""
         found = self._memory.cpu().numpy()
         with self._path.open("rb") as file:
-            for at in range(0, len(found), MAX_RUN):
-                part = found[at : at + MAX_RUN]
+            for at in range(0, len(found), CALL_BYTES):
+                part = found[at : at + CALL_BYTES]
                 if file.read(len(part)) != part.tobytes():
                     raise IOFailedError(f"kvikio gave other bytes than the file has, at {at}", "please report it")
 

@@ -16,12 +16,12 @@ import torch
 
 from gdscache.commands.bench import io_cache, measure
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
-from gdscache.commands.bench.io_ways import BY_NAME, CHECK_BYTES, OpenWay, Request, check
+from gdscache.commands.bench.io_ways import BY_NAME, CHECK_BYTES, Batch, OpenWay, check
 from gdscache.commands.bench.measure import interleave, rate, ratio, seconds
 from gdscache.commands.console import Progress
 from gdscache.errors import GdsCacheError, IOFailedError
 from gdscache.sizes import KIB, MIB
-from gdscache.storage.base import Op, Submission
+from gdscache.storage.base import Op
 from gdscache.storage.probe import gds_operations
 
 OPS = {"random read": Op.READ, "write": Op.WRITE}
@@ -134,20 +134,15 @@ class Sweep:
     def one_pass(self, op: Op, nbytes: int, io_bytes: int) -> None:
         """Move each part of the first `nbytes` once, in random order, with `DEPTH` requests in flight."""
         order = (np.random.default_rng(0).permutation(nbytes // io_bytes) * io_bytes).tolist()
-        waiting: deque[tuple[Submission, list[Request]]] = deque()
-
-        def finish_oldest() -> None:
-            submission, some = waiting.popleft()
-            self.way.finish(submission, op, some, io_bytes)
-
+        waiting: deque[Batch] = deque()
         for first in range(0, len(order), BATCH):
             if len(waiting) == DEPTH // BATCH:
-                finish_oldest()
+                self.way.finish(waiting.popleft())
             places = range(first % DEPTH * io_bytes, (first % DEPTH + BATCH) * io_bytes, io_bytes)
             some = list(zip(order[first : first + BATCH], places, strict=False))
-            waiting.append((self.way.begin(op, some, io_bytes), some))
+            waiting.append(self.way.begin(op, some, io_bytes))
         while waiting:
-            finish_oldest()
+            self.way.finish(waiting.popleft())
 
     def _bare(self, op: Op) -> float:
         self._drop(self.bare.direct)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from gdscache.arrays import integers
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import IOFailedError, NativeCallError, StorageError
+from gdscache.errors import IOFailedError, NativeCallError, ShortIOError, StorageError
+from gdscache.native import Disk, error_of
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
-from gdscache.storage.base import IORequest, Op, Submission, Transport
+from gdscache.storage.base import Op, Transport, address_of, failed, memory_of, part
 from gdscache.storage.native import NativeTransport
 
 CHECKED = ((16 * KIB, 16), (1 * MIB, 6))  # request sizes and counts of the byte check
 CHECK_BYTES = 8 * MIB  # that it needs of the file and of memory
+CALL_BYTES = 4 * MIB  # that go with one call, as in an engine
+UNDER_WAY = 8  # calls that io_uring has for each of its threads
 
 Request = tuple[int, int]
 """Where in the file, where in the memory."""
@@ -48,6 +55,34 @@ WAYS = (
 BY_NAME = {way.name: way for way in WAYS}
 
 
+class Batch:
+    """Requests of `nbytes` each, as calls of at most `CALL_BYTES`, and how they end."""
+
+    def __init__(self, op: Op, some: Sequence[Request], nbytes: int) -> None:
+        self.op = op
+        self.calls = [  # where in the file, where in the memory, bytes
+            (offset + n, at + n, min(CALL_BYTES, nbytes - n))
+            for offset, at in some
+            for n in range(0, nbytes, CALL_BYTES)
+        ]
+        self.left = len(self.calls)
+        self.ended: list[slice] = []  # of the memory: good calls that nobody has looked at since
+        self.failure: BaseException | None = None
+        self.kept: Any = None  # what moves the bytes
+
+    def end(self, call: int, error: BaseException | None, moved: int, path: Path) -> None:
+        self.left -= 1
+        offset, at, nbytes = self.calls[call]
+        if error is None and moved == nbytes:
+            self.ended.append(slice(at, at + nbytes))
+            return
+        if error is None:
+            error = ShortIOError(f"{self.op.value} moved {moved} of {nbytes} bytes at offset {offset} of {path}")
+        elif isinstance(error, OSError):
+            error = failed(self.op.value, str(path), offset, error)
+        self.failure = self.failure or error
+
+
 class OpenWay(Closeable):
     """A transport with `threads` threads on an existing file, and `nbytes` of memory that its requests may use.
 
@@ -71,6 +106,15 @@ class OpenWay(Closeable):
             buffer = self._io_memory
             self.transport.register(buffer)
             undo.callback(self.transport.deregister, buffer)
+            self._whole = buffer if isinstance(buffer, memoryview) else memory_of(buffer)
+            self._disk: Disk | None = None
+            self._pool = undo.enter_context(ThreadPoolExecutor(threads))
+            if isinstance(transport := self.transport, NativeTransport):  # as an engine has its bytes moved
+                kind: Literal["ring", "threads"] = "ring" if transport.uring else "threads"
+                self._disk = Disk(kind, threads, UNDER_WAY * threads, transport.cufile)
+                undo.callback(self._disk.close)
+            self._batches: dict[int, Batch] = {}
+            self._numbers = itertools.count()
             self._undo = undo.pop_all()
 
     @property
@@ -92,32 +136,58 @@ class OpenWay(Closeable):
         except NativeCallError as error:
             raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
-    def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Submission:
+    def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Batch:
         """Submit requests of `nbytes` each. Where the GPU's bytes go through the host, they are copied down before."""
         if op is Op.WRITE and self.host is not None and self.gpu is not None:
             for _, at in some:
                 self.host.tensor[at : at + nbytes].copy_(self.gpu[at : at + nbytes], non_blocking=True)
             _idle(self.gpu)
-        memory = self._io_memory
-        return self.transport.submit(
-            op, [IORequest(self._file, offset, memory[at : at + nbytes]) for offset, at in some]
-        )
+        batch = Batch(op, some, nbytes)
+        if self._disk is None:
+            call, whole = self.transport.read if op is Op.READ else self.transport.write, self._whole
+            batch.kept = [
+                self._pool.submit(call, self._file, offset, part(whole, at, at + size))
+                for offset, at, size in batch.calls
+            ]
+            return batch
+        self._batches[number := next(self._numbers)] = batch
+        offsets, places, sizes = integers(batch.calls).reshape(-1, 3).T
+        address = address_of(self._whole) if isinstance(self._whole, memoryview) else self._whole.address
+        batch.kept = np.stack([places + address, sizes], axis=1).astype(np.uint64)
+        calls, copied = np.arange(batch.left), not self.transport.direct
+        columns = number << 32 | calls, op is Op.WRITE, self._file, offsets, calls, 1, copied
+        self._disk.submit(integers(np.stack(np.broadcast_arrays(*columns), axis=1)), batch.kept)
+        return batch
 
-    def finish(self, submission: Submission, op: Op, some: Sequence[Request], nbytes: int) -> None:
-        """Wait for all of a submission, and copy on to the GPU what was read for it. Raises its first error."""
-        failure: StorageError | None = None
-        for number, error in submission.completions():
-            failure = failure or error
-            if error is None and op is Op.READ and self.host is not None and self.gpu is not None:
-                at = some[number][1]
-                self.gpu[at : at + nbytes].copy_(self.host.tensor[at : at + nbytes], non_blocking=True)
+    def finish(self, batch: Batch) -> None:
+        """Wait for all of a batch, and copy on to the GPU what was read for it. Raises its first error."""
+        while batch.left or batch.ended:
+            if batch.op is Op.READ and self.host is not None and self.gpu is not None:
+                for at in batch.ended:
+                    self.gpu[at].copy_(self.host.tensor[at], non_blocking=True)
+            batch.ended.clear()
+            if batch.left:
+                self._reap(batch)
         _idle(self.gpu)
-        if failure is not None:
-            raise failure
+        if batch.failure is not None:
+            raise batch.failure
+
+    def _reap(self, batch: Batch) -> None:
+        """Wait for calls of a batch, or of another that a disk has."""
+        if self._disk is None:
+            for number, call in enumerate(batch.kept):
+                error = call.exception()
+                batch.end(number, error, 0 if error else call.result(), self.path)
+            return
+        for tag, _, _, code, moved in self._disk.reap().tolist():
+            other = self._batches[tag >> 32]
+            other.end(tag & 0xFFFFFFFF, error_of(code) if code else None, moved, self.path)
+            if not other.left:
+                del self._batches[tag >> 32]
 
     def move(self, op: Op, some: Sequence[Request], nbytes: int) -> None:
         """Submit requests and wait for them. Raises the first error."""
-        self.finish(self.begin(op, some, nbytes), op, some, nbytes)
+        self.finish(self.begin(op, some, nbytes))
 
     def flush(self) -> None:
         """What was written is on the device when this returns."""

@@ -74,8 +74,9 @@ def clock(engine: CacheEngine) -> list[float]:
         *itertools.product(
             ["slab", "both"],
             [Fault.EIO, Fault.SHORT],
-            [FAULTY, "tests.support.faulty:FaultyMerging", "tests.support.faulty:FaultyUring"],
+            [FAULTY, "tests.support.faulty:FaultyUring"],
         ),
+        *itertools.product(["slab", "both"], [Fault.EIO], ["tests.support.faulty:FaultyMerging"]),
     ],
 )
 @pytest.mark.parametrize("cpu", [None, 8])

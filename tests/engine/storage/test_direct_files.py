@@ -3,21 +3,19 @@
 import errno
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     IOFailedError,
     TransportUnavailableError,
 )
-from gdscache.storage import IORequest, Op, Transport, files
+from gdscache.storage import files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import probe_direct_io
 from gdscache.storage.native import NativeTransport
-from tests.support.transport_parts import FILE_BYTES, SECTOR, random_bytes, soon
+from tests.support.transport_parts import SECTOR, random_bytes
 
 
 @pytest.fixture
@@ -25,17 +23,6 @@ def slab(tmp_path: Path) -> Path:
     path = tmp_path / "slab"
     path.write_bytes(random_bytes(1))
     return path
-
-
-@pytest.fixture
-def buffer() -> Iterator[HostBuffer]:
-    with HostBuffer(FILE_BYTES, "off") as made:
-        yield made
-
-
-def read(transport: Transport, file: int, buffer: HostBuffer, offset: int, nbytes: int, at: int = 0) -> object:
-    [error] = transport.submit(Op.READ, [IORequest(file, offset, buffer.view[at : at + nbytes])]).wait(soon())
-    return error
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,15 +36,13 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.os, "open", refusing)
 
 
-def test_no_o_direct(
-    slab: Path, buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_o_direct(slab: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     refuse_direct(monkeypatch)
     with caplog.at_level(logging.WARNING, "gdscache.storage"), NativeTransport(1, "auto", uring=False) as transport:
         for _ in range(3):
             file = transport.open(slab)
         assert not transport.direct
-        assert read(transport, file, buffer, 0, SECTOR) is None
+        assert transport.read(file, 0, memoryview(bytearray(SECTOR))) == SECTOR
         assert str(slab.parent) in str(transport.describe()["direct_refused"])
     assert len(caplog.records) == 1
     assert "Invalid argument" in caplog.text

@@ -19,7 +19,7 @@ from gdscache.errors import (
 from gdscache.storage import Transport, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles, mount_of
-from tests.support.transport_parts import Gated, has_libcuda, refuse_ring
+from tests.support.transport_parts import has_libcuda, refuse_ring
 
 # The factory.
 
@@ -169,13 +169,11 @@ def test_kvikio_without_a_driver_is_a_clear_error(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-class Own(Gated):
-    def __init__(self, *, threads: int, direct_io: str) -> None:
-        self.settings = (threads, direct_io)
-        super().__init__(threads)
+class Own(DirectFiles):
+    name = "own"
 
 
-class Narrow(Gated):
+class Narrow(DirectFiles):
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
 
@@ -190,11 +188,11 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "users_module", module)
     with opened(tmp_path, "users_module:Own") as chosen:
         assert isinstance(chosen, Own)
-        assert chosen.settings == (1, "auto")
+        assert (chosen.threads, chosen.direct_io) == (1, "auto")
     for target, cause in [
         ("users_module:Missing", "no subclass"),
         ("users_module:other", "no subclass"),
-        ("users_module:Unfinished", "submit"),
+        ("users_module:Unfinished", "write"),
         ("users_module:Narrow", "keywords"),
         ("no_such_module_at_all:Own", "cannot be imported"),
     ]:

@@ -8,10 +8,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from gdscache.arrays import address, integers
 from gdscache.errors import (
     DeadlineError,
     EngineClosedError,
@@ -19,14 +22,18 @@ from gdscache.errors import (
     NativeCallError,
     TransportUnavailableError,
 )
-from gdscache.storage import IORequest, Op, Transport, cufile
+from gdscache.native import Disk
+from gdscache.storage import Transport, cufile
+from gdscache.storage.base import DeviceMemory
 from gdscache.storage.cufile import CufileTransport
-from gdscache.testing.suite_base import FILE_BYTES, SECTOR, Make, Remember, soon
+from gdscache.testing.suite_base import FILE_BYTES, SECTOR, Make, Remember
 from gdscache.testing.transport_suite import TransportSuite
+from tests.engine.storage.by_disk import CufileByDisk
 from tests.support import fake_cufile
 from tests.support.cufile_parts import HANG, NOT_ON_THIS_FILE, TOO_MUCH_MEMORY, Call, Fault
 from tests.support.fake_cufile import DeviceBytes
 from tests.support.helpers import until
+from tests.support.native_parts import aligned
 
 
 @pytest.fixture(autouse=True)
@@ -48,30 +55,31 @@ class OnDevice:
         self._whole: Any = fake_cufile.allocate(nbytes)
         transport.register(self._whole)
 
-    def part(self, at: int, nbytes: int) -> DeviceBytes:
-        part: DeviceBytes = self._whole[at : at + nbytes]
-        return part
+    def part(self, at: int, nbytes: int) -> DeviceMemory:
+        return DeviceMemory(self._whole.data_ptr() + at, nbytes, 0)
 
     def fill(self, data: bytes) -> None:
         self._whole.host[:] = data
 
     def bytes(self, at: int = 0, nbytes: int | None = None) -> bytes:
-        return bytes(self.part(at, self.nbytes if nbytes is None else nbytes).host)
+        return bytes(self._whole.host[at : at + (self.nbytes if nbytes is None else nbytes)])
 
     def close(self) -> None:
-        self._transport.deregister(self._whole)
-        fake_cufile.free(self._whole)
+        if self.nbytes:
+            self.nbytes = 0
+            self._transport.deregister(self._whole)
+            fake_cufile.free(self._whole)
 
 
 class OverTheFake(TransportSuite):
     """All memory of the cases is the GPU's, and cuFile moves it."""
 
+    made_by: type[CufileTransport] = CufileByDisk
     batched = 0
-    test_bad_requests_harm_no_other: Any = None  # these two are about memory of the host
-    test_read_only_memory_may_be_written_from: Any = None
 
     def make_transport(self, threads: int) -> Transport:
-        return fake_cufile.opened(threads, batched=self.batched)
+        with mock.patch.object(fake_cufile, "CufileTransport", self.made_by):
+            return fake_cufile.opened(threads, batched=self.batched)
 
     @pytest.fixture
     def memory(self, make: Make) -> Iterator[Remember]:
@@ -94,7 +102,10 @@ class TestByCalls(OverTheFake):
 
 class TestByBatches(OverTheFake):
     batched = 1 << 20
-    test_a_long_queue_takes_no_more_threads_or_files: Any = None  # the stand-in has a thread for each entry of a batch
+
+
+class TestOutsideAnEngine(OverTheFake):
+    made_by = CufileTransport
 
 
 class TestHostMemory(TransportSuite):
@@ -123,47 +134,47 @@ def test_without_a_gpu_cufile_is_not_touched(path: Path, monkeypatch: pytest.Mon
         assert transport.describe()["gds"] is False
         file = transport.open(path)
         gpu = fake_cufile.allocate(SECTOR)
-        [error] = transport.submit(Op.READ, [IORequest(file, 0, gpu)]).wait(soon())  # type: ignore[arg-type]
-        assert isinstance(error, IOFailedError)
+        with pytest.raises(IOFailedError):
+            transport.read(file, 0, part(gpu))
         fake_cufile.free(gpu)
 
 
-def test_host_and_gpu_in_one_batch(path: Path) -> None:
+def part(memory: DeviceBytes, start: int = 0, nbytes: int | None = None) -> DeviceMemory:
+    return DeviceMemory(memory.data_ptr() + start, memory.nbytes if nbytes is None else nbytes, 0)
+
+
+def test_host_and_gpu_in_one_piece(path: Path) -> None:
     """Neighbours in the file that lie in both kinds of memory."""
     content = path.read_bytes()
-    gpu = fake_cufile.allocate(16 * SECTOR)
-    host = memoryview(bytearray(17 * SECTOR))
-    start = -cufile_address(host) % SECTOR
+    gpu, host = fake_cufile.allocate(16 * SECTOR), aligned(16 * SECTOR)
     with fake_cufile.opened(2) as transport:
         file = transport.open(path)
         transport.register(gpu)  # type: ignore[arg-type]
-        parts: list[Any] = [(gpu if n % 3 else host[start:])[n * SECTOR : (n + 1) * SECTOR] for n in range(16)]
-        batch = [IORequest(file, n * SECTOR, part) for n, part in enumerate(parts)]
-        assert not any(transport.submit(Op.READ, batch).wait(soon()))
-        for n, part in enumerate(parts):
-            assert bytes(getattr(part, "host", part)) == content[n * SECTOR : (n + 1) * SECTOR]
+        at = [(gpu.data_ptr() if n % 3 else address(host)) + n * SECTOR for n in range(16)]
+        disk = Disk("threads", 2, 0, transport.cufile)
+        fragments = np.array([(where, SECTOR) for where in at], np.uint64)
+        disk.submit(integers([(0, 0, file, 0, 0, 16, 0)]), fragments)
+        answers = [row for _ in range(16) if disk.pending for row in disk.reap(20).tolist()]
+        assert sum(row[4] for row in answers) == 16 * SECTOR
+        disk.close()
+        for n in range(16):
+            here = slice(n * SECTOR, (n + 1) * SECTOR)
+            assert bytes(gpu.host[here] if n % 3 else host[here]) == content[here]
         transport.deregister(gpu)  # type: ignore[arg-type]
     fake_cufile.free(gpu)
 
 
-def cufile_address(memory: memoryview) -> int:
-    import ctypes
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def test_memory_that_was_not_registered_is_its_own_request_s_error(path: Path) -> None:
+def test_memory_that_is_not_registered_is_an_error(path: Path) -> None:
     known, strange = fake_cufile.allocate(SECTOR), fake_cufile.allocate(SECTOR)
     with fake_cufile.opened(2) as transport:
         file = transport.open(path)
         transport.register(known)  # type: ignore[arg-type]
-        batch: list[Any] = [IORequest(file, 0, memory) for memory in (known, strange, known)]  # type: ignore[arg-type]
-        errors = transport.submit(Op.READ, batch).wait(soon())
-        assert [error and error.errno for error in errors] == [None, errno.EINVAL, None]  # type: ignore[attr-defined]
-        assert "register" in str(errors[1])
+        with pytest.raises(IOFailedError):
+            transport.read(file, 0, part(strange))
+        assert transport.read(file, 0, part(known)) == SECTOR
         transport.deregister(known)  # type: ignore[arg-type]
-        [error] = transport.submit(Op.READ, batch[:1]).wait(soon())
-        assert isinstance(error, IOFailedError)
+        with pytest.raises(IOFailedError):
+            transport.read(file, 0, part(known))
     for memory in (known, strange):
         fake_cufile.free(memory)
 
@@ -174,10 +185,9 @@ def test_errors_of_cufile_are_said_in_words(path: Path) -> None:
         file = transport.open(path)
         transport.register(gpu)  # type: ignore[arg-type]
         fake_cufile.fault(False, Fault.ERROR, 5011, times=2)
-        [error] = transport.submit(Op.READ, [IORequest(file, 0, gpu)]).wait(soon())  # type: ignore[arg-type]
-        assert isinstance(error, IOFailedError)
-        assert error.errno == errno.EIO
-        assert "cuFile answers 5011: a call of the CUDA driver failed" in str(error)
+        with pytest.raises(IOFailedError, match="cuFile answers 5011: a call of the CUDA driver failed") as caught:
+            transport.read(file, 0, part(gpu))
+        assert caught.value.errno == errno.EIO
     fake_cufile.free(gpu)
 
 
@@ -276,7 +286,7 @@ class Real(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
         from gdscache.cuda.driver import Driver
 
-        return CufileTransport(threads, gpu=Driver(torch.device("cuda", 0)), batched=self.batched)
+        return CufileByDisk(threads, gpu=Driver(torch.device("cuda", 0)), batched=self.batched)
 
 
 @pytest.mark.gpu

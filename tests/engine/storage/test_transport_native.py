@@ -1,36 +1,57 @@
-"""The transports `uring` and `posix`, when their disk answers with errors, with little, late or never."""
+"""The transports `uring` and `posix`: what an executor needs of them, and when they cannot be had."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
-import mmap
 import os
-import threading
-from collections.abc import Callable, Iterator
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import (
     EngineClosedError,
     InvalidValueError,
     IOFailedError,
-    NativeCallError,
     RefusedDiskError,
-    ShortIOError,
     ThreadStartError,
     TransportUnavailableError,
 )
-from gdscache.native import Disk
-from gdscache.storage import IORequest, Op, native
-from gdscache.storage.native import DEPTH, DEPTH_SMALL, WRITES, NativeTransport
-from gdscache.storage.run_batch import SMALL, RunBatch
+from gdscache.storage import native
+from gdscache.storage.native import NativeTransport
 from tests.support.helpers import WAIT, Host, prompt, until
-from tests.support.native_parts import ERROR, HANG, LATE, SHORT, has_ring
-from tests.support.transport_parts import FILE_BYTES, SECTOR, FailingTransport, opened, random_bytes, soon
+from tests.support.native_parts import has_ring
+from tests.support.places import ROOT
+from tests.support.transport_parts import opened, random_bytes
+
+CHILD = """
+import errno, logging, sys
+from pathlib import Path
+from tests.support.native_parts import forbid_ring
+from gdscache.errors import TransportUnavailableError
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.storage import open_transport
+
+if cause := forbid_ring({error}):
+    sys.exit("no filter: " + cause)
+directory = Path(sys.argv[1])
+settings = dict(directory=directory, device="cpu", threads=2, direct_io="auto", gds="auto")
+logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+try:
+    open_transport("uring", **settings)
+except TransportUnavailableError as error:
+    print("refused:", error.message, error.hint)
+with open_transport("auto", **settings) as transport, HostBuffer(8192, "off") as memory:
+    file = transport.open(directory / "slab")
+    print(transport.read(file, 0, memory.view))
+    print(memory.view == (directory / "slab").read_bytes())
+"""
 
 
 @pytest.fixture(params=["uring", "posix"])
@@ -45,203 +66,6 @@ def slab(tmp_path: Path) -> Path:
     path = tmp_path / "slab"
     path.write_bytes(random_bytes(1))
     return path
-
-
-@pytest.fixture
-def buffer() -> Iterator[HostBuffer]:
-    with HostBuffer(FILE_BYTES, "off") as made:
-        yield made
-
-
-def apart(file: int, buffer: HostBuffer, count: int, nbytes: int = SECTOR) -> list[IORequest]:
-    """Requests that are no neighbours, so that each is a run."""
-    return [IORequest(file, 2 * n * nbytes, buffer.view[:nbytes]) for n in range(count)]
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_of_one_request_harms_no_neighbour(name: str, slab: Path, buffer: HostBuffer) -> None:
-    """Memory that may be written from by its flags, and that the kernel cannot read."""
-    before = slab.read_bytes()
-    buffer.view[:] = random_bytes(2)
-    with opened(name, 2) as transport, mmap.mmap(-1, SECTOR, prot=0) as nowhere:
-        file = transport.open(slab)
-        batch = [IORequest(file, n * SECTOR, buffer.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(32)]
-        batch[7] = IORequest(file, 7 * SECTOR, memoryview(nowhere))
-        errors = transport.submit(Op.WRITE, batch).wait(soon())
-        del batch
-    assert [n for n, error in enumerate(errors) if error] == [7]
-    assert isinstance(errors[7], IOFailedError)
-    assert errors[7].errno == errno.EFAULT
-    assert f"offset {7 * SECTOR} of {slab}" in errors[7].message
-    wanted = bytearray(before)
-    wanted[: 32 * SECTOR] = buffer.view[: 32 * SECTOR]
-    wanted[7 * SECTOR : 8 * SECTOR] = before[7 * SECTOR : 8 * SECTOR]
-    assert slab.read_bytes() == wanted
-
-
-def test_an_error_of_a_run_is_each_of_its_requests_own(name: str, slab: Path, buffer: HostBuffer) -> None:
-    with FailingTransport(name, [(0, ERROR, errno.EIO)]) as transport:
-        file = transport.open(slab)
-        batch = [IORequest(file, n * SECTOR, buffer.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(3)]
-        batch += [IORequest(file, 9 * SECTOR, buffer.view[:SECTOR])]
-        *bad, good = transport.submit(Op.READ, batch).wait(soon())
-    assert good is None
-    assert [error.errno for error in bad if isinstance(error, IOFailedError)] == [errno.EIO] * 3
-    for n, error in enumerate(bad):
-        assert f"read at offset {n * SECTOR} of {slab}" in str(error)
-
-
-def test_bytes_that_are_missing_are_the_last_ones(name: str, slab: Path, buffer: HostBuffer) -> None:
-    """Of a run, and of a request that is several runs."""
-    with FailingTransport(name, [(0, SHORT, SECTOR + 77), (2, SHORT, 5)]) as transport:
-        file = transport.open(slab)
-        batch = [IORequest(file, n * SECTOR, buffer.view[n * SECTOR : (n + 1) * SECTOR]) for n in range(3)]
-        errors = transport.submit(Op.WRITE, batch).wait(soon())
-        assert errors[0] is None
-        assert [type(error) for error in errors[1:]] == [ShortIOError] * 2
-        assert "moved 77 of 4096 bytes" in str(errors[1])
-        assert "moved 0 of 4096 bytes" in str(errors[2])
-        [error] = transport.submit(Op.READ, [IORequest(file, 0, buffer.view)]).wait(soon())
-        parts = transport.threads  # equal ones
-        assert f"moved {FILE_BYTES // parts * (parts - 1) + 5} of {FILE_BYTES} bytes" in str(error)
-
-
-def test_a_file_that_ends_is_short(name: str, slab: Path, buffer: HostBuffer) -> None:
-    with opened(name, 2) as transport:
-        file = transport.open(slab)
-        os.truncate(slab, 10 * SECTOR + 5)
-        [error] = transport.submit(Op.READ, [IORequest(file, 0, buffer.view)]).wait(soon())
-    assert isinstance(error, ShortIOError)
-    assert f"{10 * SECTOR + 5} of {FILE_BYTES} bytes" in error.message
-
-
-# -- what is late, or hangs -------------------------------------------------------------------------------------------
-
-
-def test_a_batch_is_begun_and_ends_while_another_hangs(name: str, slab: Path, buffer: HostBuffer) -> None:
-    with FailingTransport(name, [(0, HANG, 0), (1, LATE, 30)]) as transport:
-        file = transport.open(slab)
-        hangs = transport.submit(Op.READ, apart(file, buffer, 1))
-        until(lambda: transport._under_way == 1 and transport._asleep, "it hangs")
-        for _ in range(3):
-            assert transport.submit(Op.READ, apart(file, buffer, 5)).wait(soon()) == [None] * 5
-        assert hangs.pending == 1
-        transport.let_go()
-        assert hangs.wait(soon()) == [None]
-
-
-def test_close_waits_for_what_hangs(name: str, slab: Path, buffer: HostBuffer) -> None:
-    transport = FailingTransport(name, [(0, HANG, 0)])
-    file = transport.open(slab)
-    hangs = transport.submit(Op.READ, apart(file, buffer, 1))
-    closing = threading.Thread(target=transport.close)
-    closing.start()
-    until(lambda: transport._closing, "it closes")
-    with pytest.raises(EngineClosedError):
-        transport.submit(Op.READ, apart(file, buffer, 1))
-    closing.join(0.1)
-    assert closing.is_alive()
-    os.fstat(file)
-    transport.let_go()
-    assert hangs.wait(soon()) == [None]
-    closing.join(20)
-    assert not closing.is_alive()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)
-
-
-def test_writes_that_hang_leave_room_for_reads(name: str, slab: Path, buffer: HostBuffer) -> None:
-    threads = 2
-    with FailingTransport(name, [(n, HANG, 0) for n in range(WRITES * threads)], threads) as transport:
-        file = transport.open(slab)
-        writes = [transport.submit(Op.WRITE, apart(file, buffer, 1)) for _ in range(3 * DEPTH)]
-        until(lambda: transport._under_way == WRITES * threads and transport._asleep, "writes are begun")
-        with HostBuffer(SECTOR, "off") as other:
-            read = transport.submit(Op.READ, [IORequest(file, 5 * SECTOR, other.view)])
-            assert read.wait(soon()) == [None]
-            assert other.view == slab.read_bytes()[5 * SECTOR : 6 * SECTOR]
-        assert all(write.pending for write in writes)
-        transport.let_go()
-        assert all(write.wait(soon()) == [None] for write in writes)
-
-
-@pytest.mark.parametrize(("nbytes", "small"), [(SECTOR, True), (SMALL, True), (1 << 20, False)])
-def test_the_disk_has_more_of_small_reads(name: str, tmp_path: Path, nbytes: int, small: bool) -> None:
-    threads, path = 2, tmp_path / "sparse"
-    count = 2 * DEPTH_SMALL * threads
-    with path.open("wb") as made:
-        made.truncate(2 * count * nbytes)
-    with (
-        FailingTransport(name, [(n, HANG, 0) for n in range(count)], threads) as transport,
-        HostBuffer(nbytes, "off") as memory,
-    ):
-        file, most = transport.open(path), (DEPTH_SMALL if small else DEPTH) * threads
-        batch = transport.submit(Op.READ, apart(file, memory, count, nbytes))
-        until(lambda: transport._disk.pending == most, "as many as there is room for")
-        assert transport._under_way == most
-        transport.let_go()
-        assert batch.wait(soon()) == [None] * count
-
-
-# -- what nobody foresaw -----------------------------------------------------------------------------------------------
-
-
-def test_an_error_nobody_foresaw_fails_what_waits_and_the_transport_goes_on(
-    name: str, slab: Path, buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    answer, seen = RunBatch.answer, list[int]()
-
-    def breaks_off(batch: RunBatch, *arguments: Any) -> None:
-        seen.append(batch.number)
-        if len(seen) == 2:
-            raise ValueError("nobody foresaw this")
-        answer(batch, *arguments)
-
-    monkeypatch.setattr(RunBatch, "answer", breaks_off)
-    with opened(name, 2) as transport:
-        file = transport.open(slab)
-        first = transport.submit(Op.READ, apart(file, buffer, 1))
-        assert first.wait(soon()) == [None]
-        batch = transport.submit(Op.WRITE, apart(file, buffer, 3 * DEPTH))
-        errors = batch.wait(soon())
-        assert len(errors) == 3 * DEPTH
-        assert any("unexpected error" in str(error) for error in errors)
-        assert transport.submit(Op.READ, apart(file, buffer, 60)).wait(soon()) == [None] * 60
-    assert first.wait() == [None]
-    assert "nobody foresaw this" in caplog.text
-
-
-def test_a_broken_disk_fails_what_waits_and_keeps_the_memory_of_what_it_has(
-    name: str, slab: Path, buffer: HostBuffer, caplog: pytest.LogCaptureFixture
-) -> None:
-    broken = threading.Event()
-
-    class BrokenDisk(Disk):
-        def reap(self, seconds: float = -1) -> Any:
-            if broken.is_set():
-                raise NativeCallError("disk_reap: Bad file descriptor", "", errno.EBADF)
-            return super().reap(seconds)
-
-    class Broken(FailingTransport):
-        disk_type = BrokenDisk
-
-    transport = Broken(name, [(n, HANG, 0) for n in range(DEPTH_SMALL * 2)])
-    file = transport.open(slab)
-    batch = transport.submit(Op.READ, apart(file, buffer, 100))
-    until(lambda: transport._disk.pending == 2 * DEPTH_SMALL, "the disk is full")
-    broken.set()
-    transport._disk.wake()
-    transport._threads[0].join(20)
-    assert batch.pending == 2 * DEPTH_SMALL
-    assert transport._live[0].memory
-    with pytest.raises(EngineClosedError):
-        transport.submit(Op.READ, apart(file, buffer, 1))
-    transport.close()
-    assert "Bad file descriptor" in caplog.text
-    transport.let_go()
-    transport._disk.close()
 
 
 @pytest.mark.parametrize(
@@ -262,11 +86,9 @@ def test_a_disk_that_cannot_be_had_is_said(
         raise RefusedDiskError("the system answers no", "", code)
 
     monkeypatch.setattr(native, "Disk", refused)
-    before = threading.active_count()
     with pytest.raises(error, match="the system answers no") as caught:
         NativeTransport(2, uring=uring)
     assert hint in getattr(caught.value, "hint", "")
-    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("settings", [{"threads": 0}, {"threads": 1025}, {"threads": 1, "direct_io": "yes"}])
@@ -286,10 +108,9 @@ def test_what_an_executor_needs_of_it(name: str, slab: Path, caplog: pytest.LogC
         assert transport.describe()["threads"] == 3
 
 
-def test_it_flushes_files_whose_bytes_somebody_else_moves(name: str, slab: Path) -> None:
+def test_a_closed_transport_flushes_nothing(name: str, slab: Path) -> None:
     with opened(name, 1, "auto") as transport:
         file = transport.open(slab)
-        transport.hand_over()
         transport.flush(file)
     with pytest.raises(EngineClosedError, match="was closed"):
         transport.flush(file)
@@ -303,3 +124,61 @@ def test_pages_survive_a_loss_of_power_with_it(
     report = host.store(prompt(1, 4)).result(WAIT)
     assert not report.dropped
     assert all("ssd" in tiers for tiers in report.tiers)
+
+
+# -- where the system refuses io_uring, or has no room for it ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
+def test_rules_like_dockers_leave_the_threads(error: int, tmp_path: Path) -> None:
+    (tmp_path / "slab").write_bytes(os.urandom(8192))
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD.format(error=error), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    if done.stderr.startswith("no filter"):
+        pytest.skip(f"this machine takes {done.stderr}")
+    assert done.stderr == ""
+    cause = f"io_uring_setup answers {os.strerror(error)}"
+    refused, chosen, moved, same = done.stdout.splitlines()[:1] + done.stdout.splitlines()[-3:]
+    assert refused.startswith(f"refused: {cause}")
+    assert "transport to posix" in refused
+    assert chosen.startswith(f"transport posix, 2 threads, for {tmp_path}")
+    assert chosen.endswith(f"no io_uring: {cause}")
+    assert (moved, same) == ("8192", "True")
+
+
+@pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")
+def test_a_process_without_descriptors_is_told_and_loses_none() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    refusals: list[IOFailedError] = []
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        for free in range(5):
+            if free:
+                os.close(held.pop())
+            before = len(held)
+            try:
+                NativeTransport(1).close()
+            except IOFailedError as error:
+                refusals.append(error)
+            spare = []
+            with contextlib.suppress(OSError):
+                while True:
+                    spare.append(os.open("/dev/null", os.O_RDONLY))
+            for file in spare:
+                os.close(file)
+            assert (len(held), len(spare)) == (before, free)
+        assert {(error.errno, "ulimit" in error.hint) for error in refusals} == {(errno.EMFILE, True)}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in held:
+            os.close(file)

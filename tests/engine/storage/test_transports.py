@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,8 @@ from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from gdscache.testing.transport_suite import TransportSuite
-from tests.support.posix_transport import PosixTransport
+from tests.engine.storage.by_disk import NativeByDisk
+from tests.support.places import SUPPORT
 from tests.support.transport_parts import has_libcuda
 
 needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -54,20 +59,13 @@ def _uring() -> None:
 @pytest.mark.usefixtures("_uring", "_direct")
 class TestUringDirect(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return NativeTransport(threads, "on")
+        return NativeByDisk(threads, "on")
 
 
 @pytest.mark.usefixtures("_uring")
 class TestUringBuffered(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
-        return NativeTransport(threads, "off")
-
-
-class TestPython(TransportSuite):
-    """A user's own, over the queue and the threads of storage/workers.py."""
-
-    def make_transport(self, threads: int) -> Transport:
-        return PosixTransport(threads, "off")
+        return NativeByDisk(threads, "off")
 
 
 @needs_kvikio
@@ -77,6 +75,37 @@ class TestKvikio(TransportSuite):
 
     def make_transport(self, threads: int) -> Transport:
         return KvikioTransport(threads, compat="on")
+
+
+@needs_kvikio
+@pytest.mark.suite
+@pytest.mark.skipif(has_libcuda(), reason="a real libcuda.so.1 is here: the suite runs with that")
+def test_kvikio_with_a_stand_in_driver(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stand-in")
+    source, library = SUPPORT / "stand_ins" / "libcuda.c", tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    arguments = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+        "-k",
+        "TestKvikio",
+        f"--basetemp={tmp_path / 'inner'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, __file__],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
+    assert " passed" in done.stdout
 
 
 @needs_nixl
@@ -132,7 +161,7 @@ class TestFaultyWithoutFaults(TransportSuite):
         return FaultyTransport(threads, "off", plan=FaultPlan())
 
 
-class TestFaultyThatFollowsAndDelays(TransportSuite):
+class TestFaultyThatDelays(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
         plan = FaultPlan(FaultRule(Fault.DELAY, rate=0.1, seconds=0.002), trace=True)
         return FaultyTransport(threads, "off", plan=plan)

@@ -1,0 +1,67 @@
+"""Calls that can hang for ever, waited for no longer than one wants; bytes that a transport moves without an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TypeVar
+
+from gdscache.errors import DeadlineError, ShortIOError
+from gdscache.runtime.threads import start
+from gdscache.storage.base import Memory, Op, Transport
+
+_T = TypeVar("_T")
+Piece = tuple[int, int, Memory]  # a file's handle, the offset in it, the memory
+
+
+def begin(name: str, work: Callable[[], _T]) -> Future[_T]:
+    """What `work()` gives, done in a thread of its own, which nobody waits for at the end of the process."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever waits has it
+            done.set_exception(error)
+
+    start([threading.Thread(target=run, name=name, daemon=True)], lambda: None)
+    return done
+
+
+def within(seconds: float, name: str, work: Callable[[], _T]) -> _T:
+    """The same, waited for. Raises `TimeoutError` where it takes longer, and what it raises."""
+    return begin(name, work).result(seconds)
+
+
+def carry(transport: Transport, op: Op, pieces: Iterable[Piece], seconds: float | None = None) -> None:
+    """Move pieces, by as many threads as a transport is for. Raises the first error; `ShortIOError`; `DeadlineError`
+    where something has not ended in time: its memory must stay then."""
+    left, lock, stopped = iter(pieces), threading.Lock(), threading.Event()
+    call = transport.read if op is Op.READ else transport.write
+
+    def take() -> Piece | None:
+        with lock:
+            return None if stopped.is_set() else next(left, None)
+
+    def run() -> None:
+        while (piece := take()) is not None:
+            file, offset, memory = piece
+            moved = call(file, offset, memory)
+            if moved != memory.nbytes:
+                message = f"{op.value} moved {moved} of {memory.nbytes} bytes at offset {offset}"
+                raise ShortIOError(message, "the file is shorter than that, or the file system is full")
+
+    ends = [begin(f"gdscache-{transport.name}-{n}", run) for n in range(transport.threads)]
+    until = None if seconds is None else time.monotonic() + seconds
+    late = wait(ends, seconds, FIRST_EXCEPTION).not_done
+    stopped.set()
+    if late:
+        late = wait(ends, None if until is None else max(0.0, until - time.monotonic())).not_done
+    if late:
+        raise DeadlineError(
+            f"{op.value}s have not ended within {seconds:g} s", "the device is slow or hangs; its memory stays in use"
+        )
+    for end in ends:
+        end.result()
