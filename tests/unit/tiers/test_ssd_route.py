@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -43,4 +44,5 @@ def test_the_faster_route_is_taken_where_its_bytes_are_right(
     there: Any = SimpleNamespace(rows=torch.full((2, 8), float(byte)))
     index = PageIndex(2)
     put(index, chain(1, 2))
-    assert ssd_route._measured(mock.Mock(), index, host, there).route == route
+    with contextlib.ExitStack() as undo:
+        assert ssd_route._measured(mock.Mock(), index, host, there, undo).route == route
