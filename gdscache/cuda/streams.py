@@ -183,10 +183,17 @@ class LayerFences:
             self._queued[layer] = 1
             self._bell.ring()
 
-    def wait(self, layer: int, seconds: float | None) -> None:
-        """See `Fence.wait`."""
+    def done(self, layer: int) -> bool:
+        """True when a layer's copies are finished; never waits."""
+        if not self._queued[layer] and self._lands is not None:
+            self._ask(self._lands, layer, 0.0)
+        event = self._events[layer]
+        return bool(self._queued[layer]) and (event is None or bool(event.query()))
+
+    def wait(self, layer: int, limit: float | None) -> None:
+        """See `Fence.wait`. `limit`: a number of seconds that a wait takes, or None."""
         if not self._queued[layer]:
-            self._wait_queued(layer, arguments.seconds(seconds))
+            self._wait_queued(layer, limit)
         event = self._events[layer]
         if event is not None:
             come_after(event)
@@ -199,16 +206,16 @@ class LayerFences:
             if self._queued[layer]:
                 return
             left = max(0.0, until - time.monotonic())
-            if lands is None:
-                rung = bell.wait(None if limit is None else left)
-            elif (landed := lands(layer, left)) is not None:
-                for other in landed.layers or (layer,):
-                    self.signal(other, landed.event)
-                continue
-            else:
-                rung = False
+            rung = bell.wait(None if limit is None else left) if lands is None else self._ask(lands, layer, left)
             if not rung and not self._queued[layer]:
                 raise _late(time.monotonic() - start)
+
+    def _ask(self, lands: Callable[[int, float], Landed | None], layer: int, seconds: float) -> bool:
+        """Whether a layer's copies are queued within so many seconds."""
+        landed = lands(layer, seconds)
+        for other in () if landed is None else landed.layers or (layer,):
+            self.signal(other, None if landed is None else landed.event)
+        return landed is not None
 
 
 def come_after(event: Event) -> None:

@@ -85,7 +85,7 @@ class LayerwiseLoad:
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
-            self._layers.wait(layer, self._patience if seconds is None else seconds)
+            self._layers.wait(layer, self._patience if seconds is None else arguments.seconds(seconds))
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""

@@ -9,7 +9,6 @@ import shutil
 import stat
 from collections import namedtuple
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 from gdscache.disk import slab as slab_module
 from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -267,12 +265,6 @@ def test_the_directories_of_files_that_were_made_are_flushed(tmp_path: Path, mon
     slab.files[1].unlink()
     Slab.open(first, MANY, 17, others)
     assert flushed[3:] == others[:1]
-
-
-def test_what_is_read_through_a_transport_of_others_is_out_of_the_librarys_reach(tmp_path: Path) -> None:
-    io = SlabIO(Slab.open(tmp_path, EXTENT, 4), mock.Mock(merge_bytes=EXTENT, open=lambda path: 3))
-    assert io.cufile is None
-    assert io.hand_over() is None
 
 
 def test_a_directory_without_a_share_is_refused(tmp_path: Path) -> None:

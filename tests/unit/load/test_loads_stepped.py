@@ -299,9 +299,10 @@ class Run(Order):
                     )
         self._check_pinned()
         for begun in self.loads:
-            for layer, fence in enumerate(begun.load._layers):
+            fences = begun.load._layers
+            for layer in range(len(fences)):
                 over = begun.load.release_event.done()  # copies of others may be behind ours, and before the event
-                if layer not in begun.seen and (fence.done() or (over and fence.queued)):
+                if layer not in begun.seen and (fences.done(layer) or (over and fences.queued(layer))):
                     begun.seen[layer] = [self._layer(block, layer) for block in begun.blocks]
             if not begun.left and begun.load.release_event.done():
                 self._leave(begun)
@@ -457,11 +458,11 @@ def test_a_layer_is_ready_before_the_next_one_is_read() -> None:
         first = [
             choice for choice in run.executor.choices() if choice.name != "read 2 of ssd lands" and not choice.fault
         ]
-        if begun.load._layers[0].done():
+        if begun.load._layers.done(0):
             break
         next(choice for choice in first if "read 2" not in choice.name).do()
-    assert begun.load._layers[0].done()
-    assert not begun.load._layers[1].queued
+    assert begun.load._layers.done(0)
+    assert not begun.load._layers.queued(1)
     while found := run.executor.choices():
         found[0].do()
         run.check()
