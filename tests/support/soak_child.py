@@ -24,6 +24,7 @@ from gdscache.errors import PoolFullError
 from gdscache.limits import EngineLimits
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.storage.base import Op
+from gdscache.testing import faults
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import SMALL, WAIT, close_kept, fill, holds, prompt, settle
 
@@ -32,7 +33,7 @@ FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, F
 # Of an engine: four that load, two each that prefetch, write and do I/O (the transport's), one each that hands I/O
 # over, gives prefetches their turns, gathers, carries calls out and rewrites the status page; and of its executor: two
 # for the transport's files, one for what is late, and those of the library that copy.
-THREADS = 18 + min(4, os.cpu_count() or 1)
+THREADS = 18 + faults.THREADS + min(4, os.cpu_count() or 1)
 KNOWN = 12  # prompts that come again; the others are new each time
 WRITES = ("write_through", "write_through_selective", "write_back", "write_through", "write_back", "never")
 WAITS = (0.0, None, 0.01)  # for a prefetch
