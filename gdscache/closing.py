@@ -75,9 +75,8 @@ class EngineClosing:
         if self._calls.forked or (self.begun and not self._calls.broken_by):
             return
         self._calls.post(functools.partial(self.run, True))  # first: a warning may be an error
-        if (
-            not (self.begun or ending) and threading.main_thread().is_alive()
-        ):  # which has ended when Python calls this at the exit
+        # The main thread has ended when Python calls this at the exit.
+        if not (self.begun or ending) and threading.main_thread().is_alive():
             warnings.warn(_DROPPED, ResourceWarning, stacklevel=2)
         ours = threading.current_thread().name.startswith("gdscache-")
         if not ours and not self._parts.manager.lock._is_owned() and not self._calls.join(EXIT_S):  # type: ignore[attr-defined]

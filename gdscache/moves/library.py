@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from gdscache.pages.layout import PageLayout
     from gdscache.storage.base import Transport
 
+_LONGEST_S = 1e8  # as a deadline: three years
 SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
 SPAN_KINDS = (  # what a thread of the library did
     *("read", "write", "scatter", "gather", "check", "ready"),
@@ -130,7 +130,4 @@ class NativeMoves(Executor):
 
 def until(seconds: float, now: int) -> int:
     """A deadline, in nanoseconds, so many seconds behind `now`."""
-    return NEVER if seconds == math.inf or seconds > _LONGEST_S else now + int(seconds * 1e9)
-
-
-_LONGEST_S = 1e8  # as a deadline: three years
+    return NEVER if seconds > _LONGEST_S else now + int(seconds * 1e9)

@@ -51,9 +51,7 @@ public:
         std::swap(view_, other.view_);
         return *this;
     }
-    ~Array() {
-        if (view_.obj) PyBuffer_Release(&view_);
-    }
+    ~Array() { let_go(); }
 
     T* data() const { return static_cast<T*>(view_.buf); }
     bool none() const { return !view_.obj; }
@@ -75,7 +73,9 @@ public:
             view_.obj = nullptr;
             return false;
         }
-        return kAny || (view_.itemsize == item() && is_kind(view_.format));
+        if (kAny || (view_.itemsize == item() && is_kind(view_.format))) return true;
+        let_go();  // `take` may be asked again
+        return false;
     }
 
 private:
@@ -88,6 +88,10 @@ private:
         const bool sign = kind == 'b' || kind == 'h' || kind == 'i' || kind == 'l' || kind == 'q';
         const bool none = kind == 'B' || kind == 'H' || kind == 'I' || kind == 'L' || kind == 'Q';
         return std::is_signed_v<Number> ? sign : none;
+    }
+
+    void let_go() noexcept {
+        if (view_.obj) PyBuffer_Release(&view_);
     }
 
     Py_buffer view_{};
@@ -145,6 +149,8 @@ struct Range {
 
     int64_t start, stop;
 };
+
+constexpr int64_t kSlice = 100'000'000;  // nanoseconds of a wait: then signals are heard
 
 // A string, or None.
 using Text = std::optional<std::string>;

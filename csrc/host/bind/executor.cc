@@ -28,7 +28,6 @@ namespace gdscache {
 namespace {
 
 constexpr Nanoseconds kNever = INT64_MAX;
-constexpr Nanoseconds kSlice = 100'000'000;  // of a wait: then signals are heard
 // Of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time. A layer is often there
 // within less than it takes to have the lock again.
 constexpr Nanoseconds kKept = 1'000'000;

@@ -13,8 +13,6 @@ namespace gdscache {
 
 namespace {
 
-constexpr Nanoseconds kSlice = 100'000'000;  // of a wait: then signals are heard
-
 // A call that others may make while the GPU's copies are being closed: `gpu` is null when they are.
 class Asking {
 public:

@@ -283,6 +283,12 @@ def test_tables_refuse_rows_that_they_have_not() -> None:
     assert np.array_equal(table, np.arange(12, dtype=np.uint64).reshape(4, 3))
 
 
+def test_an_array_of_another_type_is_converted_and_let_go() -> None:
+    table, rows = np.arange(12, dtype=np.uint64).reshape(4, 3), bytearray(np.array([2, 0], np.int32).tobytes())
+    assert take_rows(table, np.frombuffer(rows, np.int32)).tolist() == [[6, 7, 8], [0, 1, 2]]
+    rows.append(0)  # which Python refuses while somebody has a view of it
+
+
 def test_drivers_that_are_not_there_are_said() -> None:
     with pytest.raises(DeviceError, match="nowhere"):
         CuFiles("/nowhere/libcuda.so", 1, "/nowhere/libcufile.so")
