@@ -81,6 +81,7 @@ class Catalog:
         self._reader: sqlite3.Connection | None = None
         self._pid = os.getpid()
         self._namespace_ids: dict[bytes, int] = {}
+        self._unsure = False  # whether the log may have a commit that raised
         self._set_aside: Path | None = None
 
     @classmethod
@@ -130,10 +131,12 @@ class Catalog:
         """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency, and
         `retain` slot → (priority, expires).
 
-        All of it is durable when this returns, and none of it when it raises. A slot that still has a row cannot be
-        inserted (`SlotRangeError`); deleting, touching or retaining a slot without a row does nothing.
+        All of it is durable when this returns, and none of it counts when it raises. An open before the next commit may
+        find it all the same, so that the bytes in the slots of `insert` must stay as they are until then. A slot that
+        still has a row cannot be inserted (`SlotRangeError`); deleting, touching or retaining a slot without a row does
+        nothing.
         """
-        if not (len(insert) or len(delete) or len(touch) or len(retain)):
+        if not (len(insert) or len(delete) or len(touch) or len(retain) or self._unsure):
             return
         with self._write_lock, self._in_use("written"):
             try:
@@ -288,9 +291,14 @@ class Catalog:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         writer = self._connection(self._writer)
+        if self._unsure:
+            with self._read_lock:
+                catalog_file.empty_log(writer, self.path)
         with writer:  # commits, or rolls back when the block or the commit raises
             writer.execute("BEGIN IMMEDIATE")
             yield writer
+            self._unsure = True
+        self._unsure = False
 
     @contextlib.contextmanager
     def _in_use(self, what: str) -> Iterator[None]:

@@ -170,6 +170,14 @@ def bound_log(writer: sqlite3.Connection, path: Path) -> None:
         log.warning("%s: the log could not be cut: %s", path, error)
 
 
+def empty_log(writer: sqlite3.Connection, path: Path) -> None:
+    """Fold the log in and cut it, so that no open finds a commit in it whose last sync failed. Nobody may read by
+    another connection meanwhile. Raises what SQLite does, and `IOFailedError`."""
+    busy = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    if busy:
+        raise IOFailedError(f"{path}: the log cannot be emptied: it is in use", "see who else uses this file")
+
+
 def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> bool:
     """Whether a catalogue that SQLite calls corrupt is: its bytes, each read without an error, are judged in a copy.
 

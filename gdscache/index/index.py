@@ -288,10 +288,7 @@ class PageIndex(EvictablePages):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _give_back(self, entry: Entry) -> None:
-        if self._recycle is None or entry.state is PENDING:  # never visible: nothing durable names its slot
-            self._free.give(entry.slot)
-        else:
-            self._recycle(entry.slot)
+        (self._recycle or self._free.give)(entry.slot)
 
     def _evict(self, keys: Collection[bytes]) -> None:
         """Drop victims: nobody leases them, and none is dirty. Their slots are given back in this order."""

@@ -173,15 +173,15 @@ class TierWriter:
         try:
             self._manager.watch()
             quarantine = self._manager.quarantine
-            off, cause = quarantine.refuses(self._tier.name), quarantine.cause
+            off = quarantine.refuses(self._tier.name)
+            cause = "closed" if self._dropping else quarantine.cause if off else f"{self._tier.name}_full"
             try:
                 pages = [] if self._dropping or off else [out.pages[row] for out, rows in batch for row in rows]
                 entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))
             except StorageError as error:
                 _log.warning("the %s tier takes no pages: %s", self._tier.name, error)
-            parts = self._admit(
-                batch, entries, "closed" if self._dropping else cause if off else f"{self._tier.name}_full"
-            )
+                cause = self._refused(error)
+            parts = self._admit(batch, entries, cause)
             if parts:
                 flight = self._fly(parts, entries)
                 with self._manager.lock:
@@ -304,10 +304,14 @@ class TierWriter:
             return ["" if there else "cleared" for there in visible]
         except StorageError as error:
             _log.warning("the %s tier commits no pages: %s", self._tier.name, error)
-            if isinstance(error, LockLostError):
-                self._manager.watch()
-                return ["lock_lost"] * len(rows)
-            return ["io_error"] * len(rows)
+            return [self._refused(error)] * len(rows)
+
+    def _refused(self, error: StorageError) -> str:
+        """What pages are dropped for, where the tier raised this."""
+        if isinstance(error, LockLostError):
+            self._manager.watch()
+            return "lock_lost"
+        return "io_error"
 
     def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
         """The last word on the pages of a flight, but for those that are late."""

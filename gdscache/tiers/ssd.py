@@ -253,7 +253,7 @@ class SsdTier(DurableTier):
             self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
             self._describe(descriptions)
             with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._undo, retained)
+                on_failure.callback(self._undo, retained, [record.slot for record in records])
                 self._catalog.commit(records, sorted(self._deleting), touched, wanted)
                 on_failure.pop_all()
             with self.lock:
@@ -353,11 +353,12 @@ class SsdTier(DurableTier):
         else:
             self.index.free((slot,))
 
-    def _undo(self, retained: Mapping[int, bytes]) -> None:
-        """Nothing was committed: deletions and retentions wait for the next commit."""
+    def _undo(self, retained: Mapping[int, bytes], written: Sequence[int]) -> None:
+        """Nothing was committed, as far as is known: deletions and retentions wait for the next commit, and so does the
+        use of the slots that were `written`, of which a restart may find the rows."""
         with self.lock:
             self._retained = {**retained, **self._retained}
-            self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed
+            self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed | dict.fromkeys(written)
             self._deleting = set()
 
     def _retention(self, key: bytes) -> Retention:

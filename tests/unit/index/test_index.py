@@ -270,7 +270,7 @@ def test_a_reservation_dropped_before_its_commit_stays_invisible() -> None:
     assert index.check() == []
 
 
-def test_a_visible_page_is_recycled_and_a_reservation_is_not() -> None:
+def test_slots_of_pages_and_of_reservations_are_recycled() -> None:
     retired: list[int] = []
     index = PageIndex(3, recycle=retired.append)
     visible = put(index, chain(1, 1))[0]
@@ -279,8 +279,8 @@ def test_a_visible_page_is_recycled_and_a_reservation_is_not() -> None:
     reserved = index.insert(chain(2, 1)[0], slots[0], PageState.PENDING)
     index.drop(visible)
     index.drop(reserved)
-    assert retired == [visible.slot]
-    assert index.free_slots == 2
+    assert retired == [visible.slot, reserved.slot]
+    assert index.free_slots == 1
     assert index.check(elsewhere=retired) == []
 
 
