@@ -27,7 +27,7 @@ def opened(path: Path, *, new: bool = False) -> Host:
 
 
 def refused(shim: Shim, host: Host, path: Path, *prompts: list[int]) -> list[str]:
-    """Store them: the first while no sync of the log succeeds, the others while no write does. Why pages are dropped."""
+    """Store them, the first while no sync of the log succeeds, the others while no write does: why pages are dropped."""
     causes = []
     for kinds, tokens in zip("sww", prompts, strict=False):
         shim.arm(path / "catalog.sqlite", kinds, share=1_000_000)
