@@ -27,7 +27,7 @@ def opened(path: Path, *, new: bool = False) -> Host:
 
 
 def refused(shim: Shim, host: Host, path: Path, *prompts: list[int]) -> list[str]:
-    """Store them, the first while no sync of the log succeeds, the others while no write does: why pages are dropped."""
+    """Why pages are dropped that are stored while no sync of the log succeeds (the first), or no write (the others)."""
     causes = []
     for kinds, tokens in zip("sww", prompts, strict=False):
         shim.arm(path / "catalog.sqlite", kinds, share=1_000_000)
