@@ -143,6 +143,7 @@ class Faults:
         self._memory = memory
         self._counts = counts
         aim(memory)
+        self._armed = threading.RLock()  # a fault may begin in another thread
         self._ticks: list[Callable[[], None]] = []
 
     def tick(self) -> None:
@@ -154,9 +155,10 @@ class Faults:
     def quiet(self) -> Iterator[None]:
         """No call of the C library fails meanwhile."""
         name = (ctypes.c_char * 4096).in_dll(self._shim._library, "shim_dir")
-        before, name.value = name.value, b""
-        yield
-        name.value = before
+        with self._armed:
+            before, name.value = name.value, b""
+            yield
+            name.value = before
 
     def begin(self, kind: str, way: str, rng: random.Random, episode: Episode) -> Callable[[], None]:
         """What lifts the fault again."""
@@ -211,11 +213,13 @@ class Faults:
     def _calls(self, kind: str, way: str, rng: random.Random, path: Path) -> Callable[[], None]:
         name, kinds, errno = (CALLS | NATIVE_CALLS)[kind]
         chance = {"at": rng.randint(1, 4)} if way == ONCE else {"share": 300_000 if way == OFTEN else 1_000_000}
-        # "" is the whole directory, with whatever is behind its name
-        self._shim.arm(path / name if name else path, kinds, errno=errno, seed=rng.getrandbits(30), **chance)
+        seed = rng.getrandbits(30)
+        with self._armed:  # "" is the whole directory, with whatever is behind its name
+            self._shim.arm(path / name if name else path, kinds, errno=errno, seed=seed, **chance)
 
         def lift() -> None:
-            self._counts.met["calls"] += self._shim.disarm()[1]
+            with self._armed:
+                self._counts.met["calls"] += self._shim.disarm()[1]
 
         return lift
 
