@@ -7,7 +7,7 @@ import os
 
 from gdscache.errors import IOFailedError, RefusedDiskError, ThreadStartError, TransportUnavailableError
 from gdscache.native import CuFiles, Disk
-from gdscache.storage.base import Switch
+from gdscache.storage.base import Memory, Op, Switch, failed, refused
 from gdscache.storage.files import DirectFiles
 
 
@@ -46,3 +46,12 @@ class NativeTransport(DirectFiles):
             raise ThreadStartError(
                 f"{what}: {os.strerror(error.errno or 0)}", "raise ulimit -u, or lower ssd.threads"
             ) from error
+
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        path = self.path(file)
+        if not isinstance(memory, memoryview):
+            raise refused(f"{self.name} cannot move GPU memory", "use a transport that does", errno.EINVAL)
+        try:
+            return (os.preadv if op is Op.READ else os.pwritev)(file, [memory], offset)
+        except OSError as error:
+            raise failed(op.value, path, offset, error) from error

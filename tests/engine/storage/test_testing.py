@@ -25,11 +25,11 @@ from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError,
 from gdscache.storage import Op, Transport, open_transport
 from gdscache.storage.base import memory_of, part
 from gdscache.storage.calls import begin
-from gdscache.storage.files import DirectFiles
 from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 from tests.support.helpers import MHA as MODEL
 from tests.support.helpers import drop_from, layout_of, prompt, quiet, until
 from tests.support.places import ROOT
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import SECTOR
 
 pytestmark = pytest.mark.suite
@@ -433,7 +433,7 @@ def test_rules_that_can_meet_nothing_are_refused(make: Callable[[], object]) -> 
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
-class Own(DirectFiles):
+class Own(PosixTransport):
     name = "own"
 
 

@@ -26,8 +26,8 @@ from gdscache.errors import (
 from gdscache.storage import Transport, open_transport, probe
 from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
-from gdscache.storage.files import DirectFiles
 from gdscache.storage.nixl import NixlTransport
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import FILE_BYTES, SECTOR, random_bytes, soon
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -377,7 +377,7 @@ def test_gpu_memory_only_where_it_is_proven(
 ) -> None:
     asked: list[dict[str, object]] = []
 
-    class Recorded(DirectFiles):
+    class Recorded(PosixTransport):
         name = "nixl"
 
         def __init__(self, threads: int, direct_io: Switch, gds: bool) -> None:
