@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -35,9 +36,16 @@ def within(seconds: float, name: str, work: Callable[[], _T]) -> _T:
     return begin(name, work).result(seconds)
 
 
-def carry(transport: Transport, op: Op, pieces: Iterable[Piece], seconds: float | None = None) -> None:
+def carry(
+    transport: Transport,
+    op: Op,
+    pieces: Iterable[Piece],
+    seconds: float | None = None,
+    memory: contextlib.ExitStack | None = None,
+) -> None:
     """Move pieces, by as many threads as a transport is for. Raises the first error; `ShortIOError`; `DeadlineError`
-    where something has not ended in time: its memory must stay then."""
+    where something has not ended in time: its memory must stay then. `memory` gives that back. What is late takes it
+    over, and closes it at its end."""
     left, lock, stopped = iter(pieces), threading.Lock(), threading.Event()
     call = transport.read if op is Op.READ else transport.write
 
@@ -60,6 +68,9 @@ def carry(transport: Transport, op: Op, pieces: Iterable[Piece], seconds: float 
     if late:
         late = wait(ends, None if until is None else max(0.0, until - time.monotonic())).not_done
     if late:
+        kept = contextlib.ExitStack() if memory is None else memory.pop_all()
+        for end in late:
+            end.add_done_callback(lambda _: kept.close() if all(other.done() for other in late) else None)
         raise DeadlineError(
             f"{op.value}s have not ended within {seconds:g} s", "the device is slow or hangs; its memory stays in use"
         )

@@ -244,6 +244,18 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 HALF = SIZE // 2
 
 
+def test_what_a_short_call_left_is_not_there_whoever_asks_for_it(bench: Bench) -> None:
+    def read(start: int, stop: int) -> Future[int]:
+        return begin("call", lambda: bench.transport.read(bench.file, start, part(bench.memory, start, stop)))
+
+    with bench.plan.rule(Fault.SHORT, Op.READ, where=lambda path, at: at == 0):
+        assert read(0, SIZE).result(20) == HALF
+    assert read(SIZE, 2 * SIZE).result(20) == SIZE
+    assert read(HALF, HALF + 4096).result(20) == 4096  # another piece that begins there
+    assert read(HALF, SIZE).result(20) == 0
+    assert read(HALF, SIZE).result(20) == HALF  # which is said once
+
+
 @pytest.mark.parametrize(
     ("fault", "op", "error"),
     [
