@@ -13,7 +13,8 @@ from gdscache.storage.files import DirectFiles
 
 class NativeTransport(DirectFiles):
     """Files as `DirectFiles` opens them. An engine's executor moves their bytes: with `uring` by `threads` threads of
-    the kernel at most, else by as many of the library. Its own `read` and `write` are for trials.
+    the kernel at most, else by as many of the library. So does `carry`, without an engine. Its own `read` and `write`
+    are calls of the system, for transports that are made of it.
 
     Raises `TransportUnavailableError` where io_uring is refused, `IOFailedError` when the process may open no more
     files, and `ThreadStartError` when it may start no more threads.

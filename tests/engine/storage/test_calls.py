@@ -1,18 +1,64 @@
-"""Bytes that a transport moves without an engine: what is late keeps its memory until it ends."""
+"""Bytes that a transport moves without an engine: by what moves them in one, and what is late keeps its memory."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gdscache.errors import DeadlineError
+from gdscache.errors import DeadlineError, IOFailedError, ShortIOError
+from gdscache.storage import calls
 from gdscache.storage.base import Memory, Op
 from gdscache.storage.calls import carry
+from gdscache.storage.native import NativeTransport
 from tests.support.helpers import WAIT, until
+from tests.support.native_parts import has_ring
 from tests.support.posix_transport import PosixTransport
+
+PIECE = 1 << 16
+
+
+@pytest.fixture(params=[False, True], ids=["posix", "uring"])
+def own(request: pytest.FixtureRequest) -> Iterator[NativeTransport]:
+    if request.param and not has_ring():
+        pytest.skip("no io_uring here")
+    with NativeTransport(3, uring=request.param) as transport:
+        yield transport
+
+
+def test_what_is_the_library_s_own_is_moved_as_in_an_engine(
+    own: NativeTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    disk = calls.Disk
+    monkeypatch.setattr(calls, "Disk", lambda *asked: (made.append(asked[0]), disk(*asked))[1])
+    monkeypatch.setattr(NativeTransport, "_move", lambda *_: pytest.fail("a call in Python"))
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PIECE * 9))
+    memory = memoryview(mmap.mmap(-1, PIECE * 9))
+    memory[:] = content = os.urandom(PIECE * 9)
+    file = own.open(path)
+    pieces = [(file, at, memory[at : at + PIECE]) for at in range(0, PIECE * 9, PIECE)]
+    carry(own, Op.WRITE, pieces, WAIT)
+    assert path.read_bytes() == content
+    memory[:] = bytes(PIECE * 9)
+    carry(own, Op.READ, pieces, WAIT)
+    assert memory == content
+    carry(own, Op.READ, [], WAIT)
+    with pytest.raises(ShortIOError, match=f"read moved 0 of {PIECE} bytes at offset {PIECE * 9}"):
+        carry(own, Op.READ, [(file, PIECE * 9, memory[:PIECE])], WAIT)
+    with path.open("wb") as other:
+        os.dup2(other.fileno(), file)
+    with pytest.raises(IOFailedError, match=f"read at offset {PIECE} of {path}") as caught:
+        carry(own, Op.READ, [(file, PIECE, memory[:PIECE])], WAIT)
+    assert caught.value.errno == errno.EBADF
+    assert set(made) == {"ring" if own.uring else "threads"}
 
 
 class Hanging(PosixTransport):
