@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, Union
@@ -12,7 +11,7 @@ import torch
 
 from gdscache import arguments
 from gdscache.errors import DeadlineError, DeviceError, InvalidValueError
-from gdscache.runtime.threads import Bell, Flag
+from gdscache.runtime.threads import Bell
 
 if TYPE_CHECKING:
     from gdscache.kernels.gpu import StreamPoint
@@ -85,69 +84,6 @@ def on_stream_of_caller(device: torch.device, work: Callable[[], _T]) -> Callabl
     return elsewhere
 
 
-class Fence:
-    """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
-
-    __slots__ = ("_event", "_flag", "_lands", "queued")
-
-    def __init__(self) -> None:
-        self.queued = False  # True when the work was signalled, done or not
-        self._event: Event = None
-        self._lands: Callable[[float], Landed | None] | None = None
-        self._flag = Flag()
-
-    def watch(self, lands: Callable[[float], Landed | None]) -> None:
-        """From now on who waits asks `lands(seconds)`, which waits until the work is queued; None where it is not."""
-        self._lands = lands
-        self._flag.set()
-
-    def signal(self, event: Event = None) -> None:
-        """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
-        if not self.queued:
-            self._event = event
-            self.queued = True
-            self._flag.set()
-
-    def done(self) -> bool:
-        """True when the work is finished; never waits."""
-        if not self.queued and self._lands is not None:
-            self._ask(self._lands, 0.0)
-        return self.queued and (self._event is None or bool(self._event.query()))
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
-
-        Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
-        """
-        self._wait_queued(seconds)
-        come_after(self._event)
-
-    def synchronize(self, seconds: float | None = None) -> None:
-        """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
-        self._wait_queued(seconds)
-        if self._event is not None:
-            self._event.synchronize()
-
-    def _wait_queued(self, seconds: float | None) -> None:
-        limit = arguments.seconds(seconds)
-        if self.queued:
-            return
-        start = time.monotonic()
-        woken = self._flag.wait(limit)
-        if woken and not self.queued and self._lands is not None:
-            left = threading.TIMEOUT_MAX if limit is None else limit - (time.monotonic() - start)
-            woken = self._ask(self._lands, left)
-        if not woken:
-            raise _late(time.monotonic() - start)
-
-    def _ask(self, lands: Callable[[float], Landed | None], seconds: float) -> bool:
-        """Whether the work is queued within so many seconds."""
-        landed = lands(seconds)
-        if landed is not None:
-            self.signal(landed.event)
-        return landed is not None
-
-
 class LayerFences:
     """A fence for each layer of a load. One writer signals each once; anybody waits."""
 
@@ -192,11 +128,15 @@ class LayerFences:
 
     def wait(self, layer: int, limit: float | None) -> None:
         """See `Fence.wait`. `limit`: a number of seconds that a wait takes, or None."""
-        if not self._queued[layer]:
-            self._wait_queued(layer, limit)
-        event = self._events[layer]
+        event = self.event(layer, limit)
         if event is not None:
             come_after(event)
+
+    def event(self, layer: int, limit: float | None) -> Event:
+        """Wait until a layer's copies are queued; they are done when this is (None: they are)."""
+        if not self._queued[layer]:
+            self._wait_queued(layer, limit)
+        return self._events[layer]
 
     def _wait_queued(self, layer: int, limit: float | None) -> None:
         start = time.monotonic()
@@ -216,6 +156,45 @@ class LayerFences:
         for other in () if landed is None else landed.layers or (layer,):
             self.signal(other, None if landed is None else landed.event)
         return landed is not None
+
+
+class Fence:
+    """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self) -> None:
+        self._work = LayerFences(1)
+
+    @property
+    def queued(self) -> bool:
+        """True when the work was signalled, done or not."""
+        return self._work.queued(0)
+
+    def watch(self, lands: Callable[[float], Landed | None]) -> None:
+        """From now on who waits asks `lands(seconds)`, which waits until the work is queued; None where it is not."""
+        self._work.watch(lambda _, seconds: lands(seconds))
+
+    def signal(self, event: Event = None) -> None:
+        """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
+        self._work.signal(0, event)
+
+    def done(self) -> bool:
+        """True when the work is finished; never waits."""
+        return self._work.done(0)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
+
+        Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
+        """
+        self._work.wait(0, arguments.seconds(seconds))
+
+    def synchronize(self, seconds: float | None = None) -> None:
+        """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
+        event = self._work.event(0, arguments.seconds(seconds))
+        if event is not None:
+            event.synchronize()
 
 
 def come_after(event: Event) -> None:

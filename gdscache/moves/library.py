@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from gdscache.pages.layout import PageLayout
     from gdscache.storage.base import Transport
 
-_LONGEST_S = 1e8  # as a deadline: three years
 SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
 SPAN_KINDS = (  # what a thread of the library did
     *("read", "write", "scatter", "gather", "check", "ready"),
@@ -130,4 +129,4 @@ class NativeMoves(Executor):
 
 def until(seconds: float, now: int) -> int:
     """A deadline, in nanoseconds, so many seconds behind `now`."""
-    return NEVER if seconds > _LONGEST_S else now + int(seconds * 1e9)
+    return int(min(now + seconds * 1e9, NEVER))

@@ -5,20 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gdscache.errors import DeviceError, IOFailedError, TransportUnavailableError
+from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.runtime.named_class import named_class
-from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, Transport
+from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport
 from gdscache.storage.files import IN_MEMORY, mount_of
-
-if TYPE_CHECKING:
-    from gdscache.storage.probe import ProbeResult
 
 __all__ = ["DeviceMemory", "Memory", "Op", "Transport", "choose_and_open", "open_transport"]
 
 _log = logging.getLogger("gdscache.storage")
-_GDS = ("cufile", "kvikio", "nixl")  # that may use it
 
 
 def open_transport(
@@ -58,7 +53,9 @@ def choose_and_open(
 
         opened = NativeTransport(threads=threads, direct_io=direct_io, uring=choice == "uring")
     elif choice == "cufile":
-        opened = _open_cufile(threads, direct_io, device if compat == "off" else "")
+        from gdscache.storage.cufile import open_cufile
+
+        opened = open_cufile(threads, direct_io, device if compat == "off" else "")
     elif choice == "kvikio":
         from gdscache.storage.kvikio import KvikioTransport
 
@@ -89,79 +86,15 @@ def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
     """(what to open, kvikio's compat mode or `off` where cuFile or nixl move GPU memory, the reason)."""
-    if gds == "on" and transport not in ("auto", *_GDS):
-        raise _no_gds(f"transport {transport} does not use it")
-    if transport not in ("auto", *_GDS):
+    may, on_gpu = transport in ("auto", *GDS), device.startswith("cuda")
+    if gds == "on" or (gds == "auto" and may and on_gpu):
+        from gdscache.storage.gds import choose
+
+        return choose(transport, directory, device, required=gds == "on")
+    if not may:
         return transport, "auto", "configured"
-    if not device.startswith("cuda"):
-        if gds == "on":
-            raise _no_gds(f"the device is {device}")
-        if transport == "auto":
-            return "posix", "auto", f"the device is {device}"
-        return transport, "on", f"configured; the device is {device}, so files are read into host memory"
-    if gds == "off":
-        return ("posix", "auto", "gds is off") if transport == "auto" else (transport, "on", "configured; gds is off")
-
-    from gdscache.storage.probe import no_gds_driver
-
-    missing = no_gds_driver()
-    if missing and gds == "on":
-        raise _no_gds(missing)
-    if missing and transport == "auto":
-        return "posix", "auto", f"no GPUDirect Storage: {missing}"
-    if transport == "nixl":
-        return _choose_nixl(missing, directory, device, gds)
-    name = "cufile" if transport == "auto" else transport
-    probe = _probe(name, directory, int(device.partition(":")[2] or 0))
-    if probe.mode == "gds":
-        return name, "off", f"GPUDirect Storage works: {probe.reason}"
-    if gds == "on":
-        raise _no_gds(probe.reason)
-    if transport == "auto":
-        return "posix", "auto", f"no GPUDirect Storage: {probe.reason}"
-    if not probe.ok:
-        raise TransportUnavailableError(
-            f"{name} does not work in {directory}: {probe.reason}", "set transport to posix"
-        )
-    # kvikio does without cuFile where that proves nothing; cuFile's own compat mode, or P2PDMA, is what was asked for.
-    return name, "off" if name == "cufile" else "on", f"configured, but no GPUDirect Storage: {probe.reason}"
-
-
-def _probe(name: str, directory: Path, index: int) -> ProbeResult:
-    from gdscache.storage import probe
-
-    probes = {"cufile": probe.probe_cufile, "kvikio": probe.probe_kvikio, "nixl": probe.probe_nixl}
-    return probes[name](directory, index)
-
-
-def _open_cufile(threads: int, direct_io: Switch, device: str) -> Transport:
-    """`device`: whose memory is moved; empty: only the host's is, and cuFile is not touched."""
-    from gdscache.storage.cufile import CufileTransport
-
-    if not device:
-        return CufileTransport(threads, direct_io)
-    import torch
-
-    from gdscache.cuda.driver import Driver
-
-    try:
-        gpu = Driver(torch.device("cuda", int(device.partition(":")[2] or 0)))
-    except DeviceError as error:
-        raise TransportUnavailableError(
-            f"cuFile needs the CUDA driver: {error.message}", "set transport to posix or auto"
-        ) from error
-    return CufileTransport(threads, direct_io, gpu=gpu)
-
-
-def _choose_nixl(missing: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
-    if not missing:
-        probe = _probe("nixl", directory, int(device.partition(":")[2] or 0))
-        if probe.mode == "gds":
-            return "nixl", "off", f"configured; GPUDirect Storage works: {probe.reason}"
-        missing = probe.reason
-    if gds == "on":
-        raise _no_gds(missing)
-    return "nixl", "on", f"configured, for host memory only; no GPUDirect Storage: {missing}"
+    why = "gds is off" if on_gpu else f"the device is {device}"
+    return ("posix", "auto", why) if transport == "auto" else (transport, "on", f"configured, for host memory: {why}")
 
 
 def _construct(target: str, threads: int, direct_io: Switch) -> Transport:
@@ -174,11 +107,4 @@ def _construct(target: str, threads: int, direct_io: Switch) -> Transport:
 def _bad_class(target: str, cause: str) -> TransportUnavailableError:
     return TransportUnavailableError(
         f"transport {target!r}: {cause}", "name a subclass of gdscache.storage.Transport as package.module:Class"
-    )
-
-
-def _no_gds(cause: str) -> TransportUnavailableError:
-    return TransportUnavailableError(
-        f"gds is on, but GPUDirect Storage is not proven to work: {cause}",
-        "set gds to auto, or repair GPUDirect Storage (gdscheck -p shows what is missing)",
     )

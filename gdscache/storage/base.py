@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 Switch = Literal["auto", "on", "off"]
+GDS = ("cufile", "kvikio", "nixl")  # transports that may use GPUDirect Storage
 PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport tries what the directory can do
 
 

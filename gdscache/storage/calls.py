@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import numpy as np
+
+from gdscache.arrays import integers
 from gdscache.errors import DeadlineError, ShortIOError
+from gdscache.native import Disk, error_of
 from gdscache.runtime.threads import start
-from gdscache.storage.base import Memory, Op, Transport
+from gdscache.storage.base import Memory, Op, Transport, address_of, failed
+from gdscache.storage.native import NativeTransport
 
 _T = TypeVar("_T")
 Piece = tuple[int, int, Memory]  # a file's handle, the offset in it, the memory
@@ -35,9 +42,19 @@ def within(seconds: float, name: str, work: Callable[[], _T]) -> _T:
     return begin(name, work).result(seconds)
 
 
-def carry(transport: Transport, op: Op, pieces: Iterable[Piece], seconds: float | None = None) -> None:
-    """Move pieces, by as many threads as a transport is for. Raises the first error; `ShortIOError`; `DeadlineError`
-    where something has not ended in time: its memory must stay then."""
+def carry(
+    transport: Transport,
+    op: Op,
+    pieces: Iterable[Piece],
+    seconds: float | None = None,
+    memory: contextlib.ExitStack | None = None,
+) -> None:
+    """Move pieces as an engine has them moved: by a disk of the library where the transport is its own, else by as many
+    threads as the transport is for.
+
+    Raises the first error; `ShortIOError`; `DeadlineError` where something has not ended in time: its memory must stay
+    then. `memory` gives that back. What is late takes it over, and closes it at its end.
+    """
     left, lock, stopped = iter(pieces), threading.Lock(), threading.Event()
     call = transport.read if op is Op.READ else transport.write
 
@@ -47,21 +64,53 @@ def carry(transport: Transport, op: Op, pieces: Iterable[Piece], seconds: float 
 
     def run() -> None:
         while (piece := take()) is not None:
-            file, offset, memory = piece
-            moved = call(file, offset, memory)
-            if moved != memory.nbytes:
-                message = f"{op.value} moved {moved} of {memory.nbytes} bytes at offset {offset}"
-                raise ShortIOError(message, "the file is shorter than that, or the file system is full")
+            _check(op, piece, call(*piece))
 
-    ends = [begin(f"gdscache-{transport.name}-{n}", run) for n in range(transport.threads)]
+    if isinstance(transport, NativeTransport) and transport.is_own:
+        works: list[Callable[[], None]] = [functools.partial(_by_disk, transport, op, list(left))]
+    else:
+        works = [run] * transport.threads
+    ends = [begin(f"gdscache-{transport.name}-{n}", work) for n, work in enumerate(works)]
     until = None if seconds is None else time.monotonic() + seconds
     late = wait(ends, seconds, FIRST_EXCEPTION).not_done
     stopped.set()
     if late:
         late = wait(ends, None if until is None else max(0.0, until - time.monotonic())).not_done
     if late:
+        kept = contextlib.ExitStack() if memory is None else memory.pop_all()
+        for end in late:
+            end.add_done_callback(lambda _: kept.close() if all(other.done() for other in late) else None)
         raise DeadlineError(
             f"{op.value}s have not ended within {seconds:g} s", "the device is slow or hangs; its memory stays in use"
         )
     for end in ends:
         end.result()
+
+
+def _by_disk(transport: NativeTransport, op: Op, pieces: Sequence[Piece]) -> None:
+    kind: Literal["ring", "threads"] = "ring" if transport.uring else "threads"
+    with contextlib.closing(Disk(kind, transport.threads, 8 * transport.threads, transport.cufile)) as disk:
+        where = np.array([(_address(memory), memory.nbytes) for _, _, memory in pieces], np.uint64).reshape(-1, 2)
+        rows = [
+            (n, op is Op.WRITE, file, offset, n, 1, not transport.direct) for n, (file, offset, _) in enumerate(pieces)
+        ]
+        disk.submit(integers(rows).reshape(-1, 7), where)
+        answers: list[list[int]] = []
+        while len(answers) < len(pieces):
+            answers += disk.reap().tolist()
+    for number, _, _, code, moved in answers:
+        file, offset, _ = piece = pieces[number]
+        if code:
+            raise failed(op.value, transport.path(file), offset, error_of(code))
+        _check(op, piece, moved)
+
+
+def _address(memory: Memory) -> int:
+    return address_of(memory) if isinstance(memory, memoryview) else memory.address
+
+
+def _check(op: Op, piece: Piece, moved: int) -> None:
+    _, offset, memory = piece
+    if moved != memory.nbytes:
+        message = f"{op.value} moved {moved} of {memory.nbytes} bytes at offset {offset}"
+        raise ShortIOError(message, "the file is shorter than that, or the file system is full")

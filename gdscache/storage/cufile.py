@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from gdscache.errors import DeadlineError, NativeCallError, TransportUnavailableError
+from gdscache.errors import DeadlineError, DeviceError, NativeCallError, TransportUnavailableError
 from gdscache.native import CuFiles, error_of
 from gdscache.storage.base import Memory, Op, Switch, failed
 from gdscache.storage.calls import within
@@ -150,6 +150,23 @@ class CufileTransport(NativeTransport):
             cufile.close()
         self._registered.clear()
         super().close()
+
+
+def open_cufile(threads: int, direct_io: Switch, device: str) -> CufileTransport:
+    """`device`: whose memory is moved; empty: only the host's is, and cuFile is not touched."""
+    if not device:
+        return CufileTransport(threads, direct_io)
+    import torch
+
+    from gdscache.cuda.driver import Driver
+
+    try:
+        gpu = Driver(torch.device("cuda", int(device.partition(":")[2] or 0)))
+    except DeviceError as error:
+        raise TransportUnavailableError(
+            f"cuFile needs the CUDA driver: {error.message}", "set transport to posix or auto"
+        ) from error
+    return CufileTransport(threads, direct_io, gpu=gpu)
 
 
 def log_folder() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import errno
 import logging
 import mmap
@@ -20,7 +21,7 @@ _TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the
 
 
 class DirectFiles(Transport):
-    """A transport whose handles are file descriptors. Of itself it moves host memory, in the caller's thread.
+    """A transport whose handles are file descriptors. What moves their bytes is its subclass's.
 
     `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and
     the page cache elsewhere (one warning a directory names the cause); `"on"` raises `TransportUnavailableError`
@@ -82,14 +83,9 @@ class DirectFiles(Transport):
     def write(self, file: int, offset: int, memory: Memory) -> int:
         return self._move(Op.WRITE, file, offset, memory)
 
+    @abc.abstractmethod
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
-        path = self.path(file)
-        if not isinstance(memory, memoryview):
-            raise refused(f"{self.name} cannot move GPU memory", "use a transport that does", errno.EINVAL)
-        try:
-            return (os.preadv if op is Op.READ else os.pwritev)(file, [memory], offset)
-        except OSError as error:
-            raise failed(op.value, path, offset, error) from error
+        """A call, either way."""
 
     def flush(self, file: int) -> None:
         path = self.path(file)

@@ -7,13 +7,14 @@ import os
 
 from gdscache.errors import IOFailedError, RefusedDiskError, ThreadStartError, TransportUnavailableError
 from gdscache.native import CuFiles, Disk
-from gdscache.storage.base import Switch
+from gdscache.storage.base import Memory, Op, Switch, failed, refused
 from gdscache.storage.files import DirectFiles
 
 
 class NativeTransport(DirectFiles):
     """Files as `DirectFiles` opens them. An engine's executor moves their bytes: with `uring` by `threads` threads of
-    the kernel at most, else by as many of the library. Its own `read` and `write` are for trials.
+    the kernel at most, else by as many of the library. So does `carry`, without an engine. Its own `read` and `write`
+    are calls of the system, for transports that are made of it.
 
     Raises `TransportUnavailableError` where io_uring is refused, `IOFailedError` when the process may open no more
     files, and `ThreadStartError` when it may start no more threads.
@@ -46,3 +47,12 @@ class NativeTransport(DirectFiles):
             raise ThreadStartError(
                 f"{what}: {os.strerror(error.errno or 0)}", "raise ulimit -u, or lower ssd.threads"
             ) from error
+
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        path = self.path(file)
+        if not isinstance(memory, memoryview):
+            raise refused(f"{self.name} cannot move GPU memory", "use a transport that does", errno.EINVAL)
+        try:
+            return (os.preadv if op is Op.READ else os.pwritev)(file, [memory], offset)
+        except OSError as error:
+            raise failed(op.value, path, offset, error) from error

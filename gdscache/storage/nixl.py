@@ -9,7 +9,6 @@ NIXL logs to the standard output; importing it here sets its logger to warnings,
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import importlib.metadata
@@ -120,14 +119,14 @@ class NixlTransport(DirectFiles):
 
     def close(self) -> None:
         """What is under way keeps files and memory, and its end gives them back."""
+        self._closed = True
         if not self._lock.acquire(timeout=HANG_S):
             _log.error("a call of NIXL has not ended for %g s: it keeps its memory and files", HANG_S)
             return
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._lock.release)
-            self._closed = True
-            if not self._live:
-                self._give_back()
+        try:
+            self._settle()
+        finally:
+            self._lock.release()
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         """NIXL gives no byte count, so a read is held against the size of its file."""
@@ -137,11 +136,13 @@ class NixlTransport(DirectFiles):
             self.check_open()
             try:
                 handle = self._handle(op, file, offset, memory)
+                self._live += 1
             except IOFailedError:
                 raise
             except self._nixl_errors as caught:
                 raise failed(op.value, path, offset, RuntimeError(_said(caught))) from caught
-            self._live += 1
+            finally:
+                self._settle()
         try:
             with self._lock:
                 done = self._is_done(self._agent.transfer(handle))
@@ -185,6 +186,10 @@ class NixlTransport(DirectFiles):
         except self._nixl_errors as refusal:
             _log.warning("NIXL does not release a transfer that ended: %s", _said(refusal))
         self._live -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        """Once it is closed, what nobody uses any more goes back."""
         if self._closed and not self._live:
             self._give_back()
 
@@ -247,7 +252,10 @@ class NixlTransport(DirectFiles):
         def locked() -> _T:
             with self._lock:
                 self.check_open()
-                return action()
+                try:
+                    return action()
+                finally:
+                    self._settle()
 
         try:
             return within(CALL_S, "gdscache-nixl-call", locked)

@@ -73,7 +73,7 @@ class FaultyTransport(Transport):
         self.memory_kinds = self.inner.memory_kinds
         self._files: dict[int, tuple[int, str]] = {}  # by handle: the number of the file, its path
         self._lock = threading.Lock()
-        self._ends: dict[int, tuple[Op, int, int]] = {}  # by thread: where a file ends, behind a call that was short
+        self._ends: list[tuple[Op, int, int, int]] = []  # what calls that were short left: of which file, from, bytes
         self._under_way = 0
         self._closing = False
 
@@ -117,11 +117,11 @@ class FaultyTransport(Transport):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        if self._is_rest(op, file, offset, memory.nbytes):
+            return 0
         if not self.plan.active or file not in self._files:
             return self._call(op, file, offset, memory)
         number, path = self._files[file]
-        if self._ends.pop(threading.get_ident(), None) == (op, file, offset):
-            return 0
         met = self.plan.meet(op, number, path, offset, memory.nbytes)
         with self._lock:
             self._under_way += 1
@@ -136,6 +136,14 @@ class FaultyTransport(Transport):
                 last = self._closing and not self._under_way
             if last:
                 self.inner.close()
+
+    def _is_rest(self, op: Op, file: int, offset: int, nbytes: int) -> bool:
+        """Whether a call asks for what another left, which is said once. Any thread may ask."""
+        with self._lock:
+            found = (op, file, offset, nbytes) in self._ends
+            if found:
+                self._ends.remove((op, file, offset, nbytes))
+        return found
 
     def _call(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         return (self.inner.read if op is Op.READ else self.inner.write)(file, offset, memory)
@@ -157,7 +165,8 @@ class FaultyTransport(Transport):
             if fault is Fault.TORN:
                 return nbytes
             if half and not self.merges:  # else the pages behind it are tried alone
-                self._ends[threading.get_ident()] = op, file, offset + half
+                with self._lock:
+                    self._ends.append((op, file, offset + half, nbytes - half))
             return moved
         elif op is Op.READ:
             moved = self._call(op, file, offset, memory)

@@ -20,7 +20,7 @@ import torch
 from gdscache.arrays import Int64Array
 from gdscache.config import SsdConfig
 from gdscache.disk.slab_io import SlabIO
-from gdscache.errors import DeadlineError, NoMemoryError, StorageError, TransportUnavailableError
+from gdscache.errors import NoMemoryError, StorageError, TransportUnavailableError
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.index.index import PageIndex
@@ -36,7 +36,6 @@ _BYTES = 32 << 20  # that each way moves a time
 _PIECE_BYTES = 4 << 20
 _TIMES = 3
 _DEADLINE_S = 20.0
-_IN_USE: list[contextlib.ExitStack] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,8 +95,6 @@ def _faster(io: SlabIO, index: PageIndex, layout: PageLayout, device: torch.devi
             undo.callback(there.close)
             return _measured(io, index, host, there, undo)
         except (StorageError, NoMemoryError) as error:
-            if isinstance(error, DeadlineError):  # what has not ended may touch this memory for ever
-                _IN_USE.append(undo.pop_all())
             return RouteChoice("via_cpu", f"the direct route cannot be measured: {error}")
 
 
@@ -112,12 +109,12 @@ def _measured(
     if free:
         noise = np.random.default_rng(0).integers(0, 256, host.rows.shape, dtype=np.uint8)
         host.rows.copy_(torch.from_numpy(noise))
-        _move(io, Op.WRITE, slots, host)
+        _move(io, Op.WRITE, slots, host, undo)
     host.rows.zero_()
-    reading = _best(lambda: _move(io, Op.READ, slots, host))
+    reading = _best(lambda: _move(io, Op.READ, slots, host, undo))
     copied = torch.empty_like(there.rows)
     copying = _best(lambda: _copy(copied, host.rows))
-    straight = _best(lambda: _move(io, Op.READ, slots, there))
+    straight = _best(lambda: _move(io, Op.READ, slots, there, undo))
     same = torch.equal(copied, there.rows)
     nbytes = len(slots) * host.layout.extent_bytes
     rates = {"direct": nbytes / straight / 1e9, "via_cpu": nbytes / max(reading, copying) / 1e9}
@@ -135,13 +132,16 @@ def _slots(index: PageIndex, pages: int) -> tuple[Int64Array, bool]:
     return np.arange(pages, dtype=np.int64), False
 
 
-def _move(io: SlabIO, op: Op, slots: Int64Array, extents: HostExtents | DeviceExtents) -> None:
+def _move(
+    io: SlabIO, op: Op, slots: Int64Array, extents: HostExtents | DeviceExtents, undo: contextlib.ExitStack
+) -> None:
+    """`undo` gives the memory back: behind what is late, if something is."""
     size, memory = extents.layout.extent_bytes, _memory(extents)
     pieces = (
         (file, offset, part(memory, first * size, (first + count) * size))
         for file, offset, first, count in io.stretches(slots, _PIECE_BYTES)
     )
-    carry(io.transport, op, pieces, _DEADLINE_S)
+    carry(io.transport, op, pieces, _DEADLINE_S, undo)
 
 
 def _memory(extents: HostExtents | DeviceExtents) -> Memory:

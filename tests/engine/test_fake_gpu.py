@@ -101,8 +101,7 @@ def test_layers_are_ready_when_their_copies_are_queued(open_host: OpenHost, monk
     quiet(host.engine)
     with fake_gpu.held():
         load, blocks, keys = host.begin(tokens)
-        load._layers._wait_queued(0, WAIT)
-        event = load._layers._events[0]
+        event = load._layers.event(0, WAIT)
         assert event is not None
         assert not event.query()
         assert not load.done()

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from gdscache import opening as build
-from gdscache import storage
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
@@ -150,7 +149,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *, kernels: bool = True, batched: int =
     read and write its memory directly."""
     fake_gpu.use(monkeypatch, kernels=kernels)
     monkeypatch.setattr(
-        storage, "_open_cufile", lambda threads, direct_io, device: opened(threads, direct_io, batched=batched)
+        cufile, "open_cufile", lambda threads, direct_io, device: opened(threads, direct_io, batched=batched)
     )
     monkeypatch.setattr(build, "DeviceExtents", FakeDeviceExtents)
     monkeypatch.setattr(routes, "choose", lambda *_, **__: routes.RouteChoice("direct", "a test"))

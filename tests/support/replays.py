@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.traffic import Outcome, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.limits import EngineLimits
-from gdscache.moves.clock import Clock, MachineModel
 from tests.support.helpers import SMALL
 from tests.support.traces import request
 

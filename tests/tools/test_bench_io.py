@@ -38,7 +38,7 @@ from gdscache.errors import (
 )
 from gdscache.storage import files, open_transport
 from gdscache.storage.base import Op
-from gdscache.storage.files import DirectFiles
+from tests.support.posix_transport import PosixTransport
 from tests.support.terminal import on_terminal
 from tests.support.transport_parts import refuse_ring
 
@@ -281,7 +281,7 @@ def test_the_byte_check_passes_what_is_right(name: str, file: Path, monkeypatch:
         io_ways.check(way)
 
 
-class Own(DirectFiles):
+class Own(PosixTransport):
     """A user's transport, which threads call."""
 
     name = "own"

@@ -28,11 +28,12 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError, StorageError, TransportUnavailableError
 from gdscache.sizes import GIB, MIB
-from gdscache.storage.files import DirectFiles, probe_direct_io
+from gdscache.storage.files import probe_direct_io
 from gdscache.storage.trial import run_child
 from tests.support.doctor_facts import PLAIN, WHOLE
 from tests.support.helpers import WAIT
 from tests.support.native_parts import has_ring
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import refuse_ring
 
 pytestmark = pytest.mark.suite
@@ -450,7 +451,7 @@ def test_gds_is_said_only_of_what_was_counted(kind: str, described: Any, counted
     assert trial.word_for(kind, described, counted=counted) == word
 
 
-class Forgetful(DirectFiles):
+class Forgetful(PosixTransport):
     """Reads too little, and says that it did not."""
 
     name = "forgetful"
@@ -476,9 +477,9 @@ while True:
 """
 MODULE = """
 import os
-from gdscache.storage.files import DirectFiles
+from tests.support.posix_transport import PosixTransport
 
-class Dies(DirectFiles):
+class Dies(PosixTransport):
     name = "dies"
 
     def flush(self, file):

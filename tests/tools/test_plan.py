@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from gdscache.commands.replay import report as reports
+from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.plan import HOST_PRICE, SCHEMA, Limits, cost, grid, mean_of, plan
 from gdscache.commands.replay.setup import Asked, setups
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
-from gdscache.moves.clock import MachineModel
 from tests.support.traces import line, request, write
 
 pytestmark = pytest.mark.suite

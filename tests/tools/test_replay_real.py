@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from gdscache.commands.replay import report as reports
+from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
 from gdscache.engine import CacheEngine
-from gdscache.moves.clock import MachineModel
 from tests.support.real_replay import (
     RealOutcome,
     WrongBytesError,

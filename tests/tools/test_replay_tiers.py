@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gdscache.commands.replay import clock
 from gdscache.commands.replay import report as reports
+from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
 from gdscache.commands.replay.simulate import infinite, optimum, simulate
@@ -23,8 +25,6 @@ from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
 from gdscache.limits import EngineLimits
-from gdscache.moves import clock
-from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
 from tests.support.interpreters import PACKAGE, python
@@ -118,7 +118,7 @@ def test_what_is_said_twice_is_the_same() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "moves.virtual",
+        "commands.replay.virtual",
         "commands.replay.hierarchy",
         "commands.replay.traffic",
         "commands.replay.setup",

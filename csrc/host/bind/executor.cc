@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -338,31 +339,6 @@ void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
     require(good && executor.extend(move, std::move(more), last), "ways that make no sense for this move");
 }
 
-nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
-    open();
-    const std::shared_ptr<Opened> kept = opened_;
-    const Nanoseconds until = deadline(seconds);
-    for (bool with_lock = group >= 0 || !until;; with_lock = false) {
-        const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
-        Waited waited;
-        int64_t point = 0;
-        bool known;
-        if (with_lock) {
-            const Inside inside(*kept);
-            known = !inside.closed && kept->executor->wait(move, group, slice, &waited, &point);
-        } else {
-            const nb::gil_scoped_release others;
-            const Inside inside(*kept);
-            known = !inside.closed && kept->executor->wait(move, group, slice, &waited, &point);
-        }
-        if (!known) return nb::int_(0);  // nobody knows it any more: it was over
-        if (waited == Waited::kHappened) return nb::int_(point);
-        if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
-        if (slice == until) return nb::none();
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    }
-}
-
 nb::tuple OpenExecutor::outcome(int64_t move) {
     Executor& executor = *open().executor;
     const Outcome* const found = executor.outcome(move);
@@ -384,16 +360,18 @@ void OpenExecutor::refuse(int status) {
     open().executor->refuse(static_cast<Status>(status));
 }
 
-// What `take(until, &waited)` gives, null where nothing came in time. Signals are heard.
+// What `take(until, &waited)` gives, null where nothing came in time. Signals are heard. `with_lock`: others of Python
+// wait at first.
 template <typename Take>
-auto taken(Opened& opened, double seconds, Take take) {
+auto taken(Opened& opened, double seconds, Take take, bool with_lock = false) {
     const Nanoseconds until = deadline(seconds);
-    for (;;) {
-        const Nanoseconds slice = std::min(until, now() + kSlice);
+    for (;; with_lock = false) {
+        const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
         Waited waited;
         decltype(take(slice, &waited)) found{};
         {
-            const nb::gil_scoped_release others;
+            std::optional<nb::gil_scoped_release> others;
+            if (!with_lock) others.emplace();
             const Inside inside(opened);
             if (inside.closed) waited = Waited::kClosed;
             else found = take(slice, &waited);
@@ -462,6 +440,19 @@ nb::object OpenExecutor::take_late(double seconds, int64_t most) {
     });
     for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
     return rows;
+}
+
+nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
+    open();
+    const std::shared_ptr<Opened> kept = opened_;
+    const auto look = [&](Nanoseconds until, Waited* waited) {
+        int64_t point = 0;
+        // One that nobody knows any more was over.
+        if (!kept->executor->wait(move, group, until, waited, &point)) *waited = Waited::kHappened;
+        return *waited == Waited::kHappened ? std::optional(point) : std::nullopt;
+    };
+    const std::optional<int64_t> point = taken(*kept, seconds, look, group >= 0 || seconds <= 0);
+    return point ? nb::int_(*point) : nb::object(nb::none());
 }
 
 nb::list OpenExecutor::take_spans() {

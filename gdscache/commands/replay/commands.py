@@ -10,6 +10,7 @@ import typer
 
 from gdscache.commands.console import Progress, check_writable, require_matplotlib, show
 from gdscache.commands.replay import options
+from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.families import REFERENCES
 from gdscache.commands.replay.options import listed
 from gdscache.commands.replay.setup import Asked, page_tokens_of, setups
@@ -17,7 +18,6 @@ from gdscache.commands.replay.trace import BLOCK_TOKENS, read_trace
 from gdscache.commands.replay.workload import expand
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import MachineModel
 from gdscache.policies import POLICIES
 
 SWEEP = ("0.5%", "1%", "2%", "5%", "10%", "25%", "50%")

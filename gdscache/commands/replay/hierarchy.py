@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from gdscache.commands.replay.clock import Clock, Done, MachineModel, Process
 from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
+from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.config import Config
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import LIMITS, EngineLimits
@@ -22,8 +24,6 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart
 from gdscache.load.run import LoadRun
 from gdscache.moves import Moving
-from gdscache.moves.clock import Clock, Done, MachineModel, Process
-from gdscache.moves.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
 from gdscache.store.earned_offers import EarnedOffers

@@ -11,13 +11,13 @@ from typing import Any
 
 from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay import report
+from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.limits import LIMITS
-from gdscache.moves.clock import MachineModel
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
 

@@ -9,11 +9,11 @@ import typer
 
 from gdscache.commands.console import Progress, Table, duration, figure, percent, show
 from gdscache.commands.replay import options
+from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.setup import Asked, page_tokens_of
 from gdscache.commands.replay.trace import read_trace
 from gdscache.commands.replay.workload import expand
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import MachineModel
 from gdscache.sizes import about, parse_size
 
 _LIMITS = "Limits"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.setup import Setup, pages_of
@@ -19,7 +20,6 @@ from gdscache.commands.replay.traffic import TIERS, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.moves.clock import Clock, MachineModel
 from gdscache.policies import POLICIES
 
 SCHEMA = "gdscache.replay/3"

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay.clock import Done, MachineModel, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.workload import Workload
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
-from gdscache.moves.clock import Done, MachineModel, Process
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
 

@@ -25,11 +25,11 @@ from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError,
 from gdscache.storage import Op, Transport, open_transport
 from gdscache.storage.base import memory_of, part
 from gdscache.storage.calls import begin
-from gdscache.storage.files import DirectFiles
 from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 from tests.support.helpers import MHA as MODEL
 from tests.support.helpers import drop_from, layout_of, prompt, quiet, until
 from tests.support.places import ROOT
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import SECTOR
 
 pytestmark = pytest.mark.suite
@@ -244,6 +244,18 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
 HALF = SIZE // 2
 
 
+def test_what_a_short_call_left_is_not_there_whoever_asks_for_it(bench: Bench) -> None:
+    def read(start: int, stop: int) -> Future[int]:
+        return begin("call", lambda: bench.transport.read(bench.file, start, part(bench.memory, start, stop)))
+
+    with bench.plan.rule(Fault.SHORT, Op.READ, where=lambda path, at: at == 0):
+        assert read(0, SIZE).result(20) == HALF
+    assert read(SIZE, 2 * SIZE).result(20) == SIZE
+    assert read(HALF, HALF + 4096).result(20) == 4096  # another piece that begins there
+    assert read(HALF, SIZE).result(20) == 0
+    assert read(HALF, SIZE).result(20) == HALF  # which is said once
+
+
 @pytest.mark.parametrize(
     ("fault", "op", "error"),
     [
@@ -433,7 +445,7 @@ def test_rules_that_can_meet_nothing_are_refused(make: Callable[[], object]) -> 
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
-class Own(DirectFiles):
+class Own(PosixTransport):
     name = "own"
 
 

@@ -19,6 +19,7 @@ from gdscache.errors import (
 from gdscache.storage import Transport, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles, mount_of
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import has_libcuda, refuse_ring
 
 # The factory.
@@ -169,11 +170,11 @@ def test_kvikio_without_a_driver_is_a_clear_error(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-class Own(DirectFiles):
-    name = "own"
+class Own(PosixTransport):
+    pass
 
 
-class Narrow(DirectFiles):
+class Narrow(PosixTransport):
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
 
@@ -206,7 +207,7 @@ def test_a_class_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_imports_take_in_what_is_chosen_only() -> None:
     code = """if True:
         import sys, gdscache.storage
-        names = ("cufile", "kvikio", "native", "nixl", "probe")
+        names = ("cufile", "gds", "kvikio", "native", "nixl", "probe")
         chosen = {"kvikio", "nixl", *(f"gdscache.storage.{name}" for name in names)}
         assert not chosen & set(sys.modules)
         import gdscache.cuda.host_memory, torch

@@ -26,8 +26,8 @@ from gdscache.errors import (
 from gdscache.storage import Transport, open_transport, probe
 from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
-from gdscache.storage.files import DirectFiles
 from gdscache.storage.nixl import NixlTransport
+from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import FILE_BYTES, SECTOR, random_bytes, soon
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
@@ -240,13 +240,46 @@ def test_a_call_into_nixl_that_hangs_is_an_error(stand_in, slab: Path, monkeypat
     gate = threading.Event()
     monkeypatch.setattr(nixl_module, "CALL_S", 0.2)
     monkeypatch.setattr(nixl_module, "HANG_S", 0.2)
-    agent.register_memory = lambda *_, **__: gate.wait()
+    register = agent.register_memory
+    agent.register_memory = lambda *some, **options: (gate.wait(), register(*some, **options))[1]
     try:
         with pytest.raises(DeadlineError, match="register"):
             transport.open(slab)
+        [file] = transport._paths
         assert begin("close", transport.close).result(20) is None
+        with pytest.raises(EngineClosedError):
+            transport.open(slab)
+        os.fstat(file)  # open: the call may still use it
     finally:
         gate.set()
+    until(lambda: not transport._paths)  # and when it ends after all, everything is given back
+    assert agent.registered == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_a_transfer_that_hangs_at_its_begin_gives_back_at_its_end(
+    stand_in, slab: Path, buffer: HostBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = NixlTransport(1, "off")
+    [agent] = stand_in
+    gate, inside = threading.Event(), threading.Event()
+    monkeypatch.setattr(nixl_module, "HANG_S", 0.1)
+
+    def hangs(*_: object, **__: object) -> Handle:
+        inside.set()
+        gate.wait()
+        raise RefusalError("NIXL_ERR_BACKEND")
+
+    agent.initialize_xfer = hangs
+    [call] = reads(transport, transport.open(slab), buffer, [2])
+    inside.wait(20)
+    transport.close()
+    assert transport._paths
+    gate.set()
+    assert isinstance(call.exception(20), IOFailedError)
+    until(lambda: not transport._paths)
+    assert agent.registered == []
 
 
 class Cuda:
@@ -377,7 +410,7 @@ def test_gpu_memory_only_where_it_is_proven(
 ) -> None:
     asked: list[dict[str, object]] = []
 
-    class Recorded(DirectFiles):
+    class Recorded(PosixTransport):
         name = "nixl"
 
         def __init__(self, threads: int, direct_io: Switch, gds: bool) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.hierarchy import Hierarchy, Ledger
-from gdscache.moves.clock import Clock, MachineModel
 from gdscache.pages.keys import Page
 from gdscache.storage.base import Op
 from gdscache.store import plan

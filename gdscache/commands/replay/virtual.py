@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
+from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.index.free_slots import SlotPool
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
-from gdscache.moves.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import Flag
 
