@@ -201,7 +201,7 @@ class LoadRun:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
         rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self._plan.slots
         slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
-        sums = self._executor.checksums(tier.name, slots.tolist()) if self._always else None
+        sums = self._executor.checksums(tier.name, slots) if self._always else None
         return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
 
     def _read(
