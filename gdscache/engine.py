@@ -199,7 +199,9 @@ class CacheEngine:
             manager.have_watched()
             with self.timeline.span("lookup", pages=len(pages) - first):
                 found = manager.lookup(pages, first)
-            keep, worth, seconds, computing = self.gate.decide(found, start, length, self.loader.planner.under_way)
+            keep, worth, seconds, computing = self.gate.decide(
+                found, start, length, self._parts.loader.planner.under_way
+            )
             kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
             names = tuple(pages[first : first + keep])
             return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
@@ -271,7 +273,7 @@ class CacheEngine:
                 raise InvalidValueError(
                     "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
                 )
-            load = self.loader.start(batch, "load", [given(after, planes.device)], checked=checked)
+            load = self._parts.loader.start(batch, "load", [given(after, planes.device)], checked=checked)
             load.begun()
             return load
 

@@ -190,9 +190,10 @@ class _PricedRun(NamedTuple):
 
 
 class Prices:
-    """What it costs to load the first k pages of one hit, and to compute what is left; every tier must have a price.
+    """What it costs to load the first k pages of one hit, and to compute what is left.
 
-    `start` tokens of the request's `tokens` come before the hit. `ahead`: pages under way, by tier.
+    `start` tokens of the request's `tokens` come before the hit. `ahead`: pages under way, by tier. `known`: whether
+    every tier has a price; without one it counts as free.
     """
 
     def __init__(
@@ -208,9 +209,12 @@ class Prices:
         self._overlap, self._prefill = costs.overlap, costs.prefill.coefficients or (0.0, 0.0, 0.0)
         self._start, self._tokens, self._page_tokens = start, tokens, page_tokens
         self._runs: list[_PricedRun] = []
+        self.known = True
         at, before, begun = 0, 0.0, {"gpu"}
         for tier, group in itertools.groupby(tiers):
-            per_byte, latency = costs.load_price(tier) or (0.0, 0.0)
+            price = costs.load_price(tier)
+            self.known = self.known and price is not None
+            per_byte, latency = price or (0.0, 0.0)
             page = per_byte * page_bytes
             entry = 0.0 if tier in begun else latency + ahead.get(tier, 0) * page
             begun.add(tier)

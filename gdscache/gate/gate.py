@@ -45,7 +45,6 @@ class Gate:
         """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
         costs, whole = self.costs, len(tiers)
         below = set(tiers) - {"gpu"}
-        priced = all(costs.load_price(tier) is not None for tier in below)
         prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and costs.measured(below):
@@ -58,7 +57,7 @@ class Gate:
             self._count(kind, tiers, worth, pages)
         if self.mode == "advisory":
             pages = whole
-        seconds = prices.load(pages) if priced else None
+        seconds = prices.load(pages) if prices.known else None
         if self.mode == "off" or costs.prefill.coefficients is None:
             return Decision(pages, worth, seconds, None)
         return Decision(pages, worth, seconds, max(0.0, prices.rest(0) - prices.rest(pages)))

@@ -153,10 +153,10 @@ class EvictablePages(PageTable):
                 slot = at_rest(key)
                 if slot is None:
                     slot = self._slot_in_use(key)
-                if slot is not None and (children[slot] > followed or slot in dirty):
+                if slot is not None and (children[slot] > followed or slot in dirty or slot in held):
                     return
 
-        entries, children, dirty = self._entries, self._children, self._dirty
+        entries, children, dirty, held = self._entries, self._children, self._dirty, self._held
         parents, parent_at, is_deferred = self._parents, self._parent_at, self._orders.is_deferred
         at_rest = self._resting.get
         if pages:  # the first round looks for tails: of the family that is its end, and all others have a child in it
@@ -173,6 +173,8 @@ class EvictablePages(PageTable):
                     if entry.leases or entry.state is PENDING:
                         continue
                     slot = entry.slot
+                elif held and slot in held:
+                    continue
                 elif tails_only and children[slot] and key not in gone:  # most of what is looked at
                     passed[key] = None
                     continue

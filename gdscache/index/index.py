@@ -67,7 +67,7 @@ class PageIndex(EvictablePages):
         self._forget = forget
         self._recycle = recycle
         self._watcher: Watcher | None = None
-        self._leaving: set[int] = set()  # slots of dropped pages that are still leased
+        self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by their slots
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` from now on. It only notes what it is told."""
@@ -201,7 +201,7 @@ class PageIndex(EvictablePages):
                 self._watcher.removed((entry.key,))
         if entry.leases:
             self.torn += 1
-            self._leaving.add(entry.slot)
+            self._leaving[entry.slot] = entry
         else:
             self._give_back(entry)
 
@@ -219,11 +219,22 @@ class PageIndex(EvictablePages):
             if entry.leases:
                 continue
             if entry.dropped:
-                self._leaving.discard(entry.slot)
+                self._leaving.pop(entry.slot, None)
                 self._give_back(entry)
             elif entry.state is VERIFIED:
                 del entries[entry.key]
                 resting[entry.key] = entry.slot
+
+    def let_go(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
+        """End one lease of each of the pages that `hold_run` leased in these slots."""
+        held, leaving, in_use = self._held, self._leaving, list[Entry]()
+        for page, slot in zip(pages, slots, strict=True):
+            leases = held.pop(slot, 0)
+            if leases > 1:
+                held[slot] = leases - 1
+            elif not leases:  # it has become an object meanwhile
+                in_use.append(leaving[slot] if slot in leaving else self._entries[page.key])
+        self.release_all(in_use)
 
     def expire(self, now: float, most: int) -> list[bytes]:
         """Drop up to `most` pages that have expired by `now`; the keys of those that were visible."""
@@ -261,6 +272,8 @@ class PageIndex(EvictablePages):
 
         The slots of pages at rest are nobody's until `retire` has had all of them.
         """
+        for key in [key for key, slot in self._resting.items() if slot in self._held] if self._held else ():
+            self.find(key)
         in_use = list(self._entries.values())
         visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
         for entry in in_use:

@@ -36,7 +36,10 @@ PENDING, VERIFIED = PageState.PENDING, PageState.VERIFIED
 
 
 class Entry:
-    """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased."""
+    """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased.
+
+    `leases`: all there are on the page, those without an object (`PageTable.hold_run`) too.
+    """
 
     __slots__ = ("dropped", "key", "leases", "page", "retention", "slot", "state")
 
@@ -71,6 +74,7 @@ class PageTable:
         self._restored_parents = b""  # KEY_BYTES a slot
         self._namespaces: list[bytes] = [b""] * slots
         self._entries: dict[bytes, Entry] = {}  # pages in use
+        self._held: Counter[int] = Counter()  # leases on pages at rest, by their slots: see `hold_run`
         self._children = array("i", bytes(4 * slots))  # pages of this tier that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
         self._orders = Orders(policy, self.present)
@@ -152,6 +156,7 @@ class PageTable:
         if slot is None:
             return self._entries.get(key)
         entry = self._entries[key] = self._entry(key, slot)
+        self._held.pop(slot, None)
         return entry
 
     def pin(self, page: Page) -> Entry | None:
@@ -163,13 +168,14 @@ class PageTable:
             if entry is None:
                 return None
         else:
-            entry = self._entries[key] = Entry(page, slot, VERIFIED, self._orders.retained.get(key, DEFAULT))
+            retention = self._orders.retained.get(key, DEFAULT)
+            entry = self._entries[key] = Entry(page, slot, VERIFIED, retention, self._held.pop(slot, 0))
         entry.leases += 1
         return entry
 
     def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
         """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
-        take, entries, retained = self._resting.pop, self._entries, self._orders.retained
+        take, entries, retained, held = self._resting.pop, self._entries, self._orders.retained, self._held
         pinned = []
         for i in range(start, stop):  # no slice: it may end at the first page, and be asked for at each
             page = pages[i]
@@ -177,13 +183,33 @@ class PageTable:
             slot = take(key, None)
             if slot is not None:
                 retention = retained.get(key, DEFAULT) if retained else DEFAULT
-                entry = entries[key] = Entry(page, slot, VERIFIED, retention, 1)
+                leases = 1 + held.pop(slot, 0) if held else 1
+                entry = entries[key] = Entry(page, slot, VERIFIED, retention, leases)
             elif key not in entries or (entry := entries[key]).state is PENDING:
                 break
             else:
                 entry.leases += 1
             pinned.append(entry)
         return pinned
+
+    def hold_run(self, pages: Sequence[Page], start: int, stop: int) -> list[int]:
+        """`pin_run` without objects: the slots. Pages at rest stay at rest, and `PageIndex.let_go` ends the leases."""
+        at_rest, entries = self._resting.get, self._entries
+        slots: list[int] = []
+        in_use: list[Entry] = []
+        for i in range(start, stop):
+            key = pages[i].key
+            slot = at_rest(key)
+            if slot is None:
+                if key not in entries or (entry := entries[key]).state is PENDING:
+                    break
+                slot = entry.slot
+                in_use.append(entry)
+            slots.append(slot)
+        self._held.update(slots)
+        for entry in in_use:
+            entry.leases += self._held.pop(entry.slot, 0)
+        return slots
 
     def absent_until(self, pages: Sequence[Page], start: int, stop: int | None = None) -> int:
         """Where the first of `pages[start:stop]` is that is there in any state; `stop` (all of them) when none is."""
@@ -316,7 +342,8 @@ class PageTable:
     # -- a page's row -------------------------------------------------------------------------------------------------
 
     def _entry(self, key: bytes, slot: int) -> Entry:
-        return Entry(self._page_at(key, slot), slot, VERIFIED, self._orders.retained.get(key, DEFAULT))
+        retention = self._orders.retained.get(key, DEFAULT)
+        return Entry(self._page_at(key, slot), slot, VERIFIED, retention, self._held[slot])
 
     def _page_at(self, key: bytes, slot: int) -> Page:
         return Page(key, self._parent_at(slot), self._namespaces[slot])
@@ -358,5 +385,7 @@ class PageTable:
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
         if Counter(self._followed(pages)) != counted:
             problems.append("pages that follow others are miscounted")
+        if min(self._held.values(), default=1) < 1 or self._held.keys() - {*self._resting.values()}:
+            problems.append("pages are held that are not at rest")
         wrong = [e for e in self._entries.values() if e.leases < 0 or e.dropped or e.key in self._resting]
         return problems + [f"page {e.key.hex()[:16]} has {e.leases} leases, dropped={e.dropped}" for e in wrong]

@@ -91,25 +91,27 @@ class Loader:
         first = self._first_part(sum(len(pages) for pages, _, _ in requests)) if here else None
         # Plans and the order of execution agree, so that waiting for another load ends.
         with self.order if here else contextlib.nullcontext():
-            with self.manager.lock, contextlib.ExitStack() as undo:
+            with self.manager.lock:
                 self._check_open()
                 asked = [some for some, _, _ in requests]
                 plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=first)
-                undo.callback(self.planner.abandon, plan)
-                load = LayerwiseLoad(
-                    [LoadPart(0, start) for _, _, start in requests],
-                    self.layout,
-                    self.deadline,
-                    timeline=self.manager.timeline,
-                    device=self._device,
-                    calls=self.manager.calls,
-                    checked=checked,
-                )
-                run = self._run(load, plan, _grown(load, plan, requests), tuple(after), checked=checked)
-                begins = here and run.brief
-                if not begins:
-                    self._leave(load, run, plan, requests)
-                undo.pop_all()
+                try:
+                    load = LayerwiseLoad(
+                        [LoadPart(0, start) for _, _, start in requests],
+                        self.layout,
+                        self.deadline,
+                        timeline=self.manager.timeline,
+                        device=self._device,
+                        calls=self.manager.calls,
+                        checked=checked,
+                    )
+                    run = self._run(load, plan, _grown(load, plan, requests), tuple(after), checked=checked)
+                    begins = here and run.brief
+                    if not begins:
+                        self._leave(load, run, plan, requests)
+                except BaseException:
+                    self.planner.abandon(plan)
+                    raise
             if begins:
                 self._begin(load, run, plan, requests, first)
         return load

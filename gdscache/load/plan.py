@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,17 +61,19 @@ class LoadRequest:
 class LoadPlan:
     """The pages that a load will move, in order, and the leases on everything that it touches, one a request.
 
-    A page's row is its place in `pages`. `sources` are their entries in the tiers that `runs` say; `targets` those that
-    they get in the landing tier, None where they get none. `requests`: the rows of each request. `statuses` are codes,
-    places in `STATUSES`, uint8 of shape (pages,); the manager's lock guards them. A plan may be made in parts: then all
-    of it grows (`LoadPlanner.go_on`) until it is `whole`.
+    A page's row is its place in `pages`. `slots` are theirs in the tiers that `runs` say. `sources`: their entries in
+    these, None for a page in memory that is complete. `targets`: the entries that they get in the landing tier, None
+    where they get none. `requests`: the rows of each request. `statuses` are codes, places in `STATUSES`, uint8 of
+    shape (pages,); the manager's lock guards them. A plan may be made in parts: then all of it grows
+    (`LoadPlanner.go_on`) until it is `whole`.
     """
 
     def __init__(self, asked: LoadRequest | None = None) -> None:
         self.asked = LoadRequest() if asked is None else asked
         self.leases: list[Lease] = []
         self.pages: list[Page] = []
-        self.sources: list[Entry] = []
+        self.slots: list[int] = []
+        self.sources: list[Entry | None] = []
         self.runs: list[TierRun] = []
         self.targets: list[Entry | None] = []
         self.requests: list[range] = []
@@ -113,6 +115,10 @@ class LoadPlan:
             if pages:
                 found[run.tier.name] = found.get(run.tier.name, 0) + pages
         return found
+
+    def entries(self, rows: Iterable[int]) -> list[Entry]:
+        """The sources of pages that have one."""
+        return cast("list[Entry]", [*map(self.sources.__getitem__, rows)])
 
     def row_of(self, target: Entry) -> int:
         """The row of the page that gets this slot of the landing tier."""

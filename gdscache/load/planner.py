@@ -134,12 +134,9 @@ class LoadPlanner:
     def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
         """`_lease`, of the landing tier alone."""
         assert self.landing is not None, "pages of no tier"
-        at = plan.asked.at
-        entries = self._take(self.landing, pages, at, stop, plan.leases[-1])
-        if entries:
-            plan.runs.append(TierRun(self.landing, range(len(plan), len(plan) + len(entries))))
-            plan.sources += entries
-            plan.pages += pages[at : at + len(entries)]
+        at, row = plan.asked.at, len(plan)
+        taken = self._take_run_of(plan, self.landing, pages, at, stop, row)
+        plan.pages += pages[at : at + taken]
         return []
 
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
@@ -147,19 +144,17 @@ class LoadPlanner:
         `row`: its row."""
         behind, lacking = False, True  # pages before `stop` are in no faster tier
         for tier in self._chain:
-            entries = self._take(tier, pages, at, stop, plan.leases[-1])
-            if entries:
-                rows = range(row, row + len(entries))
-                plan.sources += entries
-                plan.runs.append(TierRun(tier, rows))
+            taken = self._take_run_of(plan, tier, pages, at, stop, row)
+            if taken:
                 if behind and lacking:
-                    absent.extend(rows)
-                return len(entries)
+                    absent.extend(range(row, row + taken))
+                return taken
             if tier is self.landing:
                 behind, copy = True, tier.index.find(pages[at].key)  # not complete, if it is there
                 filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy.slot)
                 if copy is not None and filling is not None:
                     plan.leases[-1].add(tier.index, copy)
+                    plan.slots.append(copy.slot)
                     plan.sources.append(copy)
                     plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
@@ -167,6 +162,21 @@ class LoadPlanner:
             if tier is not self._chain[-1]:
                 stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
         return 0
+
+    def _take_run_of(self, plan: LoadPlan, tier: Tier, pages: Sequence[Page], at: int, stop: int, row: int) -> int:
+        """Lease those of `pages[at:stop]`, from the first on, that a tier has; how many. `row`: of the first."""
+        if tier.kind == "memory":  # which quarantine hides no page of
+            slots = tier.index.hold_run(pages, at, stop)
+            plan.leases[-1].hold(tier.index, pages[at : at + len(slots)], slots)
+            plan.sources += [None] * len(slots)
+        else:
+            entries = self._take(tier, pages, at, stop, plan.leases[-1])
+            slots = [entry.slot for entry in entries]
+            plan.sources += entries
+        if slots:
+            plan.slots += slots
+            plan.runs.append(TierRun(tier, range(row, row + len(slots))))
+        return len(slots)
 
     def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
         """Lease those of `pages[start:stop]`, from the first on, that a tier has and that quarantine does not hide."""
@@ -185,16 +195,15 @@ class LoadPlanner:
         assert self._prefetched is not None, "nothing was prefetched"
         for run in plan.runs:
             for row in run.rows[max(0, first - run.rows.start) :]:
-                slot = plan.sources[row].slot if run.tier is self.landing else None
-                self._prefetched.use(plan.pages[row].key, slot)
+                self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier is self.landing else None)
 
     def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], keep: Collection[bytes] = ()) -> None:
         """Give pages a slot of the landing tier each, as far as there is room."""
         if not rows:
             return
         slots = index.allocate_some(len(rows), keep)
-        pages, sources, places = plan.pages, plan.sources, plan.targets
-        retentions = [sources[row].retention for row in rows]
+        pages, places = plan.pages, plan.targets
+        retentions = [entry.retention for entry in plan.entries(rows)]
         targets = index.insert_all([pages[row] for row in rows], slots, PENDING, retentions, leases=1)
         for row, target in zip(rows, targets, strict=False):
             places[row] = target
@@ -277,6 +286,7 @@ class LoadPlanner:
                 if entries:
                     plan.pages.append(pages[i])
                     plan.sources += entries
+                    plan.slots.append(entries[0].slot)
                     self._extend(plan.runs, tier, len(plan) - 1)
                     break
             else:
@@ -293,9 +303,9 @@ class LoadPlanner:
 
     def _cut(self, plan: LoadPlan, pages: int) -> None:
         """Leave out what is behind the first `pages`."""
-        for entry in plan.sources[pages:]:
+        for entry in plan.entries(range(pages, len(plan))):
             plan.leases[-1].remove(entry)
-        del plan.pages[pages:], plan.sources[pages:], plan.targets[pages:]
+        del plan.pages[pages:], plan.slots[pages:], plan.sources[pages:], plan.targets[pages:]
         plan.runs = [TierRun(r.tier, r.rows[: pages - r.rows.start]) for r in plan.runs if r.rows.start < pages]
 
     # -- the end of pages ----------------------------------------------------------------------------------------------
@@ -320,10 +330,13 @@ class LoadPlanner:
                         self.landing.index.drop(target)
             if status in _BAD:
                 for row in some:
-                    plan.tier_of(row).index.drop(plan.sources[row])
+                    index = plan.tier_of(row).index
+                    entry = plan.sources[row] or index.find(plan.pages[row].key)
+                    if entry is not None and entry.slot == plan.slots[row]:  # else it is another, or gone already
+                        index.drop(entry)
             if status in _FAILED:
                 for tier, of_tier in self._of_files(plan, some):
-                    manager.quarantine.failed_reads.failed(tier, [plan.sources[row] for row in of_tier])
+                    manager.quarantine.failed_reads.failed(tier, plan.entries(of_tier))
             elif manager.quarantine.failed_reads.watching and (good or status is PageStatus.CHECKSUM):
                 for tier, of_tier in self._of_files(plan, some):
                     manager.quarantine.failed_reads.read(tier, [plan.pages[row].key for row in of_tier])

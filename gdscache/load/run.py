@@ -28,7 +28,6 @@ from gdscache.tiers.quarantine import Late
 if TYPE_CHECKING:
     from gdscache.config import LoadConfig
     from gdscache.cuda.streams import Event
-    from gdscache.index.table import Entry
     from gdscache.pages.checksum import Checksums
 
 GROUP_SIZES = GroupSizes()  # layers that are read at a time
@@ -108,7 +107,7 @@ class LoadRun:
         """Whether `begin` waits for nothing: no checksum has to be read first."""
         plan = self._plan
         durable = [(run.tier, run.rows) for run in plan.runs[self._begun :] if isinstance(run.tier, DurableTier)]
-        return all(tier.at_hand(plan.sources[rows.start : rows.stop]) for tier, rows in durable)
+        return all(tier.at_hand(plan.entries(rows)) for tier, rows in durable)
 
     def grow(self, blocks: Int64Array) -> None:
         """The plan has more pages. `blocks`: of all of them."""
@@ -127,7 +126,7 @@ class LoadRun:
             order: list[Int64Array] = []
             for tier in self._manager.tiers.values():  # the fastest first
                 rows = [run.rows for run in runs if run.tier is tier and run.filling is None]
-                for part, way in self._ways(tier, [*itertools.chain.from_iterable(rows)]) if rows else ():
+                for part, way in self._ways(tier, rows) if rows else ():
                     order.append(part)
                     ways.append(way)
             self._hand_over(ways, order)
@@ -164,17 +163,17 @@ class LoadRun:
         found = {run.tier.name for run in self._plan.runs if run.filling is None}
         return [name for name in self._manager.tiers if name in found][-1]
 
-    def _ways(self, tier: Tier, rows: list[int]) -> list[tuple[Int64Array, Way]]:
+    def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
         """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
-        if isinstance(tier, DurableTier) and not tier.at_hand(self._entries(rows)):
+        if not isinstance(tier, DurableTier):
+            return [self._out_of_memory(tier, runs)]
+        rows = [*itertools.chain.from_iterable(runs)]
+        if not tier.at_hand(self._plan.entries(rows)):
             rows = self._learned(tier, rows)
             if not rows:
                 return []
-        entries, numbers = self._entries(rows), integers(rows)
-        slots = integers([entry.slot for entry in entries])
-        if not isinstance(tier, DurableTier):
-            return [(numbers, self._out_of_memory(tier, numbers, slots))]
-        tables = numbers, slots, checked_sums(tier, entries, self._layout.n_layers)
+        numbers, slots = integers(rows), integers([*map(self._plan.slots.__getitem__, rows)])
+        tables = numbers, slots, checked_sums(tier, self._plan.entries(rows), self._layout.n_layers)
         targets = [*map(self._plan.targets.__getitem__, rows)]
         places = [target.slot for target in targets if target is not None]
         found = []
@@ -188,23 +187,22 @@ class LoadRun:
             found.append((part, self._read(tier, of_part, part, sums)))
         return found
 
-    def _entries(self, rows: list[int]) -> list[Entry]:
-        return [*map(self._plan.sources.__getitem__, rows)]
-
     def _learned(self, tier: DurableTier, rows: list[int]) -> list[int]:
         """Those of the rows whose checksums are at hand, now that the tier was told to read them; of the others nobody
         could say whether their bytes are right. Asked before the checksums are taken: another load may read them
         meanwhile."""
-        tier.learn(self._entries(rows))
-        there = [row for row in rows if tier.at_hand((self._plan.sources[row],))]
+        tier.learn(self._plan.entries(rows))
+        there = [row for row in rows if tier.at_hand(self._plan.entries((row,)))]
         unread = sorted({*rows} - {*there})
         self._planner.finish(self._plan, integers(unread), PageStatus.IO_ERROR)
         return there
 
-    def _out_of_memory(self, tier: Tier, rows: Int64Array, slots: Int64Array) -> Way:
+    def _out_of_memory(self, tier: Tier, runs: list[range]) -> tuple[Int64Array, Way]:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
-        sums = self._executor.checksums(tier.name, slots.tolist()) if self._always else None
-        return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
+        rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self._plan.slots
+        slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
+        sums = self._executor.checksums(tier.name, slots) if self._always else None
+        return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
 
     def _read(
         self,
@@ -280,23 +278,22 @@ class LoadRun:
 
     def _share(self) -> Steps[None]:
         """Pages that another load, planned before this one, is bringing. Waits only for earlier loads, so it ends."""
-        planner, there = self._planner, []
+        planner, there = self._planner, list[range]()
         for run in self._shared:
             assert run.filling is not None, "nobody to wait for"
             known = functools.partial(_known, planner, *run.filling)
             yield self._executor.changed(planner.filled, known, max(0.0, self._until - self._executor.now()))
             status = planner.landed(*run.filling)
             if status is PageStatus.LOADED:
-                there.append(run.rows.start)
+                there.append(run.rows)
             else:
                 late = status is PageStatus.PENDING
                 planner.finish(self._plan, np.array(run.rows), PageStatus.DEADLINE if late else status)
         self._last, self._moving = True, None
         if there:
             assert planner.landing is not None, "nowhere to land"
-            rows = integers(there)
-            slots = integers([self._plan.sources[row].slot for row in there])
-            self._move([self._out_of_memory(planner.landing, rows, slots)], [rows])
+            rows, way = self._out_of_memory(planner.landing, there)
+            self._move([way], [rows])
             yield from self._end_move()
 
     def abort(self) -> Steps[None]:
@@ -333,7 +330,7 @@ class LoadRun:
 
     def _late(self, row: int) -> Late:
         plan, manager, landing = self._plan, self._manager, self._planner.landing
-        source, target = plan.sources[row], plan.targets[row]
+        source, target = plan.entries((row,))[0], plan.targets[row]
         tier = plan.tier_of(row)
         with manager.lock:
             lease = manager.lease("quarantine")

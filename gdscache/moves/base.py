@@ -225,7 +225,7 @@ class Executor(Protocol):
         """Wait for `changed`, for up to `seconds`: for calls that wait until steps have ended."""
         ...
 
-    def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
+    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         """Those of the bytes in slots of a memory. uint64 of shape (slots, layers), a copy."""
         ...
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import NativeCallError
 from gdscache.index.free_slots import SlotPool
@@ -193,7 +194,7 @@ class NativeExecutor:
     def pause(self, changed: Flag, seconds: float) -> None:
         changed.wait(seconds)
 
-    def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
+    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         return take_rows(self.machine.memories[space].checksums, slots)
 
     # -- for moves under way -------------------------------------------------------------------------------------------

@@ -168,13 +168,15 @@ class PageNames:
             pages += map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
             used = _Named(first, data, pages[:])
         with self._lock:
+            before = len(self._known)
             # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
             if known is not None and known in self._known and (used is known or 4 * equal == len(known.tokens)):
                 self._known.remove(known)
             self._known.append(used)
-            del self._known[: -self._kept]
-            while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
-                del self._known[0]
+            if used is not known or len(self._known) > before:  # else they are those from before, in another order
+                del self._known[: -self._kept]
+                while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
+                    del self._known[0]
         return pages
 
     def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:

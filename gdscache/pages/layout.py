@@ -9,8 +9,10 @@ are tokens. Attention kinds (MHA, GQA, MLA, quantised, indexed) differ in their 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -208,14 +210,16 @@ def _doubling(layout: PageLayout, smallest: int, largest: int) -> tuple[range, .
     """Groups of at least `smallest` bytes of a page; each has twice as many as the one before until they reach
     `largest`, and about half of what is left at most: the last bytes come with few layers left to compute. The last
     group takes what is too small for one of its own."""
-    groups, begin, wanted = [], 0, smallest
-    for layer, (_, end) in enumerate(layout.layer_bounds):
-        start = layout.layer_bounds[begin][0]
-        most = max(smallest, (layout.page_bytes - start) // 2)
-        if end - start >= min(wanted, most) and layout.page_bytes - end >= smallest:
-            groups.append(range(begin, layer + 1))
-            begin, wanted = layer + 1, min(2 * wanted, largest)
-    return (*groups, range(begin, layout.n_layers))
+    bounds, size = layout.layer_bounds, layout.page_bytes
+    groups, begin, wanted = list[range](), 0, smallest
+    while True:
+        start = bounds[begin][0]
+        least = start + min(wanted, max(smallest, (size - start) // 2))
+        layer = bisect.bisect_left(bounds, least, begin, key=operator.itemgetter(1))
+        if layer == len(bounds) or size - bounds[layer][1] < smallest:
+            return (*groups, range(begin, len(bounds)))
+        groups.append(range(begin, layer + 1))
+        begin, wanted = layer + 1, min(2 * wanted, largest)
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -181,19 +181,20 @@ def checked_sums(tier: DurableTier, entries: Sequence[Entry], layers: int) -> Ch
 class Lease:
     """Pins on pages of any tiers, with an owner and an end. Made and ended by the manager, under its lock."""
 
-    __slots__ = ("_taken", "owner", "since")
+    __slots__ = ("_held", "_taken", "owner", "since")
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.since = time.monotonic()
         self._taken: list[tuple[PageIndex, list[Entry]]] = []  # pages that were taken together
+        self._held: list[tuple[PageIndex, Sequence[Page], Sequence[int]]] = []  # pages by their slots
 
     def __len__(self) -> int:
         """Pins."""
-        return sum(len(entries) for _, entries in self._taken)
+        return sum(len(entries) for _, entries in self._taken) + sum(len(slots) for _, _, slots in self._held)
 
     def __iter__(self) -> Iterator[tuple[PageIndex, Entry]]:
-        """Every pin, in the order in which they came."""
+        """Every pin that has an object, in the order in which they came."""
         for index, entries in self._taken:
             yield from zip(itertools.repeat(index), entries, strict=False)
 
@@ -205,6 +206,10 @@ class Lease:
     def take(self, index: PageIndex, entries: Sequence[Entry]) -> None:
         """Take over one pin on each of some pages."""
         self._taken.append((index, [*entries]))
+
+    def hold(self, index: PageIndex, pages: Sequence[Page], slots: Sequence[int]) -> None:
+        """Take over one pin on each of some pages, by their slots, until the end."""
+        self._held.append((index, pages, slots))
 
     def remove(self, entry: Entry) -> None:
         """End a pin on one page before the others."""
@@ -240,3 +245,6 @@ class Lease:
         taken, self._taken = self._taken, []
         for index, entries in taken:
             index.release_all(entries)
+        held, self._held = self._held, []
+        for index, pages, slots in held:
+            index.let_go(pages, slots)

@@ -83,6 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
     policy_name = "lru"
     names = Bundle("names")
     leases = Bundle("leases")
+    held = Bundle("held")
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,6 +231,26 @@ class IndexMachine(RuleBasedStateMachine):
         elif not entry.leases:
             self.gone.remove(entry)
 
+    @rule(target=held, pages=st.lists(names, max_size=3))
+    def hold(self, pages: list[Page]) -> object:
+        """A page may be named twice."""
+        known = {k.page.key: k for k in self.order if not k.pending}
+        there = list(itertools.takewhile(lambda page: page.key in known, pages))
+        slots = self.index.hold_run(pages, 0, len(pages))
+        assert slots == [self.index.slot(page.key) for page in there]
+        for page in there:
+            known[page.key].leases += 1
+        return there, slots
+
+    @rule(some=consumes(held))
+    def let_go(self, some: tuple[list[Page], list[int]]) -> None:
+        gone = {e.slot: e for e in self.gone}
+        for page, slot in zip(*some, strict=True):
+            if slot not in gone:
+                next(k for k in self.order if k.page.key == page.key).leases -= 1
+        self.index.let_go(*some)
+        self.gone = [entry for entry in self.gone if entry.leases]
+
     @rule(page=names)
     def drop(self, page: Page) -> None:
         known = next((k for k in self.order if k.page == page), None)
@@ -262,6 +283,13 @@ class IndexMachine(RuleBasedStateMachine):
         if known is not None:
             self.leave(known)
             self.gone += [there[page.key]] if known.leases else []
+
+    @rule(page=names)
+    def look(self, page: Page) -> None:
+        """Only what is looked at, or leased as an object, is no page at rest from then on."""
+        entry, known = self.index.get(page.key), next((k for k in self.order if k.page == page), None)
+        assert (entry is None) == (known is None or known.pending)
+        assert entry is None or known is None or entry.leases == known.leases
 
     @rule(n=st.integers(0, 4))
     def evict(self, n: int) -> None:
@@ -296,10 +324,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert {e.key for e in self.index} == {k.page.key for k in self.order}
+        assert {e.key: e.leases for e in self.index} == {k.page.key: k.leases for k in self.order}
         assert self.index.free_slots == self.free
         for known in self.order:
-            assert (self.index.get(known.page.key) is None) == known.pending
+            assert self.index.has(known.page.key) != known.pending
         keys = [*(k.page.key for k in self.order), b"nobody's"]
         assert list(self.index.visible(keys)) == [self.index.has(key) for key in keys]
         assert list(self.index.present(keys)) == keys[:-1]

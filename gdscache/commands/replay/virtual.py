@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
+from gdscache.arrays import Int64Array
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.index.free_slots import SlotPool
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
@@ -93,7 +94,7 @@ class VirtualExecutor:
         """Whatever was begun ends."""
         self.clock.run()
 
-    def checksums(self, space: str, slots: Sequence[int]) -> Checksums:
+    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         return np.zeros((len(slots), 0), dtype=np.uint64)
 
 

@@ -83,7 +83,8 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     free = manager.cpu_index.free_slots
     plan = planner.plan([pages], "load", keep=keep, most=part)
     while not plan.whole:
-        assert len(plan) == len(plan.statuses) == len(plan.sources) == len(plan.targets) == plan.asked.at
+        lengths = {len(some) for some in (plan, plan.statuses, plan.slots, plan.sources, plan.targets)}
+        assert lengths == {plan.asked.at}
         assert plan.asked.left == len(pages) - len(plan)
         planner.go_on(plan, part)
     assert plan.requests == [range(len(decided))]
@@ -93,9 +94,12 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     assert plan.pages == pages[: len(decided)]
     assert [(tier.name, row in shared) for row, tier in enumerate(tiers)] == [d[:2] for d in decided]
     assert [plan.targets[row] is not None for row in rows] == [keep and target for _, _, target in decided]
-    assert all(plan.sources[row] is tiers[row].index.find(plan.pages[row].key) for row in rows)
+    assert plan.slots == [tiers[row].index.slot(plan.pages[row].key) for row in rows]
+    objects = [row for row in rows if tiers[row].name != "cpu" or row in shared]
+    assert [row for row in rows if plan.sources[row] is not None] == objects
+    assert all(plan.sources[row] is tiers[row].index.find(plan.pages[row].key) for row in objects)
     for row in rows:
-        brings = filling.get(plan.sources[row].slot) if tiers[row].name == "cpu" else None
+        brings = filling.get(plan.slots[row]) if tiers[row].name == "cpu" else None
         assert shared.get(row) == (None if brings is None else (brings, brings.targets.index(plan.sources[row])))
     placed = {row: target for row, target in enumerate(plan.targets) if target is not None}
     targets = set(placed.values())
@@ -103,7 +107,8 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     assert planner._filling == {**filling, **{target.slot: plan for target in targets}}
     assert all(plan.row_of(target) == row for row, target in placed.items())
     assert len({target.slot for target in targets}) == len(targets) == free - manager.cpu_index.free_slots
-    assert {entry for _, entry in plan.leases[0]} == {*plan.sources, *targets}
+    assert {entry for _, entry in plan.leases[0]} == {*plan.entries(objects), *targets}
+    assert len(plan.leases[0]) == len(plan) + len(targets)
     more = Counter((tier.name, page) for tier, page in zip(tiers, plan.pages, strict=True))
     assert leases(manager) == had + more + Counter(("cpu", target.page) for target in targets)
     assert planner.under_way - under_way == Counter(tier for tier, _, _ in decided)

@@ -310,7 +310,8 @@ class Run(Order):
     def _check_pinned(self) -> None:
         """What is being read or copied is nobody else's."""
         kept = {
-            name: {e.slot for e in tier.index if e.leases} | tier.index._leaving for name, tier in self.tiers.items()
+            name: {e.slot for e in tier.index if e.leases} | tier.index._leaving.keys()
+            for name, tier in self.tiers.items()
         }
         written: list[range] = []  # of the reserve: what passes through lies in nobody else's bytes
         for slot, memory, part in [touched for io in self.files.flying for touched in io.touching]:
