@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../moves.h"
 #include "../threads_disk.h"
 
 namespace gdscache {
@@ -39,8 +40,11 @@ struct Shared {
     const std::vector<DeviceRange> devices;
 };
 
-// A negative errno for what a transport raised. What is no error of I/O is logged.
+// A negative error for what a transport raised. What is no error of I/O is logged.
 int64_t told(nb::handle error) {
+    for (const auto& [name, code] : {std::pair{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}}) {
+        if (PyObject_IsInstance(error.ptr(), imported("gdscache.errors", name).ptr()) == 1) return -code;
+    }
     const nb::object known = nb::make_tuple(nb::borrow(PyExc_OSError), imported("gdscache.errors", "GdsCacheError"));
     if (PyObject_IsInstance(error.ptr(), known.ptr()) != 1) {
         imported("gdscache.runtime.threads", "log_failure")(error);
@@ -48,7 +52,7 @@ int64_t told(nb::handle error) {
     }
     int code = EIO;
     const nb::object said = nb::getattr(error, "errno", nb::none());
-    if (!nb::try_cast(said, code) || code < 1 || code > 4095 || code == EINTR) code = EIO;
+    if (!nb::try_cast(said, code) || code < 1 || code > kMostErrno || code == EINTR) code = EIO;
     return -code;
 }
 
