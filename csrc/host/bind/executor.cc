@@ -64,18 +64,20 @@ struct Means {
         : threads(nb::cast<int>(about.attr("threads"))), uring(nb::cast<bool>(about.attr("uring"))), transport(about.attr("transport")) {
         const auto* const opened = nb::cast<const OpenCuFiles*>(about.attr("cufile"));
         if (opened) cufile = opened->shared(), batched = opened->batched;
-        if (!transport.is_none()) to_gpu = nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"));
     }
-    bool reaches(uint64_t address, size_t bytes) const { return to_gpu || (cufile && cufile->memory(address, bytes)); }
+    // A transport refuses what it does not reach itself.
+    bool reaches(uint64_t address, size_t bytes) const {
+        return !transport.is_none() || (cufile && cufile->memory(address, bytes));
+    }
     std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices, Refusal& refusal) const {
-        if (!transport.is_none()) return open_transport_disk(threads, transport, to_gpu ? devices : decltype(devices){}, refusal);
+        if (!transport.is_none()) return open_transport_disk(threads, transport, devices, refusal);
         const nb::gil_scoped_release others;
         if (cufile) return open_cufile_disk(threads, cufile, batched, refusal);
         return uring ? open_disk(threads, kDepth * threads, refusal) : open_threads_disk(threads, refusal);
     }
 
     int threads;
-    bool uring, to_gpu = false;
+    bool uring;
     nb::object transport;  // of Python's, which gives files numbers of its own; or none
     std::shared_ptr<CuFiles> cufile;
     int64_t batched = 0;

@@ -18,6 +18,7 @@ struct Shared {
         : read(nb::object(transport.attr("read")).release().ptr()),
           write(nb::object(transport.attr("write")).release().ptr()),
           device_memory(imported("gdscache.storage.base", "DeviceMemory").release().ptr()),
+          to_gpu(nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"))),
           devices(std::move(ranges)) {}
     ~Shared() {
         if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
@@ -37,6 +38,7 @@ struct Shared {
     }
 
     PyObject *const read, *const write, *const device_memory;
+    const bool to_gpu;
     const std::vector<DeviceRange> devices;
 };
 
@@ -92,6 +94,7 @@ int64_t TransportCaller::transfer(const Piece& piece, const Call& call) {
 int64_t TransportCaller::move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
                               int64_t offset) const {
     if (!nb::is_alive()) return -ECANCELED;
+    if (device && !shared_->to_gpu) return -EFAULT;
     const nb::gil_scoped_acquire lock;
     try {
         if (device) return ask(piece, nb::borrow(shared_->device_memory)(address, bytes, device->device), bytes, offset);
