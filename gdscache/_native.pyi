@@ -255,8 +255,8 @@ class Gpu:
         """Wait for what is queued; no executor has it any more. Again is fine."""
 
 class Job:
-    """Foreign I/O or copies of some pages, which are told by three arrays, int64 (pages,): `rows` of the move, `slots`,
-    and `at`, where the first byte lies in the memory.
+    """Copies of some pages, or I/O of a disk that is None. Three arrays tell them, int64 (pages,): `rows` of the move,
+    `slots`, and `at`, where the first byte lies in the memory.
 
     Of I/O, `kind` is 0 for reads and 1 for writes of the bytes `start` to `stop` of extents of `files`. Of copies it is
     0 to scatter, 1 to gather, 2 to look only; `blocks`: int64 (pages, blocks a page); where there is a `window`, the
@@ -292,15 +292,12 @@ class Executor:
         fence: int = 0,
         pool: Pool | None = None,
         gpu: Gpu | None = None,
-        cufile: CuFiles | None = None,
-        workers: int = 0,
-        depth: int = 0,
+        disks: Sequence[Any] = (),
         threads: int = 0,
-        transport: Transport | None = None,
     ) -> None: ...
     @property
     def disk(self) -> str:
-        """ "ring", "threads", "cufile", "transport", or "" without one."""
+        """The first disk: "ring", "threads", "cufile", "transport", or "" without one."""
 
     @property
     def closed(self) -> bool: ...
@@ -332,14 +329,14 @@ class Executor:
     def refuse(self, status: int) -> None:
         """From now on no read begins: its pages have this verdict, a place in `PageStatus`; 0: reads begin again."""
 
-    def take_io(self, seconds: float) -> Job | None:
-        """The next foreign I/O; None where none comes in time. ECANCELED behind `stop`."""
+    def take_io(self, disk: int) -> Job | None:
+        """For tests: the next I/O of a disk that is None; None where nothing may begin now."""
 
     def take_copy(self, seconds: float) -> Job | None:
-        """The next foreign copy; as `take_io`."""
+        """For tests: the next foreign copy; None where none comes in time. ECANCELED behind `stop`."""
 
     def io_ended(self, job: int, pages: Sequence[int] | _Int64, error: int = 0) -> None:
-        """Pages of a job have ended, by their places in it: well, or with `SHORT` or an errno."""
+        """Pages of a job that was taken have ended, by their places in it: well, or with `SHORT` or an errno."""
 
     def copy_queued(self, job: int, point: int) -> None:
         """A copy is queued, up to a point."""

@@ -57,7 +57,8 @@ bool sound(const Way& way, const Executor& executor) {
                            : !way.places.empty()     ? way.through
                                                      : executor.reserve_space();
     if (memory < 0) return !passes;
-    return spaces[target == Kind::kFiles ? way.target : way.source].foreign || executor.places()[memory].reached;
+    const int32_t disk = spaces[target == Kind::kFiles ? way.target : way.source].disk;
+    return (executor.places()[memory].reached >> disk & 1) != 0;
 }
 
 // Whether a way's copies are between memory of a GPU and planes that are not its own.
@@ -92,8 +93,7 @@ const char* unsound(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end
 }  // namespace
 
 const char* unsound(const Limits& limits) {
-    const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_io_bytes,
-                             limits.foreign_copy_bytes};
+    const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_copy_bytes};
     const bool each = std::all_of(std::begin(bytes), std::end(bytes), [](int64_t one) { return some(one, kMostBytes); });
     if (!each || !some(limits.extent_bytes, kMostExtent) || !some(limits.page_blocks, kMostLayers)) return "no sound sizes";
     if (!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes)) return "no sound layers";
@@ -109,8 +109,7 @@ const char* unsound(const Space& space, const Place& place, int64_t extent_bytes
     const bool here = space.kind == Kind::kMemory && (!space.foreign || on_gpu);
     if (here && !memory) return "a memory without an address";
     if (here && memory > UINT64_MAX - bytes) return "a memory that leaves the address space";
-    const bool files = space.kind == Kind::kFiles && !space.foreign;
-    return files && (place.files.empty() || place.stretch < 1) ? "a space without files" : nullptr;
+    return space.kind == Kind::kFiles && place.stretch < 1 ? "files of no stretch" : nullptr;
 }
 
 const char* unsound(const Place& planes, const Pool* pool, const Limits& limits) {

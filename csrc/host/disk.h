@@ -19,6 +19,7 @@ namespace gdscache {
 
 enum class Op : uint8_t { kRead, kWrite };
 
+constexpr int32_t kMostErrno = 4095;       // of Linux: what is greater is an error of somebody's own
 constexpr uint32_t kMostFragments = 1024;  // IOV_MAX of Linux
 constexpr int64_t kAlignment = 4096;       // what O_DIRECT wants at most, and an extent's own
 
@@ -47,7 +48,7 @@ struct Piece {
 struct Ended {
     uint64_t tag;
     uint32_t first, count;
-    int32_t error;  // an errno, or 0
+    int32_t error;  // 0, an errno, or what is greater than any (moves.h)
     int64_t moved;  // bytes. With error 0, less than the fragments have only at a file's end or on a full one
     bool looked = false;  // the piece's looks were taken; then these are all of its fragments
 };

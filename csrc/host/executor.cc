@@ -36,22 +36,22 @@ Executor::Held::Call Executor::Held::call() {
     const int64_t job = executor_.limits_.copy_bytes, jobs = all ? executor_.idle_ : (news.copies + job - 1) / job;
     return {all || news.ended,
             all || news.late,
-            all || news.io || news.room,
             all || news.loads,
             all || news.stores,
-            executor_.disk_ && !disk_ && (all || news.io || (news.room && moves.crowded())),
+            (all || news.io ? ~uint64_t{0} : news.room ? moves.crowded() : 0) & ~own_,
             std::min<int64_t>(jobs, executor_.idle_)};
 }
 
 void Executor::Held::wake(const Call& call) {
     if (call.ended) executor_.ended_.notify_all();
     if (call.late) executor_.late_.notify_all();
-    if (call.foreign_io) executor_.foreign_io_.notify_all();
     if (call.loads) executor_.loads_.notify_all();
     if (call.stores) executor_.stores_.notify_all();
     if (call.loads || call.stores) executor_.foreign_copies_.notify_all();
     for (int64_t n = 0; n < call.copies; ++n) executor_.copies_.notify_one();
-    if (call.disk) executor_.disk_->wake();
+    for (size_t n = 0; n < executor_.disks_.size(); ++n) {
+        if (executor_.disks_[n] && (call.disks >> n & 1) != 0) executor_.disks_[n]->wake();
+    }
 }
 
 void Executor::Held::let_go() {
@@ -70,23 +70,24 @@ bool Executor::Held::woke() {
 }
 
 Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
-                   Reserve reserve, const Pool* pool, std::unique_ptr<Disk> disk, int32_t threads)
+                   Reserve reserve, const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads)
     : limits_(limits),
       spaces_(spaces),
       places_(std::move(places)),
       reserve_space_(reserve.slots() ? reserve_space : -1),
       pool_(pool),
       moves_(limits, std::move(spaces), reserve_space, std::move(reserve)),
-      disk_(std::move(disk)) {
+      disks_(std::move(disks)) {
     try {
         const SignalsBlocked blocked;
         for (int32_t n = 0; n < threads; ++n) {
             threads_.emplace_back(&Executor::copy_loop, this);
             set_name(threads_.back(), "gds-copy", static_cast<size_t>(n));
         }
-        if (disk_) {
-            threads_.emplace_back(&Executor::disk_loop, this);
-            set_name(threads_.back(), "gds-io", 0);
+        for (size_t n = 0; n < disks_.size(); ++n) {
+            if (!disks_[n]) continue;
+            threads_.emplace_back(&Executor::disk_loop, this, static_cast<int32_t>(n));
+            set_name(threads_.back(), "gds-io", n);
         }
     } catch (...) {
         stop();
@@ -168,12 +169,9 @@ bool Executor::forget(int64_t move) {
     return true;
 }
 
-const IoJob* Executor::take_io(Nanoseconds until, Waited* waited) {
-    Held held(*this);
-    IoJob job;
-    *waited = wait_for(held, foreign_io_, until, [&] { return moves_.take_io(true, &job); });
-    if (*waited != Waited::kHappened) return nullptr;
-    return &ios_.emplace(job.id, std::move(job)).first->second;
+bool Executor::take_io(int32_t disk, IoJob* job) {
+    const Held held(*this);
+    return moves_.take_io(disk, job);
 }
 
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
@@ -189,14 +187,7 @@ const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waite
 
 bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
     const Held held(*this);
-    const auto found = ios_.find(job);
-    if (found == ios_.end()) return false;
-    const int64_t pages = static_cast<int64_t>(found->second.pages.size());
-    if (std::any_of(ends, ends + count, [&](const IoEnd& end) { return end.page < 0 || end.page >= pages; })) {
-        return false;
-    }
-    if (moves_.io_ended(job, ends, count)) ios_.erase(found);
-    return true;
+    return moves_.io_ended(job, ends, count);
 }
 
 bool Executor::copy_queued(int64_t job, int64_t point) {

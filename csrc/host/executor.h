@@ -1,7 +1,7 @@
-// The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one that reads and writes.
+// The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one a disk.
 //
-// Threads of others take what is foreign: a tier of Python, the lanes of a GPU (gpu_server.h). Of ours, only a disk of
-// threads may wait for Python's lock, which nobody keeps who waits for them or ends them (bind/transport.h).
+// Threads of others take what is foreign: the lanes of a GPU (gpu_server.h). Of ours, only a disk of threads may wait for
+// Python's lock, which nobody keeps who waits for them or ends them (bind/transport.h).
 
 #pragma once
 
@@ -30,7 +30,8 @@ struct Place {
     int64_t slots = 0;    // of a memory, or of files
     bool pinned = false;  // a memory that a GPU's copy engines reach
     int64_t fence = 0;    // slots of each of its page-locked registrations, which no copy may leave; 0: there is one
-    bool reached = false; // a memory that our disk reads into and writes from
+    uint64_t reached = 0; // of a memory: the disks, a bit each, that read into it and write from it
+    bool whole = false;   // no page of these files is cut
 };
 
 // The monotonic clock.
@@ -61,10 +62,10 @@ enum class Waited { kHappened, kTimeout, kClosed };
 
 class Executor {
 public:
-    // `pool`: planes in host memory, or null. `disk`: null where all files are foreign. `threads`: that copy; none:
-    // all is foreign, and `expire` is called from outside.
+    // `pool`: planes in host memory, or null. `disks`: null where the I/O of one is taken from outside, as tests do.
+    // `threads`: that copy; none: all is foreign, and `expire` is called from outside.
     Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
-             Reserve reserve, const Pool* pool, std::unique_ptr<Disk> disk, int32_t threads);
+             Reserve reserve, const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
     ~Executor();
 
     // False where its number is taken.
@@ -82,8 +83,8 @@ public:
     bool forget(int64_t move);
 
     // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why.
-    const IoJob* take_io(Nanoseconds until, Waited* waited);
     const CopyJob* take_copy(Hands hands, Nanoseconds until, Waited* waited);
+    bool take_io(int32_t disk, IoJob* job);  // of a disk that is null; false where nothing may begin now
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     bool copy_queued(int64_t job, int64_t point);
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
@@ -116,9 +117,9 @@ private:
     template <typename Ready>
     Waited wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
     void copy_loop();
-    void disk_loop();
+    void disk_loop(int32_t number);
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
-    std::unique_ptr<Flight> flight(IoJob job) const;
+    std::unique_ptr<Flight> flight(IoJob job, const Disk& disk) const;
     std::vector<Share> shares(const IoJob& job, int64_t limit) const;
     void add_looks(Flight& flight, const IoJob& job) const;
     void keep(const Span& span);  // with the lock held
@@ -130,18 +131,17 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign I/O, foreign copies (those of loads, those of stores,
-    // any), and copies of ours. A call for nothing costs its caller, too: to signal a condition may wait for threads
+    // For ends of moves and groups, ends of what was late, foreign copies (those of loads, those of stores, any), and copies
+    // of ours. A call for nothing costs its caller, too: to signal a condition may wait for threads
     // that were called before and are not awake yet.
-    std::condition_variable ended_, late_, foreign_io_, loads_, stores_, foreign_copies_, copies_;
+    std::condition_variable ended_, late_, loads_, stores_, foreign_copies_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;
-    std::map<int64_t, IoJob> ios_;  // foreign, under way
     std::map<int64_t, CopyJob> copying_;
     bool stopped_ = false, closing_ = false;
     bool traced_ = false;
     std::deque<Span> kept_;
-    std::unique_ptr<Disk> disk_;
+    std::vector<std::unique_ptr<Disk>> disks_;
     std::vector<std::thread> threads_;
 };
 

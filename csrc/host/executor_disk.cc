@@ -1,4 +1,4 @@
-// The thread of an executor that reads and writes: jobs become pieces of files, and their answers ends of pages.
+// The threads of an executor that read and write, one a disk: jobs become pieces of files, and their answers ends of pages.
 
 #include <algorithm>
 #include <unordered_map>
@@ -7,13 +7,14 @@
 
 namespace gdscache {
 
-std::unique_ptr<Executor::Flight> Executor::flight(IoJob job) const {
+std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) const {
     auto flight = std::make_unique<Flight>();
     const Place& files = places_[job.files];
     uint8_t* const memory = places_[job.memory].memory;
     const int64_t count = static_cast<int64_t>(files.files.size());
     const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
-    const int64_t limit = run_bytes(total, static_cast<int>(disk_->depth()));
+    const int64_t least = files.whole ? limits_.extent_bytes : 0;
+    const int64_t limit = std::max(least, run_bytes(total, static_cast<int>(disk.depth())));
     flight->shares = shares(job, limit);
     std::vector<Request> requests;
     requests.reserve(job.pages.size() * flight->shares.size());
@@ -25,7 +26,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job) const {
             requests.push_back({files.files[number % count], extent + share.start, address, share.stop - share.start});
         }
     }
-    flight->runs = cut_and_merge(requests, limit, disk_->most_fragments());
+    flight->runs = cut_and_merge(requests, limit, disk.most_fragments());
     flight->left.assign(job.pages.size(), 0);
     flight->errors.assign(job.pages.size(), 0);
     for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->left[flight->page_of(n)];
@@ -74,7 +75,8 @@ void Executor::add_looks(Flight& flight, const IoJob& job) const {
     flight.looks_at.push_back(flight.looks.size());
 }
 
-void Executor::disk_loop() {
+void Executor::disk_loop(int32_t number) {
+    Disk& disk = *disks_[number];
     std::unordered_map<int64_t, std::unique_ptr<Flight>> flights;
     std::vector<Piece> pieces;
     std::vector<Ended> ended;
@@ -85,14 +87,14 @@ void Executor::disk_loop() {
     };
     std::unordered_map<uint64_t, Sent> runs;  // by tag
     uint64_t next_tag = 1;
-    Held held(*this, true);
+    Held held(*this, number);
     while (!closing_ || !flights.empty()) {
         pieces.clear();
         IoJob job;
-        const auto room = [&] { return disk_->pending() + pieces.size() < disk_->room(); };
-        while (!closing_ && room() && moves_.take_io(false, &job)) {
+        const auto room = [&] { return disk.pending() + pieces.size() < disk.room(); };
+        while (!closing_ && room() && moves_.take_io(number, &job)) {
             held.let_go();
-            auto made = flight(std::move(job));
+            auto made = flight(std::move(job), disk);
             const Place& files = places_[made->job.files];
             for (size_t n = 0; n < made->runs.runs.size(); ++n) {
                 const Run& run = made->runs.runs[n];
@@ -107,9 +109,9 @@ void Executor::disk_loop() {
             held.take_again();
         }
         held.let_go();
-        if (!pieces.empty()) disk_->submit(pieces);
+        if (!pieces.empty()) disk.submit(pieces);
         ended.clear();
-        if (disk_->reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
+        if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
         held.take_again();
         for (const Ended& some : ended) {
             Sent& sent = runs.at(some.tag);

@@ -16,8 +16,9 @@ namespace gdscache {
 // that is woken while another holds the lock that it needs only costs both a turn.
 class Executor::Held {
 public:
-    // `disk`: of the thread that reads and writes, which nobody has to wake.
-    explicit Held(Executor& executor, bool disk = false) : executor_(executor), disk_(disk), lock_(executor.lock_) {}
+    // `disk`: of the thread of that one, which nobody has to wake.
+    explicit Held(Executor& executor, int32_t disk = -1)
+        : executor_(executor), own_(disk < 0 ? 0 : uint64_t{1} << disk), lock_(executor.lock_) {}
     ~Held() {
         if (lock_.owns_lock()) let_go();
     }
@@ -32,16 +33,17 @@ public:
 
 private:
     struct Call {
-        bool ended, late, foreign_io, loads, stores, disk;
+        bool ended, late, loads, stores;
+        uint64_t disks;  // a bit each
         int64_t copies;  // threads
-        bool any() const { return ended || late || foreign_io || loads || stores || disk || copies != 0; }
+        bool any() const { return ended || late || loads || stores || disks != 0 || copies != 0; }
     };
     Call call();
     void wake(const Call& call);
 
     const MustNotFail reserve_;  // else what changes halfway stays so
     Executor& executor_;
-    const bool disk_;
+    const uint64_t own_;
     std::unique_lock<std::mutex> lock_;
     bool all_ = false;
 };

@@ -28,13 +28,15 @@ enum class Status : uint8_t {
 enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
 constexpr int kPriorities = 4;
 
-// Where bytes lie. `foreign`: files of a transport of somebody else's, planes and memory of a GPU. Their bytes are moved
-// by threads that ask for jobs, and say what came of them (Moves::take_*).
+// Where bytes lie. `foreign`: planes and memory of a GPU, whose copies are made by threads that ask for jobs, and say what
+// came of them (Moves::take_copy). `sums`: uint64 (slots, layers). Of a memory, what stores leave there, and reads of files
+// that have such a table: there who has read a page has put down what its bytes give, before its end is said.
 struct Space {
     enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
     Kind kind;
     bool foreign = false;
-    uint64_t* sums = nullptr;  // of a memory: uint64 (slots, layers), what stores leave there
+    uint64_t* sums = nullptr;
+    int32_t disk = 0;  // of files: which disk reads and writes them
 };
 
 // Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or alone.
@@ -78,7 +80,6 @@ struct Limits {
     int64_t flying_bytes = 64 << 20;  // of reads and writes, over all moves
     int64_t io_bytes = 4 << 20;       // of one job
     int64_t copy_bytes = 2 << 20;
-    int64_t foreign_io_bytes = 32 << 20;
     int64_t foreign_copy_bytes = 64 << 20;
     int64_t copies = 64;  // with about so many a load into a GPU is copied, of reads that land
 };

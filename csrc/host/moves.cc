@@ -64,7 +64,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
     for (int32_t way = before; move.cancelled && way < move.ways(); ++way) call_off(move, way);
     if (move.expired) {
         IoJob none;
-        next_read(move, false, &none);  // which gives them their verdict
+        next_read(move, 0, &none);  // which gives them their verdict
     }
     if (last) {
         move.spec.open = false;
@@ -257,7 +257,7 @@ void Moves::pass_deadline(Move& move) {
     }
     if (move.work == Work::kLoad) {
         IoJob none;
-        next_read(move, false, &none);  // which gives what is left its verdict
+        next_read(move, 0, &none);  // which gives what is left its verdict
         return;
     }
     for (int32_t way = 0; way < move.ways(); ++way) {  // nothing touches what was never begun

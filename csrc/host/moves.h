@@ -15,15 +15,16 @@
 #include <utility>
 #include <vector>
 
+#include "disk.h"
 #include "move.h"
 #include "reserve.h"
 
 namespace gdscache {
 
-// What became of one page of an I/O job: 0, one of these, or a positive errno.
-constexpr int32_t kShort = -1;
-constexpr int32_t kGone = -2;   // the page is not where its files keep it
-constexpr int32_t kWrong = -3;  // what came is not what was stored
+// What became of one page of an I/O job: 0, an errno, or one of these.
+constexpr int32_t kShort = kMostErrno + 1;
+constexpr int32_t kGone = kMostErrno + 2;   // the page is not where its files keep it
+constexpr int32_t kWrong = kMostErrno + 3;  // what came is not what was stored
 
 struct IoEnd {
     int32_t page;  // its place in the job
@@ -32,7 +33,7 @@ struct IoEnd {
 
 // What calls have brought about that others may wait for. To ask for a job may do that, too, and give none.
 struct News {
-    bool io = false;      // files: a new move, one that reads no further, or one whose next files are others'
+    bool io = false;      // files: a new move, one that reads no further, or one whose next I/O is another disk's
     bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
     int64_t copies = 0;   // bytes that threads of ours may copy, about; at least 1 where one has to look
     bool loads = false;   // foreign copies into planes
@@ -93,12 +94,12 @@ public:
 
     // --- for who moves them
 
-    // The next I/O of files that are `foreign`, or are not; false where none may begin now.
-    bool take_io(bool foreign, IoJob* job);
-    // Whether I/O that is not foreign waits for other I/O, or for copies, to end.
-    bool crowded() const { return crowded_[false]; }
-    // Some pages of a job have ended. Whether all of them have. `sums`: (pages of the job, layers), of the bytes of those
-    // that have ended; none where nobody took them.
+    // The next I/O of a disk; false where none may begin now.
+    bool take_io(int32_t disk, IoJob* job);
+    // The disks, a bit each, whose I/O waits for other I/O, or for copies, to end.
+    uint64_t crowded() const { return crowded_; }
+    // Some pages of a job have ended. False, and nothing was done, where it is not under way, or has no such pages.
+    // `sums`: (pages of the job, layers), of the bytes of those that have ended; none where nobody took them.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
     // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
     bool take_copy(Hands hands, CopyJob* job);
@@ -130,15 +131,16 @@ private:
     bool reads(const Way& way) const;
     bool passes(const Way& way) const;
     void call_off(Move& move, int32_t way);
-    bool take_read(bool foreign, IoJob* job);
-    bool take_write(bool foreign, IoJob* job);
-    bool next_read(Move& move, bool foreign, IoJob* job);
-    bool next_write(Move& move, bool foreign, IoJob* job);
-    bool others_turn(Move& move, int32_t way, int32_t files, bool foreign);
+    bool take_read(int32_t disk, IoJob* job);
+    bool take_write(int32_t disk, IoJob* job);
+    bool next_read(Move& move, int32_t disk, IoJob* job);
+    bool next_write(Move& move, int32_t disk, IoJob* job);
+    bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
+    bool crowds(int32_t disk);
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
     bool looked_at(const Move& move, const Way& way) const;
-    bool fits(int64_t bytes, bool foreign);
-    bool fits_write(int64_t bytes, bool foreign);
+    bool fits(int64_t bytes, int32_t disk);
+    bool fits_write(int64_t bytes, int32_t disk);
     int32_t memory(const Way& way) const;
     bool foreign(const Move& move, const Way& way) const;
     void tell(const Move& move, const Way& way, int64_t bytes);
@@ -169,7 +171,7 @@ private:
     int64_t writing_ = 0;       // ... of writes
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
-    bool crowded_[2] = {};      // I/O that is not foreign, and that is
+    uint64_t crowded_ = 0;      // see `crowded`
     bool owed_ = false;         // the next room in flight is a write's
     bool watched_ = false;
     News news_;

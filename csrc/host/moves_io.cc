@@ -20,33 +20,34 @@ Status verdict_on(int32_t error) {
 
 }  // namespace
 
-bool Moves::take_io(bool foreign, IoJob* job) {
+bool Moves::take_io(int32_t disk, IoJob* job) {
     *job = IoJob{};
-    crowded_[foreign] = owed_ = false;
+    crowded_ &= ~(uint64_t{1} << disk);
+    owed_ = false;
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
-    if (write_first && take_write(foreign, job)) return true;
-    owed_ = write_first && crowded_[foreign];
-    if (take_read(foreign, job)) {
+    if (write_first && take_write(disk, job)) return true;
+    owed_ = write_first && (crowded_ >> disk & 1) != 0;
+    if (take_read(disk, job)) {
         reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
         return true;
     }
-    return writes_wait && !write_first && take_write(foreign, job);
+    return writes_wait && !write_first && take_write(disk, job);
 }
 
-bool Moves::take_read(bool foreign, IoJob* job) {
+bool Moves::take_read(int32_t disk, IoJob* job) {
     for (auto next = open_.begin(); next != open_.end();) {
         Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
-        if (move.work == Work::kLoad && next_read(move, foreign, job)) return true;
+        if (move.work == Work::kLoad && next_read(move, disk, job)) return true;
     }
     return false;
 }
 
-bool Moves::take_write(bool foreign, IoJob* job) {
+bool Moves::take_write(int32_t disk, IoJob* job) {
     for (auto& [order, move] : open_) {
-        if (move->work == Work::kWrite && next_write(*move, foreign, job)) {
+        if (move->work == Work::kWrite && next_write(*move, disk, job)) {
             reads_in_row_ = 0;
             return true;
         }
@@ -55,7 +56,7 @@ bool Moves::take_write(bool foreign, IoJob* job) {
 }
 
 // The next part of a load that is to be read: groups in their order, of each the ways in theirs.
-bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
+bool Moves::next_read(Move& move, int32_t disk, IoJob* job) {
     const bool was_open = !move.all_issued();
     for (int32_t number; (number = move.next_way()) != move.ways();) {
         const Way& way = move.spec.ways[number];
@@ -75,9 +76,8 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
         const bool passes = this->passes(way);
         const Group& group = move.spec.groups[cursor.group];
         const int64_t part = group.bytes(passes);
-        const int64_t bytes = spaces_[way.source].foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
         // What passes through the reserve fills the slots that it takes.
-        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (bytes + extent - 1) / extent * extent;
+        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (limits_.io_bytes + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
         int64_t page = cursor.page;
@@ -97,17 +97,14 @@ bool Moves::next_read(Move& move, bool foreign, IoJob* job) {
             for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
             continue;
         }
-        if (others_turn(move, number, way.source, foreign)) return false;
-        if (!fits(static_cast<int64_t>(reading->pages.size()) * part, foreign)) return false;
+        if (others_turn(move, number, way.source, disk)) return false;
+        if (!fits(static_cast<int64_t>(reading->pages.size()) * part, disk)) return false;
         if (passes) {
             const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
             const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
             const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
             reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
-            if (reading->slots == 0) {
-                crowded_[foreign] = true;
-                return false;
-            }
+            if (reading->slots == 0) return crowds(disk);
             const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
             if (room < reading->pages.size()) {
                 reading->pages.resize(room);
@@ -142,29 +139,32 @@ bool Moves::looked_at(const Move& move, const Way& way) const {
 }
 
 // Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
-bool Moves::fits(int64_t bytes, bool foreign) {
-    const bool fits = flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes);
-    crowded_[foreign] = crowded_[foreign] || !fits;
-    return fits;
+bool Moves::fits(int64_t bytes, int32_t disk) {
+    return flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
+}
+
+// The I/O of a disk waits for room: false.
+bool Moves::crowds(int32_t disk) {
+    crowded_ |= uint64_t{1} << disk;
+    return false;
 }
 
 // The same for a write. Who reads is waited for, and finds half of the room, unless two writes need more than the rest.
-bool Moves::fits_write(int64_t bytes, bool foreign) {
-    const int64_t job = std::max(foreign ? limits_.foreign_io_bytes : limits_.io_bytes, limits_.extent_bytes);
+bool Moves::fits_write(int64_t bytes, int32_t disk) {
+    const int64_t job = std::max(limits_.io_bytes, limits_.extent_bytes);
     const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);
-    crowded_[foreign] = crowded_[foreign] || !share;
-    return share && fits(bytes, foreign);
+    return share ? fits(bytes, disk) : crowds(disk);
 }
 
-// Whether the next I/O of a move is not for who asks: then it may be for those that found nothing before.
-bool Moves::others_turn(Move& move, int32_t way, int32_t files, bool foreign) {
-    if (spaces_[files].foreign == foreign) return false;
+// Whether the next I/O of a move is not for the disk that asks: then it may be for one that found nothing before.
+bool Moves::others_turn(Move& move, int32_t way, int32_t files, int32_t disk) {
+    if (spaces_[files].disk == disk) return false;
     const std::pair turn{move.cursors[way].group, way};
     if (std::exchange(move.turn, turn) != turn) news_.io = true;
     return true;
 }
 
-bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
+bool Moves::next_write(Move& move, int32_t disk, IoJob* job) {
     for (int32_t number; (number = move.next_way()) != move.ways();) {
         const Way& way = move.spec.ways[number];
         Move::Cursor& cursor = move.cursors[number];
@@ -172,11 +172,10 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
             cursor = {cursor.group + 1, 0};
             continue;
         }
-        if (others_turn(move, number, way.target, foreign)) return false;
-        const int64_t bytes = foreign ? limits_.foreign_io_bytes : limits_.io_bytes;
-        const int64_t most = std::max<int64_t>(1, bytes / limits_.extent_bytes);
+        if (others_turn(move, number, way.target, disk)) return false;
+        const int64_t most = std::max<int64_t>(1, limits_.io_bytes / limits_.extent_bytes);
         const int64_t end = std::min(way.pages, cursor.page + most);
-        if (!fits_write((end - cursor.page) * limits_.extent_bytes, foreign)) return false;
+        if (!fits_write((end - cursor.page) * limits_.extent_bytes, disk)) return false;
         auto reading = std::make_unique<Reading>();
         for (; cursor.page < end; ++cursor.page) {
             const int32_t row = move.first_row[number] + static_cast<int32_t>(cursor.page);
@@ -200,7 +199,7 @@ bool Moves::next_write(Move& move, bool foreign, IoJob* job) {
 }
 
 void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
-    // The next may be for those that found nothing before: foreign, or not.
+    // The next may be for another disk, which found nothing before.
     if (move.cursors[reading->way].page == move.spec.ways[reading->way].pages) news_.io = news_.io || move.ways() > 1;
     reading->id = job->id = next_job_++;
     reading->move = &move;
@@ -221,12 +220,13 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
     if (found == readings_.end()) return false;
     Reading& reading = *found->second;
     Move& move = *reading.move;
+    const auto pages = static_cast<int32_t>(reading.pages.size());
+    if (std::any_of(ends, ends + count, [&](const IoEnd& end) { return end.page < 0 || end.page >= pages; })) return false;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t page = ends[i].page;
         if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);
     }
-    const bool all = reading.left == 0;
-    if (all) {
+    if (reading.left == 0) {
         --(reading.late ? move.late_ios : move.ios);
         if (move.ios == 0) tell_all(move);  // as few as there are
         else if (reading.copies != 0) may_be_copied(move, reading.group, reading.way);  // a window is whole
@@ -234,7 +234,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
     }
     settle(move);
     drop_forgotten(move);
-    return all;
+    return true;
 }
 
 void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums) {
@@ -291,6 +291,10 @@ void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* s
         return;
     }
     const int64_t slot = places[number], extent = slot * limits_.extent_bytes;
+    if (const uint64_t* const came = spaces_[way.source].sums; way.sums.empty() && came != nullptr) {
+        uint64_t* const kept = spaces_[memory(way)].sums + slot * limits_.layers;
+        std::copy_n(came + one.slot * limits_.layers, limits_.layers, kept);
+    }
     for (int32_t& next = move.next[one.row]; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
         --move.unread[next];
         const int64_t at = extent + move.spec.groups[next].begin;

@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 
-from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import PageLayout
 
@@ -27,10 +26,6 @@ class Extents(Protocol):
 
     @property
     def flat(self) -> memoryview | torch.Tensor: ...
-
-    def where(self, slots: Int64Array, byte: int) -> Int64Array:
-        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
-        ...
 
     def digest(self, slot: int, layers: range) -> Checksums: ...
 

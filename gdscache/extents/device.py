@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.runtime.allocation import allocating
@@ -35,10 +34,6 @@ class DeviceExtents:
     def flat(self) -> torch.Tensor:
         """The bytes of all extents, padding included."""
         return self.rows.view(-1)
-
-    def where(self, slots: Int64Array, byte: int) -> Int64Array:
-        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
-        return slots * self.layout.extent_bytes + byte
 
     def digest(self, slot: int, layers: range) -> Checksums:
         """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""

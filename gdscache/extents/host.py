@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gdscache.arrays import Int64Array
 from gdscache.cuda.host_memory import HostBuffer, Pin
 from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.pages.layout import PageLayout
@@ -33,10 +32,6 @@ class HostExtents:
     def flat(self) -> memoryview:
         """The bytes of all extents, padding included."""
         return self._view[: self.slots * self.layout.extent_bytes]
-
-    def where(self, slots: Int64Array, byte: int) -> Int64Array:
-        """The places in `flat` of a byte of the slots' extents. int64 of shape (slots,)."""
-        return slots * self.layout.extent_bytes + byte
 
     def memory(self, slot: int) -> memoryview:
         """The bytes of a slot's extent, padding included."""

@@ -14,10 +14,10 @@ from gdscache.moves.base import Move
 from gdscache.native import NEVER, Executor
 
 if TYPE_CHECKING:
-    from gdscache.native import CuFiles, Gpu, Pool
+    from gdscache.moves.machine import Descriptors
+    from gdscache.native import Gpu, Pool
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
-    from gdscache.storage.base import Transport
 
 SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
 SPAN_KINDS = (  # what a thread of the library did
@@ -28,12 +28,12 @@ SPAN_KINDS = (  # what a thread of the library did
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """A space of moves. `foreign`: of a GPU, or files that their tier reads and writes.
+    """A space of moves. `foreign`: planes or a memory of a GPU.
 
     `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8, or in `device_memory` their address
-    on the GPU `device`. `sums`: uint64 (slots, layers), where stores leave checksums. `files`: handles, over which
-    slots go in stretches of `stretch`. `pinned`: a GPU's copy engines reach the memory, of which no copy leaves `fence`
-    slots.
+    on the GPU `device`. `sums`: uint64 (slots, layers), where stores leave checksums; of files: see `Descriptors`.
+    `files`: handles of the disk with the number `disk`, over which slots go in stretches of `stretch`. `pinned`: a
+    GPU's copy engines reach the memory, of which no copy leaves `fence` slots.
     """
 
     kind: str  # planes, memory or files
@@ -43,6 +43,7 @@ class Space:
     sums: Checksums | None = None
     files: Sequence[int] = ()
     stretch: int = 1
+    disk: int = 0
     device_memory: int = 0
     device: int = 0
     pinned: bool = False
@@ -56,7 +57,6 @@ class MoveLimits:
     flying: int = 64 << 20
     io: int = 4 << 20
     copy: int = 2 << 20
-    foreign_io: int = 32 << 20
     foreign_copy: int = 64 << 20
 
 
@@ -64,11 +64,10 @@ class NativeMoves(Executor):
     """Moves over `spaces`, by name. Thread-safe, but for `close`.
 
     `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
-    a multiple of so many. `pool`: of planes that are not foreign. `workers`, `depth`: of the disk, where files are not
-    foreign; with a depth of 0 there is no io_uring. `threads` copy; with none of them everything is foreign, and time
-    passes by `expire`. `gpu`: whose the foreign planes and memories are; without, the caller takes their copies, which
-    tests do. `cufile`, `transport`: what moves the bytes of files that are not foreign, to and from foreign memory that
-    it knows, too. Raises `NativeCallError`.
+    a multiple of so many. `pool`: of planes that are not foreign. `disks`: what moves the bytes of files, to and from
+    foreign memory that it knows, too; None: the caller takes the I/O of these, which tests do. `threads` copy; with
+    none of them everything is foreign, and time passes by `expire`. `gpu`: whose the foreign planes and memories are;
+    without, the caller takes their copies, which tests do. Raises `NativeCallError`.
     """
 
     def __init__(
@@ -82,16 +81,13 @@ class NativeMoves(Executor):
         fence: int = 0,
         pool: Pool | None = None,
         gpu: Gpu | None = None,
-        cufile: CuFiles | None = None,
-        workers: int = 0,
-        depth: int = 0,
+        disks: Sequence[Descriptors | None] = (),
         threads: int = 0,
-        transport: Transport | None = None,
     ) -> None:
         bounds = np.array([*(start for start, _ in layout.layer_bounds), layout.page_bytes], np.int64)
         super().__init__(
             *(bounds, layout.extent_bytes, page_blocks, dict(spaces), limits, reserve, fence),
-            *(pool, gpu, cufile, workers, depth, threads, transport),
+            *(pool, gpu, disks, threads),
         )
         self._layout = layout
         self._groups: dict[tuple[range, ...], Int64Array] = {}

@@ -1,11 +1,9 @@
-"""The executor of an engine: the native library carries moves out, Python's threads drive steps.
-
-Files of tiers that move their own bytes have threads here (foreign.py).
-"""
+"""The executor of an engine: the native library carries moves out, Python's threads drive steps."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import math
@@ -24,14 +22,13 @@ from gdscache.index.free_slots import SlotPool
 from gdscache.kernels.gpu import events_of
 from gdscache.kernels.host import NativePool
 from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
-from gdscache.moves.foreign import ForeignFiles, serve
 from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
 from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, Space, until
-from gdscache.moves.machine import Descriptors, Machine, NativeFiles
+from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
-from gdscache.runtime.threads import Flag, start
+from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 from gdscache.storage.base import memory_of
 from gdscache.tracing import OFF
 
@@ -70,12 +67,11 @@ class NativeExecutor:
             self._pool = NativePool(mover.planes) if on_host else None
             if self._pool is not None:
                 undo.callback(self._pool.close)
-            spaces, disk = self._spaces(on_host=on_host)
+            spaces, disks = self._spaces(on_host=on_host)
             reserve, fence = None, 0
             if machine.bounce is not None:
                 reserve = ("bounce", machine.bounce.loads.start, len(machine.bounce.loads))
                 fence = machine.bounce.extents.fence_slots
-            threads = 0 if disk is None else disk.threads
             self.moves = NativeMoves(
                 mover.layout,
                 spaces,
@@ -85,27 +81,17 @@ class NativeExecutor:
                 fence=fence,
                 pool=self._pool,
                 gpu=self._gpu,
-                cufile=None if disk is None else disk.cufile,
-                workers=threads,
-                depth=8 * threads if disk is not None and disk.uring else 0,
+                disks=disks,
                 threads=min(_COPYING, os.cpu_count() or 1),
-                transport=None if disk is None else disk.transport,
             )
             undo.callback(self.moves.close)
             if machine.timeline is not OFF:
                 self.moves.trace()
-            foreign = {name: some for name, some in machine.files.items() if not isinstance(some, NativeFiles)}
-            self._files = ForeignFiles(machine, foreign, self.moves, self._about)
-            loops = {"gdscache-late": self._tell_late}
-            if foreign:
-                loops |= self._files.loops()
-            self._threads = [
-                threading.Thread(target=serve, args=(loop,), name=name, daemon=True) for name, loop in loops.items()
-            ]
-            start(self._threads, self._stop)
+            self._late = threading.Thread(target=self._serve_late, name="gdscache-late", daemon=True)
+            start([self._late], self.moves.stop)
             undo.pop_all()
 
-    def _spaces(self, *, on_host: bool) -> tuple[dict[str, Space], Descriptors | None]:
+    def _spaces(self, *, on_host: bool) -> tuple[dict[str, Space], list[Descriptors]]:
         machine = self.machine
         spaces = {PLANES: Space("planes", machine.mover.planes.blocks, foreign=not on_host)}
         for name, extents in machine.memories.items():
@@ -119,16 +105,15 @@ class NativeExecutor:
                 pinned=extents.pinned,
                 fence=extents.fence_slots,
             )
-        found: Descriptors | None = None
+        disks: list[Descriptors] = []
         for name, files in machine.files.items():
-            if not isinstance(files, NativeFiles):
-                spaces[name] = Space("files", machine.slots[name])
-                continue
             own = files.hand_over()
-            assert found is None or own.means == found.means  # an executor has one disk
-            spaces[name] = Space("files", machine.slots[name], False, files=own.files, stretch=own.stretch)
-            found = own
-        return spaces, found
+            disk = next((n for n, other in enumerate(disks) if other.means == own.means), len(disks))
+            if disk == len(disks):
+                disks.append(own)
+            slots = machine.slots[name]
+            spaces[name] = Space("files", slots, files=own.files, stretch=own.stretch, sums=own.sums, disk=disk)
+        return spaces, disks
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
@@ -247,6 +232,12 @@ class NativeExecutor:
 
     # -- what is late --------------------------------------------------------------------------------------------------
 
+    def _serve_late(self) -> None:
+        while (error := failure_of(self._tell_late)) is not None:
+            if isinstance(error, NativeCallError) and error.errno == errno.ECANCELED:
+                return
+            log_failure(error)
+
     def _tell_late(self) -> None:
         while True:  # until the executor is stopped
             found = self.moves.take_late(math.inf)
@@ -256,21 +247,16 @@ class NativeExecutor:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        self.moves.stop()
-        self._files.stop()
-
     def stop(self) -> None:
         """No move is begun any more, and none is waited for. Again is fine."""
         if not self._closed:
             self._closed = True
-            self._stop()
+            self.moves.stop()
 
     def close(self) -> None:
         """Give everything back; nothing is under way, and what was late has ended."""
         self.stop()
-        for thread in self._threads:
-            thread.join()
+        self._late.join()
         self.moves.close()
         if self._pool is not None:
             self._pool.close()

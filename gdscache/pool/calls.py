@@ -1,4 +1,4 @@
-"""Calls to a shared pool that nobody has to wait for: each in the thread of its kind, each with a deadline.
+"""Calls to a shared pool, each with a deadline, and questions that nobody has to wait for.
 
 A call cannot be ended, so what it may touch is kept until it returns. But where one has not returned within its
 deadline, or says that the master does not answer, the *breaker* opens: what waits is refused at once, and nothing new
@@ -8,6 +8,7 @@ is begun. Whether the pool is back is for a thread of its own to find out; then 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import time
@@ -15,26 +16,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from gdscache.errors import GdsCacheError
+from gdscache.errors import GdsCacheError, IOFailedError
 from gdscache.pool.breaker import Breaker
-from gdscache.pool.client import NO_MASTER, Client
+from gdscache.pool.client import CODES, NO_MASTER, Client
 from gdscache.runtime.threads import Flag, log_failure, start
 
 PROBE_S, PROBES_S = 0.2, 5.0  # seconds between the first two probes; they double up to the second
 _T = TypeVar("_T")
 _log = logging.getLogger("gdscache.pool")
-
-
-class Call:
-    """One call under way or waiting. `refused` is called in its place where it is not begun. `over`: it has ended."""
-
-    __slots__ = ("over", "refused", "since", "work")
-
-    def __init__(self, work: Callable[[Client], object], refused: Callable[[], object]) -> None:
-        self.work = work
-        self.refused = refused
-        self.since: float | None = None
-        self.over = Flag()
 
 
 class Pool(Protocol):
@@ -64,17 +53,18 @@ class Pool(Protocol):
 
 
 class Lines:
-    """A thread for each kind of call, and one that watches over them: it connects, opens and closes the breaker.
+    """Calls of some kinds, `most` of each kind at a time, in the threads of who calls or in one for what nobody waits
+    for; and a thread that watches over them: it connects, opens and closes the breaker.
 
     `deadline`: seconds of a call.
     """
 
     def __init__(
         self,
-        kinds: tuple[str, ...],
         pool: Pool,
         *,
         deadline: float,
+        most: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = Breaker(pool.master)
@@ -83,47 +73,68 @@ class Lines:
         self.longest = 0.0  # seconds that a call took
         self._pool = pool
         self._deadline = deadline
+        self._most = most
         self._clock = clock
-        self._waiting: dict[str, deque[Call]] = {kind: deque() for kind in kinds}
-        self._running: dict[str, Call | None] = dict.fromkeys(kinds)
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._running: list[tuple[str, float]] = []  # kinds, and when they began
         self._probing: threading.Thread | None = None
         self._next_probe, self._pause = 0.0, PROBE_S
         self._answered = False
-        loops: dict[str, Callable[[], None]] = {kind: lambda kind=kind: self._serve(kind) for kind in kinds}  # type: ignore[misc]
-        loops["watch"] = self._watch
         self._threads = [
-            threading.Thread(target=loop, name=f"gdscache-pool-{name}", daemon=True) for name, loop in loops.items()
+            threading.Thread(target=loop, name=f"gdscache-pool-{name}", daemon=True)
+            for name, loop in {"asks": self._serve, "watch": self._watch}.items()
         ]
         start(self._threads, self.breaker.end)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, kind: str, work: Callable[[Client], object], refused: Callable[[], object] = lambda: None
-    ) -> Call | None:
-        """Have `work(client)` done behind what waits; `refused()` instead where it may not begin, perhaps now.
+    def call(self, kind: str, work: Callable[[Client], _T]) -> _T:
+        """`work(client)` in this thread, behind others of the kind. Raises `IOFailedError` where it may not begin."""
+        changed = self.breaker.changed
+        with changed:
+            changed.wait_for(lambda: not self.breaker.closed or self._under_way(kind) < self._most)
+            client = self.client if self.breaker.closed else None
+            if client is None:
+                self.counts["refused"] += 1
+                raise IOFailedError(f"the shared pool: {CODES[NO_MASTER]}", "see the master's log", errno.EHOSTUNREACH)
+            running = kind, self._clock()
+            self._running.append(running)
+            changed.notify_all()  # whose deadline is next
+        try:
+            return work(client)
+        finally:
+            with changed:
+                self._running.remove(running)
+                self.counts[kind] += 1
+                self.longest = max(self.longest, self._clock() - running[1])
+                changed.notify_all()
 
-        None where it was refused now.
-        """
-        call = Call(work, refused)
+    def _under_way(self, kind: str) -> int:
+        return sum(kind == other for other, _ in self._running)
+
+    def begin(self, work: Callable[[Client], object], over: Callable[[], object] = lambda: None) -> None:
+        """Have a question asked behind others, where it may be. `over`: called behind it, or in its place."""
+
+        def ask() -> None:
+            with contextlib.ExitStack() as end, self._logged():
+                end.callback(over)
+                with contextlib.suppress(IOFailedError):
+                    self.call("asks", work)
+
         with self.breaker.changed:
-            if self.breaker.closed:
-                self._waiting[kind].append(call)
-                self.breaker.changed.notify_all()
-                return call
-        self.counts["refused"] += 1
-        refused()
-        return None
+            self._waiting.append(ask)
+            self.breaker.changed.notify_all()
 
-    def finish(self, kind: str, work: Callable[[Client], _T]) -> _T | None:
+    def finish(self, work: Callable[[Client], _T]) -> _T | None:
         """`begin`, and wait for it, for the deadline at most; None where it was refused or has not ended by then."""
         answer: list[_T] = []
-        refused = Flag()
-        call = self.begin(kind, lambda client: answer.append(work(client)), refused.set)
-        if call is None:
+        over = Flag()
+        if not self.breaker.closed:
+            self.counts["refused"] += 1
             return None
-        call.over.wait(self._deadline)
-        return answer[0] if call.over.is_set() and answer else None
+        self.begin(lambda client: answer.append(work(client)), over.set)
+        over.wait(self._deadline)
+        return answer[0] if over.is_set() and answer else None
 
     def answered(self, codes: object) -> None:
         """Look at what a call said: where the master does not answer, the breaker opens."""
@@ -132,32 +143,24 @@ class Lines:
 
     # -- the threads -------------------------------------------------------------------------------------------------
 
-    def _serve(self, kind: str) -> None:
-        waiting, changed = self._waiting[kind], self.breaker.changed
+    def _serve(self) -> None:
+        changed = self.breaker.changed
         while True:
             with changed:
-                changed.wait_for(lambda: bool(waiting) or self.breaker.state == "ended")
-                if not waiting:
+                changed.wait_for(lambda: bool(self._waiting) or self.breaker.state == "ended")
+                if not self._waiting:
                     return
-                call = waiting.popleft()
-                client = self.client if self.breaker.closed else None
-                if client is not None:
-                    call.since = self._clock()
-                    self._running[kind] = call
-                    changed.notify_all()  # whose deadline is next
-            if client is None:
-                self._refuse(call)
-                continue
-            with self._logged():
-                call.work(client)
-            with changed:
-                assert call.since is not None, "a call that has run"
-                self._running[kind] = None
-                self.counts[kind] += 1
-                self.longest = max(self.longest, self._clock() - call.since)
-                changed.notify_all()
-            call.over.set()
-            del call
+                ask = self._waiting.popleft()
+            ask()
+            del ask
+
+    def _refuse_waiting(self) -> None:
+        """A call that hangs keeps nobody who waits behind it: none of these may begin, and each says so."""
+        with self.breaker.changed:
+            asks = list(self._waiting)
+            self._waiting.clear()
+        for ask in asks:
+            ask()
 
     @contextlib.contextmanager
     def _logged(self) -> Iterator[None]:
@@ -184,27 +187,11 @@ class Lines:
             self._refuse_waiting()
             self._probe()
 
-    def _refuse_waiting(self) -> None:
-        """A call that hangs keeps nobody who waits behind it."""
-        with self.breaker.changed:
-            calls = [call for waiting in self._waiting.values() for call in waiting]
-            for waiting in self._waiting.values():
-                waiting.clear()
-        for call in calls:
-            self._refuse(call)
-
-    def _refuse(self, call: Call) -> None:
-        self.counts["refused"] += 1
-        with self._logged():
-            call.refused()
-        call.over.set()
-
     def _overdue(self) -> tuple[bool, float | None]:
         """Whether a call is, and else in how many seconds the first one will be."""
-        begun = [call.since for call in self._running.values() if call is not None and call.since is not None]
-        if not begun:
+        if not self._running:
             return False, None
-        left = min(begun) + self._deadline - self._clock()
+        left = min(since for _, since in self._running) + self._deadline - self._clock()
         return left <= 0, left
 
     def _probe(self) -> None:
@@ -260,7 +247,9 @@ class Lines:
         probing = self._probing
         if probing is not None:
             probing.join(max(0.0, until - time.monotonic()))
-        return not any(t.is_alive() for t in [*self._threads, *([] if probing is None else [probing])])
+        with self.breaker.changed:
+            ended = self.breaker.changed.wait_for(lambda: not self._running, max(0.0, until - time.monotonic()))
+        return ended and not any(t.is_alive() for t in [*self._threads, *([] if probing is None else [probing])])
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -6,44 +6,45 @@ tell without asking anybody else. Pages are put from and got into the memory tha
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
+import itertools
 import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import xxhash
 
-from gdscache.arrays import Int64Array, integers
+from gdscache.arrays import integers
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, StorageError
+from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, StorageError, TierAnswerError
 from gdscache.limits import KEY_BYTES
-from gdscache.native import layer_sums, take_rows
-from gdscache.pages.checksum import Checksums, unbound
+from gdscache.moves.machine import Descriptors
+from gdscache.native import layer_sums
+from gdscache.pages.checksum import Checksums, bound, unbound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.pool.calls import Lines
 from gdscache.pool.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, Client
-from gdscache.runtime.threads import Workers
-from gdscache.storage.base import Op, address_of
-
-if TYPE_CHECKING:
-    from gdscache.moves.machine import Places
+from gdscache.runtime.threads import log_failure
+from gdscache.storage.base import Memory, Transport, address_of
 
 TRAILER_BYTES = 4096
 _HEAD = struct.Struct(f"<8sII{KEY_BYTES}s{KEY_BYTES}sQ")  # magic, layers, page bytes, key, namespace, its own hash
 _MAGIC = b"gdspage1"
 MOST_LAYERS = (TRAILER_BYTES - _HEAD.size) // 8
 BATCH_PAGES = 128
-CALL_BYTES = 32 << 20  # of a call: what memory a call that hangs keeps
-_CHECKERS = 2  # threads that check what came
+SIDE_BY_SIDE = 2  # puts, and gets: what memory calls that hang keep, and the threads that they are in
 FULL_S, FULL_LONGEST_S = 0.02, 0.5  # a put that finds the pool full tries again: first after, and for how long in all
+FULL_AGAIN_S = 1.0  # seconds for which no other put waits for room, behind one that did so in vain
 _ERRNO = {NO_SPACE: errno.ENOSPC, NO_MASTER: errno.EHOSTUNREACH}
+_Pieces = list[tuple[int, int]]  # addresses and bytes
+_End = tuple[str, StorageError | None]  # what became of a page, and its error
+_Call = Callable[[range, list[int], int], list[_End]]  # slots, where their pages lie, and of the trailers
 
 
 def trailer(page: Page, page_bytes: int, stored: Checksums) -> bytes:
@@ -63,60 +64,21 @@ def stored_sums(found: bytes, page: Page, page_bytes: int, layers: int) -> Check
     return sums if trailer(page, page_bytes, sums) == found else None
 
 
-class PoolPages:
-    """I/O of pages that is under way; see `PagesIO` and `CheckedIO`. Thread-safe."""
-
-    def __init__(self, pages: int = 0, layers: int = 0) -> None:
-        self.sums = np.zeros((pages, layers), np.uint64)  # of the bytes of pages that came and were good
-        self._lock = threading.Lock()
-        self._new: list[tuple[Sequence[int], StorageError | None]] = []
-        self._ended: list[int] = []
-        self._told: Callable[[], None] = _nobody
-        self._callbacks: list[Callable[[int], None]] = []
-
-    def finish(self, pages: Sequence[int], error: StorageError | None = None) -> None:
-        """Nothing touches the memory of these any more."""
-        if not pages:
-            return
-        with self._lock:
-            self._new.append((pages, error))
-            self._ended += pages
-            told, callbacks = self._told, list(self._callbacks)
-        told()
-        for callback in callbacks:
-            for page in pages:
-                callback(page)
-
-    def follow(self, told: Callable[[], None]) -> None:
-        with self._lock:
-            self._told = told
-            new = bool(self._new)
-        if new:
-            told()
-
-    def take(self) -> Iterator[tuple[Sequence[int], StorageError | None]]:
-        with self._lock:
-            new, self._new = self._new, []
-        return iter(new)
-
-    def sums_of(self, pages: Sequence[int]) -> Checksums:
-        return take_rows(self.sums, pages)
-
-    def on_end(self, callback: Callable[[int], None]) -> None:
-        with self._lock:
-            self._callbacks.append(callback)
-            ended = list(self._ended)
-        for page in ended:
-            callback(page)
+def is_stored(found: bytes, page: Page, layout: PageLayout, sums: Checksums) -> bool:
+    """Whether bytes that give `sums`, with this trailer behind them, are the page as it was put."""
+    stored = stored_sums(found, page, layout.page_bytes, layout.n_layers)
+    return stored is not None and np.array_equal(unbound(stored[None], [page.key])[0], sums)
 
 
-class PoolFiles:
-    """Slots of a tier as objects of the pool. `pages[slot]` is the page in a slot, while somebody leases it.
+class PoolFiles(Transport):
+    """Slots of a tier as objects of the pool, in one file. `pages[slot]`: the page in a slot, while somebody leases it.
 
-    `sums[slot]`: what its bytes have to give, uint64 (slots, layers), bound to its key; for slots that are written.
-    What comes is compared with its trailer, in threads that do nothing else. `written(slots)`: called when pages are
-    in the pool, in a thread of the pool's, before their ends are told.
+    `sums[slot]`: what its bytes have to give, uint64 (slots, layers): of slots that are written, and of those that were
+    read. What comes is compared with its trailer. `written(slots)`: called when pages are in the pool.
     """
+
+    name = "mooncake"
+    whole = True
 
     def __init__(
         self,
@@ -127,174 +89,156 @@ class PoolFiles:
         written: Callable[[Sequence[int]], None],
         batch: int = BATCH_PAGES,
     ) -> None:
+        super().__init__(2 * SIDE_BY_SIDE + 1)  # where all calls hang that may, one is left to refuse what waits
         self.pages: list[Page | None] = [None] * slots
         self.sums = np.zeros((slots, layout.n_layers), np.uint64)
         self.counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._layout = layout
         self._lines = lines
         self._name_of = name_of
         self._written = written
-        self._batch = max(1, min(batch, BATCH_PAGES, CALL_BYTES // layout.extent_bytes))
-        self._trailers = HostBuffer(2 * BATCH_PAGES * TRAILER_BYTES, "off", TRAILER_BYTES, setting="pool trailers")
-        self._puts, self._gets = 0, BATCH_PAGES * TRAILER_BYTES  # bytes of it
-        self._checks = Workers(_CHECKERS, "gdscache-pool-checks")
+        self._batch = max(1, min(int(batch), BATCH_PAGES))
+        self._gave_up = 0.0  # when a put last waited for room in vain
+        area = self._batch * TRAILER_BYTES
+        self._trailers = HostBuffer(self.threads * area, "off", TRAILER_BYTES, setting="pool trailers")
+        self._areas: SimpleQueue[int] = SimpleQueue()  # of it, for the trailers of a call; a thread always finds one
+        for n in range(self.threads):
+            self._areas.put(n * area)
 
     @property
     def buffer(self) -> tuple[int, int]:
         """Address and bytes of the memory of the trailers."""
         return self._trailers.address, self._trailers.nbytes
 
-    def describe(self) -> str:
-        return "mooncake"
+    @property
+    def direct(self) -> bool:
+        return True
+
+    def hand_over(self) -> Descriptors:
+        """See `Files`."""
+        return Descriptors((0,), max(1, len(self.pages)), self.threads, transport=self, sums=self.sums)
+
+    def open(self, path: Path) -> int:
+        return 0
+
+    def flush(self, file: int) -> None:
+        pass
 
     def close(self) -> None:
-        """Nothing is under way any more."""
-        self._checks.shutdown()
         self._trailers.close()
 
-    def transfer(
-        self, op: Op, slots: Int64Array, ends: Sequence[tuple[Places, Int64Array]], span: tuple[int, int] | None = None
-    ) -> PoolPages:
-        """Start I/O of whole extents between slots and memory of the host; see `Files.transfer`."""
-        io = PoolPages(len(slots), self._layout.n_layers)
-        if span not in (None, (0, self._layout.extent_bytes)):
-            io.finish(range(len(slots)), _failed("a part of an object", "", errno.EINVAL))
-            return io
-        places: list[int] = []
-        for memory, where in ends:
-            flat = memory.flat
-            if not isinstance(flat, memoryview):
-                io.finish(range(len(slots)), _failed("memory of a device", "give the pages a CPU tier", errno.EINVAL))
-                return io
-            places += (memory.where(where, 0) + address_of(flat)).tolist()
-        numbers = slots.tolist()
-        for at in range(0, len(numbers), self._batch):
-            some = range(at, min(at + self._batch, len(numbers)))
-            part, where_ = [numbers[n] for n in some], [places[n] for n in some]
-            self._begin(op, io, some, part, where_)
-        return io
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(self._get, offset, memory)
 
-    def _begin(self, op: Op, io: PoolPages, some: range, slots: list[int], places: list[int]) -> None:
-        left, taking = set(range(len(slots))), threading.Lock()
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(self._put, offset, memory)
 
-        def end(rows: Sequence[int], error: StorageError | None, cause: str) -> None:
-            with taking:  # checks of one call run beside each other, and may be broken off
-                mine = [row for row in rows if row in left]
-                left.difference_update(mine)
-            if not mine:
-                return
-            self.counts[cause] += len(mine)
-            if error is None and op is Op.WRITE:
-                self._written([slots[row] for row in mine])
-            io.finish([some[row] for row in mine], error)
+    def _move(self, call: _Call, offset: int, memory: Memory) -> int:
+        """Move whole pages; the bytes of those before the first that did not move, whose error is raised where it is
+        the first of all. The library asks for each of the others alone then, and only what is alone is judged."""
+        extent = self._layout.extent_bytes
+        first, count, moved = offset // extent, memory.nbytes // extent, 0
+        if not isinstance(memory, memoryview) or (first * extent, count * extent) != (offset, memory.nbytes):
+            raise _failed("a part of an object, or memory of a device", "give the pages a CPU tier", errno.EINVAL)
+        place, error = address_of(memory), None
+        while moved < count and error is None:
+            slots = range(first + moved, first + min(count, moved + self._batch))
+            ends = self._ends(call, slots, [place + (slot - first) * extent for slot in slots])
+            good = list(itertools.takewhile(lambda end: end[1] is None, ends))
+            moved += len(good)
+            error = None if len(good) == len(ends) else ends[len(good)][1]
+            with self._counting:
+                self.counts.update(cause for cause, _ in (ends if count == 1 else good))
+        if error is None or moved:
+            return moved * extent
+        if count == 1 and isinstance(error, PageBytesError):  # it goes, so that the page can be put
+            name = self._name_of(self._page(first))
+            self._lines.begin(lambda client: self._lines.answered(client.remove([name])))
+        raise error
 
-        def broke_off(rows: Sequence[int]) -> None:
-            end(rows, _failed("a call broke off", "see the log"), "failed")
+    def _ends(self, call: _Call, slots: range, places: list[int]) -> list[_End]:
+        """What became of each page; where the call broke off, that."""
+        area = self._areas.get()
+        try:
+            return call(slots, places, area)
+        except IOFailedError as error:
+            return [("refused", error)] * len(slots)
+        except Exception as error:  # noqa: BLE001 - whatever the client's library raises
+            log_failure(error)
+            return [("failed", _failed("a call broke off", "see the log"))] * len(slots)
+        finally:
+            self._areas.put(area)
 
-        def work(client: Client) -> None:
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(broke_off, range(len(slots)))
-                if op is Op.WRITE:
-                    self._put(client, slots, places, end)
-                    return
-                came = self._get(client, slots, places, end)
-                share = -(-len(came) // _CHECKERS) or 1
-                for part in (came[at : at + share] for at in range(0, len(came), share)):
-                    check = functools.partial(self._check, slots, places, part, io.sums[some.start :], end)
-                    self._checks.submit(check, functools.partial(broke_off, [row for row, _ in part]))
-                on_failure.pop_all()
+    def _objects(self, places: Sequence[int], area: int) -> list[_Pieces]:
+        extent, trailers = self._layout.extent_bytes, self._trailers.address + area
+        tails = range(trailers, trailers + len(places) * TRAILER_BYTES, TRAILER_BYTES)
+        return [[(place, extent), (tail, TRAILER_BYTES)] for place, tail in zip(places, tails, strict=True)]
 
-        def refused() -> None:
-            end(range(len(slots)), _failed(CODES[NO_MASTER], "", errno.EHOSTUNREACH), "refused")
+    def _put(self, slots: range, places: list[int], area: int) -> list[_End]:
+        pages = [self._page(slot) for slot in slots]
+        stored = bound(self.sums[slots.start : slots.stop], [page.key for page in pages])
+        tails = b"".join(trailer(page, self._layout.page_bytes, sums) for page, sums in zip(pages, stored, strict=True))
+        self._trailers.view[area : area + len(tails)] = tails
+        names, objects, ends = [self._name_of(page) for page in pages], self._objects(places, area), dict[int, _End]()
+        try:
+            self._lines.call("puts", lambda client: self._put_all(client, names, objects, ends))
+        finally:
+            self._written([slots[n] for n, (_, error) in ends.items() if error is None])
+        return [ends[n] for n in range(len(slots))]
 
-        self._lines.begin("puts" if op is Op.WRITE else "gets", work, refused)
-
-    def _put(self, client: Client, slots: list[int], places: list[int], end: _End) -> None:
-        extent, view = self._layout.extent_bytes, self._trailers.view
-        pages, objects = [self._page(slot) for slot in slots], []
-        for row, (slot, page) in enumerate(zip(slots, pages, strict=True)):
-            at = self._puts + row * TRAILER_BYTES
-            view[at : at + TRAILER_BYTES] = trailer(page, self._layout.page_bytes, self.sums[slot])
-            objects.append([(places[row], extent), (self._trailers.address + at, TRAILER_BYTES)])
-        names, rows, pause = [self._name_of(page) for page in pages], list(range(len(slots))), FULL_S
-        until = time.monotonic() + FULL_LONGEST_S
+    def _put_all(self, client: Client, names: list[str], objects: list[_Pieces], ends: dict[int, _End]) -> None:
+        begun, pause = time.monotonic(), FULL_S
+        until = begun + (FULL_LONGEST_S if begun > self._gave_up + FULL_AGAIN_S else 0.0)
         codes = client.exist(names)  # a put of what exists is done at once, and changes nothing
         self._lines.answered(codes)
-        end([row for row, code in zip(rows, codes, strict=True) if code == 1], None, "existed")
-        rows = [row for row, code in zip(rows, codes, strict=True) if code != 1]
-        while rows:
-            codes = client.put([names[row] for row in rows], [objects[row] for row in rows])
+        ends.update((n, ("existed", None)) for n, code in enumerate(codes) if code == 1)
+        while rows := [n for n in range(len(names)) if n not in ends]:
+            codes = client.put([names[n] for n in rows], [objects[n] for n in rows])
             self._lines.answered(codes)
-            end([row for row, code in zip(rows, codes, strict=True) if code == DONE], None, "put")
-            again = [row for row, code in zip(rows, codes, strict=True) if code == NO_SPACE]
-            if again and (time.monotonic() + pause > until or not self._lines.breaker.closed):
-                end(again, _failed(CODES[NO_SPACE], "add segments, or store less", errno.ENOSPC), "full")
-                again = []
-            for row, code in zip(rows, codes, strict=True):
-                if code not in (DONE, NO_SPACE):
-                    end([row], _error(code), "not_put")
-            rows = again
-            if rows:
-                self.counts["waits"] += 1
+            over = time.monotonic() + pause > until or not self._lines.breaker.closed
+            for n, code in zip(rows, codes, strict=True):
+                if code == DONE:
+                    ends[n], self._gave_up = ("put", None), 0.0
+                elif code != NO_SPACE:
+                    ends[n] = "not_put", _error(code)
+                elif over:
+                    ends[n] = "full", _failed(CODES[NO_SPACE], "add segments, or store less", errno.ENOSPC)
+                    self._gave_up = time.monotonic()
+            if len(ends) < len(names):
+                with self._counting:
+                    self.counts["waits"] += 1
                 time.sleep(pause)
                 pause *= 2
 
-    def _get(self, client: Client, slots: list[int], places: list[int], end: _End) -> list[tuple[int, bytes]]:
-        """Rows whose bytes came, with the trailers behind them; ends the others."""
-        extent, base = self._layout.extent_bytes, self._trailers.address + self._gets
-        objects = [[(place, extent), (base + row * TRAILER_BYTES, TRAILER_BYTES)] for row, place in enumerate(places)]
-        codes = client.get([self._name_of(self._page(slot)) for slot in slots], objects)
+    def _get(self, slots: range, places: list[int], area: int) -> list[_End]:
+        layout, pages = self._layout, [self._page(slot) for slot in slots]
+        names, objects = [self._name_of(page) for page in pages], self._objects(places, area)
+        codes = self._lines.call("gets", lambda client: client.get(names, objects))
         self._lines.answered(codes)
         if len(codes) != len(slots):
-            raise _failed(f"{len(codes)} answers came for {len(slots)} objects", "see the package of the pool's client")
-        came, misfits = [], []
-        for row, code in enumerate(codes):
-            if code == MISFIT:
-                misfits.append(row)
-            elif code == extent + TRAILER_BYTES:
-                at = self._gets + row * TRAILER_BYTES
-                came.append((row, bytes(self._trailers.view[at : at + TRAILER_BYTES])))
+            raise TierAnswerError(
+                f"{len(codes)} answers came for {len(slots)} objects", "see the package of the pool's client"
+            )
+        came = [n for n, code in enumerate(codes) if code == layout.extent_bytes + TRAILER_BYTES]
+        sums = layer_sums(np.array([places[n] for n in came], np.uint64), integers(layout.layer_bounds))
+        found, ends = dict(zip(came, sums, strict=True)), list[_End]()
+        for n, code in enumerate(codes):
+            tail = bytes(self._trailers.view[area + n * TRAILER_BYTES :][:TRAILER_BYTES])
+            if n in found and is_stored(tail, pages[n], layout, found[n]):
+                self.sums[slots[n]] = found[n]
+                ends.append(("got", None))
+            elif n in found or code == MISFIT:
+                error = PageBytesError("the shared pool: a page is not what was stored", "see who writes to the pool")
+                ends.append(("spoiled", error))
             else:
-                end([row], _error(code), "not_got")
-        if misfits:
-            self._spoiled([slots[row] for row in misfits], misfits, end)
-        return came
-
-    def _check(
-        self,
-        slots: list[int],
-        places: list[int],
-        came: list[tuple[int, bytes]],
-        sums: Checksums,
-        end: _End,
-    ) -> None:
-        """Compare what came with its trailers."""
-        layout, good, bad = self._layout, list[int](), list[int]()
-        found = layer_sums(np.array([places[row] for row, _ in came], np.uint64), integers(layout.layer_bounds))
-        for (row, raw), of_bytes in zip(came, found, strict=True):
-            page = self._page(slots[row])
-            stored = stored_sums(raw, page, layout.page_bytes, layout.n_layers)
-            whole = stored is not None and np.array_equal(unbound(stored[None], [page.key])[0], of_bytes)
-            (good if whole else bad).append(row)
-            sums[row] = of_bytes
-        end(good, None, "got")  # together: each end wakes threads that the next check would wait for
-        if bad:
-            self._spoiled([slots[row] for row in bad], bad, end)
-
-    def _spoiled(self, slots: list[int], rows: Sequence[int], end: _End) -> None:
-        """Objects that are not the pages in these slots go, so that the pages can be put."""
-        names = [self._name_of(self._page(slot)) for slot in slots]
-        error = PageBytesError("the shared pool: a page is not what was stored", "see who writes to the pool")
-        end(rows, error, "spoiled")
-        self._lines.begin("asks", lambda client: self._lines.answered(client.remove(names)))
+                ends.append(("not_got", _error(code)))
+        return ends
 
     def _page(self, slot: int) -> Page:
         page = self.pages[slot]
         assert page is not None, "a slot without a page"
         return page
-
-
-_End = Callable[[Sequence[int], StorageError | None, str], None]
 
 
 def _error(code: int) -> StorageError:
@@ -305,7 +249,3 @@ def _error(code: int) -> StorageError:
 
 def _failed(cause: str, hint: str, code: int = errno.EIO) -> IOFailedError:
     return IOFailedError(f"the shared pool: {cause}", hint, code)
-
-
-def _nobody() -> None:
-    pass

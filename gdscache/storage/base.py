@@ -64,6 +64,8 @@ class Transport(abc.ABC):
     """Whose memory it moves: a subset of {"host", "cuda"}."""
     merges: bool = True
     """Whether pages that lie side by side, in the file and in memory, may come as one call."""
+    whole: bool = False
+    """Whether no page is cut into several calls, however large it is; loads by groups of layers read parts of it."""
 
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if not 1 <= threads <= 1024:
@@ -91,7 +93,9 @@ class Transport(abc.ABC):
 
         The memory is the library's again when the call returns or raises: nothing may touch it any more, and a view is
         released. CUDA work on it has ended before, and nobody waits for streams behind it. Raises `OSError` or
-        `IOFailedError`, whose `errno` says what happened; whatever else it raises is logged, and counts as EIO.
+        `IOFailedError`, whose `errno` says what happened; `PageGoneError` for a page that is not there any more, and
+        `PageBytesError` for bytes that are not what was stored, both of which are dropped. Whatever else it raises is
+        logged, and counts as EIO. Where a call for several pages raises, each of them is called for alone.
         """
 
     @abc.abstractmethod

@@ -35,7 +35,7 @@ from gdscache.pages.keys import Page
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.moves.machine import Files, NativeFiles
+    from gdscache.moves.machine import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
 
@@ -85,11 +85,12 @@ class Tier(abc.ABC):
 class DurableTier(Tier):
     """A tier that only I/O reaches: its slots are filled by moves, and its pages are committed in batches.
 
-    `io` is where the bytes are. What a tier does not have, the defaults do without.
+    `io` is where the bytes are: it hands over files and the transport that reads and writes them. What a tier does not
+    have, the defaults do without.
     """
 
     kind = "files"
-    io: Files | NativeFiles
+    io: Files
 
     @property
     def spare_slots(self) -> int:
@@ -130,7 +131,8 @@ class DurableTier(Tier):
         """What the bytes of leased pages have to give, uint64 of shape (pages, layers); zeros where nothing is right.
         What is not `at_hand` behind `learn` could not be found out for now: these pages are not read, and stay.
 
-        None: that comes with the bytes, and `io` compares them itself (`CheckedIO`). For tiers that are not `served`.
+        None: that comes with the bytes, and `io` compares them itself (`Descriptors.sums`). For tiers that are not
+        `served`.
         """
 
     def learn(self, entries: Sequence[Entry]) -> None:

@@ -18,12 +18,12 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.limits import MAX_SECONDS
-from gdscache.pages.checksum import Checksums, bound
+from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.pool.calls import Lines
 from gdscache.pool.client import Client, PoolAddress, load_package, size_of
-from gdscache.pool.io import BATCH_PAGES, MOST_LAYERS, PoolFiles
+from gdscache.pool.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, PoolFiles
 from gdscache.pool.link import Connect, PoolLink, mooncake
 from gdscache.storage.base import address_of
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
@@ -84,7 +84,7 @@ class MooncakeTier(DurableTier):
         self._asked = self._found = 0
         address = PoolAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
         self._link = PoolLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
-        self._lines = Lines(("puts", "gets", "asks"), self._link, deadline=deadline)
+        self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
         self.io = PoolFiles(layout, self.index.slots, self._lines, self._name_of, self._written, batch)
         self._link.register(*self.io.buffer)
         changed = self._lines.breaker.changed
@@ -122,7 +122,7 @@ class MooncakeTier(DurableTier):
         cleared = self._cleared
         for at in range(0, len(pages), _ASKED):
             some = pages[at : at + _ASKED]
-            codes = self._lines.finish("asks", lambda client, some=some: self._exist(some))  # type: ignore[misc]
+            codes = self._lines.finish(lambda client, some=some: self._exist(some))  # type: ignore[misc]
             if codes is None:
                 return
             with self.lock:
@@ -175,7 +175,7 @@ class MooncakeTier(DurableTier):
             return self._insert(fresh, self.index.take_free(len(fresh)), kept)
 
     def expect(self, entries: Sequence[Entry], sums: Checksums) -> None:
-        self.io.sums[[entry.slot for entry in entries]] = bound(sums, [entry.key for entry in entries])
+        self.io.sums[[entry.slot for entry in entries]] = sums
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         with self.lock:
@@ -202,7 +202,7 @@ class MooncakeTier(DurableTier):
             self._cleared += 1
             for digest in self._namespaces if namespace is None else (namespace,):
                 self._owed[digest] = f"^{re.escape(_directory(digest))}.*"
-        self._lines.finish("asks", self._pay)
+        self._lines.finish(self._pay)
 
     def _pay(self, client: Client) -> None:
         """Remove what is owed."""
@@ -217,7 +217,7 @@ class MooncakeTier(DurableTier):
     def _remove(self, pages: Sequence[Page]) -> None:
         names = [self._name_of(page) for page in pages]
         if names:
-            self._lines.begin("asks", lambda client: self._lines.answered(client.remove(names)))
+            self._lines.begin(lambda client: self._lines.answered(client.remove(names)))
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ summary.py   a trace file read back: how much ran under the model's layers
 plot.py      ... and drawn
 """
 
-from gdscache.tracing.base import OFF, Flight, Timeline
+from gdscache.tracing.base import OFF, Timeline
 from gdscache.tracing.nvtx import NvtxTimeline, timeline_from_environment
 from gdscache.tracing.trace import TraceTimeline
 
-__all__ = ["OFF", "Flight", "NvtxTimeline", "Timeline", "TraceTimeline", "timeline_from_environment"]
+__all__ = ["OFF", "NvtxTimeline", "Timeline", "TraceTimeline", "timeline_from_environment"]

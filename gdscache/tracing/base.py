@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     import torch
-
-
-class PagesInFlight(Protocol):
-    """I/O of pages that says when each has ended."""
-
-    def on_end(self, callback: Callable[[int], None]) -> None: ...
 
 
 class Span:
@@ -28,16 +21,7 @@ class Span:
         pass
 
 
-class Flight(Span):
-    """Work that others do, begun within a `with` block: over when that raises, when `follow` hears so, or after it."""
-
-    __slots__ = ()
-
-    def follow(self, io: PagesInFlight, pages: int) -> None:
-        """The work is over when these pages are, whoever may wait for them. At most once, within the block."""
-
-
-_NOTHING = Flight()
+_NOTHING = Span()
 
 
 class Timeline:
@@ -62,10 +46,6 @@ class Timeline:
         """`span`, and the time of what is queued within it on the current stream of `device`, where that is CUDA's."""
         return _NOTHING
 
-    def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
-        """Time of what is under way somewhere else; spans of a track may overlap."""
-        return _NOTHING
-
     def instant(self, kind: str, /, **about: Any) -> None:
         """Something that took no time, in the calling thread."""
 
@@ -77,24 +57,6 @@ class Timeline:
 
 
 OFF = Timeline()
-
-
-class Countdown:
-    """Callback for the ends of so many pages, in any threads: calls `over` at the last of them."""
-
-    __slots__ = ("_left", "_lock", "_over")
-
-    def __init__(self, pages: int, over: Callable[[], None]) -> None:
-        self._left = pages
-        self._lock = threading.Lock()
-        self._over = over
-
-    def __call__(self, page: int) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._over()
 
 
 def title(kind: str, about: Mapping[str, Any]) -> str:

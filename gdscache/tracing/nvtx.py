@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gdscache.tracing.base import OFF, Countdown, Flight, PagesInFlight, Span, Timeline, title
+from gdscache.tracing.base import OFF, Span, Timeline, title
 
 if TYPE_CHECKING:
     import torch
@@ -37,30 +37,6 @@ class _Range(Span):
         self._nvtx.range_pop()
 
 
-class _ProcessRange(Flight):
-    """A range that another thread may end."""
-
-    __slots__ = ("_followed", "_handle", "_name", "_nvtx")
-
-    def __init__(self, nvtx: Any, name: str) -> None:
-        self._nvtx = nvtx
-        self._name = name
-        self._followed = False
-
-    def __enter__(self) -> _ProcessRange:
-        self._handle = self._nvtx.range_start(self._name)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._followed:
-            self._nvtx.range_end(self._handle)
-
-    def follow(self, io: PagesInFlight, pages: int) -> None:
-        if pages:
-            self._followed = True
-            io.on_end(Countdown(pages, lambda: self._nvtx.range_end(self._handle)))
-
-
 class NvtxTimeline(Timeline):
     """Passes everything on as ranges of the default domain; what a stream does meanwhile, the profiler sees itself.
 
@@ -84,9 +60,6 @@ class NvtxTimeline(Timeline):
 
     def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
         return _Range(self._nvtx, _text(kind, about))
-
-    def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
-        return _ProcessRange(self._nvtx, _text(kind, about))
 
     def instant(self, kind: str, /, **about: Any) -> None:
         self._nvtx.mark(_text(kind, about))

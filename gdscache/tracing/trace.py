@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import InvalidValueError
-from gdscache.tracing.base import Countdown, Flight, PagesInFlight, Span, Timeline, title
+from gdscache.tracing.base import Span, Timeline, title
 from gdscache.tracing.streams import StreamTimes
 from gdscache.tracing.tracks import Track, lanes
 
@@ -25,40 +25,28 @@ FORMAT = 1
 _PID = 1
 
 
-class _Recorded(Flight):
-    """A span that is kept. `follow` makes it end elsewhere."""
+class _Recorded(Span):
+    """A span that is kept."""
 
-    __slots__ = ("_followed", "_nested", "_timeline", "about", "kind", "start", "track")
+    __slots__ = ("_timeline", "about", "kind", "start", "track")
     start: int
 
-    def __init__(
-        self, timeline: TraceTimeline, kind: str, track: Track, about: dict[str, Any], *, nested: bool
-    ) -> None:
+    def __init__(self, timeline: TraceTimeline, kind: str, track: Track, about: dict[str, Any]) -> None:
         self._timeline = timeline
-        self._nested = nested
-        self._followed = False
         self.kind = kind
         self.track = track
         self.about = about
 
     def __enter__(self) -> _Recorded:
-        if self._nested:
-            self._timeline.stack.append(self.about)
+        self._timeline.stack.append(self.about)
         self._timeline.begin(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._nested:
-            self._timeline.stack.pop()
+        self._timeline.stack.pop()
         if isinstance(error[0], type):
             self.about["error"] = error[0].__name__
-        if not self._followed:
-            self._timeline.end(self)
-
-    def follow(self, io: PagesInFlight, pages: int) -> None:
-        if pages:
-            self._followed = True
-            io.on_end(Countdown(pages, lambda: self._timeline.end(self)))
+        self._timeline.end(self)
 
 
 class _OnStream(Span):
@@ -133,7 +121,7 @@ class TraceTimeline(Timeline):
         return next(self._next)
 
     def span(self, kind: str, /, **about: Any) -> Span:
-        return _Recorded(self, kind, self._here(), self._inherit(about), nested=True)
+        return _Recorded(self, kind, self._here(), self._inherit(about))
 
     def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
         host = self.span(kind, **about)
@@ -145,9 +133,6 @@ class TraceTimeline(Timeline):
             return host
         stream = torch.cuda.current_stream(device)
         return _OnStream(self, kind, stream, self._inherit(dict(about)), host)
-
-    def flight(self, kind: str, track: str, /, **about: Any) -> Flight:
-        return _Recorded(self, kind, (track, 0), self._inherit(about), nested=False)
 
     def instant(self, kind: str, /, **about: Any) -> None:
         about = self._inherit(about)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,12 +365,12 @@ def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
     assert load.number == 0
     host.finish(load, blocks, keys)
     assert not hasattr(OFF, "__dict__")
-    spans = [OFF.span("a", layer=1), OFF.compute("b", None), OFF.flight("c", "d")]
+    spans = [OFF.span("a", layer=1), OFF.compute("b", None)]
     assert len({id(span) for span in spans}) == 1
     with pytest.raises(ZeroDivisionError), OFF.span("a"):
         raise ZeroDivisionError
     OFF.instant("a")
-    OFF.flight("a", "b").follow(None, 3)  # type: ignore[arg-type]
+    OFF.past("a", "b", 1, 2)
 
 
 def test_a_failed_span_of_a_thread_is_no_span_of_the_next(traced: Callable[..., Host]) -> None:
@@ -386,27 +387,13 @@ def test_a_failed_span_of_a_thread_is_no_span_of_the_next(traced: Callable[..., 
 # -- the bound, and many threads ---------------------------------------------------------------------------------------
 
 
-class _IO:
-    """I/O of pages that ends when it is told to."""
-
-    def __init__(self) -> None:
-        self.callback: Callable[[int], None] | None = None
-
-    def on_end(self, callback: Callable[[int], None]) -> None:
-        self.callback = callback
-
-
 @pytest.mark.parametrize("limit", [1, 7, 30])
 def test_no_more_events_than_the_limit(limit: int) -> None:
     timeline = TraceTimeline(limit=limit)
-    flights = [_IO() for _ in range(10)]
-    for number, io in enumerate(flights):
-        with timeline.span("load", load=number), timeline.flight("read", "SSD reads") as flight:
-            flight.follow(io, 1)
+    for number in range(10):
+        with timeline.span("load", load=number):
+            timeline.past("read", "SSD reads", time.perf_counter_ns(), time.perf_counter_ns() + 1, load=number)
         timeline.instant("ready", layer=number)
-    for io in flights:
-        assert io.callback is not None
-        io.callback(0)
     data = timeline.describe()
     check_schema(data)
     assert len([e for e in data["traceEvents"] if e["ph"] != "M"]) == limit
@@ -421,16 +408,14 @@ def test_a_timeline_of_nothing_is_refused() -> None:
 
 def test_many_threads() -> None:
     timeline, threads, rounds = TraceTimeline(), 8, 60
-    ios: list[_IO] = []
     start = threading.Barrier(threads + 1)
 
     def work(number: int) -> None:
         start.wait()
         for turn in range(rounds):
-            with timeline.span("load", load=number), timeline.flight("read", "SSD reads", turn=turn) as flight:
-                io = _IO()
-                flight.follow(io, 2)
-                ios.append(io)
+            with timeline.span("load", load=number):
+                now = time.perf_counter_ns()
+                timeline.past("read", "SSD reads", now, now + 1000, load=number, turn=turn)
                 with timeline.span("scatter"), timeline.span("check", layers=range(2)):
                     timeline.instant("ready", layer=turn)
 
@@ -438,16 +423,8 @@ def test_many_threads() -> None:
     for worker in workers:
         worker.start()
     start.wait()
-    ended = 0
-    while ended < threads * rounds:
-        if len(ios) > ended:
-            callback = ios[ended].callback
-            assert callback is not None
-            callback(0)
-            callback(1)
-            ended += 1
-        if ended % 100 == 50:
-            check_schema(timeline.describe())  # while they work
+    while any(worker.is_alive() for worker in workers):
+        check_schema(timeline.describe())  # while they work
     for worker in workers:
         worker.join(WAIT)
     found = events(timeline)
@@ -538,12 +515,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 class FakeNvtx:
-    """Counts what is open, by thread and for the process."""
+    """Counts what is open, by thread."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.pushed: dict[int, list[str]] = {}
-        self.open: dict[int, str] = {}
         self.texts: list[str] = []
         self.marks: list[str] = []
 
@@ -557,23 +532,12 @@ class FakeNvtx:
         self.pushed[threading.get_ident()].pop()
         return 0
 
-    def range_start(self, text: str) -> int:
-        with self.lock:
-            self.texts.append(text)
-            handle = len(self.texts)
-            self.open[handle] = text
-            return handle
-
-    def range_end(self, handle: int) -> None:
-        with self.lock:
-            del self.open[handle]
-
     def mark(self, text: str) -> None:
         self.marks.append(text)
 
     @property
     def balanced(self) -> bool:
-        return not self.open and not any(self.pushed.values())
+        return not any(self.pushed.values())
 
 
 @pytest.mark.parametrize("fault", [None, Fault.EIO, Fault.FLIP])
@@ -588,7 +552,7 @@ def test_nvtx_ranges_are_balanced(traced: Callable[..., Host], fault: Fault | No
         with PLAN.rule(Op.READ, fault, times=2):
             host.load(tokens)
     settle(host.engine)
-    until(lambda: nvtx.balanced, f"all ranges end: {nvtx.open} {nvtx.pushed}")
+    until(lambda: nvtx.balanced, f"all ranges end: {nvtx.pushed}")
     kinds = {text.removeprefix("gdscache: ").split(" ")[0] for text in nvtx.texts}
     assert kinds >= KINDS - {"ready", "scatter", "gather", "read", "write"}  # the library has no ranges
 

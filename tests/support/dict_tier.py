@@ -3,77 +3,67 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from gdscache.arrays import Int64Array
-from gdscache.errors import IOFailedError, StorageError
-from gdscache.extents.base import Extents
+from gdscache.errors import IOFailedError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
+from gdscache.moves.machine import Descriptors
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
-from gdscache.storage.base import Op
+from gdscache.storage.base import Memory, Transport
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
 
-class DictIO:
-    """I/O that is over when it was begun; see `PagesIO`."""
-
-    def __init__(self, errors: Sequence[StorageError | None]) -> None:
-        self._errors = errors
-
-    def follow(self, told: Callable[[], None]) -> None:
-        told()
-
-    def take(self) -> Iterator[tuple[Sequence[int], StorageError | None]]:
-        return (([page], error) for page, error in enumerate(self._errors))
-
-    def on_end(self, callback: Callable[[int], None]) -> None:
-        for page in range(len(self._errors)):
-            callback(page)
-
-
-class DictFiles:
+class DictFiles(Transport):
     """Slot -> the bytes of its extent. `broken`: slots that cannot be read."""
 
-    def __init__(self, extent_bytes: int) -> None:
+    merges = False  # a call is for one slot
+
+    def __init__(self, extent_bytes: int, slots: int) -> None:
+        super().__init__(threads=2)
         self.content: dict[int, bytearray] = {}
         self.broken: set[int] = set()
         self.reads = 0
         self._extent_bytes = extent_bytes
+        self._slots = slots
 
-    def describe(self) -> str:
-        return "dict"
+    def hand_over(self) -> Descriptors:
+        return Descriptors((0,), self._slots, self.threads, transport=self)
 
-    def transfer(
-        self,
-        op: Op,
-        slots: Int64Array,
-        ends: Sequence[tuple[Extents, Int64Array]],
-        span: tuple[int, int] | None = None,
-    ) -> DictIO:
-        start, stop = span or (0, self._extent_bytes)
-        places = [(extents.flat, at) for extents, some in ends for at in extents.where(some, start).tolist()]
-        errors = [
-            self._one(op, slot, cast(memoryview, flat)[at : at + stop - start], start)
-            for slot, (flat, at) in zip(slots.tolist(), places, strict=True)
-        ]
-        return DictIO(errors)
+    @property
+    def direct(self) -> bool:
+        return True
 
-    def _one(self, op: Op, slot: int, memory: memoryview, start: int) -> StorageError | None:
-        if op is Op.WRITE:
-            self.content[slot] = bytearray(memory)
-            return None
+    def open(self, path: Path) -> int:
+        return 0
+
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        slot, start = divmod(offset, self._extent_bytes)
         self.reads += 1
         if slot in self.broken:
-            return IOFailedError("broken", "")
+            raise IOFailedError("broken", "")
+        assert isinstance(memory, memoryview)
         memory[:] = self.content[slot][start : start + len(memory)]
-        return None
+        return len(memory)
+
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        slot, start = divmod(offset, self._extent_bytes)
+        assert isinstance(memory, memoryview)
+        self.content.setdefault(slot, bytearray(self._extent_bytes))[start : start + len(memory)] = memory
+        return len(memory)
+
+    def flush(self, file: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class DictTier(DurableTier):
@@ -83,7 +73,7 @@ class DictTier(DurableTier):
         self.name = name
         self.layout = layout
         self.index = PageIndex(capacity // layout.extent_bytes)
-        self.io: DictFiles = DictFiles(layout.extent_bytes)
+        self.io: DictFiles = DictFiles(layout.extent_bytes, self.index.slots)
         self.sums: dict[bytes, Checksums] = {}
         self.closed = False
         self._lock = lock

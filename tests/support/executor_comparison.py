@@ -15,10 +15,11 @@ import numpy as np
 from gdscache.errors import ShortIOError, StorageError
 from gdscache.moves import PLANES, PageStatus, Priority, Way
 from gdscache.moves.base import End, Moving
+from gdscache.native import SHORT
 from tests.support.executor_cases import Case, Planned, Spaces
 from tests.support.executor_machine import Heard, Mode, Real, opened
 from tests.support.helpers import WAIT, until
-from tests.support.reference_executor import SHORT, Answer, ReferenceExecutor
+from tests.support.reference_executor import Answer, ReferenceExecutor
 
 
 class Expected:

@@ -141,7 +141,7 @@ def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
     limits = MoveLimits()
     if case.tight:
         extent = case.layout.extent_bytes
-        limits = MoveLimits(4 * extent, 2 * extent, extent, 3 * extent, 2 * extent)
+        limits = MoveLimits(4 * extent, 2 * extent, extent, 2 * extent)
     with mock.patch.object(native_module, "LIMITS", limits):
         set_faulty_disks(True)
         try:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from gdscache import opening as build
+from gdscache import storage
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
@@ -119,9 +120,6 @@ class FakeDeviceExtents:
     @property
     def flat(self) -> Any:
         return self.rows
-
-    def where(self, slots: Int64Array, byte: int) -> Int64Array:
-        return slots * self.layout.extent_bytes + byte
 
     def digest(self, slot: int, layers: range) -> Checksums:
         at = slot * self.layout.extent_bytes

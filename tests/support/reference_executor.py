@@ -15,11 +15,11 @@ import numpy.typing as npt
 import xxhash
 
 from gdscache.moves import PLANES, Move, PageStatus, Way
+from gdscache.native import SHORT
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.layout import PageLayout
 
 Bytes = npt.NDArray[np.uint8]
-SHORT = -1  # in place of an errno
 What = Literal["error", "short", "torn", "flip", "late", "hang"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,12 +38,6 @@ class OpenFile:
 
     def hand_over(self) -> Descriptors:
         return Descriptors((self.file,), PAGES, 2, self._uring)
-
-    def transfer(self, *args: Any) -> Any:
-        raise AssertionError("the library reads and writes this file itself")
-
-    def describe(self) -> str:
-        return "native"
 
 
 class Small:

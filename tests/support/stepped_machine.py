@@ -1,6 +1,6 @@
 """A machine for tests of loads: real bytes, but every read and every copy happens when the test says so.
 
-The moves are the native library's, and everything is foreign to it: this machine takes its jobs, and says what came
+The moves are the native library's, and it has neither disks nor a GPU: this machine takes its jobs, and says what came
 of them. A copy takes the checksums of the bytes that it copies, as the kernels do; copies happen in the order in which
 they were taken, as on a stream. Time stands still until it is up: then whatever has not ended is late.
 """
@@ -96,13 +96,14 @@ class SteppedMachine:
         extents = {**memories, "bounce": bounce.extents}
         spaces = {"planes": Space("planes", mover.planes.blocks)}
         spaces |= {name: Space("memory", some.slots, sums=some.checksums) for name, some in extents.items()}
-        spaces |= {name: Space("files", 1 << 20) for name in content}
+        spaces |= {name: Space("files", 1 << 20) for name in content}  # of a disk that is ours
         self.moves = NativeMoves(
             layout,
             spaces,
             mover.planes.blocks_per_page,
             reserve=("bounce", bounce.loads.start, len(bounce.loads)),
             limits=limits or MoveLimits(),
+            disks=(None,),
         )
 
     def choices(self) -> list[Choice]:

@@ -32,6 +32,7 @@ constexpr Nanoseconds kNever = INT64_MAX;
 // Of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time. A layer is often there
 // within less than it takes to have the lock again.
 constexpr Nanoseconds kKept = 1'000'000;
+constexpr int kDepth = 8;          // pieces under way of each thread of the kernel
 constexpr double kLongest = 1e8;  // seconds that are no deadline: three years
 
 std::atomic<bool> faulty_disks{false};
@@ -57,6 +58,31 @@ struct Job {
     int64_t start, stop;
 };
 
+// What a disk is opened by (Descriptors in gdscache/moves/machine.py).
+struct Means {
+    explicit Means(nb::handle about)
+        : threads(nb::cast<int>(about.attr("threads"))), uring(nb::cast<bool>(about.attr("uring"))), transport(about.attr("transport")) {
+        const auto* const opened = nb::cast<const OpenCuFiles*>(about.attr("cufile"));
+        if (opened) cufile = opened->shared(), batched = opened->batched;
+    }
+    // A transport refuses what it does not reach itself.
+    bool reaches(uint64_t address, size_t bytes) const {
+        return !transport.is_none() || (cufile && cufile->memory(address, bytes));
+    }
+    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices, Refusal& refusal) const {
+        if (!transport.is_none()) return open_transport_disk(threads, transport, devices, refusal);
+        const nb::gil_scoped_release others;
+        if (cufile) return open_cufile_disk(threads, cufile, batched, refusal);
+        return uring ? open_disk(threads, kDepth * threads, refusal) : open_threads_disk(threads, refusal);
+    }
+
+    int threads;
+    bool uring;
+    nb::object transport;  // of Python's, which gives files numbers of its own; or none
+    std::shared_ptr<CuFiles> cufile;
+    int64_t batched = 0;
+};
+
 nb::object range_of(int64_t start, int64_t stop) {
     return nb::module_::import_("builtins").attr("range")(start, stop);
 }
@@ -71,8 +97,8 @@ void fill_pages(Job& job, const std::vector<Transfer>& pages) {
 }
 
 struct Opened {
-    std::string disk;
-    FaultyDisk* faulty;  // of the executor, or null
+    std::string disk;              // the first one's name
+    FaultyDisk* faulty = nullptr;  // the first one, where it fails on order
     std::shared_ptr<OpenPool> pool;
     std::shared_ptr<GpuCopies> gpu;
     std::unique_ptr<Executor> executor;
@@ -102,7 +128,7 @@ class OpenExecutor {
 public:
     OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
                  const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool, const OpenGpu* gpu,
-                 const OpenCuFiles* cufile, int workers, int depth, int threads, const nb::object& transport);
+                 const nb::sequence& disks, int threads);
     ~OpenExecutor() { close(); }
     OpenExecutor(const OpenExecutor&) = delete;
     OpenExecutor& operator=(const OpenExecutor&) = delete;
@@ -117,7 +143,7 @@ public:
     nb::tuple outcome(int64_t move);
     void refuse(int status);
 
-    nb::object take_io(double seconds);
+    nb::object take_io(int32_t disk);
     nb::object take_copy(double seconds);
     void io_ended(int64_t job, const nb::object& pages, int32_t error);
     void copy_queued(int64_t job, int64_t point);
@@ -169,29 +195,31 @@ private:
 
 OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
-                           const HostPool* pool, const OpenGpu* gpu, const OpenCuFiles* cufile, int workers, int depth,
-                           int threads, const nb::object& transport) {
+                           const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto refused = [](const char* why, int error = EINVAL) {
         if (why) throw CallError{std::string("no executor: ") + why, error, "see what it says"};
     };
     const auto bytes = [&](const char* name) { return nb::cast<int64_t>(limits.attr(name)); };
     Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
                  {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
-                 bytes("foreign_io"), bytes("foreign_copy")};
+                 bytes("foreign_copy")};
     refused(unsound(sizes));
     if (spaces.size() < 1 || spaces.size() > 1 << 10) refused("no sound number of spaces");
-    if (workers < 0 || depth < 0 || threads < 0 || threads > 1 << 10) refused("no sound number of threads");
+    if (threads < 0 || threads > 1 << 10) refused("no sound number of threads");
+    if (nb::len(disks) > 64) refused("no sound number of disks");
     auto made = std::make_shared<Opened>();
     made->pool = pool ? pool->pool : nullptr;
     made->gpu = gpu ? gpu->copies : nullptr;
     const Pool* const planes = made->pool ? &made->pool->pool : nullptr;
-    const std::shared_ptr<CuFiles> files_of_gpu = cufile ? cufile->shared() : nullptr;
-    const bool asked = !transport.is_none();  // a transport of Python's, which gives files numbers of its own
-    const bool to_gpu = asked && nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"));
+    std::vector<std::optional<Means>> means;
+    for (const nb::handle about : disks) {
+        about.is_none() ? means.emplace_back() : means.emplace_back(about);
+        if (means.back() && means.back()->threads < 1) refused("no sound number of threads");
+    }
     std::vector<DeviceRange> devices;
     std::vector<Space> kinds;
     std::vector<Place> places;
-    bool files = false, ours = false;
+    bool ours = false;
     for (const auto [name, about] : spaces) {
         const auto has = [&about = about](const char* field) { return nb::object(about.attr(field)); };
         const std::string kind = nb::cast<std::string>(has("kind"));
@@ -210,8 +238,17 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         require(memory.take(has("memory").ptr()) && sums.take(has("sums").ptr()), "a space of no arrays");
         if (!memory.none()) place.memory = reinterpret_cast<uint8_t*>(memory.data());
         space.sums = sums.data();
-        if (space.kind == Space::Kind::kFiles && !space.foreign) {
+        if (space.kind == Space::Kind::kFiles) {
+            space.foreign = false;
+            space.disk = nb::cast<int32_t>(has("disk"));
+            if (space.disk < 0 || space.disk >= static_cast<int32_t>(means.size())) refused("files without a disk");
             for (const nb::handle file : nb::iter(has("files"))) place.files.push_back(nb::cast<int>(file));
+            if (const auto& by = means[space.disk]) {
+                const bool asked = !by->transport.is_none();
+                if (place.files.empty()) refused("a space without files");
+                place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
+                place.whole = asked && nb::cast<bool>(by->transport.attr("whole"));
+            }
         }
         refused(unsound(space, place, extent_bytes, made->gpu != nullptr));
         if (!memory.none() && memory.bytes() < place.slots * extent_bytes) refused("a memory of fewer bytes than its slots");
@@ -221,18 +258,16 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         const auto size = static_cast<size_t>(place.slots * extent_bytes);
         const auto address = reinterpret_cast<uint64_t>(place.memory);
         const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
-        place.reached = space.kind == Space::Kind::kMemory &&
-                        (!on_gpu || to_gpu || (files_of_gpu && files_of_gpu->memory(address, size)));
-        if (on_gpu && to_gpu) devices.push_back({address, size, nb::cast<int>(has("device"))});
-        place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
-        files = files || !place.files.empty();
-        ours = ours || !space.foreign;
+        if (on_gpu) devices.push_back({address, size, nb::cast<int>(has("device"))});
+        for (size_t n = 0; n < means.size() && space.kind == Space::Kind::kMemory; ++n) {
+            if (!on_gpu || !means[n] || means[n]->reaches(address, size)) place.reached |= uint64_t{1} << n;
+        }
+        ours = ours || (!space.foreign && space.kind != Space::Kind::kFiles);
         numbers_[name] = kinds.size();
         names_.append(name);
         kinds.push_back(space);
         places.push_back(std::move(place));
     }
-    if (files && workers < 1) refused("files without a disk");
     if (ours && threads < 1) refused("nobody for what is not foreign");
     int32_t reserve_space = -1;
     int64_t first = 0, slots = 0;
@@ -244,28 +279,24 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         if (!inside) refused("a reserve outside its memory");
     }
     if (fence < 0) refused("a reserve outside its memory");
-    const bool faults = faulty_disks;
-    std::unique_ptr<Disk> disk;
+    std::vector<std::unique_ptr<Disk>> opened;
     Refusal refusal;
-    if (files && asked) disk = open_transport_disk(workers, transport, std::move(devices), refusal);
+    for (const auto& by : means) {
+        opened.push_back(by ? by->open(devices, refusal) : nullptr);
+        if (by && !opened.back()) refused(refusal.why.c_str(), refusal.error);
+    }
+    if (!opened.empty() && opened[0]) {
+        made->disk = opened[0]->name();
+        if (faulty_disks) {
+            auto faulty = open_faulty_disk(std::move(opened[0]), {});
+            made->faulty = faulty.get();
+            opened[0] = std::move(faulty);
+        }
+    }
     {
         const nb::gil_scoped_release others;
-        if (files) {
-            if (!asked) {
-                disk = cufile  ? open_cufile_disk(workers, files_of_gpu, cufile->batched, refusal)
-                       : depth ? open_disk(workers, depth, refusal)
-                               : open_threads_disk(workers, refusal);
-            }
-            if (!disk) refused(refusal.why.c_str(), refusal.error);
-            made->disk = disk->name();
-        }
-        if (disk && faults) {
-            auto faulty = open_faulty_disk(std::move(disk), {});
-            made->faulty = faulty.get();
-            disk = std::move(faulty);
-        }
         made->executor = std::make_unique<Executor>(sizes, std::move(kinds), std::move(places), reserve_space,
-                                                    Reserve(first, slots, fence), planes, std::move(disk), threads);
+                                                    Reserve(first, slots, fence), planes, std::move(opened), threads);
         if (made->gpu) made->server = std::make_unique<GpuServer>(*made->executor, *made->gpu->gpu);
     }
     opened_ = std::move(made);
@@ -382,15 +413,13 @@ auto taken(Opened& opened, double seconds, Take take, bool with_lock = false) {
     }
 }
 
-nb::object OpenExecutor::take_io(double seconds) {
-    open();
-    const std::shared_ptr<Opened> kept = opened_;
-    const IoJob* const found =
-        taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) { return kept->executor->take_io(until, waited); });
-    if (!found) return nb::none();
-    Job job{found->id, found->move, found->write, found->sums, names_[found->files], names_[found->memory],
-            range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start, found->stop};
-    fill_pages(job, found->pages);
+nb::object OpenExecutor::take_io(int32_t disk) {
+    IoJob found;
+    require(disk >= 0 && disk < 64, "no such disk");
+    if (!open().executor->take_io(disk, &found)) return nb::none();
+    Job job{found.id, found.move, found.write, found.sums, names_[found.files], names_[found.memory],
+            range_of(found.first, found.last), {}, {}, {}, {}, {}, found.start, found.stop};
+    fill_pages(job, found.pages);
     return nb::cast(std::move(job));
 }
 
@@ -500,11 +529,10 @@ void bind_executor(nb::module_& module) {
         .def_ro("stop", &Job::stop);
     nb::class_<OpenExecutor>(module, "Executor")
         .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
-                      int64_t, const HostPool*, const OpenGpu*, const OpenCuFiles*, int, int, int, const nb::object&>(),
+                      int64_t, const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
              nb::arg("bounds"), nb::arg("extent_bytes"), nb::arg("page_blocks"), nb::arg("spaces"), nb::arg("limits"),
              nb::arg("reserve").none() = nb::none(), nb::arg("fence") = 0, nb::arg("pool").none() = nb::none(),
-             nb::arg("gpu").none() = nb::none(), nb::arg("cufile").none() = nb::none(), nb::arg("workers") = 0,
-             nb::arg("depth") = 0, nb::arg("threads") = 0, nb::arg("transport").none() = nb::none())
+             nb::arg("gpu").none() = nb::none(), nb::arg("disks") = nb::make_tuple(), nb::arg("threads") = 0)
         .def_prop_ro("disk", &OpenExecutor::disk)
         .def_prop_ro("closed", &OpenExecutor::closed)
         .def("begin", &OpenExecutor::begin, nb::arg("number"), nb::arg("priority"), nb::arg("until"), nb::arg("ways"),
@@ -515,7 +543,7 @@ void bind_executor(nb::module_& module) {
         .def("wait", &OpenExecutor::wait, nb::arg("move"), nb::arg("seconds"), nb::arg("group") = -1)
         .def("outcome", &OpenExecutor::outcome, nb::arg("move"))
         .def("refuse", &OpenExecutor::refuse, nb::arg("status"))
-        .def("take_io", &OpenExecutor::take_io, nb::arg("seconds"))
+        .def("take_io", &OpenExecutor::take_io, nb::arg("disk"))
         .def("take_copy", &OpenExecutor::take_copy, nb::arg("seconds"))
         .def("io_ended", &OpenExecutor::io_ended, nb::arg("job"), nb::arg("pages"), nb::arg("error") = 0)
         .def("copy_queued", &OpenExecutor::copy_queued, nb::arg("job"), nb::arg("point"))

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "../moves.h"
 #include "../threads_disk.h"
 
 namespace gdscache {
@@ -17,6 +18,7 @@ struct Shared {
         : read(nb::object(transport.attr("read")).release().ptr()),
           write(nb::object(transport.attr("write")).release().ptr()),
           device_memory(imported("gdscache.storage.base", "DeviceMemory").release().ptr()),
+          to_gpu(nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"))),
           devices(std::move(ranges)) {}
     ~Shared() {
         if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
@@ -36,11 +38,15 @@ struct Shared {
     }
 
     PyObject *const read, *const write, *const device_memory;
+    const bool to_gpu;
     const std::vector<DeviceRange> devices;
 };
 
-// A negative errno for what a transport raised. What is no error of I/O is logged.
+// A negative error for what a transport raised. What is no error of I/O is logged.
 int64_t told(nb::handle error) {
+    for (const auto& [name, code] : {std::pair{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}}) {
+        if (PyObject_IsInstance(error.ptr(), imported("gdscache.errors", name).ptr()) == 1) return -code;
+    }
     const nb::object known = nb::make_tuple(nb::borrow(PyExc_OSError), imported("gdscache.errors", "GdsCacheError"));
     if (PyObject_IsInstance(error.ptr(), known.ptr()) != 1) {
         imported("gdscache.runtime.threads", "log_failure")(error);
@@ -48,7 +54,7 @@ int64_t told(nb::handle error) {
     }
     int code = EIO;
     const nb::object said = nb::getattr(error, "errno", nb::none());
-    if (!nb::try_cast(said, code) || code < 1 || code > 4095 || code == EINTR) code = EIO;
+    if (!nb::try_cast(said, code) || code < 1 || code > kMostErrno || code == EINTR) code = EIO;
     return -code;
 }
 
@@ -88,6 +94,7 @@ int64_t TransportCaller::transfer(const Piece& piece, const Call& call) {
 int64_t TransportCaller::move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
                               int64_t offset) const {
     if (!nb::is_alive()) return -ECANCELED;
+    if (device && !shared_->to_gpu) return -EFAULT;
     const nb::gil_scoped_acquire lock;
     try {
         if (device) return ask(piece, nb::borrow(shared_->device_memory)(address, bytes, device->device), bytes, offset);

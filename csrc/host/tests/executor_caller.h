@@ -17,7 +17,7 @@ public:
 
     void round_trip() {
         pages_ = static_cast<int64_t>(1 + random_.below(kHalf));
-        files_ = random_.below(2) ? kSsd : kForeignSsd;
+        files_ = random_.below(2) ? kSsd : kOtherSsd;
         memory_ = files_ == kSsd || random_.below(2) ? kCpu : kForeignCpu;  // our disk reaches only what is ours
         all_ = rig_.copier->all() || memory_ == kCpu;
         fill();

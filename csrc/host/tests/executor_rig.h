@@ -1,4 +1,4 @@
-// An executor over planes, memory and files of a test, some of them foreign, and the threads that move what is.
+// An executor over planes, memory and files of a test, on two disks; some planes and memory are foreign.
 
 #pragma once
 
@@ -17,14 +17,16 @@
 #include <thread>
 
 #include "../executor.h"
+#include "../threads_disk.h"
 #include "../xxh3.h"
 #include "check.h"
 #include "digest.h"
+#include "fake_cuda.h"
 #include "foreign_copies.h"
 
 namespace gdscache::test {
 
-enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kForeignSsd, kSpaces };
+enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kOtherSsd, kSpaces };
 
 constexpr int64_t kPages = 48, kTokens = 4, kPageBlocks = 2;
 constexpr int64_t kStretch = 3, kReserve = 6;
@@ -50,6 +52,19 @@ inline std::vector<Group> groups_of(const Limits& limits, const std::vector<int3
     return groups;
 }
 
+// What the other disk moves bytes by: it reaches the memory of a GPU, too.
+class OtherCaller : public ::gdscache::Caller {
+public:
+    int64_t transfer(const Piece& piece, const Call& call) override {
+        std::vector<iovec> reached(call.vectors, call.vectors + call.count);
+        for (iovec& one : reached) {
+            one.iov_base = reinterpret_cast<void*>(reinterpret_cast<uint64_t>(one.iov_base) & ~kDeviceBit);
+        }
+        return system_call(piece, {reached.data(), call.count, call.offset, call.bytes});
+    }
+    bool looks() const override { return false; }
+};
+
 class Rig {
 public:
     // `pages`: of the planes, and slots of each other space; `scale`: of their bytes.
@@ -70,28 +85,34 @@ public:
         limits.page_blocks = kPageBlocks;
         limits.extent_bytes = rounded_up(limits.bounds.back());
         limits.flying_bytes = 20 * limits.extent_bytes;
-        limits.io_bytes = limits.foreign_io_bytes = io_bytes;
+        limits.io_bytes = io_bytes;
         limits.copy_bytes = limits.foreign_copy_bytes = 2 * limits.extent_bytes;
         std::vector<Space> spaces;
         std::vector<Place> places(kSpaces);
         for (int32_t n = 0; n < kSpaces; n++) {
             const Kind kind = n <= kForeignPlanes ? Kind::kPlanes : n <= kBounce ? Kind::kMemory : Kind::kFiles;
             sums[n].resize(static_cast<size_t>(pages * kLayers));
-            spaces.push_back({kind, n == kForeignPlanes || n == kForeignCpu || n == kForeignSsd, sums[n].data()});
+            const bool foreign = n == kForeignPlanes || n == kForeignCpu, files_of = kind == Kind::kFiles;
+            spaces.push_back({kind, foreign, files_of ? nullptr : sums[n].data(), n == kOtherSsd ? 1 : 0});
             if (kind == Kind::kMemory) memory[n].resize(static_cast<size_t>(pages * limits.extent_bytes));
             places[n].slots = pages;
-            if (!spaces[n].foreign) places[n].memory = memory[n].data();
+            places[n].memory = memory[n].data();
         }
         for (int& file : files) CHECK((file = memfd_create("gdscache-test", 0)) >= 0);
         places[kSsd].files = {files[0], files[1]};
         places[kSsd].stretch = kStretch;
         places[kSsd].copied = true;
+        places[kOtherSsd].files = {files[2]};
+        places[kOtherSsd].stretch = 1;
+        places[kOtherSsd].whole = true;
         copier->prepare(*this, places);
+        Refusal refusal;
+        std::vector<std::unique_ptr<Disk>> disks;
+        disks.push_back(std::move(disk));
+        disks.push_back(open_threads_disk(2, "other", [] { return std::make_unique<OtherCaller>(); }, refusal));
+        CHECK(disks[1]);
         executor = std::make_unique<Executor>(limits, std::move(spaces), std::move(places), kBounce,
-                                              Reserve(1, std::min(kReserve, pages - 1), 4), &pool, std::move(disk), 2);
-        for (int n = 0; n < 2; n++) {
-            threads_.emplace_back([this] { move_io(); });
-        }
+                                              Reserve(1, std::min(kReserve, pages - 1), 4), &pool, std::move(disks), 2);
         threads_.emplace_back([this] { hear_late(); });
         copier->begin(*this);
     }
@@ -108,7 +129,7 @@ public:
 
     // The file that has a slot, and where.
     std::pair<int, int64_t> where(int32_t space, int64_t slot) const {
-        if (space == kForeignSsd) return {files[2], slot * limits.extent_bytes};
+        if (space == kOtherSsd) return {files[2], slot * limits.extent_bytes};
         const int64_t number = slot / kStretch;
         return {files[number % 2], (number / 2 * kStretch + slot % kStretch) * limits.extent_bytes};
     }
@@ -161,25 +182,6 @@ public:
 
 private:
     using Kind = Space::Kind;
-
-    void move_io() {
-        Waited waited;
-        while (const IoJob* const job = executor->take_io(kForever, &waited)) {
-            const auto size = static_cast<size_t>(job->stop - job->start);
-            const int64_t id = job->id;
-            const size_t pages = job->pages.size();
-            for (size_t n = 0; n < pages; n++) {  // behind the last one the job is gone
-                const Transfer page = job->pages[n];
-                const auto [file, offset] = where(job->files, page.slot);
-                uint8_t* const to = memory[job->memory].data() + page.at;
-                const ssize_t moved = job->write ? pwrite(file, to, size, offset + job->start)
-                                                 : pread(file, to, size, offset + job->start);
-                const IoEnd end{static_cast<int32_t>(n), moved == static_cast<ssize_t>(size) ? 0 : kShort};
-                CHECK(executor->io_ended(id, &end, 1));
-            }
-        }
-        CHECK(waited == Waited::kClosed);
-    }
 
     void hear_late() {
         for (;;) {

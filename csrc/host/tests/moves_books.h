@@ -175,17 +175,15 @@ protected:
     bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes; }
 
     // The same for a write, beside others.
-    bool fits_write(int64_t bytes, bool foreign) const {
-        const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
-        const int64_t job = std::max(usual, world.limits.extent_bytes);
+    bool fits_write(int64_t bytes) const {
+        const int64_t job = std::max(world.limits.io_bytes, world.limits.extent_bytes);
         return fits(bytes) && (writing_ == 0 || writing_ + bytes <= std::max(world.limits.flying_bytes / 2, 2 * job));
     }
 
     // Whether a move's next read could begin now, so far as that is known.
-    bool can_read(const Booked& book, bool foreign) const {
+    bool can_read(const Booked& book, int32_t disk) const {
         if (!book.load() || book.over || book.broken || book.expired || refusal != Status::kPending) return false;
-        const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
-        const int64_t extent = world.limits.extent_bytes;
+        const int64_t usual = world.limits.io_bytes, extent = world.limits.extent_bytes;
         for (int32_t group = 0; group < groups(book); group++) {
             int64_t bytes = 0, limit = usual;
             const Row* first = nullptr;
@@ -201,16 +199,15 @@ protected:
             }
             if (!first) continue;
             const Way& of = way(book, *first);
-            return world.spaces[of.source].foreign == foreign && fits(bytes) && (!passes(of) || moves.free_slots() > 0);
+            return world.spaces[of.source].disk == disk && fits(bytes) && (!passes(of) || moves.free_slots() > 0);
         }
         return false;
     }
 
     // Whether a store has a write to begin. `room`: and it could.
-    bool can_write(const Booked& book, bool foreign, bool room) const {
+    bool can_write(const Booked& book, int32_t disk, bool room) const {
         if (!book.store || book.over || book.expired) return false;
-        const int64_t extent = world.limits.extent_bytes;
-        const int64_t limit = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        const int64_t extent = world.limits.extent_bytes, limit = world.limits.io_bytes;
         int64_t bytes = 0;
         const Row* first = nullptr;
         for (const Row& row : book.rows) {
@@ -219,8 +216,8 @@ protected:
             if (!first) first = &row;
             bytes += extent;
         }
-        if (!first || world.spaces[way(book, *first).target].foreign != foreign) return false;
-        return !room || fits_write(bytes, foreign);
+        if (!first || world.spaces[way(book, *first).target].disk != disk) return false;
+        return !room || fits_write(bytes);
     }
 
     // Whether reads have had their turns, and the next is a write's.
@@ -228,7 +225,7 @@ protected:
 
     bool unwritten() const {
         return std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_write(entry.second, false, false) || can_write(entry.second, true, false);
+            return can_write(entry.second, 0, false) || can_write(entry.second, 1, false);
         });
     }
 

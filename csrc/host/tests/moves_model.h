@@ -81,30 +81,29 @@ public:
 
     // --- I/O
 
-    void took_io(bool foreign, const IoJob& job) {
+    void took_io(int32_t disk, const IoJob& job) {
         Booked& book = books.at(job.move);
         CHECK(!book.over && !book.expired && !book.gather && job.write == book.store && !job.pages.empty());
         const int32_t group = book.store ? 0 : group_of(book, job.first);
         const Group& layers = book.spec.groups[group];
-        CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].foreign == foreign);
+        CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].disk == disk);
         const int64_t part = job.stop - job.start, bytes = part * static_cast<int64_t>(job.pages.size());
-        const int64_t extent = world.limits.extent_bytes;
-        const int64_t usual = foreign ? world.limits.foreign_io_bytes : world.limits.io_bytes;
+        const int64_t extent = world.limits.extent_bytes, usual = world.limits.io_bytes;
         const bool fills = !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
         CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
-        CHECK(job.write ? fits_write(bytes, foreign) : fits(bytes));
+        CHECK(job.write ? fits_write(bytes) : fits(bytes));
         for (const auto& [id, other] : books) {  // whoever goes before it could not go
             if (!(other.key() < book.key())) continue;
-            CHECK(book.store ? !can_write(other, foreign, true) : !can_read(other, foreign));
+            CHECK(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
         }
         const bool write_waits = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_write(entry.second, foreign, false);
+            return can_write(entry.second, disk, false);
         });
         const bool write_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_write(entry.second, foreign, true);
+            return can_write(entry.second, disk, true);
         });
         const bool read_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_read(entry.second, foreign);
+            return can_read(entry.second, disk);
         });
         if (book.store) {
             CHECK(!read_could || write_due());
@@ -160,24 +159,24 @@ public:
         for (size_t n = 0; n < job.pages.size(); n++) flight.left.insert(static_cast<int32_t>(n));
     }
 
-    void took_no_io(bool foreign) {
+    void took_no_io(int32_t disk) {
         bool owed = false;  // a write waits for room, which reads may leave it
         for (auto& [id, book] : books) {
-            CHECK(!can_write(book, foreign, true));
-            owed = owed || can_write(book, foreign, false);
+            CHECK(!can_write(book, disk, true));
+            owed = owed || can_write(book, disk, false);
         }
         for (auto& [id, book] : books) {
-            CHECK((owed && flying_ > 0 && write_due()) || !can_read(book, foreign));
+            CHECK((owed && flying_ > 0 && write_due()) || !can_read(book, disk));
             if (refusal != Status::kPending && book.load() && !book.over) never_read(book, refusal);
         }
     }
 
-    // Whether all pages of the job have ended. It is gone then. `sums`: of the page, or null.
-    bool io_ended(int64_t id, int32_t page, int32_t error, const uint64_t* sums) {
+    // Of the page, which has ended. `sums`: of its bytes, or null.
+    void io_ended(int64_t id, int32_t page, int32_t error, const uint64_t* sums) {
         Flying& flight = ios.at(id);
         Booked& book = books.at(flight.job.move);
         Row& row = book.rows[flight.job.pages[page].row];
-        if (flight.left.erase(page) == 0) return false;
+        if (flight.left.erase(page) == 0) return;
         if (flight.late) {
             --row.late;
         } else {
@@ -192,6 +191,12 @@ public:
                            : error == kGone  ? Status::kGone
                            : error == kWrong ? Status::kChecksum
                                              : Status::kIoError);
+            } else if (sure(row) && way(book, row).sums.empty() && !passes(way(book, row))) {  // they came with it
+                const Way& of = way(book, row);
+                const auto at = [&](int32_t space, int64_t slot) { return world.sums[space].data() + slot * world.limits.layers; };
+                const uint64_t* const came = at(of.source, of.sources[row.page]);
+                const int32_t memory = of.places.empty() ? of.target : of.through;
+                CHECK(std::equal(came, came + world.limits.layers, at(memory, lying(of)[row.page])));
             } else if (sums && row.verdict == Status::kPending) {
                 const uint64_t* const stored = way(book, row).sums.data() + row.page * world.limits.layers;
                 const bool right = std::equal(sums, sums + world.limits.layers, stored);
@@ -199,10 +204,9 @@ public:
                 judge(row, right ? Status::kLoaded : Status::kChecksum);
             }
         }
-        if (!flight.left.empty()) return false;
+        if (!flight.left.empty()) return;
         --(flight.late ? book.late_ios : book.ios);
         ios.erase(id);
-        return true;
     }
 
     void told_late(int64_t id, int32_t number) {

@@ -96,7 +96,7 @@ void broken(const Driver& driver) {
     }
     // A look at memory of the GPU.
     Way prefetch;
-    prefetch.source = kForeignSsd;
+    prefetch.source = kOtherSsd;
     prefetch.target = kForeignCpu;
     prefetch.pages = 1;
     prefetch.sources = prefetch.targets = {0};

@@ -29,12 +29,13 @@ from gdscache.commands.console import Progress, Table
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, TierUnavailableError
 from gdscache.pool.client import MooncakeClient, PoolAddress, load_package
-from gdscache.pool.io import BATCH_PAGES, CALL_BYTES, TRAILER_BYTES
+from gdscache.pool.io import BATCH_PAGES, TRAILER_BYTES
 
 LEAST, MOST_P99 = 0.85, 1.1
 PAGE_TOKENS, LAYERS = 16, 32  # 1 MiB a page: 32 layers of 8 heads of 64, of two bytes
 MIB = 1 << 20
 _BLOCK = 200  # calls
+_CALL_BYTES = 32 << 20  # of the bare loop's calls
 _OWNER = (
     "import sys, threading; from mooncake.store import MooncakeDistributedStore as S; s = S(); "
     "print(s.setup('127.0.0.1', 'P2PHANDSHAKE', int(sys.argv[2]), 0, 'tcp', '', sys.argv[1]), flush=True); "
@@ -147,7 +148,7 @@ class Bare:
         self._extents.tensor.random_()
         for buffer in (self._extents, self._trailers):
             self._client.register(buffer.address, buffer.nbytes)
-        self._batch = max(1, min(BATCH_PAGES, CALL_BYTES // MIB))
+        self._batch = max(1, min(BATCH_PAGES, _CALL_BYTES // MIB))
 
     def move(self, names: Sequence[str], *, put: bool) -> None:
         call = self._client.put if put else self._client.get

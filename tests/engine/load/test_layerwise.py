@@ -209,7 +209,7 @@ def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
     """Every page x every group, with random delays of all reads; planes are poisoned before each load."""
     if submits > 1:  # a page or so a submit, and few ahead
         extent = layout_of(MODELS[model]).extent_bytes
-        monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=2 * extent, foreign_io=2 * extent // 3))
+        monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=2 * extent, io=2 * extent // 3))
     host = open_host(device=device, model=MODELS[model], transport=FAULTY, cpu=8)
     rng = random.Random(f"{model} {resident} {submits}")
     tokens = stored(host, resident=resident)
@@ -477,7 +477,7 @@ def test_random_loads_beside_each_other(
     rng = random.Random(seed)
     model = rng.choice([EVEN, UNEVEN])
     extent = layout_of(model).extent_bytes
-    limits = MoveLimits(flying=rng.choice([1, 2, 100]) * extent, foreign_io=rng.choice([1, 3, 100]) * extent)
+    limits = MoveLimits(flying=rng.choice([1, 2, 100]) * extent, io=rng.choice([1, 3, 100]) * extent)
     monkeypatch.setattr(native, "LIMITS", limits)
     host = open_host(device=device, model=model, transport=FAULTY, cpu=rng.choice([3, 8, 14]))
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(4096, 1, rng.choice([1, 4, 8])))

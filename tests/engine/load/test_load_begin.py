@@ -87,7 +87,7 @@ def test_the_layers_of_a_hit_need_no_thread_of_the_loads(
 
 def test_the_first_reads_are_under_way_when_load_returns(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not wait for a thread of the pool, which is busy here."""
-    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1, foreign_io=1))
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(flying=1, io=1))
     host = open_host(model=EVEN, transport=FAULTY, cpu=16, limits=ONE_LOAD)
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")

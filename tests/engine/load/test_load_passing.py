@@ -50,7 +50,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(load_run, "GROUP_SIZES", SIZES)
-    monkeypatch.setattr(native, "LIMITS", MoveLimits(foreign_io=4 * 4096))
+    monkeypatch.setattr(native, "LIMITS", MoveLimits(io=4 * 4096))
     PLAN.reset()
     yield
     PLAN.reset()

@@ -16,6 +16,7 @@ from gdscache.arrays import integers
 from gdscache.errors import DeviceError, InvalidValueError, NativeCallError
 from gdscache.moves import Way
 from gdscache.moves.library import MoveLimits, Space
+from gdscache.moves.machine import Descriptors
 from gdscache.native import SHORT, CuFiles, Executor, Gpu, Pool, put_rows, set_faulty_disks, take_rows, take_unbound
 
 HUGE = [(1 << 63) - 1, -(1 << 63), 1 << 62, 1 << 48, 1 << 32, 1 << 31, -1, -(1 << 31)]
@@ -26,7 +27,7 @@ GROUPS = integers([[0, 1, 0, LAYER, 0, LAYER, 0, LAYER], [1, 2, LAYER, 2 * LAYER
 
 
 class Opening:
-    """An executor over planes, memory and a file, and over the same that are foreign. Fields may be spoiled before."""
+    """An executor over planes, memory and a file, and over the same that tests move. Fields may be spoiled before."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("gdscache-test")
@@ -37,9 +38,9 @@ class Opening:
         self.spaces = {
             "planes": Space("planes", SLOTS, False),
             "cpu": Space("memory", SLOTS, False, self.memory, self.sums),
-            "ssd": Space("files", SLOTS, False, files=(self.file,)),
+            "ssd": Space("files", SLOTS, files=(self.file,)),
             "far cpu": Space("memory", SLOTS, sums=self.sums),
-            "far ssd": Space("files", SLOTS),
+            "far ssd": Space("files", SLOTS, disk=1),
             "far planes": Space("planes", SLOTS),
         }
         self.given: dict[str, Any] = {
@@ -50,7 +51,7 @@ class Opening:
             "limits": MoveLimits(),
             "reserve": ("cpu", 2, 4),
             "pool": self.pool,
-            "workers": 2,
+            "disks": (Descriptors((), 1, 2), None),
             "threads": 1,
         }
 
@@ -83,7 +84,7 @@ def spoilings() -> Iterator[tuple[str, Callable[[Opening], None]]]:
     for value in HUGE:
         for space in ("planes", "cpu", "ssd", "far cpu", "far ssd", "far planes"):
             yield f"slots {value} of {space}", lambda o, s=space, v=value: o.spoil(s, slots=v)
-        for name in ("flying", "io", "copy", "foreign_io", "foreign_copy"):
+        for name in ("flying", "io", "copy", "foreign_copy"):
             if value < 0 or value > 1 << 60:
                 limits = dataclasses.replace(MoveLimits(), **{name: value})
                 yield f"{name} {value}", lambda o, v=limits: o.given.update(limits=v)
@@ -95,6 +96,8 @@ def spoilings() -> Iterator[tuple[str, Callable[[Opening], None]]]:
         if value < 0:
             yield f"fence {value}", lambda o, v=value: o.given.update(fence=v)
             yield f"stretch {value}", lambda o, v=value: o.spoil("ssd", stretch=v)
+        if value != 1 and abs(value) < 1 << 31:
+            yield f"disk {value}", lambda o, v=value: o.spoil("ssd", disk=v)
     for number in (0, -1, 3, 1):
         yield f"{number} blocks a page", lambda o, v=number: o.given.update(page_blocks=v)
     for number in (0, EXTENT - 1, 100, -1, 1 << 48):
@@ -105,10 +108,12 @@ def spoilings() -> Iterator[tuple[str, Callable[[Opening], None]]]:
     yield "a reserve of files", lambda o: o.given.update(reserve=("ssd", 0, 1))
     yield "a reserve of nobody's", lambda o: o.given.update(reserve=("tape", 0, 1))
     yield "no pool", lambda o: o.given.update(pool=None)
-    yield "no workers", lambda o: o.given.update(workers=0)
+    yield "no workers", lambda o: o.given.update(disks=(Descriptors((), 1, 0), None))
+    yield "no disks", lambda o: o.given.update(disks=())
+    yield "too many disks", lambda o: o.given.update(disks=(None,) * 65)
+    yield "checksums of other slots of files", lambda o: o.spoil("far ssd", sums=o.sums[:-1])
     yield "no threads", lambda o: o.given.update(threads=0)
     yield "too many threads", lambda o: o.given.update(threads=1 << 20)
-    yield "negative depth", lambda o: o.given.update(depth=-1)
     yield "memory without an address", lambda o: o.spoil("cpu", memory=None)
     yield "memory that is too short", lambda o: o.spoil("cpu", memory=o.memory[:-1])
     yield "checksums of other slots", lambda o: o.spoil("cpu", sums=o.sums[:-1])
@@ -205,7 +210,10 @@ def test_calls_about_what_nobody_knows(executor: Executor) -> None:
         executor.take_late(0, 0)
     with pytest.raises(NativeCallError, match="without faults"):
         executor.release()
-    assert executor.take_io(0) is None
+    assert executor.take_io(1) is None
+    for value in (-1, 64):
+        with pytest.raises(NativeCallError):
+            executor.take_io(value)
     executor.close()
     executor.close()
     assert executor.held_slots() == 0
@@ -225,7 +233,7 @@ def test_what_is_refused_leaves_a_foreign_job_as_it_was(executor: Executor) -> N
         executor.extend(5, (), last=True)
     assert executor.wait(5, 0, 1) is None
     for _ in range(4):
-        job = executor.take_io(0)
+        job = executor.take_io(1)
         assert job is not None
         assert (job.move, job.kind, job.files, job.memory, len(job.rows)) == (5, 0, "far ssd", "far cpu", 4)
         for page in (-1, 4, 1 << 40):
@@ -257,7 +265,7 @@ def test_what_is_refused_leaves_a_foreign_job_as_it_was(executor: Executor) -> N
     assert executor.wait(6, math.inf) == 0
     assert executor.outcome(6)[3] == "the cable is out"
     executor.begin(7, 2, 1 << 62, [Way("far cpu", "far ssd", slots, slots)], GROUPS)
-    job = executor.take_io(0)
+    job = executor.take_io(1)
     assert job is not None
     executor.io_ended(job.number, [0, 2, 3], 0)
     executor.io_ended(job.number, [1], SHORT)

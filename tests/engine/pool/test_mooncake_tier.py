@@ -21,7 +21,7 @@ from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
 from gdscache.pool import calls as pool_calls
 from gdscache.pool import link as pool_link
-from gdscache.pool.io import TRAILER_BYTES
+from gdscache.pool.io import SIDE_BY_SIDE, TRAILER_BYTES
 from gdscache.prefetch.queue import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
 from gdscache.tiers.mooncake import MooncakeTier
@@ -361,11 +361,13 @@ def test_a_call_that_hangs_holds_nobody(
     gate = pool.answers if what == "ask" else pool.gate
     gate.clear()
     if what == "put":
-        handle = other.store(prompt(2, PAGES))
-        until(lambda: pool.calls["put"] == 3, "the put is under way")
+        handles = []
+        for n in range(SIDE_BY_SIDE):
+            handles.append(other.store(prompt(10 + n, PAGES)))
+            until(lambda n=n: pool.calls["put"] == 3 + n, "the put is under way")
         other.store(prompt(4, 2))
         until(lambda: state(other)["moved"].get("refused") == 2, "what waits behind it is refused")
-        assert not handle.done()
+        assert not any(handle.done() for handle in handles)
     else:
         found = other.engine.prefetch(tokens)
     until(lambda: state(other)["state"] == "open", "the breaker opens")
@@ -376,7 +378,7 @@ def test_a_call_that_hangs_holds_nobody(
     gate.set()
     ready(other)
     if what == "put":
-        assert not handle.result(WAIT).dropped  # late, and there
+        assert not any(handle.result(WAIT).dropped for handle in handles)  # late, and there
     else:
         found.result(WAIT)
         assert fetched(other, tokens) == PAGES

@@ -11,7 +11,7 @@ import pytest
 from gdscache import CacheEngine, Config, PageStatus
 from gdscache.errors import ConfigError, TierAnswerError, TierUnavailableError
 from gdscache.testing.faults import Fault
-from tests.support.dict_tier import DictIO, DictTier
+from tests.support.dict_tier import DictTier
 from tests.support.helpers import MHA, Host, drop_from, layout_of, make_config, prompt, quiet, settle
 
 OpenHost = Callable[..., Host]
@@ -238,20 +238,6 @@ def test_checksums_may_lie_apart(host: Host, monkeypatch: pytest.MonkeyPatch) ->
     right = tier_of(host).checksums
     monkeypatch.setattr(tier_of(host), "checksums", lambda entries: spread(right(entries)))
     assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
-    settle(host.engine)
-
-
-@pytest.mark.parametrize("wrong", [[99], [-1], ["0"], [None, 4]])
-def test_ends_of_pages_that_nobody_asked_for_are_told_and_harm_nobody(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: list[Any]
-) -> None:
-    tokens = stored(host)
-    only(host, "dict")
-    right = DictIO.take
-    monkeypatch.setattr(DictIO, "take", lambda io: [(wrong, None), *(([*wrong, *some], e) for some, e in right(io))])
-    assert host.load(tokens).pages == (PageStatus.LOADED,) * PAGES
-    assert any(isinstance(record.exc_info[1], TierAnswerError) for record in caplog.records if record.exc_info)
-    assert host.engine.stats()["leases"] == []
     settle(host.engine)
 
 

@@ -40,6 +40,7 @@ from gdscache.tiers.manager import TierManager
 from tests.support.helpers import MHA, SEED, layout_of, read_page, write_page
 from tests.support.stepped import Order, SteppedExecutor, every_order, random_orders
 from tests.support.stepped_machine import Choice, SteppedMachine
+from tests.support.window import Window
 
 SPACE = b"n" * 32
 LAYOUT = layout_of(MHA | {"layers": 2, "head_dim": 72})  # two groups of a layer each, with the sizes below
@@ -324,6 +325,7 @@ class Run(Order):
             for place in places:
                 if job.window:
                     start, stop = LAYOUT.read_span(job.layers, alone=True)
+                    assert isinstance(extents, Window)
                     at = int(extents.where(np.array([place]), start)[0])
                     written.append(range(at, at + stop - start))
                 else:
