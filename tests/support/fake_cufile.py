@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 
 from gdscache import opening as build
-from gdscache import storage
-from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.storage import cufile
