@@ -30,7 +30,7 @@ from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
-from gdscache.moves import Executor
+from gdscache.moves.native import NativeExecutor
 from gdscache.opening import Parts, build
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
@@ -39,6 +39,7 @@ from gdscache.pages.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.trial import try_files
 from gdscache.ranks.address import RankAddress, StoreMark
+from gdscache.ranks.executor import RanksExecutor
 from gdscache.runtime.calls import Calls
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.sizes import MAX_SIZE
@@ -86,7 +87,8 @@ class CacheEngine:
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> None:
-        """`ranks`: of the processes that have the planes; this one decides, and needs no device. `timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
+        """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
+        `timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
         what no key sets, for trials of small tiers."""
         if not isinstance(config, Config):
             raise ConfigError(
@@ -143,7 +145,7 @@ class CacheEngine:
         return self._parts.loader
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> NativeExecutor | RanksExecutor:
         """What moves bytes."""
         self._check_open()
         return self._parts.executor

@@ -11,6 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
@@ -23,7 +24,7 @@ from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.status_page import Figures, StatusWriter
 from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.events.base import KVEventHub
-from gdscache.extents.base import Extents
+from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.gate.costs_file import CostsFile
@@ -33,7 +34,7 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.movers import open_mover
 from gdscache.movers.base import Mover
 from gdscache.moves import PageStatus
-from gdscache.moves.machine import Machine
+from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PageLayout
@@ -306,9 +307,11 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
     """What moves bytes between the spaces of an engine."""
     memories: dict[str, Extents] = {}
     if manager.cpu is not None:
-        memories["cpu"] = manager.cpu.extents
+        memories["cpu"] = cast("Extents", manager.cpu.extents)
+    reserve = None
     if bounce is not None:
-        memories["bounce"] = bounce.extents
+        reserve = Reserve(cast("Extents", bounce.extents), bounce.loads)
+        memories["bounce"] = reserve.extents
 
     def refusal() -> PageStatus | None:
         manager.have_watched()
@@ -316,7 +319,7 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
 
     files = {tier.name: tier.io for tier in manager.files}
     slots = {tier.name: tier.index.slots for tier in manager.files}
-    executor = NativeExecutor(Machine(mover, memories, files, slots, bounce, refusal, manager.timeline))
+    executor = NativeExecutor(Machine(mover, memories, files, slots, reserve, refusal, manager.timeline))
     manager.quarantine.on_switch(executor.look)
     if bounce is not None:
         manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.held_slots)
@@ -343,7 +346,7 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
 
 def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
     """What has ranks move bytes, each its part of them."""
-    memories = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
+    memories: dict[str, PoolMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
     if bounce is not None:
         memories["bounce"] = bounce.extents
     loads = range(0) if bounce is None else bounce.loads
@@ -398,6 +401,7 @@ def _bounce(
             tier.register(on_device.rows.view(-1))
         return Bounce(on_device, quarantine)
     memory = _memory(layout, device, ranks, "bounce", config.host_buffer)
-    for tier in files if isinstance(memory, HostExtents) else ():
-        tier.register(memory.buffer.view)
+    if isinstance(memory, HostExtents):
+        for tier in files:
+            tier.register(memory.buffer.view)
     return Bounce(memory, quarantine)

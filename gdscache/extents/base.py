@@ -9,7 +9,6 @@ import torch
 
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
-from gdscache.pages.layout import PageLayout
 
 
 class Extents(Protocol):
@@ -49,13 +48,5 @@ class PoolMemory(Protocol):
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
         """Those of the slots whose bytes are not what was stored, and a bad layer of each."""
         ...
-
-    def close(self) -> None: ...
-
-
-class Reserved(Extents, Protocol):
-    """Extents that somebody owns, and gives back."""
-
-    layout: PageLayout
 
     def close(self) -> None: ...

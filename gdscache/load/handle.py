@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,12 +13,11 @@ from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
+from gdscache.moves.base import Orders
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.calls import Caller, Direct
 from gdscache.runtime.threads import Flag
 from gdscache.tracing import OFF, Timeline
-
-Orders = Callable[[Sequence[Moving], Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -127,7 +127,10 @@ Steps = Generator[Wait, None, _T]
 
 
 class Listener(Protocol):
-    """Who is told how a load or a prefetch gets on, by whoever drives it."""
+    """Who is told how a load or a prefetch gets on, by whoever drives it. `rows`: its own names of the move's rows."""
+
+    @property
+    def rows(self) -> Int64Array: ...
 
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         """The verdict on pages, by their rows; one a page. `LOADED`: the bytes are what `sums` says."""
@@ -179,6 +182,9 @@ class Lane(Protocol):
         ...
 
 
+Orders = Callable[[Sequence[Any], Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
+
+
 class Executor(Protocol):
     """Carries moves out. Only what it returns is waited for, and only by the steps that yield it.
 
@@ -186,7 +192,8 @@ class Executor(Protocol):
     what makes of a load's moves what ranks are told (`LayerwiseLoad.order`), where ranks carry them out.
     """
 
-    orders: Callable[[Sequence[Moving], Sequence[tuple[int, int]], Mapping[str, Any]], bytes] | None
+    @property
+    def orders(self) -> Orders | None: ...
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
         """A new lane for steps whose moves have this priority.

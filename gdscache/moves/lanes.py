@@ -7,16 +7,15 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from gdscache.moves.base import Lane, Priority, Steps, Wait
+from gdscache.moves.base import Lane, Orders, Priority, Steps, Wait
 from gdscache.runtime.threads import Flag, Workers, failure_of
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
     from gdscache.index.free_slots import SlotPool
-    from gdscache.moves.base import Moving
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0  # seconds after which steps that wait for room look around
@@ -71,7 +70,10 @@ class ThreadLane:
 class ThreadDriver:
     """Drives steps by threads, in the system's time: what executors of real moves have in common."""
 
-    orders: Callable[[Sequence[Moving], Sequence[tuple[int, int]], Mapping[str, Any]], bytes] | None = None
+    @property
+    def orders(self) -> Orders | None:
+        """Nobody else carries its moves out."""
+        return None
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
         return ThreadLane(NAMES[priority], rest, threads)

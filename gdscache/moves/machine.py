@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from gdscache.native import CuFiles
     from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Op, Transport
-    from gdscache.tiers.bounce import Bounce
 
 
 class PagesIO(Protocol):
@@ -113,6 +112,14 @@ class NativeFiles(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Reserve:
+    """The slots of the bounce reserve that loads pass through."""
+
+    extents: Extents
+    loads: range
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """What moves bytes: the planes' mover, memories and files by the names of their spaces, the bounce reserve.
 
@@ -123,6 +130,6 @@ class Machine:
     memories: Mapping[str, Extents]
     files: Mapping[str, Files | NativeFiles]
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    bounce: Bounce | None = None
+    bounce: Reserve | None = None
     refusal: Callable[[], PageStatus | None] = lambda: None
     timeline: Timeline = OFF

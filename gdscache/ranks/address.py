@@ -20,3 +20,13 @@ class StoreMark:
 
     number: int
     order: bytes
+
+    def query(self) -> bool:
+        """Who decides has no streams: whatever its orders come behind is behind it."""
+        return True
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def wait(self, stream: object = None) -> None:
+        """There is no stream that could wait."""

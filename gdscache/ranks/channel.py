@@ -28,8 +28,8 @@ class Channel:
     """Sends and hears messages, in their order. Thread-safe.
 
     `heard(message, descriptors)` is called in a thread of the channel's, one message at a time; the descriptors that
-    came with it, as many as its field `descriptors` says, are the callee's. `lost(why)` is called once, in that thread, when the other end has gone, or says what
-    is no message; behind `close` it is not.
+    came with it, as many as its field `descriptors` says, are the callee's. `lost(why)` is called once, in that thread,
+    when the other end has gone, or says what is no message; behind `close` it is not.
     """
 
     def __init__(self, connection: socket.socket, name: str, heard: Heard, lost: Callable[[str], object]) -> None:
@@ -131,7 +131,7 @@ class Channel:
     def _read_on(self) -> None:
         buffer, descriptors = bytearray(), list[int]()
         while True:
-            data, fds, flags, _ = socket.recv_fds(self._socket, _READ, _FDS)
+            data, fds, _, _ = socket.recv_fds(self._socket, _READ, _FDS)
             descriptors += fds
             if not data:
                 return

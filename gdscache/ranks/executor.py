@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import InvalidValueError, IOFailedError, RankLostError, ShortIOError, StorageError
-from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Priority, Steps, Way
+from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.native import SHORT, error_of, put_rows, take_rows
 from gdscache.ranks import wire
@@ -301,19 +301,22 @@ class RanksExecutor(ThreadDriver):
                 for link in self.ranks.links:
                     link.channel.send(wire.pack({"do": "forget", "marks": spent}))
 
-    def orders(self, moves: Sequence[Any], requests: Sequence[tuple[int, int]], about: Mapping[str, Any]) -> bytes:
-        """What every rank begins of a load: see `Rank.load`. `requests`: the pages of each, and its first token."""
+    @property
+    def orders(self) -> Orders | None:
+        """See `Rank.load`: the requests, each with its pages and its first token, and the moves that bring them."""
+        return self._order
+
+    def _order(
+        self, moves: Sequence[RanksMoving], requests: Sequence[tuple[int, int]], about: Mapping[str, Any]
+    ) -> bytes:
         told, arrays = [], []
         for moving in moves:
-            move = moving.whole()
+            assert moving.listener is not None, "a load has somebody who hears of it"
             moving.sent([_Part(link) for link in self.ranks.links])
-            fields, some = wire.described(move)
+            fields, some = wire.described(moving.whole())
             told.append({**fields, "id": moving.number})
             arrays += [*some, moving.listener.rows]
-        return wire.pack(
-            {**about, "leader": self.ranks.leader, "requests": [*requests], "moves": told, "shards": self.ranks.shards},
-            arrays,
-        )
+        return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "moves": told}, arrays)
 
     def expect(self, ways: Sequence[Way]) -> None:
         for way in ways:
@@ -383,7 +386,7 @@ class RanksExecutor(ThreadDriver):
         if "lock_lost" in fields:
             self._stop(fields["lock_lost"])
             return
-        number = fields.get("ended", fields.get("of"))
+        number = int(fields.get("ended", fields.get("of", 0)))
         moving = self._under_way.get(number)
         if moving is None:
             return

@@ -29,7 +29,7 @@ from gdscache.extents.host import HostExtents
 from gdscache.movers import open_mover
 from gdscache.movers.base import Mover
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority
-from gdscache.moves.machine import Machine
+from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.native import SHORT, take_rows
 from gdscache.pages.layout import PageLayout
@@ -46,19 +46,12 @@ CLOSE_S = 5.0  # that I/O which is late is waited for at the end
 _log = logging.getLogger("gdscache.ranks")
 
 
-class _Reserve:
-    """The share of the bounce reserve that loads pass through, as an executor asks for it."""
-
-    def __init__(self, extents: HostExtents, loads: range) -> None:
-        self.extents = extents
-        self.loads = loads
-
-
 class _Verdicts:
     """Hears what becomes of the pages of a move; of a load, hands layers on to its handle."""
 
     def __init__(self, rows: int, load: RankLoad | None = None, *, last: bool = False) -> None:
         self.statuses = np.full(rows, PENDING, np.uint8)
+        self.rows = np.arange(rows)
         self._load = load
         self._last = last
 
@@ -244,7 +237,7 @@ class Service:
     def _start(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
         self._mover = open_mover(self._planes, self._gpu)
         bounce = self._memories.get("bounce")
-        reserve = None if bounce is None else _Reserve(bounce, range(*fields["loads"]))
+        reserve = None if bounce is None else Reserve(bounce, range(*fields["loads"]))
         if self._files is not None and bounce is not None:
             self._files.register(bounce.buffer.view)
         files = {} if self._files is None else {"ssd": self._files}

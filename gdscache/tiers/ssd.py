@@ -105,7 +105,7 @@ class SsdTier(DurableTier):
             if transport is not None:
                 slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
                 self._directory.hold_slabs()  # those that were made just now
-                self.io: SlabIO | RemoteSlab = SlabIO(slab, transport)
+                self.io: SlabIO | RemoteSlab = SlabIO(slab, transport)  # type: ignore[assignment]
             elif remote is not None:
                 self.io = remote(slots)
             undo.callback(self.io.close)
