@@ -70,8 +70,8 @@ class PlaneSlice:
 class PageLayout:
     """The planes of each layer and the tokens of a page; everything else follows from them.
 
-    `layers[i]` lists the planes of local layer `i` (layer 0 is the first layer *this* process holds). `shards`: the parts
-    that the heads are cut into, for as many processes; the planes, and all bytes here, are those of one part.
+    `layers[i]` lists the planes of local layer `i` (layer 0 is the first one that *this* process holds). `shards`: the
+    parts that the heads are cut into, for as many processes; the planes, and all bytes here, are those of one part.
     """
 
     layers: tuple[tuple[Plane, ...], ...]

@@ -103,11 +103,19 @@ class RankSet:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def call(
-        self, do: str, fields: Mapping[str, Any], links: Sequence[Link] | None = None, *, seconds: float = OPEN_S
+        self,
+        do: str,
+        fields: Mapping[str, Any],
+        links: Sequence[Link] | None = None,
+        *,
+        seconds: float = OPEN_S,
+        arrays: Sequence[wire.Array] = (),
     ) -> list[tuple[Link, Message]]:
         """Ask ranks, all by default, side by side; their answers. Raises the error of the first that has one, and
         `RankLostError` where one does not answer."""
-        asked = [(link, self._ask(do, fields, link)) for link in (self.links if links is None else links)]
+        asked = [
+            (link, self._ask(do, fields, link, arrays=arrays)) for link in (self.links if links is None else links)
+        ]
         return [(link, self._answer(link, number, seconds)[0]) for link, number in asked]
 
     def share(self, fields: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[Link, Message]]:
@@ -124,12 +132,19 @@ class RankSet:
                 os.close(descriptor)
         return answers
 
-    def _ask(self, do: str, fields: Mapping[str, Any], link: Link, descriptors: Sequence[int] = ()) -> int:
+    def _ask(
+        self,
+        do: str,
+        fields: Mapping[str, Any],
+        link: Link,
+        descriptors: Sequence[int] = (),
+        arrays: Sequence[wire.Array] = (),
+    ) -> int:
         number = next(self._numbers)
         with self._lock:
             self._answers[number] = Flag(), [], link
         told = {**fields, "do": do, "call": number, "descriptors": len(descriptors)}
-        if link.lost or not link.channel.send(wire.pack(told), descriptors):
+        if link.lost or not link.channel.send(wire.pack(told, arrays), descriptors):
             self._answers[number][0].set()
         return number
 

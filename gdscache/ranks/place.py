@@ -47,7 +47,7 @@ class RemoteMemory:
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
         """Those whose bytes are not what was stored, on some rank; a bad layer of each."""
         asked = {"space": self._space, "slots": [*slots]}
-        answers = self._ranks.call("bad", asked, self._ranks.owners)
+        answers = self._ranks.call("bad", asked, self._ranks.owners, arrays=[self.checksums[[*slots]]])
         return {slot: layer for _, message in answers for slot, layer in message.fields["bad"]}
 
     def close(self) -> None:

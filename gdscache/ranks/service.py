@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.native import SHORT, take_rows
+from gdscache.pages.checksum import first_bad_layer
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
@@ -61,6 +62,13 @@ class _Verdicts:
     def ready(self, layers: range, event: Event) -> None:
         if self._load is not None and self._last:
             self._load.signal(layers, event)
+
+
+class _Given(NamedTuple):
+    """What came with a call."""
+
+    arrays: list[Array]
+    descriptors: list[int]
 
 
 class _Mark:
@@ -96,7 +104,7 @@ class Service:
         self._lock = threading.Condition()
         self._over = Flag()
         self._why = ""
-        self._calls: Mapping[str, Callable[[dict[str, Any], list[int]], Mapping[str, Any]]] = {
+        self._calls: Mapping[str, Callable[[dict[str, Any], _Given], Mapping[str, Any]]] = {
             "hello": self._hello,
             "memory": self._add_memory,
             "slab": self._add_slab,
@@ -140,13 +148,13 @@ class Service:
         elif what == "close":
             self.leave("")
         else:
-            self._workers.submit(functools.partial(self._answer, fields, descriptors))
+            self._workers.submit(functools.partial(self._answer, fields, _Given(message.arrays, descriptors)))
 
-    def _answer(self, fields: dict[str, Any], descriptors: list[int]) -> None:
+    def _answer(self, fields: dict[str, Any], given: _Given) -> None:
         """A call, whose errors are told by their class."""
         told: dict[str, Any] = {}
         try:
-            told = dict(self._calls[fields["do"]](fields, descriptors))
+            told = dict(self._calls[fields["do"]](fields, given))
         except GdsCacheError as error:
             told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             told["errno"] = getattr(error, "errno", None)
@@ -159,7 +167,7 @@ class Service:
             () if shared is None else (shared,),
         )
 
-    def _hello(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _hello(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         if (fields["version"], fields["protocol"]) != (gdscache.__version__, wire.PROTOCOL):
             raise RankMismatchError(
                 f"the leader is gdscache {fields['version']} (protocol {fields['protocol']}), and rank {self._rank} is "
@@ -181,22 +189,21 @@ class Service:
             "pid": os.getpid(),
         }
 
-    def _add_memory(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _add_memory(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         """A pool of slots. `share`: its descriptor goes back, for ranks with equal bytes; they are given it."""
-        given = descriptors[0] if descriptors else None
         extents = HostExtents(
             self.layout,
             fields["slots"] * self.layout.extent_bytes,
             "auto" if self._planes.device.type == "cuda" else "off",
             fields["setting"],
-            descriptor=given,
+            descriptor=given.descriptors[0] if given.descriptors else None,
             shared=fields["share"],
         )
         self._memories[fields["space"]] = extents
         told: dict[str, Any] = {"pinned": extents.buffer.pinned}
         return told | ({"descriptor": extents.buffer.descriptor} if fields["share"] else {})
 
-    def _add_slab(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _add_slab(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         directories = [Path(path) for path in fields["directories"]]
         with contextlib.ExitStack() as undo:
             transport = open_transport(
@@ -234,7 +241,7 @@ class Service:
         for lock in locks:
             lock.close()
 
-    def _start(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _start(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         self._mover = open_mover(self._planes, self._gpu)
         bounce = self._memories.get("bounce")
         reserve = None if bounce is None else Reserve(bounce, range(*fields["loads"]))
@@ -244,25 +251,30 @@ class Service:
         self._executor = NativeExecutor(Machine(self._mover, self._memories, files, self._slots, reserve))
         return {"copies": _plain(self._mover.describe())}
 
-    def _flush(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _flush(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         if self._files is not None:
             self._files.flush()
         return {}
 
-    def _check(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _check(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         assert self._files is not None, "no slab"
         problems, short = self._files.slab.check()
         return {"problems": problems, "short": [[number, slots] for number, slots in short.items()]}
 
-    def _lengthen(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _lengthen(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         assert self._files is not None, "no slab"
         self._files.slab.lengthen()
         return {}
 
-    def _bad_slots(self, fields: dict[str, Any], descriptors: list[int]) -> Mapping[str, Any]:
+    def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         """Those of the slots of a memory whose bytes are not what was stored, with the first bad layer of each."""
-        extents = self._memories[fields["space"]]
-        return {"bad": [*extents.bad_slots(fields["slots"]).items()]}
+        extents, n = self._memories[fields["space"]], self.layout.n_layers
+        sums = given.arrays[0][:, self._shard * n : (self._shard + 1) * n]
+        found = [
+            (slot, first_bad_layer(extents.memory(slot), self.layout.layer_bounds, wanted))
+            for slot, wanted in zip(fields["slots"], sums, strict=True)
+        ]
+        return {"bad": [(slot, layer) for slot, layer in found if layer is not None]}
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ LONGEST = 1 << 30  # bytes of a message
 _MAGIC = b"gdsr"
 _TYPES: dict[str, np.dtype[Any]] = {"q": np.dtype("<i8"), "Q": np.dtype("<u8"), "B": np.dtype("u1")}
 
+_KINDS = {dtype: kind for kind, dtype in _TYPES.items()}
+
 Array = npt.NDArray[Any]
 
 
@@ -33,7 +35,7 @@ class Message(NamedTuple):
 
 def pack(fields: dict[str, Any], arrays: Sequence[Array] = ()) -> bytes:
     """A message as bytes."""
-    told = [(array.dtype.char if array.dtype.char in "QB" else "q", array.shape) for array in arrays]
+    told = [(_KINDS[array.dtype], array.shape) for array in arrays]
     text = json.dumps([fields, told], separators=(",", ":")).encode()
     text += b" " * (-(HEAD.size + len(text)) % 8)
     bodies = [
