@@ -50,3 +50,9 @@ class PoolMemory(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Reserved(Extents, PoolMemory, Protocol):
+    """Extents that somebody owns, and gives back."""
+
+    layout: PageLayout

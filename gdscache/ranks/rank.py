@@ -97,7 +97,9 @@ class Rank:
 
     def store(self, order: bytes) -> None:
         """What a leader's `handle.order` says of a store: the blocks may be read after the current stream's work so
-        far. To be called once for each store, by every rank."""
+        far. To be called once for each store, by every rank; an empty order says nothing."""
+        if not order:
+            return
         fields, _ = wire.unpack(order)
         service = self._service
         if service is not None and service.leader == fields["leader"]:

@@ -131,8 +131,9 @@ class Service:
         self._close()
 
     def leave(self, why: str) -> None:
-        self._why = why
-        self._over.set()
+        if not self._over.is_set():
+            self._why = why
+            self._over.set()
 
     # -- what a leader says --------------------------------------------------------------------------------------------
 

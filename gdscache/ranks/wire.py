@@ -47,6 +47,8 @@ def pack(fields: dict[str, Any], arrays: Sequence[Array] = ()) -> bytes:
 
 def length(head: bytes | memoryview) -> int:
     """The bytes of the message that begins with this head. Raises `RankProtocolError`."""
+    if len(head) < HEAD.size:
+        raise RankProtocolError(f"a message of {len(head)} bytes has no head", "pass what an order is, unchanged")
     magic, text, whole = HEAD.unpack_from(head)
     if magic != _MAGIC or not HEAD.size <= HEAD.size + text <= whole <= LONGEST:
         raise RankProtocolError(f"a message begins with {bytes(head[: HEAD.size])!r}", "something else is connected")
@@ -55,6 +57,10 @@ def length(head: bytes | memoryview) -> int:
 
 def unpack(data: bytes | memoryview) -> Message:
     """The message that the bytes are. Raises `RankProtocolError`."""
+    if length(data) != len(data):
+        raise RankProtocolError(
+            f"a message of {length(data)} bytes has {len(data)}", "pass what an order is, unchanged"
+        )
     at = HEAD.size + HEAD.unpack_from(data)[1]
     try:
         fields, told = json.loads(bytes(data[HEAD.size : at]))

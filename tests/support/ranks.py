@@ -99,8 +99,9 @@ class RankProcess:
             return None
 
     def signal(self, number: int) -> None:
-        if self.process.pid is not None and self.process.exitcode is None:
-            os.kill(self.process.pid, number)
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
