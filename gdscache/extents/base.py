@@ -9,6 +9,7 @@ import torch
 
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
+from gdscache.pages.layout import PageLayout
 
 
 class Extents(Protocol):
