@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gdscache.pages.keys import PageHashes
     from gdscache.prefetch.handle import Prefetch, PrefetchReport
     from gdscache.prefetch.queue import PrefetchEnd
+    from gdscache.ranks.address import RankAddress
+    from gdscache.ranks.rank import Rank
     from gdscache.sequence import Sequence
     from gdscache.store.handle import StoreHandle, StoreReport
     from gdscache.tiers.pins import Pin
@@ -52,6 +54,8 @@ _HOMES = {
     "Prefetch": "prefetch.handle",
     "PrefetchEnd": "prefetch.queue",
     "PrefetchReport": "prefetch.handle",
+    "Rank": "ranks.rank",
+    "RankAddress": "ranks.address",
     "Sequence": "sequence",
     "StorageError": "errors",
     "StoreHandle": "store.handle",
@@ -80,6 +84,8 @@ __all__ = [
     "Prefetch",
     "PrefetchEnd",
     "PrefetchReport",
+    "Rank",
+    "RankAddress",
     "Sequence",
     "StorageError",
     "StoreHandle",

@@ -15,7 +15,7 @@ import torch
 from gdscache import arguments
 from gdscache.closing import EngineClosing, at_exit_of_child
 from gdscache.config import Config, load_config
-from gdscache.cuda.streams import Event, given, on_stream_of_caller
+from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.errors import (
     ConfigError,
     DeadlineError,
@@ -38,6 +38,8 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.trial import try_files
+from gdscache.ranks.address import RankAddress, StoreMark
+from gdscache.ranks.executor import RanksExecutor
 from gdscache.runtime.calls import Calls
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.sizes import MAX_SIZE
@@ -81,10 +83,12 @@ class CacheEngine:
         config: Config,
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
+        ranks: Sequence[RankAddress] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> None:
-        """`timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
+        """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
+        `timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
         what no key sets, for trials of small tiers."""
         if not isinstance(config, Config):
             raise ConfigError(
@@ -93,12 +97,14 @@ class CacheEngine:
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
         self.config = config
-        self.layout: PageLayout = config.model.layout()
         self.timeline = timeline_from_environment() if timeline is None else timeline
         self.calls = calls = Calls()
-        opened = functools.partial(_opened, config, self.layout, planes, self.timeline, calls, limits)
+        if ranks is not None and planes is not None:
+            raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
+        opened = functools.partial(_opened, config, planes, ranks, self.timeline, calls, limits)
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")  # type: ignore[no-untyped-call]
         self._parts, self._closing = calls.open(on_stream_of_caller(device, opened))
+        self.layout: PageLayout = self._parts.planes.layout
         self._forgotten = weakref.finalize(self, self._closing.forgotten)
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
@@ -113,6 +119,7 @@ class CacheEngine:
         config: str | os.PathLike[str] | Mapping[str, Any] | Config,
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
+        ranks: Sequence[RankAddress] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> Self:
@@ -121,7 +128,7 @@ class CacheEngine:
             config = Config.from_dict(config)
         elif not isinstance(config, Config):
             config = load_config(config)
-        return cls(config, planes, timeline=timeline, limits=limits)
+        return cls(config, planes, ranks=ranks, timeline=timeline, limits=limits)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +145,7 @@ class CacheEngine:
         return self._parts.loader
 
     @property
-    def executor(self) -> NativeExecutor:
+    def executor(self) -> NativeExecutor | RanksExecutor:
         """What moves bytes."""
         self._check_open()
         return self._parts.executor
@@ -159,10 +166,13 @@ class CacheEngine:
         self.calls.check()
         digest = self._namespaces.get(arguments.text(salt, "salt"))
         if digest is None:
-            digest = namespace_digest(self.config.model.namespace_fields(salt))
+            digest = namespace_digest(self._fields(salt))
             if len(self._namespaces) < _SALTS_KEPT:
                 self._namespaces[salt] = digest
         return digest
+
+    def _fields(self, salt: str) -> dict[str, object]:
+        return self.config.model.namespace_fields(salt, shards=self.layout.shards)
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
         """The names of all full pages of `tokens`, which are token ids or `PageHashes`."""
@@ -273,7 +283,7 @@ class CacheEngine:
                 raise InvalidValueError(
                     "a batch has hits of lookup() and of a prefetch's hit()", "load them in two calls of load_many()"
                 )
-            load = self._parts.loader.start(batch, "load", [given(after, planes.device)], checked=checked)
+            load = self._parts.loader.start(batch, "load", [self._parts.executor.behind(after)], checked=checked)
             load.begun()
             return load
 
@@ -325,11 +335,14 @@ class CacheEngine:
         if pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
             self._described.add(namespace)
             for tier in self.manager.files:
-                tier.describe_namespace(namespace, self.config.model.namespace_fields(salt))
-        event = given(after, self._parts.planes.device)
+                tier.describe_namespace(namespace, self._fields(salt))
+        event = self._parts.executor.mark(after)
         handle = StoreHandle(len(pages), self.calls)
+        if isinstance(event, StoreMark):
+            handle.order = event.order
         storer = self._parts.storer
         if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
+            handle.order = b""
             handle.read(None)
         return handle
 
@@ -431,7 +444,8 @@ class CacheEngine:
         manager = self.manager
         return {
             "device": str(self._parts.planes.device),
-            "copies": self._parts.mover.describe(),
+            "copies": None if self._parts.mover is None else self._parts.mover.describe(),
+            "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
             "page_bytes": self.layout.page_bytes,
             "extent_bytes": self.layout.extent_bytes,
             "concerns": list(self._parts.concerns),
@@ -511,14 +525,14 @@ def _requests(requests: Any) -> list[tuple[Hit, Any]]:
 
 def _opened(
     config: Config,
-    layout: PageLayout,
     planes: Sequence[Sequence[torch.Tensor]] | None,
+    ranks: Sequence[RankAddress] | None,
     timeline: Timeline,
     calls: Calls,
     limits: EngineLimits,
 ) -> tuple[Parts, EngineClosing]:
     """The parts of an engine, and what closes them."""
-    parts = build(config, layout, planes, timeline, calls, limits)
+    parts = build(config, planes, timeline, calls, limits, ranks)
     closing = EngineClosing(parts, calls, config.deadline)
     calls.closing = functools.partial(closing.run, False)
     if config.load.gate == "enforcing":

@@ -329,5 +329,21 @@ class ForkedProcessError(GdsCacheError):
         self.owner = owner
 
 
+class RankError(GdsCacheError):
+    """A rank cannot be reached, or cannot do what its leader asks for."""
+
+
+class RankMismatchError(RankError):
+    """Leader and ranks do not fit each other: versions, planes, blocks."""
+
+
+class RankLostError(RankError):
+    """A rank has ended, hangs, or does not answer in time."""
+
+
+class RankProtocolError(RankError):
+    """What came over a connection between a leader and a rank is no message, or of another user."""
+
+
 class ThreadStartError(GdsCacheError):
     """The system has no thread for the engine, which then does not open."""

@@ -11,6 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
@@ -21,9 +22,9 @@ from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.status_page import Figures, StatusWriter
-from gdscache.errors import TierUnavailableError
+from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.events.base import KVEventHub
-from gdscache.extents.base import Extents
+from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.gate.costs_file import CostsFile
@@ -33,13 +34,17 @@ from gdscache.load.planner import LoadPlanner
 from gdscache.movers import open_mover
 from gdscache.movers.base import Mover
 from gdscache.moves import PageStatus
-from gdscache.moves.machine import Machine
+from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.policies.admission import open_admission
 from gdscache.prefetch.prefetcher import Prefetcher, held_pages
+from gdscache.ranks.address import RankAddress
+from gdscache.ranks.executor import RanksExecutor
+from gdscache.ranks.leader import RankSet
+from gdscache.ranks.place import RemoteMemory, RemotePlanes, RemoteSlab
 from gdscache.runtime.calls import Caller
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
@@ -68,16 +73,17 @@ class Parts:
     """What an engine is made of. `concerns`: what was said of its configuration."""
 
     concerns: tuple[str, ...]
-    planes: PagedPlanes
+    planes: PagedPlanes | RemotePlanes
     manager: TierManager
-    mover: Mover
+    mover: Mover | None
     bounce: Bounce | None
     loader: Loader
     prefetcher: Prefetcher
     storer: Storer
-    executor: NativeExecutor
+    executor: NativeExecutor | RanksExecutor
     status: StatusWriter | None
     events: KVEventHub | None
+    ranks: RankSet | None
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
@@ -90,7 +96,8 @@ class Parts:
                 last_to_first.callback(self.events.close)
             if self.status is not None:
                 last_to_first.callback(self.status.close)
-            last_to_first.callback(self.mover.close)
+            if self.mover is not None:
+                last_to_first.callback(self.mover.close)
             last_to_first.callback(self._end_lost)
             last_to_first.callback(self.loader.close)
             last_to_first.callback(self.storer.close, drain=drain)
@@ -108,18 +115,24 @@ def _nothing() -> None:
 
 def build(
     config: Config,
-    layout: PageLayout,
     attached: Sequence[Sequence[torch.Tensor]] | None,
     timeline: Timeline = OFF,
     calls: Caller | None = None,
     limits: EngineLimits = LIMITS,
+    addresses: Sequence[RankAddress] | None = None,
 ) -> Parts:
-    """Open everything, or raise and leave nothing open."""
+    """Open everything, or raise and leave nothing open. `addresses`: of the ranks that have the planes."""
     # A tensor that is made in the caller's inference mode could not be written to outside of it.
     with torch.inference_mode(mode=False), contextlib.ExitStack() as undo:
         lock = threading.RLock()
-        gpu = None
-        if attached is None:
+        layout, ranks, gpu = config.model.layout(), None, None
+        planes: PagedPlanes | RemotePlanes
+        if addresses is not None:
+            ranks = _ranks(config, addresses)
+            undo.callback(ranks.close)
+            layout = dataclasses.replace(layout, shards=ranks.shards)
+            planes = RemotePlanes(layout, ranks)
+        elif attached is None:
             gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
             undo.callback(gpu.close)
             planes = gpu.pool
@@ -127,11 +140,15 @@ def build(
             planes = PagedPlanes(layout, attached)
         cpu = None
         if config.cpu is not None:
-            cpu = CpuTier(layout, config.cpu.capacity, _pin(planes.device), config.eviction)
+            cpu = CpuTier(_memory(layout, planes.device, ranks, "cpu", config.cpu.capacity), config.eviction)
             undo.callback(cpu.close)
         ssd, clock = None, _clock(config)
         if config.ssd is not None:
-            choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
+            choose, remote = None, None
+            if ranks is None:
+                choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
+            else:
+                remote = functools.partial(RemoteSlab, layout, config.ssd, ranks)
             device, kept = str(planes.device), limits.ssd_reserve
             ssd = SsdTier(
                 layout,
@@ -142,6 +159,7 @@ def build(
                 eviction=config.eviction,
                 reserve=kept,
                 wall_clock=clock,
+                remote=remote,
             )
             undo.callback(ssd.close)
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
@@ -151,7 +169,7 @@ def build(
         quarantine = Quarantine(lock)
         files = [*([] if ssd is None else [ssd]), *further]
         direct = ssd is not None and ssd.direct
-        bounce = _bounce(config, layout, planes.device, cpu, files, direct, quarantine)
+        bounce = _bounce(config, layout, planes.device, cpu, files, direct, quarantine, ranks)
         if bounce is not None:
             undo.callback(bounce.close)
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
@@ -167,10 +185,16 @@ def build(
             wall_clock=clock,
             on_use=earned.used,
         )
-        mover = open_mover(planes, config.gpu, timeline)
-        undo.callback(mover.close)
+        mover = None
+        if isinstance(planes, PagedPlanes):
+            mover = open_mover(planes, config.gpu, timeline)
+            undo.callback(mover.close)
         planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned)
-        executor = _executor(mover, manager, bounce)
+        if mover is None:
+            assert ranks is not None, "planes that are nowhere"
+            executor: NativeExecutor | RanksExecutor = _ranks_executor(ranks, layout, manager, bounce)
+        else:
+            executor = _executor(mover, manager, bounce)
         undo.callback(executor.close)
         held = held_pages(manager, limits)
         writers = {}
@@ -190,11 +214,11 @@ def build(
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = None
         if ssd is not None:
-            costs = CostsFile(ssd.path, manager.costs, _about(config, planes.device))
+            costs = CostsFile(ssd.path, manager.costs, _about(config, layout, planes.device))
             costs.restore()
             figures = functools.partial(_figures, manager, ssd)
             save = functools.partial(_save, costs, ssd)
-            names = NamespacesFile(ssd.path, config.model.namespace_fields())
+            names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=layout.shards))
             beside = functools.partial(_describe, names, ssd)
             status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save, beside)
         events = None
@@ -207,7 +231,7 @@ def build(
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events)
+    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events, ranks)
 
 
 def _clock(config: Config) -> Callable[[], float]:
@@ -243,10 +267,11 @@ def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
     return KVEventHub(page_tokens, publisher)
 
 
-def _about(config: Config, device: torch.device) -> dict[str, str]:
+def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str, str]:
     """By what prefills of another engine took as long as they will here."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
-    return {"model": namespace_digest(config.model.namespace_fields()).hex(), "device": name}
+    model = namespace_digest(config.model.namespace_fields(shards=layout.shards))
+    return {"model": model.hex(), "device": name}
 
 
 def _save(costs: CostsFile, ssd: SsdTier) -> None:
@@ -282,9 +307,11 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
     """What moves bytes between the spaces of an engine."""
     memories: dict[str, Extents] = {}
     if manager.cpu is not None:
-        memories["cpu"] = manager.cpu.extents
+        memories["cpu"] = cast("Extents", manager.cpu.extents)
+    reserve = None
     if bounce is not None:
-        memories["bounce"] = bounce.extents
+        reserve = Reserve(cast("Extents", bounce.extents), bounce.loads)
+        memories["bounce"] = reserve.extents
 
     def refusal() -> PageStatus | None:
         manager.have_watched()
@@ -292,11 +319,50 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
 
     files = {tier.name: tier.io for tier in manager.files}
     slots = {tier.name: tier.index.slots for tier in manager.files}
-    executor = NativeExecutor(Machine(mover, memories, files, slots, bounce, refusal, manager.timeline))
+    executor = NativeExecutor(Machine(mover, memories, files, slots, reserve, refusal, manager.timeline))
     manager.quarantine.on_switch(executor.look)
     if bounce is not None:
-        manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.moves.held_slots)
+        manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.held_slots)
     return executor
+
+
+def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
+    """The ranks, whose planes are the model's. Raises `RankError`, and `InvalidValueError` for what they cannot do."""
+    if config.tiers:
+        raise InvalidValueError(
+            f"tiers names {config.tiers[0].tier}, and an engine of several ranks has the CPU tier and the SSD alone",
+            "take tiers out",
+        )
+    if config.ssd is not None and config.ssd.gds == "on":
+        raise InvalidValueError("ssd.gds is on, and ranks read files into host memory", "set ssd.gds to auto or off")
+    ranks = RankSet.connect(addresses)
+    try:
+        ranks.hello(config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
+    except BaseException:
+        ranks.close()
+        raise
+    return ranks
+
+
+def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
+    """What has ranks move bytes, each its part of them."""
+    memories: dict[str, PoolMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
+    if bounce is not None:
+        memories["bounce"] = bounce.extents
+    loads = range(0) if bounce is None else bounce.loads
+    ranks.call("start", {"loads": [loads.start, loads.stop]})
+    manager.quarantine.absent = lambda: ranks.absent
+    return RanksExecutor(ranks, memories, layout.n_layers, manager.quarantine.stop)
+
+
+def _memory(
+    layout: PageLayout, device: torch.device, ranks: RankSet | None, space: str, capacity: int
+) -> HostExtents | RemoteMemory:
+    """A memory of extents: here, page-locked where a GPU copies from it, or on all ranks."""
+    setting = "cpu.capacity" if space == "cpu" else "host_buffer"
+    if ranks is None:
+        return HostExtents(layout, capacity, _pin(device), setting)
+    return RemoteMemory(layout, capacity, ranks, space, setting)
 
 
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
@@ -321,11 +387,12 @@ def _bounce(
     files: Sequence[DurableTier],
     direct: bool,
     quarantine: Quarantine,
+    ranks: RankSet | None,
 ) -> Bounce | None:
     """The bounce reserve: on the device where pages go straight there, else in host memory."""
     if not files:
         return None
-    if cpu is not None:
+    if isinstance(cpu, CpuTier) and isinstance(cpu.extents, HostExtents):
         for tier in files:
             tier.register(cpu.extents.buffer.view)
     if direct:
@@ -333,7 +400,8 @@ def _bounce(
         for tier in files:
             tier.register(on_device.rows.view(-1))
         return Bounce(on_device, quarantine)
-    on_host = HostExtents(layout, config.host_buffer, _pin(device), "host_buffer")
-    for tier in files:
-        tier.register(on_host.buffer.view)
-    return Bounce(on_host, quarantine)
+    memory = _memory(layout, device, ranks, "bounce", config.host_buffer)
+    if isinstance(memory, HostExtents):
+        for tier in files:
+            tier.register(memory.buffer.view)
+    return Bounce(memory, quarantine)

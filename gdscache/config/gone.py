@@ -6,12 +6,15 @@ _EVICTION = "one key has the order of all tiers: set `eviction`"
 _DEADLINE = "one key is for reads and writes: set `deadline`"
 _WAY = "take it out: `gdscache bench copy --path` forces a way"
 _FIXED = "it is fixed: take it out"
+_RANKS = "take it out: one engine leads all ranks of a host, see docs/embedding.md"
 _PREFETCH = "how long a prefetch is waited for is an argument of the call: `prefetch.wait(seconds)`; the rest is fixed"
 
 GONE = {
     "rank": "take it out, and name an environment variable in ssd.path, such as $RANK",
     "model.kind": "take it out: the sizes of `model` say which kind it is",
     "model.mla_split": "take it out, and list one plane in `model.planes`",
+    "model.head_group": _RANKS,
+    "model.head_groups": _RANKS,
     "gpu.eviction": _EVICTION,
     "gpu.load_path": _WAY,
     "gpu.store_path": _WAY,

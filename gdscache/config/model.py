@@ -72,13 +72,6 @@ class ModelConfig(ConfigSection):
         le=MAX_COUNT,
         description="pipeline parallelism: number in the model of this process's first layer",
     )
-    head_group: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_COUNT,
-        description="tensor parallelism: number of the shard of heads that this process holds, from 0",
-    )
-    head_groups: Positive = Field(default=1, description="tensor parallelism: number of shards")
     salt: str = Field(
         default="",
         description="text that separates these pages from all others; the adapters for vLLM and SGLang put there what "
@@ -87,7 +80,7 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _describes_a_page(self, info: ValidationInfo) -> Self:
-        problems = [*self._kind_problems(), *self._group_problems()]
+        problems = self._kind_problems()
         if problems:
             raise reject(GeometryError, "; ".join(problems), self._hint, info)
         try:
@@ -130,11 +123,6 @@ class ModelConfig(ConfigSection):
     def _given(self, key: str) -> bool:
         return bool(getattr(self, key) != type(self).model_fields[key].get_default())
 
-    def _group_problems(self) -> list[str]:
-        if self.head_group < self.head_groups:
-            return []
-        return [f"model.head_group is {self.head_group}, but head_groups is {self.head_groups}; groups count from 0"]
-
     def _planes(self) -> list[tuple[Plane, tuple[int, ...] | None]]:
         """Each plane with the layers that have it; None is all of them."""
         if self.kind == "planes":
@@ -160,11 +148,12 @@ class ModelConfig(ConfigSection):
             raise GeometryError(f"no plane is in layer {bare[0]} ({len(bare)} of {self.layers} layers have none)")
         return PageLayout(tuple(map(tuple, layers)), self.page_tokens)
 
-    def namespace_fields(self, salt: str = "") -> dict[str, object]:
+    def namespace_fields(self, salt: str = "", *, shards: int = 1) -> dict[str, object]:
         """Everything that makes bytes interchangeable, as plain data for `keys.namespace_digest`.
 
         `salt` is the request's own (a tenant or an adapter chosen for one request), beside the one of the config.
-        The planes stand for `dtype` and all sizes: two ways to write the same planes share their pages.
+        The planes stand for `dtype` and all sizes: two ways to write the same planes share their pages. `shards`: of
+        how many of these a page has parts.
         """
         return {
             "name": self.name,
@@ -173,8 +162,8 @@ class ModelConfig(ConfigSection):
             "page_tokens": self.page_tokens,
             "first_layer": self.first_layer,
             "layers": self.layers,
-            "head_group": self.head_group,
-            "head_groups": self.head_groups,
+            "head_group": 0,
+            "head_groups": shards,
             "salt": self.salt,
             "request_salt": salt,
         }

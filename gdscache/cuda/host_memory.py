@@ -39,6 +39,7 @@ class HostBuffer:
     Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
     the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
 
+    `shared`: other processes can map it by its `descriptor`, as they do who are given that. It has their bytes then.
     `driver` finds what page-locks: without one, the driver for the device that is current.
 
     Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, when there is less.
@@ -51,6 +52,8 @@ class HostBuffer:
         unit: int = HOST_PAGE,
         *,
         setting: str = "a host buffer",
+        descriptor: int | None = None,
+        shared: bool = False,
         driver: Callable[[], Driver] | None = None,
     ) -> None:
         if nbytes < 1:
@@ -58,7 +61,8 @@ class HostBuffer:
         if not 1 <= unit <= MAX_REGISTRATION:
             raise CapacityError(f"the unit of a host buffer is {unit} bytes", f"use 1 ... {MAX_REGISTRATION}")
         with allocating(setting, nbytes, _HOST):
-            self._map: mmap.mmap | None = _map(nbytes)
+            self.descriptor = _memory_file(nbytes) if shared and descriptor is None else -1
+            self._map: mmap.mmap | None = _map(nbytes, self.descriptor if descriptor is None else descriptor)
         self.nbytes = nbytes
         self._driver = current_driver if driver is None else driver
         self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
@@ -114,6 +118,8 @@ class HostBuffer:
         self._unregister()
         self._tensor = self._view = None
         region, self._map = self._map, None
+        if region is not None and self.descriptor >= 0:
+            os.close(self.descriptor)
         if region is not None:
             try:
                 region.close()
@@ -155,11 +161,22 @@ class HostBuffer:
                 _log.warning("memory stays page-locked: %s", error.message)
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def _map(nbytes: int, descriptor: int) -> mmap.mmap:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(descriptor, nbytes, flags=private if descriptor < 0 else mmap.MAP_SHARED)
     except OSError as error:
         raise MemoryError(error.strerror) from error
+
+
+def _memory_file(nbytes: int) -> int:
+    descriptor = os.memfd_create("gdscache", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise MemoryError(error.strerror) from error
+    return descriptor
 
 
 def _advise_huge_pages(region: mmap.mmap) -> None:

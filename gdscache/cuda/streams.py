@@ -15,9 +15,11 @@ from gdscache.runtime.threads import Bell
 
 if TYPE_CHECKING:
     from gdscache.kernels.gpu import StreamPoint
+    from gdscache.ranks.address import StoreMark
 
 _T = TypeVar("_T")
-Event = Union[torch.cuda.Event, "StreamPoint", None]  # None: on a CPU-only engine everything queued is already done
+# None: on a CPU-only engine everything queued is already done
+Event = Union[torch.cuda.Event, "StreamPoint", "StoreMark", None]
 
 
 class Landed(NamedTuple):

@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,9 @@ class CacheDirectory:
 
     def hold_slab(self, number: int) -> None:
         """Lock slab file `number` too, if it is there. Raises `DirectoryInUseError`, `NotARegularFileError`, ..."""
-        path = self.path / slab_name(number)
-        if all(lock.path != path for lock in self._watch.locks) and os.path.lexists(path):
-            self._watch.locks.append(_lock(self.path, path.name, create=False, patient=False))
+        lock = lock_slab(self.path, number, held=[lock.path for lock in self._watch.locks])
+        if lock is not None:
+            self._watch.locks.append(lock)
 
     def watch_catalog(self) -> None:
         """The catalogue and its log must keep their names from now on. Raises `DirectoryNotWritableError`."""
@@ -154,6 +154,15 @@ class CacheDirectories:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def lock_slab(directory: Path, number: int, shard: int = 0, *, held: Collection[Path] = ()) -> FileLock | None:
+    """A lock on a shard's slab file in directory `number`; None where it is held, or there is no such file. Raises what
+    `CacheDirectory.open` does."""
+    path = directory / slab_name(number, shard)
+    return (
+        None if path in held or not os.path.lexists(path) else _lock(directory, path.name, create=False, patient=False)
+    )
 
 
 def _make_directory(path: Path) -> None:

@@ -48,7 +48,9 @@ class Slab:
     inodes: tuple[int, ...] = ()  # of the files that were opened; () where nobody asks
 
     @classmethod
-    def open(cls, directory: Path, extent_bytes: int, slots: int, stripes: Sequence[Path] = ()) -> Slab:
+    def open(
+        cls, directory: Path, extent_bytes: int, slots: int, stripes: Sequence[Path] = (), *, shard: int = 0
+    ) -> Slab:
         """Open the slab of `directory` and the further `stripes`, preallocated to exactly `slots * extent_bytes` bytes.
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
@@ -65,7 +67,7 @@ class Slab:
                 + (f" in one of {len(directories)} directories" if stripes else ""),
                 f"set ssd.capacity to at least {least}",
             )
-        files = tuple(where / slab_name(number) for number, where in enumerate(directories))
+        files = tuple(where / slab_name(number, shard) for number, where in enumerate(directories))
         valid = slots
         with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as undo:
             made = []
@@ -156,9 +158,9 @@ class Slab:
                 ) from error
 
 
-def slab_name(number: int) -> str:
-    """The name of the slab file in directory `number`."""
-    return f"slab-{number}.bin"
+def slab_name(number: int, shard: int = 0) -> str:
+    """The name of a shard's slab file in directory `number`."""
+    return f"slab-{number}.0.{shard}.bin" if shard else f"slab-{number}.bin"
 
 
 def stretch_slots(extent_bytes: int) -> int:

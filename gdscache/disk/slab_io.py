@@ -23,7 +23,7 @@ class SlabIO:
 
     def __init__(self, slab: Slab, transport: Transport) -> None:
         self.transport = transport
-        self._slab = slab
+        self.slab = slab
         with contextlib.ExitStack() as undo:
             undo.callback(transport.close)
             self._files = [transport.open(file) for file in slab.files]
@@ -46,8 +46,8 @@ class SlabIO:
     def stretches(self, slots: Int64Array, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """(file, offset in it, first, count): which of `slots`, int64 (slots,), lie side by side, in `nbytes` or in one
         of them."""
-        files, offsets = self._slab.locate_all(slots)
-        most = max(1, nbytes // self._slab.extent_bytes)
+        files, offsets = self.slab.locate_all(slots)
+        most = max(1, nbytes // self.slab.extent_bytes)
         breaks = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % self._period == 0)) + 1
         for run in np.split(np.arange(len(slots)), breaks):
             for first in range(run[0], run[-1] + 1, most):
@@ -65,6 +65,9 @@ class SlabIO:
             cufile=None if own is None else own.cufile,
             transport=None if own is not None else transport,
         )
+
+    def describe(self) -> dict[str, object]:
+        return self.transport.describe()
 
     def flush(self) -> None:
         """Make ended writes survive a loss of power. Raises `IOFailedError`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -30,9 +31,24 @@ class Extents(Protocol):
     def digest(self, slot: int, layers: range) -> Checksums: ...
 
 
-class Reserved(Extents, Protocol):
+class PoolMemory(Protocol):
+    """The memory of a pool of pages, as its tier knows it: here, or on ranks. `nbytes`: of all of it."""
+
+    slots: int
+    pinned: bool
+    checksums: Checksums
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
+        """Those of the slots whose bytes are not what was stored, and a bad layer of each."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Reserved(Extents, PoolMemory, Protocol):
     """Extents that somebody owns, and gives back."""
 
     layout: PageLayout
-
-    def close(self) -> None: ...

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.pages.checksum import Checksums, layer_checksums
+from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout
 from gdscache.runtime.allocation import allocating
 
@@ -31,6 +33,10 @@ class DeviceExtents:
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
 
     @property
+    def nbytes(self) -> int:
+        return self.rows.numel()
+
+    @property
     def flat(self) -> torch.Tensor:
         """The bytes of all extents, padding included."""
         return self.rows.view(-1)
@@ -38,6 +44,12 @@ class DeviceExtents:
     def digest(self, slot: int, layers: range) -> Checksums:
         """The checksums of some layers of the slot's bytes. Waits for the copy to the host."""
         return layer_checksums(self._host(slot), self.layout.layer_bounds[layers.start : layers.stop])
+
+    def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
+        """Those whose bytes are not what `checksums` says, and the first bad layer of each."""
+        bounds, sums = self.layout.layer_bounds, self.checksums
+        bad = {slot: first_bad_layer(self._host(slot), bounds, sums[slot]) for slot in slots}
+        return {slot: layer for slot, layer in bad.items() if layer is not None}
 
     def _host(self, slot: int) -> memoryview:
         copy: npt.NDArray[np.uint8] = self.rows[slot].cpu().numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -16,17 +18,33 @@ class HostExtents:
     `rows` is a uint8 tensor of shape (slots, extent_bytes); `checksums` uint64 of shape (slots, layers).
     """
 
-    def __init__(self, layout: PageLayout, capacity: int, pin: Pin, setting: str = "a host buffer") -> None:
-        """`setting`: the key that asks for the memory, for messages. Raises what `HostBuffer` raises."""
+    def __init__(
+        self,
+        layout: PageLayout,
+        capacity: int,
+        pin: Pin,
+        setting: str = "a host buffer",
+        *,
+        descriptor: int | None = None,
+        shared: bool = False,
+    ) -> None:
+        """`setting`: the key that asks for the memory, for messages; `descriptor`, `shared`: see `HostBuffer`, whose
+        errors this raises."""
         self.layout = layout
         self.slots = capacity // layout.extent_bytes
-        self.buffer = HostBuffer(capacity, pin, unit=layout.extent_bytes, setting=setting)
+        self.buffer = HostBuffer(
+            capacity, pin, unit=layout.extent_bytes, setting=setting, descriptor=descriptor, shared=shared
+        )
         used = self.slots * layout.extent_bytes
         self.rows: torch.Tensor = self.buffer.tensor[:used].view(self.slots, layout.extent_bytes)
         self.checksums = np.zeros((self.slots, layout.n_layers), dtype=np.uint64)
         self._view = self.buffer.view
         self.pinned = self.buffer.pinned
         self.fence_slots = self.buffer.registration_bytes // layout.extent_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
 
     @property
     def flat(self) -> memoryview:
@@ -49,6 +67,10 @@ class HostExtents:
     def bad_layer(self, slot: int) -> int | None:
         """The first layer whose bytes are not what `checksums` says, or None."""
         return first_bad_layer(self.memory(slot), self.layout.layer_bounds, self.checksums[slot])
+
+    def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
+        """Those whose bytes are not what `checksums` says, and the first bad layer of each."""
+        return {slot: layer for slot in slots if (layer := self.bad_layer(slot)) is not None}
 
     def close(self) -> None:
         """Give the memory back; views that others still hold keep it alive until they go."""

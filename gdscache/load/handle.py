@@ -13,6 +13,7 @@ from gdscache.cuda.streams import Event, Fence, LayerFences
 from gdscache.errors import DeadlineError
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import Moving
+from gdscache.moves.base import Orders
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.calls import Caller, Direct
 from gdscache.runtime.threads import Flag
@@ -46,9 +47,11 @@ class LayerwiseLoad:
         device: torch.device | None = None,
         calls: Caller | None = None,
         checked: bool = False,
+        orders: Orders | None = None,
     ) -> None:
         """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'.
-        `checked`: it takes as long as it takes, so whoever waits does, unless they say for how long."""
+        `checked`: it takes as long as it takes, so whoever waits does, unless they say for how long. `orders`: what
+        makes its `order`, where ranks carry it out."""
         self.number = timeline.number()
         self._timeline = timeline
         self._device = device
@@ -61,6 +64,9 @@ class LayerwiseLoad:
         self._layers = LayerFences(layout.n_layers if layered else 0)
         self.cancelled = False
         self._moving: Moving | None = None
+        self._moves: list[Moving] = []
+        self._begun = Flag()  # nothing comes behind these
+        self._orders = orders
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
@@ -140,6 +146,23 @@ class LayerwiseLoad:
                 found.append(Gap(request, good, promised))
         return found
 
+    @property
+    def order(self) -> bytes:
+        """What each rank of the engine begins (`Rank.load`), in the order of its own steps; b"" without ranks.
+
+        Waits until all of it is planned: only where a page's checksums have to be read, or another load brings it.
+        """
+        if self._orders is None:
+            return b""
+        self._begun.wait()
+        requests = [(part.pages, part.start) for part in self.parts]
+        about = {
+            "page_tokens": self._layout.page_tokens,
+            "deadline": self.deadline,
+            "checked": self.checked,
+        }
+        return self._orders(self._moves, requests, about)
+
     def done(self) -> bool:
         """True when the verdict is there; never waits."""
         return self._over.is_set()
@@ -158,6 +181,7 @@ class LayerwiseLoad:
         """Called by the worker: the verdict is there, or what broke the run off."""
         self._error = error
         self._over.set()
+        self._begun.set()
         self._calls.ended()
 
     def cancel(self) -> None:
@@ -180,6 +204,10 @@ class LayerwiseLoad:
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""
         self._moving = moving
+        if moving not in self._moves:
+            self._moves.append(moving)
+        if last:
+            self._begun.set()
         if last and moving.lands is not None:
             self._layers.watch(moving.lands)
         if self.cancelled:

@@ -104,6 +104,7 @@ class Loader:
                         device=self._device,
                         calls=self.manager.calls,
                         checked=checked,
+                        orders=self.executor.orders,
                     )
                     run = self._run(load, plan, _grown(load, plan, requests), tuple(after), checked=checked)
                     begins = here and run.brief

@@ -173,7 +173,7 @@ class LoadRun:
             if not rows:
                 return []
         numbers, slots = integers(rows), integers([*map(self._plan.slots.__getitem__, rows)])
-        tables = numbers, slots, checked_sums(tier, self._plan.entries(rows), self._layout.n_layers)
+        tables = numbers, slots, checked_sums(tier, self._plan.entries(rows), self._layout.n_sums)
         targets = [*map(self._plan.targets.__getitem__, rows)]
         places = [target.slot for target in targets if target is not None]
         found = []
@@ -304,7 +304,7 @@ class LoadRun:
     # -- what the move says --------------------------------------------------------------------------------------------
 
     @property
-    def _rows(self) -> Int64Array:
+    def rows(self) -> Int64Array:
         """Of the plan, for each row of the move. Not for the caller's thread: numpy gives the lock up for many."""
         if len(self._parts) != 1:
             self._parts = [np.concatenate(self._parts) if self._parts else _NONE]
@@ -313,7 +313,7 @@ class LoadRun:
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         if status is PageStatus.LOADED and self._load.cancelled:
             status = PageStatus.CANCELLED
-        self._planner.finish(self._plan, self._rows[rows], status)
+        self._planner.finish(self._plan, self.rows[rows], status)
 
     def ready(self, layers: range, event: Event) -> None:
         if self._last:
@@ -326,7 +326,7 @@ class LoadRun:
         """Late reads keep what they may still touch, until they end."""
         if late and self._kept is not moving:
             self._kept = moving
-            self._manager.quarantine.hold(moving, {row: self._late(int(self._rows[row])) for row in late})
+            self._manager.quarantine.hold(moving, {row: self._late(int(self.rows[row])) for row in late})
 
     def _late(self, row: int) -> Late:
         plan, manager, landing = self._plan, self._manager, self._planner.landing

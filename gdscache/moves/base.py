@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
@@ -46,6 +46,8 @@ class PageStatus(enum.Enum):
     LOCK_LOST = "lock_lost"  # the SSD tier has stopped: its directory is not ours alone any more
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # the load itself broke off; see its exception
+    RANK_AWAY = "rank_away"  # one of several ranks does not answer for now
+    RANK_LOST = "rank_lost"  # ... or has ended
 
 
 class Priority(enum.IntEnum):
@@ -125,7 +127,10 @@ Steps = Generator[Wait, None, _T]
 
 
 class Listener(Protocol):
-    """Who is told how a load or a prefetch gets on, by whoever drives it."""
+    """Who is told how a load or a prefetch gets on, by whoever drives it. `rows`: its own names of the move's rows."""
+
+    @property
+    def rows(self) -> Int64Array: ...
 
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         """The verdict on pages, by their rows; one a page. `LOADED`: the bytes are what `sums` says."""
@@ -177,11 +182,18 @@ class Lane(Protocol):
         ...
 
 
+Orders = Callable[[Sequence[Any], Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
+
+
 class Executor(Protocol):
     """Carries moves out. Only what it returns is waited for, and only by the steps that yield it.
 
-    A move out of the planes leaves the checksums of what it copied with the target's slots (`checksums`).
+    A move out of the planes leaves the checksums of what it copied with the target's slots (`checksums`). `orders`:
+    what makes of a load's moves what ranks are told (`LayerwiseLoad.order`), where ranks carry them out.
     """
+
+    @property
+    def orders(self) -> Orders | None: ...
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
         """A new lane for steps whose moves have this priority.
@@ -223,6 +235,19 @@ class Executor(Protocol):
 
     def pause(self, changed: Flag, seconds: float) -> None:
         """Wait for `changed`, for up to `seconds`: for calls that wait until steps have ended."""
+        ...
+
+    def behind(self, after: object) -> Event:
+        """What a load comes behind, for who gave `after`; None is the current stream's work. Raises
+        `InvalidValueError`."""
+        ...
+
+    def mark(self, after: object) -> Event:
+        """What a store comes behind: `behind`, or what stands for it."""
+        ...
+
+    def passed(self, mark: Event) -> None:
+        """No move comes behind it any more."""
         ...
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:

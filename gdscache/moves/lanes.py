@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from gdscache.moves.base import Priority, Steps
-from gdscache.runtime.threads import Workers, failure_of
+from gdscache.moves.base import Lane, Orders, Priority, Steps, Wait
+from gdscache.runtime.threads import Flag, Workers, failure_of
+
+if TYPE_CHECKING:
+    from gdscache.cuda.streams import Event
+    from gdscache.index.free_slots import SlotPool
 
 _T = TypeVar("_T")
+_LOOK_S = 1.0  # seconds after which steps that wait for room look around
 NAMES = {  # of the lanes' threads
     Priority.LOAD: "gdscache-load",
     Priority.PREFETCH: "gdscache-prefetch",
@@ -57,3 +65,37 @@ class ThreadLane:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+class ThreadDriver:
+    """Drives steps by threads, in the system's time: what executors of real moves have in common."""
+
+    @property
+    def orders(self) -> Orders | None:
+        """Nobody else carries its moves out."""
+        return None
+
+    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
+        return ThreadLane(NAMES[priority], rest, threads)
+
+    def finish(self, steps: Steps[_T]) -> _T:
+        return drive(steps)
+
+    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+        return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
+
+    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
+        def wait() -> None:
+            with condition:
+                condition.wait_for(over, seconds)
+
+        return Blocking(wait)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def happened(self, event: Event) -> Wait:
+        return Blocking(lambda: None if event is None else event.synchronize())
+
+    def pause(self, changed: Flag, seconds: float) -> None:
+        changed.wait(seconds)

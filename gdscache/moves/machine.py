@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gdscache.native import CuFiles
     from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Transport
-    from gdscache.tiers.bounce import Bounce
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +50,14 @@ class Files(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Reserve:
+    """The slots of the bounce reserve that loads pass through."""
+
+    extents: Extents
+    loads: range
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Machine:
     """What moves bytes: the planes' mover, memories and files by the names of their spaces, the bounce reserve.
 
@@ -61,6 +68,6 @@ class Machine:
     memories: Mapping[str, Extents]
     files: Mapping[str, Files]
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    bounce: Bounce | None = None
+    bounce: Reserve | None = None
     refusal: Callable[[], PageStatus | None] = lambda: None
     timeline: Timeline = OFF

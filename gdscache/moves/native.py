@@ -10,30 +10,28 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.cuda.streams import Event, Landed
+from gdscache.cuda.streams import Event, Landed, given
 from gdscache.errors import NativeCallError
-from gdscache.index.free_slots import SlotPool
 from gdscache.kernels.gpu import events_of
 from gdscache.kernels.host import NativePool
-from gdscache.moves.base import PLANES, Lane, Listener, Move, Moving, PageStatus, Priority, Steps, Wait, Way
-from gdscache.moves.lanes import NAMES, Blocking, ThreadLane, drive
+from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait, Way
+from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, Space, until
 from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
-from gdscache.runtime.threads import Flag, failure_of, log_failure, start
+from gdscache.runtime.threads import failure_of, log_failure, start
 from gdscache.storage.base import memory_of
 from gdscache.tracing import OFF
 
 _T = TypeVar("_T")
-_LOOK_S = 1.0  # seconds after which steps that wait for room look around
 LIMITS = MoveLimits()
 TRACKS = {  # of a timeline, that the library's threads have
     "read": "SSD reads",
@@ -51,7 +49,7 @@ _COPYING = 4  # threads of the library that copy, at most
 _CODES = {status: code for code, status in enumerate(PageStatus)}
 
 
-class NativeExecutor:
+class NativeExecutor(ThreadDriver):
     """Moves bytes between the spaces of `machine`."""
 
     def __init__(self, machine: Machine) -> None:
@@ -117,12 +115,6 @@ class NativeExecutor:
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
-        return ThreadLane(NAMES[priority], rest, threads)
-
-    def finish(self, steps: Steps[_T]) -> _T:
-        return drive(steps)
-
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
             self.look()
@@ -157,27 +149,20 @@ class NativeExecutor:
             if places is not None:
                 put_rows(self.machine.memories[space].checksums, places, way.sums)
 
-    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
-        return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
+    def behind(self, after: object) -> Event:
+        return given(after, self.machine.mover.planes.device)
 
-    def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
-        def wait() -> None:
-            with condition:
-                condition.wait_for(over, seconds)
+    mark = behind
 
-        return Blocking(wait)
+    def passed(self, mark: Event) -> None:
+        """The event goes with whoever has it."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    def held_slots(self) -> int:
+        """Slots of the loads' share of the bounce reserve that late I/O holds."""
+        return self.moves.held_slots()
 
     def reads_queued(self) -> Event:
         return self.machine.mover.mark_stores()
-
-    def happened(self, event: Event) -> Wait:
-        return Blocking(lambda: None if event is None else event.synchronize())
-
-    def pause(self, changed: Flag, seconds: float) -> None:
-        changed.wait(seconds)
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         return take_rows(self.machine.memories[space].checksums, slots)

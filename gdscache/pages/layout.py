@@ -72,11 +72,13 @@ class PlaneSlice:
 class PageLayout:
     """The planes of each layer and the tokens of a page; everything else follows from them.
 
-    `layers[i]` lists the planes of local layer `i` (layer 0 is the first layer *this* process holds).
+    `layers[i]` lists the planes of local layer `i` (layer 0 is the first one that *this* process holds). `shards`: the
+    parts that the heads are cut into, for as many processes; the planes, and all bytes here, are those of one part.
     """
 
     layers: tuple[tuple[Plane, ...], ...]
     page_tokens: int
+    shards: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.page_tokens <= MAX_PAGE_TOKENS:
@@ -98,6 +100,11 @@ class PageLayout:
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def n_sums(self) -> int:
+        """Checksums of a page: one a layer, shard after shard."""
+        return self.shards * len(self.layers)
 
     @cached_property
     def pieces(self) -> tuple[tuple[PlaneSlice, ...], ...]:

@@ -23,7 +23,51 @@ Blocks = npt.NDArray[np.int64]
 _SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
 
 
-class PagedPlanes:
+class BlockTables:
+    """Planes of `blocks` blocks of `block_tokens` tokens, as far as their numbers go."""
+
+    def __init__(self, layout: PageLayout, blocks: int, block_tokens: int) -> None:
+        """Raises `PlanesError` where blocks do not divide a page."""
+        self.layout = layout
+        self.blocks, self.block_tokens = blocks, block_tokens
+        if layout.page_tokens % block_tokens:
+            raise PlanesError(
+                f"blocks of {block_tokens} tokens do not divide a page of {layout.page_tokens}",
+                "set model.page_tokens to a multiple of the engine's block size",
+            )
+
+    @property
+    def blocks_per_page(self) -> int:
+        return self.layout.page_tokens // self.block_tokens
+
+    def block_table(self, slots: Any) -> Blocks:
+        """Block indices as an int64 array of shape (pages, blocks_per_page).
+
+        `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
+        values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
+        """
+        table = _host_indices(slots)
+        self.check_blocks(table)
+        if table.size % self.blocks_per_page:
+            raise SlotCountError(
+                f"{table.size} blocks are no whole number of pages of {self.blocks_per_page} blocks",
+                f"pass all {self.blocks_per_page} blocks of each page, page after page",
+            )
+        return table.reshape(-1, self.blocks_per_page)
+
+    def check_blocks(self, blocks: Blocks) -> None:
+        """Raises `SlotRangeError` where some are not block numbers of this pool, or named twice."""
+        fault = blocks_fault(blocks, self.blocks)
+        if fault == "outside":
+            raise SlotRangeError(
+                f"slots span {blocks.min()} ... {blocks.max()}, the pool has blocks 0 ... {self.blocks - 1}",
+                "pass block indices of the planes that the engine was opened with",
+            )
+        if fault:
+            raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
+
+
+class PagedPlanes(BlockTables):
     """All planes of a pool, checked against a layout.
 
     `tensors[layer][plane]` has shape `(blocks, block_tokens, *plane.shape)` and the plane's dtype; all of them lie on
@@ -38,22 +82,18 @@ class PagedPlanes:
         if len(self.tensors) != layout.n_layers:
             message = f"{len(self.tensors)} layers of planes for a layout of {layout.n_layers}"
             raise PlanesError(message, "see model.layers")
-        self.layout = layout
         first = self._first(self.tensors)
-        self.blocks, self.block_tokens = int(first.shape[0]), int(first.shape[1])
-        if not self.blocks or not self.block_tokens:
-            raise PlanesError(f"planes of {self.blocks} blocks of {self.block_tokens} tokens hold nothing")
+        blocks, block_tokens = int(first.shape[0]), int(first.shape[1])
+        if not blocks or not block_tokens:
+            raise PlanesError(f"planes of {blocks} blocks of {block_tokens} tokens hold nothing")
+        self.blocks, self.block_tokens = blocks, block_tokens
         self.device = first.device
         for number, (planes, given) in enumerate(zip(layout.layers, self.tensors, strict=True)):
             if len(planes) != len(given):
                 raise PlanesError(f"layer {number} has {len(given)} tensors for planes {[p.name for p in planes]}")
             for plane, tensor in zip(planes, given, strict=True):
                 self._check(f"layer {number}, plane {plane.name!r}", plane, tensor)
-        if layout.page_tokens % self.block_tokens:
-            raise PlanesError(
-                f"blocks of {self.block_tokens} tokens do not divide a page of {layout.page_tokens}",
-                "set model.page_tokens to a multiple of the engine's block size",
-            )
+        super().__init__(layout, blocks, block_tokens)
 
     @classmethod
     def allocate(cls, layout: PageLayout, slots: int, device: torch.device) -> PagedPlanes:
@@ -66,10 +106,6 @@ class PagedPlanes:
             for planes in layout.layers
         ]
         return cls(layout, tensors)
-
-    @property
-    def blocks_per_page(self) -> int:
-        return self.layout.page_tokens // self.block_tokens
 
     @staticmethod
     def _first(tensors: Sequence[Sequence[Any]]) -> torch.Tensor:
@@ -99,32 +135,6 @@ class PagedPlanes:
                 f"{where}: a token's row is not contiguous (strides {tensor.stride()})",
                 "keep heads innermost: (blocks, block_tokens, heads, head_dim)",
             )
-
-    def block_table(self, slots: Any) -> Blocks:
-        """Block indices as an int64 array of shape (pages, blocks_per_page).
-
-        `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
-        values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
-        """
-        table = _host_indices(slots)
-        self.check_blocks(table)
-        if table.size % self.blocks_per_page:
-            raise SlotCountError(
-                f"{table.size} blocks are no whole number of pages of {self.blocks_per_page} blocks",
-                f"pass all {self.blocks_per_page} blocks of each page, page after page",
-            )
-        return table.reshape(-1, self.blocks_per_page)
-
-    def check_blocks(self, blocks: Blocks) -> None:
-        """Raises `SlotRangeError` where some are not block numbers of this pool, or named twice."""
-        fault = blocks_fault(blocks, self.blocks)
-        if fault == "outside":
-            raise SlotRangeError(
-                f"slots span {blocks.min()} ... {blocks.max()}, the pool has blocks 0 ... {self.blocks - 1}",
-                "pass block indices of the planes that the engine was opened with",
-            )
-        if fault:
-            raise SlotRangeError("a slot is named twice", "every page needs blocks of its own")
 
 
 def _values(tensor: torch.Tensor) -> Any:

@@ -29,6 +29,7 @@ class StoreHandle:
     def __init__(self, pages: int, calls: Caller | None = None) -> None:
         self._calls = Direct() if calls is None else calls
         self.release_event = Fence()
+        self.order = b""  # what each rank of the engine is told (`Rank.store`), in the order of its own steps
         self._tiers: list[tuple[str, ...]] = [()] * pages
         self._dropped: dict[int, str] = {}
         self._left = pages

@@ -237,6 +237,7 @@ class Storer:
                 self._manager.end(job.sources)
             self._jobs.discard(job)
             self._idle.ring()
+        self._executor.passed(job.after)
 
     def _place(self, job: StoreJob, at: int, most: int, *, wait: bool) -> Steps[tuple[int, list[Parcel]]]:
         """Find slots for the next pages: where it stopped, and the pages that have one. `wait`: for one, if need be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gdscache.extents.base import Reserved
+from gdscache.extents.base import PoolMemory
 from gdscache.index.free_slots import SlotPool
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ class Bounce:
     """Half of the slots are for stores, half for loads; neither borrows from the other. `quarantine` watches over both,
     and the memory outlives I/O that hangs."""
 
-    def __init__(self, extents: Reserved, quarantine: Quarantine) -> None:
+    def __init__(self, extents: PoolMemory, quarantine: Quarantine) -> None:
         self.extents = extents
         half = extents.slots // 2
         self.stores = SlotPool(range(half))

@@ -131,13 +131,15 @@ class TierManager:
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
         if hidden:
-            off = self.quarantine.refuses(found[seen])
+            off = self.quarantine.refuses(found[seen])  # or ranks are absent
             self.counts["misses", self.quarantine.cause if off else "quarantined"] += hidden
         return found[:seen], hidden
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
         """How many of the pages found come before one that quarantine hides."""
         if self.quarantine.hiding:
+            if self.quarantine.absent():
+                return 0
             for i, name in enumerate(found):
                 slot = self.tiers[name].index.slot(pages[start + i].key)
                 if slot is not None and self.hidden(name, slot):

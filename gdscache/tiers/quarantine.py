@@ -58,6 +58,7 @@ class Quarantine:
         self.failed_reads = FailedReads(clock, self._tell)
         self.off = False
         self.stopped = ""
+        self.absent: Callable[[], str] = lambda: ""  # why nothing is loaded or stored, where ranks do not answer
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
@@ -135,7 +136,7 @@ class Quarantine:
     @property
     def cause(self) -> str:
         """What pages that miss, and stores that are dropped, are counted under while the tier is switched off."""
-        return "lock_lost" if self.stopped else "switched_off"
+        return self.absent() or ("lock_lost" if self.stopped else "switched_off")
 
     def hides(self, tier: str, slot: int) -> bool:
         """Whether a page of a tier of files misses for now: a late read is at it, or these tiers are switched off."""
@@ -143,12 +144,12 @@ class Quarantine:
 
     def refuses(self, tier: str) -> bool:
         """Whether nothing is written to a tier of files for now."""
-        return self.off or self.failed_reads.off(tier)
+        return self.off or bool(self.absent()) or self.failed_reads.off(tier)
 
     @property
     def hiding(self) -> bool:
         """Whether `hides` may say so of any page."""
-        return self.off or self.failed_reads.any_off or bool(self.requests)
+        return self.off or self.failed_reads.any_off or bool(self.requests) or bool(self.absent())
 
     @property
     def requests(self) -> int:

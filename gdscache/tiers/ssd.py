@@ -45,6 +45,7 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 if TYPE_CHECKING:
     import torch
 
+    from gdscache.ranks.place import RemoteSlab
     from gdscache.tiers.ssd_route import RouteChoice
 
 _log = logging.getLogger("gdscache.ssd")
@@ -60,11 +61,11 @@ class SsdTier(DurableTier):
 
     `choose`: which way pages go to the planes (ssd_route.py). `reserve`: free slots that are kept ready, an eighth of
     all at most. `wall_clock`: seconds since the epoch; pages that have expired by then are given up at once.
+    `remote(slots)`: opens the slab where other processes have it.
     """
 
     name = "ssd"
     close_s = 5.0  # that closing the catalogue may take while I/O hangs
-    io: SlabIO
 
     def __init__(
         self,
@@ -77,39 +78,48 @@ class SsdTier(DurableTier):
         eviction: str = "lifetime",
         reserve: int = LIMITS.ssd_reserve,
         wall_clock: Callable[[], float] = time.time,
+        remote: Callable[[int], RemoteSlab] | None = None,
     ) -> None:
         self.layout = layout
         self.lock = lock
         self.path = path = config.path
         self.lost: Counter[str] = Counter()  # pages that recovery had to give up, by cause
-        slots = config.capacity // layout.extent_bytes
+        slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
             stripes.claim((path, *config.stripes))
-            transport = open_transport(  # before there are files: it needs threads, which there may not be
-                config.transport,
-                directory=path,
-                device=device,
-                threads=config.threads,
-                direct_io="auto",
-                gds=config.gds,
-            )
-            undo.callback(transport.close)
-            self._directory.hold_slabs()
+            transport = None
+            if remote is None:  # before there are files: it needs threads, which there may not be
+                transport = open_transport(
+                    config.transport,
+                    directory=path,
+                    device=device,
+                    threads=config.threads,
+                    direct_io="auto",
+                    gds=config.gds,
+                )
+                undo.callback(transport.close)
+                self._directory.hold_slabs()
             self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
             undo.callback(self._catalog.close)
-            self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
-            self._directory.hold_slabs()  # those that were made just now
+            if transport is not None:
+                slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
+                self._directory.hold_slabs()  # those that were made just now
+                self.io: SlabIO | RemoteSlab = SlabIO(slab, transport)  # type: ignore[assignment]
+            elif remote is not None:
+                self.io = remote(slots)
+            undo.callback(self.io.close)
+            self._slab = self.io.slab
             self._say_room(slots)
             self._directory.watch_catalog()
-            self.io = SlabIO(self._slab, transport)
-            undo.callback(self.io.close)
             self._recover(slots, eviction, wall_clock())
-            self._route = None if choose is None else choose(self.io, self.index)
+            self._route = None
+            if choose is not None and isinstance(self.io, SlabIO):
+                self._route = choose(self.io, self.index)
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(reserve, slots // 8)
-        self._checksums = np.zeros((slots, layout.n_layers), dtype=np.uint64)  # as stored: bound to the keys
+        self._checksums = np.zeros((slots, layout.n_sums), dtype=np.uint64)  # as stored: bound to the keys
         self._known = bytearray(slots)  # slots whose checksums are in memory
         self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, the first doomed first
         self._deleting: set[int] = set()  # ... the commit under way
@@ -126,7 +136,7 @@ class SsdTier(DurableTier):
 
     def _say_room(self, slots: int) -> None:
         """The slab has its room; the catalogue grows with its pages."""
-        lacking = lacking_room(self.path, slots, self.layout.n_layers)
+        lacking = lacking_room(self.path, slots, self.layout.n_sums)
         if lacking:
             _log.warning(
                 "%s: the catalogue may need %d bytes more than are free there. Free them, or lower ssd.capacity. Where "
@@ -269,7 +279,7 @@ class SsdTier(DurableTier):
 
     def commit_waiting(self) -> None:
         """Commit what waits for the next store."""
-        self.commit((), np.zeros((0, self.layout.n_layers), np.uint64))
+        self.commit((), np.zeros((0, self.layout.n_sums), np.uint64))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
@@ -328,7 +338,7 @@ class SsdTier(DurableTier):
         if not slots:
             return
         try:
-            found, sums = self._catalog.checksum_rows(slots, self.layout.n_layers)
+            found, sums = self._catalog.checksum_rows(slots, self.layout.n_sums)
         except IOFailedError as error:  # they stay unknown: whoever wants these pages misses them
             _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
             return
@@ -439,7 +449,7 @@ class SsdTier(DurableTier):
             "stripes": [str(file.parent) for file in self._slab.files[1:]],
             "lost_at_recovery": dict(self.lost),
             "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),
-            "transport": self.io.transport.describe(),
+            "transport": self.io.describe(),
         }
 
     def close(self) -> None:

@@ -257,8 +257,6 @@ def merged(path: Path, *, most: bool) -> dict[str, Any]:
     for key in TOGETHER:
         if key not in CAPACITIES or not most:
             config = put(config, key, extreme(key, most=most))
-    config["model"]["head_groups"] = max(config["model"]["head_groups"], 1)
-    config["model"]["head_group"] = config["model"]["head_groups"] - 1
     return config
 
 
@@ -308,9 +306,6 @@ def test_an_engine_with_one_number_at_its_bound_works_and_closes(
     config = base(tmp_path)
     config["store"]["write_policy"] = policy
     config = put(config, key, extreme(key, most=most))
-    if key == "model.head_group":
-        config["model"]["head_groups"] = MAX_COUNT
-        config["model"]["head_group"] = min(config["model"]["head_group"], MAX_COUNT - 1)
     works(config)
 
 

@@ -145,8 +145,6 @@ SAME_EXTENT: dict[str, dict[str, Any]] = {  # one field each; the extent size st
     "page_tokens": {"page_tokens": 5},
     "layers": {"layers": 4},
     "first_layer": {"first_layer": 3},
-    "head_group": {"head_groups": 2, "head_group": 1},
-    "head_groups": {"head_groups": 2},
     "salt": {"salt": "tenant"},
 }
 

@@ -20,6 +20,7 @@ from gdscache.config import ModelConfig
 from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
+from gdscache.moves.native import NativeExecutor
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
 
@@ -338,7 +339,8 @@ def reserve_used(engine: CacheEngine) -> int:
     """Slots of the bounce reserve that loads have."""
     bounce = engine._parts.bounce
     assert bounce is not None, "no reserve"
-    return len(bounce.loads) - engine._parts.executor.moves.free_slots()
+    executor = engine._parts.executor
+    return len(bounce.loads) - executor.moves.free_slots() if isinstance(executor, NativeExecutor) else 0  # the ranks'
 
 
 def tokens_of(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:

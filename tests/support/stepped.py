@@ -197,6 +197,16 @@ class SteppedExecutor:
             for number, row in found:
                 self._loads[number][0].ended(row)
 
+    orders = None
+
+    def behind(self, after: object) -> Event:
+        return None
+
+    mark = behind
+
+    def passed(self, mark: Event) -> None:
+        """There is nothing to keep."""
+
     def reads_queued(self) -> Event:
         return None  # a gather that has ended has read
 

@@ -44,7 +44,15 @@ def example(device: str, directory: Path, name: str, *arguments: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    here = ["attach_engine", "demo", "engine", "gds_throughput", "quickstart", "transformers_generate"]
+    here = [
+        "attach_engine",
+        "demo",
+        "engine",
+        "gds_throughput",
+        "quickstart",
+        "tensor_parallel",
+        "transformers_generate",
+    ]
     assert sorted([*here, "sglang_offline", "vllm_offline"]) == EXAMPLES  # vLLM's in tests/engines; SGLang's: on a GPU
 
 
@@ -70,6 +78,17 @@ def test_transformers_generate(device: str, tmp_path: Path) -> None:
     cached = [int(line.split("prompt,")[1].split()[0]) for line in lines if "from the cache" in line]
     assert cached == [0, 144, 176, 128, 160, 208]
     assert "'ssd': 128" in lines[5]
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    lines = example("cpu", tmp_path, "tensor_parallel").splitlines()
+    assert lines[1:4] == [
+        "  question 0:   0 of 240 tokens from nowhere",
+        "  question 1: 192 of 240 tokens from cpu",
+        "  question 2: 192 of 240 tokens from cpu",
+    ]
+    assert lines[5] == "  question 0: 224 of 240 tokens from ssd"
+    assert lines[-1] == "every row was the one that the model computes, on 2 ranks"
 
 
 def test_attach_engine(device: str, tmp_path: Path) -> None:

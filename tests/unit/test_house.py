@@ -39,14 +39,17 @@ MAY_IMPORT = {
     "tiers": "config cuda disk extents gate index native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages runtime tiers tracing",
     "prefetch": "load moves pages runtime",
+    "ranks": "config cuda disk extents load movers moves native pages runtime storage",
     "store": "cuda index moves native pages runtime tiers",
     "sequence": "cuda index load pages store tiers",
     "opening": (
-        "config cuda disk events extents gate load movers moves pages policies prefetch runtime store tiers tracing"
+        "config cuda disk events extents gate load movers moves pages policies prefetch ranks runtime store "
+        "tiers tracing"
     ),
     "closing": "opening runtime",
     "engine": (
-        "closing config cuda events gate index load moves opening pages prefetch runtime sequence store tiers tracing"
+        "closing config cuda events gate index load moves opening pages prefetch ranks runtime sequence store "
+        "tiers tracing"
     ),
     "metrics": "engine",
     "integrations": "config cuda engine load moves pages prefetch runtime sequence store",

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from gdscache.errors import IOFailedError
 from gdscache.moves.base import Executor, Listener, Move, Moving
 from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
+
+if TYPE_CHECKING:
+    from gdscache.extents.host import HostExtents
+    from gdscache.moves.native import NativeExecutor
 
 
 class ColdEngine(Closeable):
@@ -100,9 +104,9 @@ class ColdEngine(Closeable):
     @property
     def reserve_bytes(self) -> int:
         """What the bounce reserve has for loads."""
-        bounce = self.engine.executor.machine.bounce
+        bounce = cast("NativeExecutor", self.engine.executor).machine.bounce
         assert bounce is not None, "no bounce reserve"
-        return len(bounce.loads) * bounce.extents.layout.extent_bytes
+        return len(bounce.loads) * self.engine.layout.extent_bytes
 
     def prepare(self) -> Hit:
         """What a load needs: nothing in the CPU tier, and a lookup."""
@@ -194,7 +198,7 @@ class ColdEngine(Closeable):
 
     def copy(self) -> float:
         """One copy of as many bytes from the CPU tier's memory (page-locked where CUDA is) to the device; GB/s."""
-        source = self._cpu.extents.rows.view(-1)[: self.nbytes]
+        source = cast("HostExtents", self._cpu.extents).rows.view(-1)[: self.nbytes]
         if self._flat is None:
             self._flat = torch.empty_like(source, device=self.device)
             self._flat.fill_(1)

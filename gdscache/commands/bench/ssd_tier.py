@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -26,6 +27,9 @@ from gdscache.pages.layout import PageLayout
 from gdscache.store.writer import Outgoing, TierWriter
 from gdscache.tiers.base import Tier
 from gdscache.tiers.manager import TierManager
+
+if TYPE_CHECKING:
+    from gdscache.extents.host import HostExtents
 
 CHAIN = 32  # pages of one prefix
 NAMESPACE = bytes(32)
@@ -65,7 +69,7 @@ class TierUnderTest(Closeable):
             }
         )
         self.layout: PageLayout = config.model.layout()
-        self._parts = build(config, self.layout, None)
+        self._parts = build(config, None)
         manager = self._parts.manager
         assert manager.cpu is not None, "no CPU tier"
         assert manager.ssd is not None, "no SSD tier"
@@ -74,11 +78,11 @@ class TierUnderTest(Closeable):
         self.slab = next(iter(self._ssd.path.glob("slab-*.bin")))
         self._generation = 0
         self._names: list[Page] = []
-        generator = torch.Generator().manual_seed(0)
+        generator, extents = torch.Generator().manual_seed(0), cast("HostExtents", self._cpu.extents)
         for slot in range(self.pages):
-            words = self._cpu.extents.rows[slot].view(torch.int64)
+            words = extents.rows[slot].view(torch.int64)
             words.random_(generator=generator)
-            self._cpu.extents.sign(slot)
+            extents.sign(slot)
 
     @property
     def transport(self) -> str:

@@ -40,6 +40,20 @@ class VirtualExecutor:
         self.page_bytes = page_bytes
         self.extent_bytes = extent_bytes
 
+    @property
+    def orders(self) -> None:
+        """Nobody else carries its moves out."""
+        return None
+
+    def behind(self, after: object) -> Event:
+        """There are no streams."""
+        return None
+
+    mark = behind
+
+    def passed(self, mark: Event) -> None:
+        """There is nothing to keep."""
+
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> VirtualLane:
         return VirtualLane(self.clock, threads, at_once=priority is not Priority.DEMOTION)
 

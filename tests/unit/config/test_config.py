@@ -457,8 +457,6 @@ def test_a_key_that_is_no_text(key: object) -> None:
         ({"model": MHA | {"kv_heads": 0}}, "model.kv_heads", "0"),
         ({"model": MHA | {"head_dim": -8}}, "model.head_dim", "-8"),
         ({"model": MHA | {"first_layer": -1}}, "model.first_layer", "-1"),
-        ({"model": MHA | {"head_group": -1}}, "model.head_group", "-1"),
-        ({"model": MHA | {"head_groups": 0}}, "model.head_groups", "0"),
         ({"model": PLANES | {"planes": {"name": "a"}}}, "model.planes", "{'name': 'a'}"),
         ({"model": PLANES | {"planes": [3]}}, "model.planes[0]", "3"),
         ({"model": PLANES | {"planes": [{"name": "", "shape": [1]}]}}, "model.planes[0].name", "''"),
@@ -496,7 +494,6 @@ def test_an_invalid_value_names_the_key_the_value_and_what_is_allowed(
         (PLANES | {"planes": [{"name": "a", "shape": [1]}, {"name": "a", "shape": [2]}]}, ["['a', 'a']"]),
         (PLANES | {"planes": [{"name": "a", "shape": [1], "layers": [0, 0, 1, 2, 3]}]}, ["['a', 'a']"]),
         (PLANES | {"planes": [{"name": "a"}]}, ["`model.planes[0].shape` is missing"]),
-        (MHA | {"head_group": 2, "head_groups": 2}, ["model.head_group is 2", "head_groups is 2"]),
     ],
 )
 def test_a_geometry_that_describes_no_page(model: dict[str, Any], parts: list[str]) -> None:
@@ -701,8 +698,6 @@ DIFFERENT: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         ],
     ),
     ("first_layer", MHA, [{"first_layer": n} for n in (0, 1, 4)]),
-    ("head_group", MHA, [{"head_group": n, "head_groups": 4} for n in range(4)]),
-    ("head_groups", MHA, [{"head_groups": n} for n in (1, 2, 4)]),
     ("salt", MHA, [{"salt": salt} for salt in ("", "a", "b", " a")]),
 ]
 
@@ -719,7 +714,7 @@ def test_configs_whose_bytes_differ_never_share_a_namespace(
     assert len(set(digests)) == len(changes) > 1
 
 
-SCALARS = ("name", "weights", "first_layer", "head_group", "head_groups", "salt")
+SCALARS = ("name", "weights", "first_layer", "salt")
 
 
 def test_all_namespaces_are_different() -> None:

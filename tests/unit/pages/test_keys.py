@@ -207,8 +207,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (MHA, {"kv_heads": 8, "head_dim": 16}),  # the same row bytes in another shape
     (MHA, {"v_head_dim": 16}),
     (MHA, {"first_layer": 3}),
-    (MHA, {"head_group": 1, "head_groups": 2}),
-    (MHA, {"head_groups": 2}),
     (MHA, {"salt": "tenant"}),
     (MLA, {}),
     (MLA, {"kv_lora_rank": 128}),
@@ -228,6 +226,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_no_two_models_share_a_namespace() -> None:
     models = [ModelConfig(**MHA), *(ModelConfig(**{**base, **change}) for base, change in CHANGES)]
     named = [(m, namespace_digest(m.namespace_fields())) for m in models]
+    named += [(models[0], namespace_digest(models[0].namespace_fields(shards=n))) for n in (2, 4)]
     for (a, x), (b, y) in itertools.combinations(named, 2):
         assert x != y, (a, b)
 

@@ -1,0 +1,167 @@
+"""A connection between a leader and a rank on one host: a Unix socket whose other end is a process of the same user."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+from gdscache.errors import RankProtocolError
+from gdscache.ranks import wire
+from gdscache.ranks.wire import Message
+from gdscache.runtime.threads import failure_of, log_failure, start
+
+MOST_WAITING = 64 << 20  # bytes that were not sent, since the other end does not read
+_READ = 1 << 18
+_FDS = 4
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+Heard = Callable[[Message, list[int]], object]
+
+
+class Channel:
+    """Sends and hears messages, in their order. Thread-safe.
+
+    `heard(message, descriptors)` is called in a thread of the channel's, one message at a time; the descriptors that
+    came with it, as many as its field `descriptors` says, are the callee's. `lost(why)` is called once, in that thread,
+    when the other end has gone, or says what is no message; behind `close` it is not.
+    """
+
+    def __init__(self, connection: socket.socket, name: str, heard: Heard, lost: Callable[[str], object]) -> None:
+        """Raises `RankProtocolError` where the other end is another user's."""
+        _check_peer(connection)
+        self._socket = connection
+        self._heard = heard
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[tuple[memoryview, tuple[int, ...]]] = collections.deque()
+        self._bytes = 0  # of them
+        self._closed = False
+        self._more = threading.Semaphore(0)
+        self._threads = [
+            threading.Thread(target=self._read, name=f"gdscache-{name}", daemon=True),
+            threading.Thread(target=self._write, name=f"gdscache-{name}-out", daemon=True),
+        ]
+
+    def begin(self) -> None:
+        """Hear from now on. Raises `ThreadStartError`."""
+        start(self._threads, self._shut)
+
+    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> bool:
+        """Send, or have it sent by the channel's thread: never waits. False where the channel is closed or lost.
+
+        The descriptors stay the caller's, and have to stay open until the other end has answered.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            left = memoryview(message)
+            if not self._waiting:
+                with contextlib.suppress(BlockingIOError):
+                    sent = _send(self._socket, left, descriptors, socket.MSG_DONTWAIT)
+                    if sent is None:
+                        return False  # the thread that reads finds that out
+                    left, descriptors = left[sent:], () if sent else descriptors
+            if left:
+                self._waiting.append((left, tuple(descriptors)))
+                self._bytes += len(left)
+                self._more.release()
+                if self._bytes > MOST_WAITING:
+                    self._shut_locked()
+                    return False
+        return True
+
+    def close(self) -> None:
+        """Nothing is heard or sent any more; again is fine. Its threads end, which is waited for, but not by them."""
+        self._shut()
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join()
+        self._socket.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _shut(self) -> None:
+        with self._lock:
+            self._shut_locked()
+
+    def _shut_locked(self) -> None:
+        self._closed = True
+        self._waiting.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._more.release()
+
+    def _write(self) -> None:
+        while True:
+            self._more.acquire()
+            with self._lock:
+                if self._closed:
+                    return
+                left, descriptors = self._waiting[0]
+            sent = _send(self._socket, left, descriptors, 0)  # waits, and only here
+            with self._lock:
+                if self._closed or sent is None:
+                    return
+                self._bytes -= sent
+                self._waiting.popleft()
+                if sent < len(left):
+                    self._waiting.appendleft((left[sent:], ()))
+                    self._more.release()
+
+    def _read(self) -> None:
+        why = "it has ended"
+        try:
+            self._read_on()
+        except RankProtocolError as error:
+            why = error.message
+        except OSError as error:
+            why = f"its connection is broken: {error.strerror}"
+        with self._lock:
+            told, self._closed = self._closed, True
+            self._more.release()
+        if not told:
+            self._lost(why)
+
+    def _read_on(self) -> None:
+        buffer, descriptors = bytearray(), list[int]()
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._socket, _READ, _FDS)
+            descriptors += fds
+            if not data:
+                return
+            buffer += data
+            at = 0
+            while len(buffer) - at >= wire.HEAD.size:
+                stop = at + wire.length(memoryview(buffer)[at : at + wire.HEAD.size])
+                if stop > len(buffer):
+                    break
+                message, at = wire.unpack(bytes(memoryview(buffer)[at:stop])), stop
+                count = int(message.fields.get("descriptors", 0))
+                given, descriptors = descriptors[:count], descriptors[count:]
+                log_failure(failure_of(functools.partial(self._heard, message, given)))
+            del buffer[:at]
+
+
+def _send(to: socket.socket, data: memoryview, descriptors: Sequence[int], flags: int) -> int | None:
+    """Bytes that were sent; None where the other end has gone. Raises `BlockingIOError`."""
+    try:
+        return socket.send_fds(to, [data], list(descriptors), flags) if descriptors else to.send(data, flags)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return None
+
+
+def _check_peer(connection: socket.socket) -> None:
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid != os.geteuid():
+        raise RankProtocolError(
+            f"process {pid} of user {uid} has connected, and this one is of user {os.geteuid()}",
+            "run the leader and its ranks as one user",
+        )

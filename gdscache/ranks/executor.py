@@ -1,0 +1,439 @@
+"""An executor whose moves are carried out by the ranks of an engine, each with its part of the bytes.
+
+A move among the cache's own spaces goes to the ranks at once. One into the planes goes by the caller, in the order of
+its own steps: `RanksMoving.order` has what each rank begins (`Rank.load`). Verdicts of all ranks are put together: a
+page is good when it is on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gdscache.arrays import Int64Array
+from gdscache.cuda.streams import Event, Landed
+from gdscache.errors import InvalidValueError, IOFailedError, RankLostError, ShortIOError, StorageError
+from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Steps, Way
+from gdscache.moves.lanes import Blocking, ThreadDriver
+from gdscache.native import SHORT, error_of, put_rows, take_rows
+from gdscache.ranks import wire
+from gdscache.ranks.address import StoreMark
+from gdscache.ranks.leader import GRACE_S, Link, RankSet, patience
+from gdscache.ranks.loads import CODES, LOADED, STATUSES
+from gdscache.ranks.wire import Message
+from gdscache.runtime.threads import Flag
+
+if TYPE_CHECKING:
+    from gdscache.extents.base import PoolMemory
+    from gdscache.pages.checksum import Checksums
+
+_SPENT = 64  # marks that are forgotten together
+UNORDERED_S = 60.0  # that a load without a deadline, or one whose order nobody passes on, is waited for
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The rows of a move that one rank moves; None: all of them."""
+
+    link: Link
+    rows: Int64Array | None = None
+
+    def numbers(self, count: int) -> Int64Array:
+        return np.arange(count) if self.rows is None else self.rows
+
+
+class RanksMoving:
+    """See `Moving`."""
+
+    lands: Callable[[int, float], Landed | None] | None = None
+
+    def __init__(self, executor: RanksExecutor, number: int, move: Move, listener: Listener | None) -> None:
+        self.number = number
+        self.move = move
+        self.listener = listener
+        self.into_planes = any(way.target == PLANES for way in move.ways)
+        self._executor = executor
+        self._ways = [*move.ways]
+        self._lock = threading.Lock()
+        self._over = Flag()
+        self._waiting: dict[int, _Part] = {}  # by rank: those that have not answered
+        self._parts: dict[int, _Part] = {}  # all of them
+        self._statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._failed: dict[int, int] = {}  # rows, and the errno of each
+        self._late: dict[int, set[int]] = {}  # by rank: rows that it may still touch
+        self._why = ""
+        self._end: End | None = None
+        self._callback: Callable[[int], None] | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ways))
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def extend(self, ways: Sequence[Way], *, last: bool) -> None:
+        self._executor.expect(ways)
+        self._ways += ways
+
+    def cancel(self) -> None:
+        if self._end is None:
+            self._executor.cancel(self, [part.link for part in [*self._waiting.values()]])
+
+    def end(self) -> Steps[End]:
+        if self._end is None:
+            yield Blocking(self._await)
+            self._end = self._finish()
+            if self._end.error is not None and self.listener is None:
+                raise self._end.error
+        return self._end
+
+    def on_end(self, callback: Callable[[int], None]) -> None:
+        with self._lock:
+            self._callback = callback
+            touched = self._touched()
+        for row in range(len(self)):
+            if row not in touched:
+                callback(row)
+
+    # -- for its executor ----------------------------------------------------------------------------------------------
+
+    def whole(self) -> Move:
+        """With all ways that it has by now."""
+        old = self.move
+        return Move(old.priority, tuple(self._ways), old.seconds, old.groups, old.number)
+
+    @property
+    def known(self) -> bool:
+        """Whether somebody knows how it ended."""
+        return self._end is not None
+
+    def lose(self) -> Sequence[int]:
+        """Nobody asks what becomes of its pages: its late rows, once it has ended."""
+        self.listener = None
+        self._await()
+        self._end = self._finish()
+        return self._end.late
+
+    def sent(self, parts: Sequence[_Part]) -> None:
+        """These ranks have it now, or will."""
+        with self._lock:
+            self._statuses = np.full(len(self), LOADED, np.uint8)
+            self._parts = {part.link.rank: part for part in parts}
+            self._waiting = dict(self._parts)
+
+    def refuse(self, status: PageStatus) -> None:
+        """No rank gets it."""
+        self._statuses = np.full(len(self), CODES[status], np.uint8)
+        self._why = status.value
+        self._over.set()
+
+    def answered(self, link: Link, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """A rank's part has ended, but for late rows."""
+        with self._lock:
+            part = self._waiting.pop(link.rank, None)
+            if part is None:
+                return
+            before = self._touched()
+            rows = part.numbers(len(self))
+            if self._end is None:
+                self._join(part, rows, fields, arrays)
+            self._late[link.rank] = {int(rows[row]) for row in fields["late"]}
+            freed, over = before - self._touched(), not self._waiting
+        self._tell(freed)
+        if over:
+            self._over.set()
+
+    def row_ended(self, link: Link, row: int) -> None:
+        """Nothing of a rank's touches a late row any more."""
+        with self._lock:
+            before = self._touched()
+            self._late.get(link.rank, set()).discard(int(self._parts[link.rank].numbers(len(self))[row]))
+            freed = before - self._touched()
+        self._tell(freed)
+
+    def lost(self, link: Link) -> None:
+        """A rank's process has ended, and touches nothing any more."""
+        self.answered(link, {"why": f"rank {link.rank} {link.lost}", "failed": (), "late": ()}, ())
+        with self._lock:
+            before = self._touched()
+            self._late.pop(link.rank, None)
+            freed = before - self._touched()
+        self._tell(freed)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _touched(self) -> set[int]:
+        """Rows that a rank may still touch. The lock is held."""
+        return set[int]().union(*self._late.values())
+
+    def _join(
+        self, part: _Part, rows: Int64Array, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]
+    ) -> None:
+        """What a rank says of its rows, with what others have said: a page is good where it is on all of them."""
+        mine = self._statuses[rows]
+        if fields["why"]:
+            self._why = self._why or str(fields["why"])
+            self._statuses[rows] = np.where(mine == LOADED, CODES[PageStatus.IO_ERROR], mine)
+        elif self.move.priority is Priority.STORE:
+            self._executor.keep_sums(self._ways, rows, part.link.shard, arrays[0])
+        elif self.listener is not None:
+            self._statuses[rows] = np.where(mine == LOADED, arrays[0], mine)
+        for row, code in fields["failed"]:
+            self._failed.setdefault(int(rows[row]), int(code))
+
+    def _tell(self, rows: Iterable[int]) -> None:
+        """Rows are touched no more."""
+        callback = self._callback
+        if callback is not None:
+            for row in rows:
+                callback(row)
+        with self._lock:
+            over = self._end is not None and not self._waiting and not self._touched()
+        if over:
+            self._executor.forget(self)
+
+    def _await(self) -> None:
+        """Until all ranks have answered; those that do not, some time behind the deadline, are away."""
+        if self._over.wait(patience(self.move.seconds, UNORDERED_S) + GRACE_S):
+            return
+        self._executor.cancel(self, [part.link for part in [*self._waiting.values()]])
+        if not self._over.wait(GRACE_S):
+            for part in [*self._waiting.values()]:
+                self._executor.ranks.late(part.link, self.number)
+
+    def _finish(self) -> End:
+        with self._lock:
+            statuses = self._statuses
+            for rank, part in self._waiting.items():  # whoever has not answered
+                self._late[rank] = {*part.numbers(len(self)).tolist()}
+                self._why = self._why or f"rank {rank} has not answered in time"
+            touched = self._touched()
+            late, over = sorted(touched), not touched and not self._waiting
+            statuses[late] = np.where(statuses[late] == LOADED, CODES[PageStatus.DEADLINE], statuses[late])
+            failed = {row: code for row, code in self._failed.items() if row not in touched}
+            if self._why and self.move.priority is Priority.DEMOTION:
+                failed = {row: failed.get(row, errno.EIO) for row in range(len(self)) if row not in touched}
+        listener, error = self.listener, None
+        if listener is not None:
+            for code in sorted(set(statuses.tobytes())):
+                listener.judged(np.flatnonzero(statuses == code), STATUSES[code])
+            if self.into_planes:
+                listener.ready(range(self._executor.layers), None)
+        elif self.move.priority is Priority.STORE and (self._why or late):
+            error = RankLostError(f"a store broke off: {self._why or 'a rank is late'}", "see the log of its process")
+        if over:
+            self._executor.forget(self)
+        return End({row: self._error(code) for row, code in failed.items()}, late, error)
+
+    def _error(self, code: int) -> StorageError:
+        files = self.move.ways[0].target
+        if code == SHORT:
+            return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
+        error = error_of(code)
+        return IOFailedError(
+            f"a write to {files} failed: {self._why or error.strerror}", "see the system log", error.errno
+        )
+
+
+class RanksExecutor(ThreadDriver):
+    """See `Executor`. `memories`: the checksums of what lies in the ranks' memories, by name."""
+
+    def __init__(
+        self, ranks: RankSet, memories: Mapping[str, PoolMemory], layers: int, stop: Callable[[str], object]
+    ) -> None:
+        """`stop(why)`: a slab is not a rank's alone any more."""
+        self.ranks = ranks
+        self.layers = layers
+        self._memories = memories
+        self._numbers = itertools.count(1)
+        self._marks = itertools.count(1)
+        self._under_way: dict[int, RanksMoving] = {}
+        self._spent: list[int] = []  # marks of stores that have ended
+        self._closed = False
+        self._stop = stop
+        ranks.heard = self._heard
+        ranks.gone = self._gone
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def begin(self, move: Move, after: Sequence[Any] = (), listener: Listener | None = None) -> RanksMoving:
+        moving = RanksMoving(self, next(self._numbers), move, listener)
+        if listener is not None:
+            self.expect(move.ways)
+        absent = self.ranks.absent
+        if absent or self._closed:
+            moving.refuse(PageStatus(absent) if absent else PageStatus.ABORTED)
+            return moving
+        parts = self._parts(move)
+        self._under_way[moving.number] = moving
+        moving.sent(parts)
+        if not moving.into_planes:
+            marks = [mark.number for mark in after if isinstance(mark, StoreMark)]
+            for part in parts:
+                self._send(moving, part, marks)
+        return moving
+
+    def behind(self, after: object) -> None:
+        """Streams are the ranks' own."""
+        if after is not None:
+            raise InvalidValueError(
+                "after is given to an engine of ranks", "have each rank's stream wait before its order"
+            )
+
+    def mark(self, after: object) -> StoreMark:
+        """Of a store that is about to begin. Raises `InvalidValueError` where `after` is an event."""
+        self.behind(after)
+        number = next(self._marks)
+        return StoreMark(number, wire.pack({"store": number, "leader": self.ranks.leader}))
+
+    def passed(self, mark: object) -> None:
+        """Nothing comes behind the mark any more: the ranks need not keep it."""
+        if isinstance(mark, StoreMark):
+            self._spent.append(mark.number)
+            if len(self._spent) >= _SPENT:
+                spent, self._spent = self._spent, []
+                for link in self.ranks.links:
+                    link.channel.send(wire.pack({"do": "forget", "marks": spent}))
+
+    @property
+    def orders(self) -> Orders | None:
+        """See `Rank.load`: the requests, each with its pages and its first token, and the moves that bring them."""
+        return self._order
+
+    def _order(
+        self, moves: Sequence[RanksMoving], requests: Sequence[tuple[int, int]], about: Mapping[str, Any]
+    ) -> bytes:
+        told, arrays = [], []
+        for moving in moves:
+            assert moving.listener is not None, "a load has somebody who hears of it"
+            moving.sent([_Part(link) for link in self.ranks.links])
+            fields, some = wire.described(moving.whole())
+            told.append({**fields, "id": moving.number})
+            arrays += [*some, moving.listener.rows]
+        return wire.pack({**about, "leader": self.ranks.leader, "requests": [*requests], "moves": told}, arrays)
+
+    def expect(self, ways: Sequence[Way]) -> None:
+        for way in ways:
+            if way.sums is None or way.source in self._memories:
+                continue
+            space, places = (way.through, way.places) if way.target == PLANES else (way.target, way.targets)
+            if places is not None:
+                put_rows(self._memories[space].checksums, places, way.sums)
+
+    def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
+        """What a rank has taken of the pages that it has copied out of its planes."""
+        layers, at = self.layers, 0
+        position = {int(row): n for n, row in enumerate(rows)}
+        for way in ways:
+            mine = [n for n in range(len(way)) if at + n in position]
+            if mine:
+                part = sums[[position[at + n] for n in mine]]
+                self._memories[way.target].checksums[way.targets[mine], shard * layers : (shard + 1) * layers] = part
+            at += len(way)
+
+    def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
+        return take_rows(self._memories[space].checksums, slots)
+
+    def reads_queued(self) -> Event:
+        """A store's moves have ended when it asks."""
+        return None
+
+    def look(self) -> None:
+        """The ranks' own tiers are looked at by themselves."""
+
+    def held_slots(self) -> int:
+        """Slots of the loads' share of the bounce reserve are the ranks' own to give out, and to hold."""
+        return 0
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _parts(self, move: Move) -> list[_Part]:
+        """Which rank moves which rows. Planes need all of them on each rank. Else, of ranks with equal bytes, the first
+        writes files, and a slot of memory is filled by its number modulo theirs."""
+        ranks = self.ranks
+        if len(ranks.links) == ranks.shards or any(way.target == PLANES for way in move.ways):
+            return [_Part(link) for link in ranks.links]
+        if move.priority is Priority.DEMOTION:
+            return [_Part(link) for link in ranks.owners]
+        slots = np.concatenate([way.targets for way in move.ways])
+        found = []
+        for shard in range(ranks.shards):
+            same = ranks.of_shard(shard)
+            for n, link in enumerate(same):
+                rows = np.flatnonzero(slots % len(same) == n)
+                if len(rows):
+                    found.append(_Part(link, rows))
+        return found
+
+    def _send(self, moving: RanksMoving, part: _Part, marks: Sequence[int]) -> None:
+        fields, arrays = wire.described(_part(moving.move, part.rows, part.link.shard, self.layers))
+        told = {"do": "move", "id": moving.number, "after": [*marks], "move": fields}
+        if not part.link.channel.send(wire.pack(told, arrays)):
+            self.ranks.lose(part.link, "it does not read what it is told")
+
+    def cancel(self, moving: RanksMoving, links: Sequence[Link]) -> None:
+        for link in links:
+            link.channel.send(wire.pack({"do": "cancel", "id": moving.number}))
+
+    def _heard(self, link: Link, message: Message) -> None:
+        fields = message.fields
+        if "lock_lost" in fields:
+            self._stop(fields["lock_lost"])
+            return
+        number = int(fields.get("ended", fields.get("of", 0)))
+        moving = self._under_way.get(number)
+        if moving is None:
+            return
+        if "ended" in fields:
+            moving.answered(link, fields, message.arrays)
+            self.ranks.answered(link, number)
+        else:
+            moving.row_ended(link, fields["row"])
+
+    def _gone(self, link: Link) -> None:
+        for moving in [*self._under_way.values()]:
+            moving.lost(link)
+
+    def forget(self, moving: RanksMoving) -> None:
+        self._under_way.pop(moving.number, None)
+
+    def end_lost(self) -> Iterator[tuple[RanksMoving, Sequence[int]]]:
+        """Moves that nobody waits for, because the call that began them was interrupted: see `NativeExecutor`."""
+        for moving in [*self._under_way.values()]:
+            if not moving.known:
+                moving.cancel()
+                yield moving, moving.lose()
+
+    def stop(self) -> None:
+        self._closed = True
+
+    def close(self) -> None:
+        self.stop()
+        self.ranks.close()
+
+
+def _part(move: Move, rows: Int64Array | None, shard: int, layers: int) -> Move:
+    """The rows of a move that are one rank's, with the sums of its shard."""
+    ways, at, columns = [], 0, slice(shard * layers, (shard + 1) * layers)
+    for way in move.ways:
+        sums = None if way.sums is None else way.sums[:, columns]
+        if rows is None:
+            ways.append(Way(way.source, way.target, way.sources, way.targets, way.through, way.places, sums))
+        else:
+            mine = rows[(rows >= at) & (rows < at + len(way))] - at
+            if len(mine):
+                places = None if way.places is None else way.places[mine]
+                ways.append(
+                    Way(
+                        *(way.source, way.target, way.sources[mine], way.targets[mine], way.through, places),
+                        sums=None if sums is None else sums[mine],
+                    )
+                )
+        at += len(way)
+    return Move(move.priority, tuple(ways), move.seconds, move.groups, move.number)

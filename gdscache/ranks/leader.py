@@ -1,0 +1,304 @@
+"""The ranks of an engine, as its leader knows them: connected, asked, away or lost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gdscache
+from gdscache import errors
+from gdscache.errors import GdsCacheError, IOFailedError, RankError, RankLostError, RankMismatchError
+from gdscache.ranks import wire
+from gdscache.ranks.address import RankAddress
+from gdscache.ranks.channel import Channel
+from gdscache.ranks.wire import Message
+from gdscache.runtime.threads import Flag
+
+CONNECT_S = 30.0  # that a rank has to be there and say who it is
+OPEN_S = 600.0  # that it has for its memory and files, which are allocated then
+GRACE_S = 2.0  # behind a deadline, until whoever does not answer is away
+_log = logging.getLogger("gdscache.ranks")
+
+
+class Link:
+    """One rank. `facts`: what it said of itself."""
+
+    def __init__(self, address: RankAddress) -> None:
+        self.address = address
+        self.rank, self.shard = address.rank, address.shard
+        self.facts: dict[str, Any] = {}
+        self.channel: Channel
+        self.lost = ""  # why it is for good
+        self.overdue: set[int] = set()  # moves that it has not answered in time
+
+
+class RankSet:
+    """All ranks of an engine. `heard(link, message)` is told what is no answer, in a thread of the link's.
+
+    `absent` says why nothing is loaded or stored for now: a rank is away, or lost.
+    """
+
+    def __init__(self) -> None:
+        self.leader = secrets.token_hex(8)
+        self.links: list[Link] = []
+        self.shards = 1
+        self.absent = ""
+        self.heard: Callable[[Link, Message], object] = lambda link, message: None
+        self.gone: Callable[[Link], object] = lambda link: None  # told when a rank is lost
+        self.switched: Callable[[], object] = lambda: None  # told when `absent` has changed
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, tuple[Flag, list[tuple[Message, list[int]]], Link]] = {}
+        self._closed = False
+
+    @classmethod
+    def connect(cls, addresses: Sequence[RankAddress]) -> RankSet:
+        """Connect to all of them. Raises `RankError` where one cannot be reached, or they are no set: ranks 0 to n - 1,
+        shards from 0 on, each of as many ranks."""
+        _check(addresses)
+        ranks = cls()
+        ranks.shards = 1 + max(address.shard for address in addresses)
+        with contextlib.ExitStack() as undo:
+            undo.callback(ranks.close)
+            for address in sorted(addresses, key=lambda address: address.rank):
+                link = Link(address)
+                name = f"leader-{link.rank}"
+                heard = functools.partial(ranks._heard, link)
+                link.channel = Channel(_connected(address), name, heard, functools.partial(ranks.lose, link))
+                ranks.links.append(link)
+                link.channel.begin()
+            undo.pop_all()
+        return ranks
+
+    def hello(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
+        """Have each rank compare its planes with the model. Raises what it does, and `RankMismatchError`."""
+        told = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "leader": self.leader}
+        for link, answer in self.call("hello", told | {"model": model, "gpu": gpu}, seconds=CONNECT_S):
+            link.facts = answer.fields
+        for name in ("blocks", "block_tokens"):
+            found = {link.facts[name] for link in self.links}
+            if len(found) > 1:
+                raise RankMismatchError(
+                    f"the ranks' planes have {sorted(found)} {name}", "attach planes of one shape on all ranks"
+                )
+
+    @property
+    def owners(self) -> list[Link]:
+        """The first rank of each shard, which has its files."""
+        return [next(link for link in self.links if link.shard == shard) for shard in range(self.shards)]
+
+    def of_shard(self, shard: int) -> list[Link]:
+        return [link for link in self.links if link.shard == shard]
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        do: str,
+        fields: Mapping[str, Any],
+        links: Sequence[Link] | None = None,
+        *,
+        seconds: float = OPEN_S,
+        arrays: Sequence[wire.Array] = (),
+    ) -> list[tuple[Link, Message]]:
+        """Ask ranks, all by default, side by side; their answers. Raises the error of the first that has one, and
+        `RankLostError` where one does not answer."""
+        asked = [
+            (link, self._ask(do, fields, link, arrays=arrays)) for link in (self.links if links is None else links)
+        ]
+        return [(link, self._answer(link, number, seconds)[0]) for link, number in asked]
+
+    def share(self, fields: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[Link, Message]]:
+        """Have the first make a memory, and the others take the same one."""
+        first, others = links[0], links[1:]
+        message, given = self._answer(first, self._ask("memory", {**fields, "share": bool(others)}, first), OPEN_S)
+        answers = [(first, message)]
+        try:
+            for link in others:
+                number = self._ask("memory", {**fields, "share": False}, link, given)
+                answers.append((link, self._answer(link, number, OPEN_S)[0]))
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
+        return answers
+
+    def _ask(
+        self,
+        do: str,
+        fields: Mapping[str, Any],
+        link: Link,
+        descriptors: Sequence[int] = (),
+        arrays: Sequence[wire.Array] = (),
+    ) -> int:
+        number = next(self._numbers)
+        with self._lock:
+            self._answers[number] = Flag(), [], link
+        told = {**fields, "do": do, "call": number, "descriptors": len(descriptors)}
+        if link.lost or not link.channel.send(wire.pack(told, arrays), descriptors):
+            self._answers[number][0].set()
+        return number
+
+    def _answer(self, link: Link, number: int, seconds: float) -> tuple[Message, list[int]]:
+        flag, answers, _ = self._answers[number]
+        flag.wait(seconds)
+        with self._lock:
+            del self._answers[number]
+        if not answers:
+            raise RankLostError(
+                f"rank {link.rank} {link.lost or f'has not answered within {seconds:g} s'}",
+                "see the log of its process",
+            )
+        message, given = answers[0]
+        if "error" in message.fields:
+            raise _error(message.fields)
+        return message, given
+
+    # -- what ranks say ------------------------------------------------------------------------------------------------
+
+    def _heard(self, link: Link, message: Message, descriptors: list[int]) -> None:
+        number = message.fields.get("answer")
+        if number is None:
+            self.heard(link, message)
+            return
+        with self._lock:
+            found = self._answers.get(number)
+            if found is not None:
+                found[1].append((message, descriptors))
+                found[0].set()
+        if found is None:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def lose(self, link: Link, why: str) -> None:
+        """A rank has gone for good: its moves have ended, and nothing is loaded or stored any more."""
+        with self._lock:
+            if self._closed or link.lost:
+                return
+            link.lost = f"is lost: {why}"
+            waiting = [flag for flag, _, whose in self._answers.values() if whose is link]
+        _log.error(
+            "rank %d (process %s) is lost: %s. Nothing is loaded or stored any more; requests are computed. Start the "
+            "engine anew",
+            link.rank,
+            link.facts.get("pid", "?"),
+            why,
+        )
+        for flag in waiting:
+            flag.set()
+        self._look()
+        self.gone(link)
+
+    def late(self, link: Link, number: int) -> None:
+        """A rank has not answered a move in time, and not in the grace behind it."""
+        with self._lock:
+            first = not link.overdue and not link.lost
+            link.overdue.add(number)
+        if first:
+            _log.error(
+                "rank %d (process %s) does not answer: nothing is loaded or stored until it does",
+                link.rank,
+                link.facts.get("pid", "?"),
+            )
+        self._look()
+
+    def answered(self, link: Link, number: int) -> None:
+        """A move that was overdue has ended on a rank."""
+        with self._lock:
+            if number not in link.overdue:
+                return
+            link.overdue.discard(number)
+            back = not link.overdue and not link.lost
+        if back:
+            _log.warning("rank %d answers again", link.rank)
+        self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            lost, away = any(link.lost for link in self.links), any(link.overdue for link in self.links)
+            absent = "rank_lost" if lost else "rank_away" if away else ""
+            changed, self.absent = absent != self.absent, absent
+        if changed:
+            self.switched()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Plain data for `stats()`, a rank each."""
+        return [
+            {
+                "rank": link.rank,
+                "shard": link.shard,
+                "pid": link.facts.get("pid"),
+                "device": link.facts.get("device"),
+                "state": "lost" if link.lost else "away" if link.overdue else "running",
+                "overdue": len(link.overdue),
+            }
+            for link in self.links
+        ]
+
+    def close(self) -> None:
+        """Have the ranks end what they do, and leave them; again is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for link in self.links:
+            link.channel.send(wire.pack({"do": "close"}))
+        for link in self.links:
+            link.channel.close()
+
+
+def _check(addresses: Sequence[RankAddress]) -> None:
+    given = [*addresses]
+    if not given or any(not isinstance(address, RankAddress) for address in given):
+        raise RankError("no addresses of ranks were given", "pass Rank.address of each process, as ranks=[...]")
+    numbers, shards = sorted(a.rank for a in given), [a.shard for a in given]
+    if numbers != [*range(len(given))]:
+        raise RankError(f"the ranks are {numbers}", "number them 0 to n - 1, each once")
+    counts = {shards.count(shard) for shard in range(max(shards) + 1)}
+    if min(shards) < 0 or len(counts) > 1:
+        raise RankError(f"the ranks' shards are {shards}", "give each shard, from 0 on, to as many ranks")
+
+
+def _connected(address: RankAddress) -> socket.socket:
+    """A connection, as soon as the rank listens. Raises `RankError`."""
+    until = time.monotonic() + CONNECT_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(address.path)
+            return connection
+        except OSError as error:
+            connection.close()
+            if time.monotonic() > until or not isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                raise RankError(
+                    f"rank {address.rank} cannot be reached at {address.path}: {error.strerror}",
+                    "start every rank on this host before the leader, as the same user",
+                ) from error
+        time.sleep(0.05)
+
+
+def _error(fields: Mapping[str, Any]) -> GdsCacheError:
+    """The error that a rank has raised, by its class."""
+    kind = getattr(errors, str(fields["error"]), RankError)
+    if not (isinstance(kind, type) and issubclass(kind, GdsCacheError)):
+        kind = RankError
+    if issubclass(kind, IOFailedError):
+        return kind(fields["message"], fields["hint"], fields.get("errno"))
+    try:
+        return kind(fields["message"], fields["hint"])
+    except TypeError:  # a class that takes more
+        return RankError(fields["message"], fields["hint"])
+
+
+def patience(seconds: float, longest: float) -> float:
+    """How long a rank has for a move: its deadline; without one, `longest`."""
+    return longest if math.isinf(seconds) else seconds

@@ -1,0 +1,157 @@
+"""A process with planes, as one of several that a leader's engine moves pages in and out of."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gdscache.cuda.streams import record
+from gdscache.errors import EngineClosedError, RankError
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.report import LoadPart
+from gdscache.moves import PageStatus
+from gdscache.pages.layout import PageLayout
+from gdscache.ranks import wire
+from gdscache.ranks.address import RankAddress
+from gdscache.ranks.loads import CODES, RankLoad
+from gdscache.ranks.service import Service
+from gdscache.runtime.threads import Flag, failure_of, log_failure, start
+
+_log = logging.getLogger("gdscache.ranks")
+
+
+class Rank:
+    """Planes of this process, `planes[layer][plane]` as `CacheEngine` takes them, for a leader's engine to move.
+
+        rank = gdscache.Rank(planes, rank=1)               # in each process that has planes
+        engine = gdscache.CacheEngine.from_config(path, ranks=addresses)   # in one process, the leader
+        load = engine.load(hit, slots);  orders = load.order               # the leader decides
+        loading = rank.load(orders);     loading.wait(layer)               # each rank, on its own stream
+
+    `rank` counts from 0. `shard`: the part of the heads that the planes have; ranks with equal bytes (latents, heads
+    that are replicated) name one shard. By default each rank is a shard of its own. One leader at a time is served;
+    behind its end, or its death, another may connect. Raises `RankError` where the address cannot be had.
+    """
+
+    def __init__(self, planes: Sequence[Sequence[torch.Tensor]], rank: int = 0, *, shard: int | None = None) -> None:
+        self._planes = [tuple(layer) for layer in planes]
+        self._folder = tempfile.mkdtemp(prefix="gdscache-rank-")  # mode 0700
+        self.address = RankAddress(os.path.join(self._folder, "socket"), rank, rank if shard is None else shard)
+        self._service: Service | None = None
+        self._layout: PageLayout | None = None  # of the last leader's model
+        self._closed = False
+        self._over = Flag()
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            try:
+                self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                undo.callback(self._listening.close)
+                self._listening.bind(self.address.path)
+                self._listening.listen(4)
+            except OSError as error:
+                raise RankError(
+                    f"no socket for rank {rank}: {error.strerror}", "set TMPDIR to a shorter path"
+                ) from error
+            self._thread = threading.Thread(target=self._serve, name="gdscache-rank", daemon=True)
+            start([self._thread], self._stop)
+            undo.pop_all()
+
+    # -- in the step's order -------------------------------------------------------------------------------------------
+
+    def load(self, order: bytes) -> LayerwiseLoad:
+        """Begin what a leader's `load.order` says, after the current stream's work so far; its handle here.
+
+        The handle waits for layers of this rank's planes and has the verdict on its pages here: a page that is bad on
+        one rank is bad, and each rank's engine has to be told. Never raises for a leader that has gone: the pages are
+        `RANK_LOST` then.
+        """
+        fields, arrays = wire.unpack(order)
+        service, planes = self._service, self._planes
+        if service is not None:
+            self._layout = service.layout
+        layout = self._layout
+        if layout is None:
+            raise RankError("no leader has connected to this rank", "open the engine with this rank's address first")
+        parts = [LoadPart(pages, first) for pages, first in fields["requests"]]
+        device = planes[0][0].device
+        handle = LayerwiseLoad(parts, layout, fields["deadline"], device=device, checked=fields["checked"])
+        load, event = RankLoad(handle, layout), record(device)
+        moves = [(told["id"], wire.move_of(told, arrays), arrays.pop(0)) for told in fields["moves"]]
+        load.expect(len(moves))
+        for number, (move_id, move, rows) in enumerate(moves):
+            if service is None or service.leader != fields["leader"]:
+                load.moved(rows, np.full(len(rows), CODES[PageStatus.RANK_LOST], np.uint8))
+            else:
+                service.begin_load(move_id, move, (event,), load, rows, last=number == len(moves) - 1)
+        return handle
+
+    def store(self, order: bytes) -> None:
+        """What a leader's `handle.order` says of a store: the blocks may be read after the current stream's work so
+        far. To be called once for each store, by every rank; an empty order says nothing."""
+        if not order:
+            return
+        fields, _ = wire.unpack(order)
+        service = self._service
+        if service is not None and service.leader == fields["leader"]:
+            service.mark(fields["store"], record(self._planes[0][0].device))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End what moves, give memory and files back, and be gone. The leader's pages miss from then on. Again is
+        fine."""
+        if not self._closed:
+            self._closed = True
+            self._stop()
+            self._thread.join()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Rank:
+        if self._closed:
+            raise EngineClosedError("the rank is closed", "make a new one")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        service = self._service
+        if service is not None:
+            service.leave("this rank is being closed")
+
+    def _serve(self) -> None:
+        """One leader after the other."""
+        while not self._closed:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            error = failure_of(functools.partial(self._serve_one, connection))
+            log_failure(error)
+
+    def _serve_one(self, connection: socket.socket) -> None:
+        service = Service(connection, self._planes, self.address.rank, self.address.shard)
+        self._service = service
+        if self._closed:
+            service.leave("this rank is being closed")
+        try:
+            service.run()
+        finally:
+            self._service = None

@@ -1,0 +1,450 @@
+"""What a rank does for its leader: memories, a slab, an executor, and moves between them. It decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import gdscache
+from gdscache.arrays import Int64Array
+from gdscache.config import GpuConfig, ModelConfig
+from gdscache.cuda.streams import Event
+from gdscache.disk.directory import lock_slab
+from gdscache.disk.locks import FileLock
+from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
+from gdscache.errors import GdsCacheError, LockLostError, RankMismatchError, ShortIOError, StorageError
+from gdscache.extents.host import HostExtents
+from gdscache.movers import open_mover
+from gdscache.movers.base import Mover
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority
+from gdscache.moves.machine import Machine, Reserve
+from gdscache.moves.native import NativeExecutor
+from gdscache.native import SHORT, take_rows
+from gdscache.pages.checksum import first_bad_layer
+from gdscache.pages.layout import PageLayout
+from gdscache.pages.planes import PagedPlanes
+from gdscache.ranks import wire
+from gdscache.ranks.channel import Channel
+from gdscache.ranks.loads import CODES, PENDING, RankLoad
+from gdscache.ranks.wire import Array, Message
+from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
+from gdscache.storage import open_transport
+
+WAITING = 16  # threads that wait for moves to end
+CLOSE_S = 5.0  # that I/O which is late is waited for at the end
+_log = logging.getLogger("gdscache.ranks")
+
+
+class _Verdicts:
+    """Hears what becomes of the pages of a move; of a load, hands layers on to its handle."""
+
+    def __init__(self, rows: int, load: RankLoad | None = None, *, last: bool = False) -> None:
+        self.statuses = np.full(rows, PENDING, np.uint8)
+        self.rows = np.arange(rows)
+        self._load = load
+        self._last = last
+
+    def judged(self, rows: Int64Array, status: PageStatus) -> None:
+        self.statuses[rows] = CODES[status]
+
+    def ready(self, layers: range, event: Event) -> None:
+        if self._load is not None and self._last:
+            self._load.signal(layers, event)
+
+
+class _Given(NamedTuple):
+    """What came with a call."""
+
+    arrays: list[Array]
+    descriptors: list[int]
+
+
+class _Mark:
+    """A place in the order of this rank's stream, once it has come there."""
+
+    def __init__(self) -> None:
+        self.event: Event = None
+        self.there = Flag()
+
+
+class Service:
+    """Serves one leader over a connection, in `run`. `leave` ends that."""
+
+    def __init__(
+        self, connection: socket.socket, planes: Sequence[Sequence[torch.Tensor]], rank: int, shard: int
+    ) -> None:
+        self.leader = ""  # which it is: orders of another are not ours
+        self.layout: PageLayout
+        self._given = planes
+        self._rank, self._shard = rank, shard
+        self._gpu = GpuConfig()
+        self._planes: PagedPlanes
+        self._memories: dict[str, HostExtents] = {}
+        self._slots: dict[str, int] = {}
+        self._locks: list[FileLock] = []
+        self._files: SlabIO | None = None
+        self._mover: Mover | None = None
+        self._executor: NativeExecutor | None = None
+        self._moving: dict[int, Moving] = {}
+        self._refused: set[int] = set()  # loads that the leader gave up before they were begun here
+        self._marks: dict[int, _Mark] = {}
+        self._late = 0  # rows
+        self._lock = threading.Condition()
+        self._over = Flag()
+        self._why = ""
+        self._calls: Mapping[str, Callable[[dict[str, Any], _Given], Mapping[str, Any]]] = {
+            "hello": self._hello,
+            "memory": self._add_memory,
+            "slab": self._add_slab,
+            "start": self._start,
+            "flush": self._flush,
+            "check": self._check,
+            "lengthen": self._lengthen,
+            "bad": self._bad_slots,
+        }
+        self._workers = Workers(WAITING, "gdscache-rank")
+        try:
+            self._channel = Channel(connection, f"rank-{rank}", self._heard, self.leave)
+            self._channel.begin()
+        except BaseException:
+            self._workers.shutdown()
+            connection.close()
+            raise
+
+    def run(self) -> None:
+        """Until the leader, or this rank, leaves; then everything is given back."""
+        self._over.wait()
+        if self._why:
+            _log.warning("rank %d serves no leader any more: %s", self._rank, self._why)
+        self._close()
+
+    def leave(self, why: str) -> None:
+        if not self._over.is_set():
+            self._why = why
+            self._over.set()
+
+    # -- what a leader says --------------------------------------------------------------------------------------------
+
+    def _heard(self, message: Message, descriptors: list[int]) -> None:
+        what, fields = message.fields.get("do"), message.fields
+        if what == "move":
+            self._move(fields, message.arrays)
+        elif what == "cancel":
+            self._cancel(fields["id"])
+        elif what == "forget":
+            for mark in fields["marks"]:
+                self._marks.pop(mark, None)
+        elif what == "close":
+            self.leave("")
+        else:
+            self._workers.submit(functools.partial(self._answer, fields, _Given(message.arrays, descriptors)))
+
+    def _answer(self, fields: dict[str, Any], given: _Given) -> None:
+        """A call, whose errors are told by their class."""
+        told: dict[str, Any] = {}
+        try:
+            told = dict(self._calls[fields["do"]](fields, given))
+        except GdsCacheError as error:
+            told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+            told["errno"] = getattr(error, "errno", None)
+        except Exception as error:  # noqa: BLE001 - the leader waits for an answer, and has the log's name of it
+            log_failure(error)
+            told = {"error": "RankError", "message": f"rank {self._rank}: {error!r}", "hint": "see this rank's log"}
+        shared = told.pop("descriptor", None)
+        self._channel.send(
+            wire.pack({"answer": fields["call"], "descriptors": 0 if shared is None else 1, **told}),
+            () if shared is None else (shared,),
+        )
+
+    def _hello(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        if (fields["version"], fields["protocol"]) != (gdscache.__version__, wire.PROTOCOL):
+            raise RankMismatchError(
+                f"the leader is gdscache {fields['version']} (protocol {fields['protocol']}), and rank {self._rank} is "
+                f"{gdscache.__version__} (protocol {wire.PROTOCOL})",
+                "install one version for all processes",
+            )
+        self.layout = ModelConfig(**fields["model"]).layout()
+        self._gpu = GpuConfig(**fields["gpu"])
+        self._planes = planes = PagedPlanes(self.layout, self._given)
+        self._slots[PLANES] = planes.blocks
+        self.leader = fields["leader"]
+        device = planes.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return {
+            "blocks": planes.blocks,
+            "block_tokens": planes.block_tokens,
+            "device": str(device),
+            "device_name": name,
+            "pid": os.getpid(),
+        }
+
+    def _add_memory(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        """A pool of slots. `share`: its descriptor goes back, for ranks with equal bytes; they are given it."""
+        extents = HostExtents(
+            self.layout,
+            fields["slots"] * self.layout.extent_bytes,
+            "auto" if self._planes.device.type == "cuda" else "off",
+            fields["setting"],
+            descriptor=given.descriptors[0] if given.descriptors else None,
+            shared=fields["share"],
+        )
+        self._memories[fields["space"]] = extents
+        told: dict[str, Any] = {"pinned": extents.buffer.pinned}
+        return told | ({"descriptor": extents.buffer.descriptor} if fields["share"] else {})
+
+    def _add_slab(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        directories = [Path(path) for path in fields["directories"]]
+        with contextlib.ExitStack() as undo:
+            transport = open_transport(
+                fields["transport"],
+                directory=directories[0],
+                device="cpu",
+                threads=fields["threads"],
+                direct_io="auto",
+                gds="off",
+            )
+            undo.callback(transport.close)
+            if fields["owner"]:
+                undo.callback(self._give_locks_back)
+                self._hold(directories)
+            slab = Slab.open(
+                *(directories[0], self.layout.extent_bytes, fields["slots"], directories[1:]), shard=self._shard
+            )
+            if fields["owner"]:
+                self._hold(directories)
+            self._files = SlabIO(slab, transport)
+            undo.pop_all()
+        self._slots["ssd"] = fields["slots"]
+        for extents in self._memories.values():
+            self._files.register(extents.buffer.view)
+        return {"valid": slab.valid_slots, "transport": _plain(transport.describe()), "files": [*map(str, slab.files)]}
+
+    def _hold(self, directories: Sequence[Path]) -> None:
+        """Lock the slab's files that there are."""
+        for number, where in enumerate(directories):
+            lock = lock_slab(where, number, self._shard, held=[lock.path for lock in self._locks])
+            self._locks += [] if lock is None else [lock]
+
+    def _give_locks_back(self) -> None:
+        locks, self._locks = self._locks, []
+        for lock in locks:
+            lock.close()
+
+    def _start(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        self._mover = open_mover(self._planes, self._gpu)
+        bounce = self._memories.get("bounce")
+        reserve = None if bounce is None else Reserve(bounce, range(*fields["loads"]))
+        if self._files is not None and bounce is not None:
+            self._files.register(bounce.buffer.view)
+        files = {} if self._files is None else {"ssd": self._files}
+        self._executor = NativeExecutor(Machine(self._mover, self._memories, files, self._slots, reserve))
+        return {"copies": _plain(self._mover.describe())}
+
+    def _flush(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        if self._files is not None:
+            self._files.flush()
+        return {}
+
+    def _check(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        assert self._files is not None, "no slab"
+        problems, short = self._files.slab.check()
+        return {"problems": problems, "short": [[number, slots] for number, slots in short.items()]}
+
+    def _lengthen(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        assert self._files is not None, "no slab"
+        self._files.slab.lengthen()
+        return {}
+
+    def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+        """Those of the slots of a memory whose bytes are not what was stored, with the first bad layer of each."""
+        extents, n = self._memories[fields["space"]], self.layout.n_layers
+        sums = given.arrays[0][:, self._shard * n : (self._shard + 1) * n]
+        found = [
+            (slot, first_bad_layer(extents.memory(slot), self.layout.layer_bounds, wanted))
+            for slot, wanted in zip(fields["slots"], sums, strict=True)
+        ]
+        return {"bad": [(slot, layer) for slot, layer in found if layer is not None]}
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def mark(self, number: int, event: Event) -> None:
+        mark = self._marks.setdefault(number, _Mark())
+        mark.event = event
+        mark.there.set()
+
+    def _move(self, fields: dict[str, Any], arrays: list[Array]) -> None:
+        move, number = wire.move_of(fields["move"], arrays), fields["id"]
+        marks = [self._marks.setdefault(mark, _Mark()) for mark in fields["after"]]
+        if all(mark.there.is_set() for mark in marks):
+            self._begin(number, move, [mark.event for mark in marks])
+        else:
+            self._workers.submit(functools.partial(self._begin_behind, number, move, marks))
+
+    def _begin_behind(self, number: int, move: Move, marks: Sequence[_Mark]) -> None:
+        """Begin a store's move when this rank's stream has come to the store; or say that it has not, in its time."""
+        if all(mark.there.wait(move.seconds) for mark in marks) and not self._over.is_set():
+            self._begin(number, move, [mark.event for mark in marks])
+        else:
+            why = (
+                f"rank {self._rank} was not told of the store within {move.seconds:g} s: call Rank.store with its order"
+            )
+            self._tell(number, why=why)
+
+    def begin_load(
+        self, number: int, move: Move, after: Sequence[Event], load: RankLoad, rows: Int64Array, *, last: bool
+    ) -> None:
+        """Begin a move of a load, in the caller's thread."""
+        with self._lock:
+            refused = number in self._refused or self._over.is_set()
+            self._refused.discard(number)
+        if refused:
+            load.moved(rows, np.full(len(rows), CODES[PageStatus.CANCELLED], np.uint8))
+            return
+        columns = slice(self._shard * self.layout.n_layers, (self._shard + 1) * self.layout.n_layers)
+        for way in move.ways:
+            way.sums = None if way.sums is None else np.ascontiguousarray(way.sums[:, columns])
+        self._begin(number, move, after, load, rows, last=last)
+
+    def _begin(
+        self,
+        number: int,
+        move: Move,
+        after: Sequence[Event],
+        load: RankLoad | None = None,
+        rows: Int64Array | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        executor = self._executor
+        assert executor is not None, "a move before the start"
+        heard = None if move.priority >= Priority.STORE else _Verdicts(len(move), load, last=last)
+        ended = functools.partial(self._ended, number, move, heard, load, rows)
+        try:
+            lost = self._lock_lost() if any("ssd" in (way.source, way.target) for way in move.ways) else ""
+            if lost:
+                self._channel.send(wire.pack({"lock_lost": lost}))
+                raise LockLostError(lost)
+            moving = executor.begin(move, after, heard)
+        except Exception as error:  # noqa: BLE001 - the leader waits for its end
+            log_failure(error)
+            ended(None, f"rank {self._rank}: {error}")
+            return
+        with self._lock:
+            self._moving[number] = moving
+        if load is not None:
+            load.handle.carried_by(moving, last=last)
+        self._workers.submit(functools.partial(ended, moving, ""))
+
+    def _ended(
+        self,
+        number: int,
+        move: Move,
+        heard: _Verdicts | None,
+        load: RankLoad | None,
+        rows: Int64Array | None,
+        moving: Moving | None,
+        why: str,
+    ) -> None:
+        """Wait for a move's end, and tell the leader, and the load's handle."""
+        failed: list[tuple[int, int]] = []
+        late: list[int] = []
+        if moving is not None and self._executor is not None:
+            try:
+                end = self._executor.finish(moving.end())
+                failed = [(row, SHORT if isinstance(e, ShortIOError) else _errno(e)) for row, e in end.errors.items()]
+                late, why = [*map(int, end.late)], "" if end.error is None else str(end.error)
+            except GdsCacheError as error:
+                why = f"rank {self._rank}: {error}"
+        arrays: list[Array] = [] if heard is None else [heard.statuses]
+        if heard is None and move.priority is Priority.STORE and not why:
+            arrays += [
+                np.concatenate([take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways])
+            ]
+        self._tell(number, arrays, failed=failed, late=late, why=why)
+        with self._lock:
+            self._moving.pop(number, None)
+            self._late += len(late)
+        if moving is not None and late:
+            there = frozenset(late)
+            moving.on_end(lambda row: self._late_ended(number, row) if row in there else None)
+        if load is not None and rows is not None:
+            assert heard is not None, "a load has a verdict"
+            load.moved(rows, heard.statuses)
+
+    def _late_ended(self, number: int, row: int) -> None:
+        with self._lock:
+            self._late -= 1
+            self._lock.notify_all()
+        self._channel.send(wire.pack({"row": row, "of": number}))
+
+    def _tell(
+        self,
+        number: int,
+        arrays: Sequence[Array] = (),
+        *,
+        failed: Sequence[tuple[int, int]] = (),
+        late: Sequence[int] = (),
+        why: str = "",
+    ) -> None:
+        self._channel.send(wire.pack({"ended": number, "failed": failed, "late": late, "why": why}, arrays))
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            moving = self._moving.get(number)
+            if moving is None:
+                self._refused.add(number)
+        if moving is None:
+            self._tell(number, why="it was not begun here")
+        else:
+            moving.cancel()
+
+    def _lock_lost(self) -> str:
+        return next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Moves come to their end; what is late is waited for, for a time, and what it may touch is kept behind it."""
+        with contextlib.ExitStack() as last_to_first:
+            last_to_first.callback(self._channel.close)
+            for mark in self._marks.values():
+                mark.there.set()
+            log_failure(failure_of(self._workers.shutdown))
+            with self._lock:
+                in_time = self._lock.wait_for(lambda: not self._late, CLOSE_S)
+            if not in_time:
+                _log.error("%d pages of rank %d are late: their memory and files are kept", self._late, self._rank)
+                return
+            last_to_first.callback(self._give_locks_back)
+            for extents in self._memories.values():
+                last_to_first.callback(extents.close)
+            if self._files is not None:
+                last_to_first.callback(self._files.close)
+            if self._mover is not None:
+                last_to_first.callback(self._mover.close)
+            if self._executor is not None:
+                last_to_first.callback(self._executor.close)
+
+
+def _errno(error: StorageError) -> int:
+    return getattr(error, "errno", None) or errno.EIO
+
+
+def _plain(told: Mapping[str, object]) -> dict[str, Any]:
+    """What JSON has: the rest as text."""
+    return {
+        key: value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+        for key, value in told.items()
+    }

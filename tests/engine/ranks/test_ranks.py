@@ -1,0 +1,153 @@
+"""Several ranks as processes, led by one engine: what is stored comes back on each, or on none."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdscache import CacheEngine, PageStatus
+from gdscache.errors import InvalidValueError, PlanesError, RankError
+from tests.support.helpers import MHA, MLA, WAIT, drop_from, flip_file, prompt, until
+from tests.support.ranks import RanksHost
+
+Open = Callable[..., RanksHost]
+GOOD = PageStatus.LOADED
+
+
+@pytest.fixture
+def ranks_host(tmp_path: Path) -> Iterator[Open]:
+    hosts: list[RanksHost] = []
+
+    def open_(shards: list[int], **options: Any) -> RanksHost:
+        hosts.append(RanksHost(tmp_path / "cache", shards, **options))
+        return hosts[-1]
+
+    yield open_
+    for host in hosts:
+        host.close()
+
+
+@pytest.mark.parametrize("shards", [[0, 1], [0, 1, 2, 3], [0, 0], [0, 0, 1, 1]])
+def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_host: Open, shards: list[int]) -> None:
+    host = ranks_host(shards, model=MLA if max(shards) == 0 else MHA)
+    tokens = prompt(1, 5)
+    assert host.store(tokens).tiers == (("cpu", "ssd"),) * 5
+    assert host.load(tokens)[0].pages == (GOOD,) * 5
+    drop_from(host.engine, "cpu")
+    report, _ = host.load(tokens)
+    assert (report.pages, report.bytes_by_tier) == ((GOOD,) * 5, {"ssd": 5 * host.layout.page_bytes})
+    host.engine.close()
+    host.start_ranks()
+    host.engine = host.open()
+    with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        hit = prefetch.hit()
+        assert hit.tokens == len(tokens)
+    assert host.load(tokens)[0].pages == (GOOD,) * 5
+    assert not host.engine.check().problems
+
+
+def test_a_page_is_bad_everywhere_when_it_is_bad_on_one(ranks_host: Open, tmp_path: Path) -> None:
+    host = ranks_host([0, 1])
+    tokens = prompt(1, 4)
+    host.store(tokens)
+    drop_from(host.engine, "cpu")
+    slot = host.engine.manager.tiers["ssd"].index.slot(host.engine.pages(tokens)[2].key)
+    assert slot is not None
+    flip_file(tmp_path / "cache" / "slab-0.0.1.bin", slot * host.layout.extent_bytes + 5, 3)
+    report, ranks = host.load(tokens)
+    assert [status.value for status in report.pages] == ["loaded", "loaded", "checksum", "loaded"]
+    assert ranks == [["loaded"] * 4, ["loaded", "loaded", "checksum", "loaded"]]
+    assert host.engine.lookup(tokens).tokens == 2 * host.layout.page_tokens
+
+
+def test_each_shard_has_its_own_bytes_and_a_latent_has_them_once(ranks_host: Open, tmp_path: Path) -> None:
+    host = ranks_host([0, 0], model=MLA)
+    host.store(prompt(1, 3))
+    assert sorted(path.name for path in (tmp_path / "cache").glob("slab*")) == ["slab-0.bin"]
+    host.engine.close()
+    host.shards = [0]  # its directory serves any number of ranks
+    host.start_ranks()
+    host.engine = host.open()
+    assert host.load(prompt(1, 3))[0].pages == (GOOD,) * 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("when", ["load", "store", "prefetch"])
+def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(ranks_host: Open, how: int, when: str) -> None:
+    host = ranks_host([0, 1], deadline=0.5)
+    kept, fresh = prompt(1, 4), prompt(2, 4)
+    host.store(kept)
+    drop_from(host.engine, "cpu")
+    host.ranks[1].signal(how)
+    began = time.monotonic()
+    if when == "load":
+        hit = host.engine.lookup(kept)
+        load = host.engine.load(hit, [*range(len(hit.pages))])
+        host.ranks[0].tell("load", load.order, [], [], 5.0)
+        assert GOOD not in load.result(WAIT).pages
+        host.ranks[0].hear()
+    elif when == "store":
+        handle = host.engine.store(fresh, [8, 9, 10, 11])
+        host.ranks[0].tell("store", handle.order)
+        assert len(handle.result(WAIT).dropped) == 4
+        host.ranks[0].hear()
+    else:
+        with host.engine.prefetch(kept) as prefetch:
+            assert prefetch.result(WAIT).tokens == 0
+    assert time.monotonic() - began < 30
+    until(lambda: host.engine.stats()["ranks"][1]["state"] != "running", "the rank is missed")
+    assert host.engine.lookup(kept).tokens == 0  # nothing is promised that one rank cannot bring
+    if how == signal.SIGSTOP:
+        host.ranks[1].signal(signal.SIGCONT)
+        until(lambda: host.engine.stats()["ranks"][1]["state"] == "running", "the rank is back")
+        assert host.load(kept)[0].pages == (GOOD,) * 4
+        assert len(host.store(fresh).tiers) == 4
+        assert host.load(fresh)[0].pages == (GOOD,) * 4
+    host.engine.close()
+    host.start_ranks()
+    host.engine = host.open()
+    assert host.load(kept)[0].pages == (GOOD,) * 4
+
+
+def test_a_leader_that_dies_leaves_ranks_that_serve_the_next(ranks_host: Open) -> None:
+    host = ranks_host([0, 1])
+    host.store(prompt(1, 4))
+    for link in host.engine._parts.ranks.links:  # as the kernel ends a process that was killed
+        link.channel._socket.shutdown(2)
+    until(lambda: host.engine.stats()["ranks"][0]["state"] == "lost", "the leader sees it")
+    host.engine.close()
+    host.engine = host.open()
+    assert host.load(prompt(1, 4))[0].pages == (GOOD,) * 4
+
+
+def test_a_store_that_no_rank_was_told_of_is_dropped(ranks_host: Open) -> None:
+    host = ranks_host([0, 1], deadline=0.5)
+    handle = host.engine.store(prompt(1, 2), [0, 1])
+    host.ranks[0].tell("store", handle.order)
+    assert len(handle.result(WAIT).dropped) == 2
+    assert host.engine.stats()["ranks"][1]["state"] == "running"
+    host.ranks[0].hear()
+
+
+def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Path) -> None:
+    host = ranks_host([0, 1])
+    some = host.addresses
+    with pytest.raises(RankError, match="number them 0 to n - 1"):
+        CacheEngine.from_config(host.config, ranks=[some[0], some[0]])
+    with pytest.raises(RankError, match="no addresses"):
+        CacheEngine.from_config(host.config, ranks=[])
+    with pytest.raises(InvalidValueError, match="gds is on"):
+        CacheEngine.from_config(host.config | {"ssd": host.config["ssd"] | {"gds": "on"}}, ranks=some)
+    with pytest.raises(InvalidValueError, match="after is given"):
+        host.engine.store(prompt(1, 1), [0], after=object())
+    host.engine.close()
+    with pytest.raises(PlanesError, match="expected"):
+        CacheEngine.from_config(host.config | {"model": MHA | {"kv_heads": 2}}, ranks=some)
+    host.engine = host.open()  # the ranks are as they were
+    assert host.store(prompt(1, 2)).tiers == (("cpu", "ssd"),) * 2

@@ -1,0 +1,190 @@
+"""Random operations on several ranks while one of them, or all, are late, hang or are killed: no wrong byte, no hang,
+and nothing that was committed is lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from gdscache import PageStatus
+from gdscache.errors import GdsCacheError
+from tests.support.helpers import MHA, MLA, SEED, WAIT, drop_from, prompt, settle
+from tests.support.ranks import RanksHost
+
+DEADLINE_S = 0.5
+PROMPTS = 8  # of PAGES each: the SSD tier has room for all of them
+PAGES = 4
+LONGEST_S = 25.0  # of any call, beside a deadline and two graces
+
+
+class Machine:
+    """A host of ranks, and what a plain model knows of it: the prompts whose pages were all committed."""
+
+    def __init__(self, path: Path, shards: list[int], seed: int) -> None:
+        self.rng = random.Random(seed)
+        model = MLA if max(shards) == 0 else MHA
+        self.host = RanksHost(path, shards, model=model, cpu=10, ssd=48, deadline=DEADLINE_S)
+        self.committed: set[int] = set()
+        self.stopped: set[int] = set()
+        self.killed = False
+        self.done = 0
+
+    def step(self) -> None:
+        acts = [self.store] * 4 + [self.load] * 4 + [self.prefetch, self.cool, self.reopen]
+        acts += [self.stop, self.kill, self.clear] if self.done % 5 == 4 else []
+        began = time.monotonic()
+        self.rng.choice(acts)()
+        assert time.monotonic() - began < LONGEST_S, "it hangs"
+        self.done += 1
+
+    @property
+    def well(self) -> bool:
+        return not (self.stopped or self.killed)
+
+    def store(self) -> None:
+        number = self.rng.randrange(PROMPTS)
+        tokens = prompt(number, PAGES)
+        if self.well:
+            report = self.host.store(tokens)
+            assert not report.dropped, report.dropped
+            self.committed.add(number)
+            return
+        keys = [page.key for page in self.host.engine.pages(tokens)]
+        with self.host.blocks(len(keys)) as blocks:
+            there = [rank for rank in self.host.ranks if rank.rank not in self.stopped]
+            for rank in there:
+                rank.tell("compute", blocks, keys)
+                rank.hear()
+            handle = self.host.engine.store(tokens, blocks)
+            for rank in there:
+                rank.tell("store", handle.order)
+                rank.hear()
+            handle.result(LONGEST_S)
+
+    def load(self) -> None:
+        number = self.rng.randrange(PROMPTS)
+        tokens = prompt(number, PAGES)
+        if self.well:
+            report, _ = self.host.load(tokens)
+            good = sum(status is PageStatus.LOADED for status in report.pages)
+            assert good == PAGES or number not in self.committed, f"pages of prompt {number} are lost: {report.pages}"
+            return
+        hit = self.host.engine.lookup(tokens)
+        keys = [page.key for page in hit.pages]
+        with self.host.blocks(len(keys)) as blocks:
+            load = self.host.engine.load(hit, blocks)
+            order, there = load.order, [rank for rank in self.host.ranks if rank.rank not in self.stopped]
+            for rank in there:
+                rank.tell("load", order, blocks, keys, LONGEST_S)
+            answers = [rank.hear(LONGEST_S) for rank in there]
+            report = load.result(LONGEST_S)
+        for answer in answers:
+            for n, (status, good) in enumerate(zip(*answer, strict=True) if answer is not None else ()):
+                assert good or status != "loaded", "wrong bytes"
+                assert status == "loaded" or report.pages[n] is not PageStatus.LOADED
+
+    def prefetch(self) -> None:
+        with self.host.engine.prefetch(prompt(self.rng.randrange(PROMPTS), PAGES)) as prefetch:
+            prefetch.result(LONGEST_S)
+
+    def cool(self) -> None:
+        if self.well:
+            drop_from(self.host.engine, "cpu")
+
+    def clear(self) -> None:
+        if self.well:
+            self.host.engine.clear()
+            self.committed.clear()
+
+    def reopen(self) -> None:
+        self.recover()
+        self.host.engine.close()
+        if self.rng.random() < 0.5:
+            self.host.start_ranks()
+        self.host.engine = self.host.open()
+
+    def stop(self) -> None:
+        """One rank hangs, or all do, and go on after some operations."""
+        some = self.host.ranks if self.rng.random() < 0.3 else [self.rng.choice(self.host.ranks)]
+        for rank in some:
+            rank.signal(signal.SIGSTOP)
+            self.stopped.add(rank.rank)
+        for _ in range(2):
+            self.rng.choice([self.store, self.load, self.prefetch])()
+        self.recover()
+
+    def kill(self) -> None:
+        """One rank dies, or all do; then all of them, and the engine, start anew."""
+        some = self.host.ranks if self.rng.random() < 0.3 else [self.rng.choice(self.host.ranks)]
+        for rank in some:
+            rank.signal(signal.SIGKILL)
+            self.stopped.add(rank.rank)
+        self.killed = True
+        for _ in range(2):
+            self.rng.choice([self.store, self.load, self.prefetch])()
+        self.recover()
+
+    def recover(self) -> None:
+        if self.killed:
+            self.host.engine.close()
+            self.host.start_ranks()
+            self.stopped, self.killed = set(), False
+            self.host.engine = self.host.open()
+            return
+        for rank in self.host.ranks:
+            if rank.rank in self.stopped:
+                rank.signal(signal.SIGCONT)
+        self.stopped = set()
+        until = time.monotonic() + WAIT
+        while any(rank["state"] != "running" for rank in self.host.engine.stats()["ranks"]):
+            assert time.monotonic() < until, "ranks that go on are not heard"
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """All that was committed is there, on every rank, and nothing is left."""
+        self.recover()
+        settle(self.host.engine)
+        drop_from(self.host.engine, "cpu")
+        for number in sorted(self.committed):
+            report, _ = self.host.load(prompt(number, PAGES))
+            assert report.pages == (PageStatus.LOADED,) * PAGES, f"prompt {number}: {report.pages}"
+        settle(self.host.engine)
+        self.host.close()
+
+
+def run(path: Path, shards: list[int], operations: int, seed: int) -> None:
+    machine = Machine(path, shards, seed)
+    try:
+        for _ in range(operations):
+            machine.step()
+        machine.end()
+    except BaseException:
+        machine.host.close()
+        raise
+
+
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0, 1, 1]])
+def test_some_random_operations(tmp_path: Path, shards: list[int]) -> None:
+    run(tmp_path / "cache", shards, 25, 1)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 1, 2, 3]])
+def test_random_operations(tmp_path: Path, shards: list[int]) -> None:
+    run(tmp_path / "cache", shards, 400, SEED)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
+def test_many_random_operations(tmp_path: Path, shards: list[int]) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print("seed", seed)
+    try:
+        run(tmp_path / "cache", shards, 10_000, seed)
+    except GdsCacheError as error:
+        raise AssertionError(f"seed {seed}: {error}") from error

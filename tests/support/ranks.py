@@ -1,0 +1,183 @@
+"""Ranks as processes, and an engine that leads them: bytes that follow from a page's key and the rank's shard."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gdscache import CacheEngine, PageStatus, Rank, RankAddress
+from gdscache.load.report import LoadReport
+from gdscache.pages.layout import PageLayout
+from gdscache.store.handle import StoreReport
+from tests.support.helpers import MHA, WAIT, Bytes, layout_of, make_config, read_page, write_page
+
+BLOCKS = 64
+
+
+def bytes_of(layout: PageLayout, key: bytes, shard: int) -> Bytes:
+    """The part of a page that a shard has: random, and the same whenever key and shard are."""
+    seed = int.from_bytes(key[:8], "little") ^ (shard * 0x9E3779B97F4A7C15 % 2**64)
+    return np.random.default_rng(seed).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+
+
+def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks: int) -> None:
+    """A rank's process: does what it is told over the line, until that is closed."""
+    torch.set_num_threads(1)
+    layout = layout_of(model)
+    planes = [
+        [torch.zeros((blocks, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype)) for p in some]
+        for some in layout.layers
+    ]
+    with Rank(planes, rank, shard=shard) as mine:
+        line.send(mine.address)
+        while True:
+            try:
+                what, *given = line.recv()
+            except EOFError:
+                return
+            if what == "compute":  # block numbers and keys
+                for block, key in zip(*given, strict=True):
+                    write_page(planes, layout, [block], bytes_of(layout, key, shard))
+                line.send(None)
+            elif what == "store":
+                mine.store(*given)
+                line.send(None)
+            elif what == "load":
+                order, numbers, keys, wait = given
+                load = mine.load(order)
+                with contextlib.suppress(Exception):  # layers that are late: the verdict says so
+                    for layer in range(layout.n_layers):
+                        load.wait(layer, wait)
+                report = load.result(wait)
+                good = [
+                    bool(np.array_equal(read_page(planes, layout, [block]), bytes_of(layout, key, shard)))
+                    for block, key in zip(numbers, keys, strict=False)
+                ]
+                line.send(([status.value for status in report.pages], good))
+            elif what == "zero":
+                for some in planes:
+                    for tensor in some:
+                        tensor[given[0]] = 0
+                line.send(None)
+
+
+class RankProcess:
+    """A rank in a process of its own."""
+
+    def __init__(self, rank: int, shard: int, model: dict[str, Any], blocks: int = BLOCKS) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.support.ranks"])  # torch is imported once
+        self.line, theirs = context.Pipe()
+        self.rank, self.shard = rank, shard
+        self.process = context.Process(target=serve, args=(theirs, rank, shard, model, blocks), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def address(self) -> RankAddress:
+        assert self.line.poll(WAIT), f"rank {self.rank} says nothing"
+        address: RankAddress = self.line.recv()
+        return address
+
+    def tell(self, *what: Any) -> None:
+        with contextlib.suppress(OSError):  # it was killed
+            self.line.send(what)
+
+    def hear(self, seconds: float = WAIT) -> Any:
+        """Its answer; None where there is none any more, or not in time."""
+        try:
+            return self.line.recv() if self.line.poll(seconds) else None
+        except (EOFError, OSError):
+            return None
+
+    def signal(self, number: int) -> None:
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join(WAIT)
+        self.line.close()
+
+
+class RanksHost:
+    """`shards` lists the shard of each rank. `config`: see `make_config`, counted in pages."""
+
+    def __init__(self, path: Path, shards: Sequence[int], model: dict[str, Any] | None = None, **config: Any) -> None:
+        self.model = dict(MHA if model is None else model)
+        self.layout = layout_of(self.model)
+        self.shards = [*shards]
+        parts = 1 + max(shards)
+        sizes = {"cpu": 16, "ssd": 64, "bounce": 8} | {k: config.pop(k) for k in ("cpu", "ssd") if k in config}
+        pages = {name: None if size is None else size * parts for name, size in sizes.items()}
+        self.config = make_config(path, model=self.model, **{"deadline": 5.0} | pages | config)  # type: ignore[arg-type]
+        self.free = [*range(BLOCKS)]
+        self.ranks: list[RankProcess] = []
+        self.start_ranks()
+        self.engine = self.open()
+
+    def start_ranks(self) -> None:
+        """All of them anew, with planes that are empty."""
+        for rank in self.ranks:
+            rank.kill()
+        self.ranks = [RankProcess(rank, shard, self.model) for rank, shard in enumerate(self.shards)]
+        self.addresses = [rank.address() for rank in self.ranks]
+        self.free = [*range(BLOCKS)]
+
+    def open(self) -> CacheEngine:
+        return CacheEngine.from_config(self.config, ranks=self.addresses)
+
+    def every(self, *what: Any, seconds: float = WAIT) -> list[Any]:
+        """Tell all ranks, and hear from all."""
+        for rank in self.ranks:
+            rank.tell(*what)
+        return [rank.hear(seconds) for rank in self.ranks]
+
+    @contextlib.contextmanager
+    def blocks(self, count: int) -> Iterator[list[int]]:
+        taken, self.free = self.free[:count], self.free[count:]
+        yield taken
+        self.free += taken
+
+    def store(self, tokens: Sequence[int], salt: str = "", seconds: float = WAIT) -> StoreReport:
+        """Compute all full pages of a prompt on every rank, and store them."""
+        keys = [page.key for page in self.engine.pages(tokens, salt)]
+        with self.blocks(len(keys)) as blocks:
+            self.every("compute", blocks, keys)
+            handle = self.engine.store(tokens, blocks, salt=salt)
+            self.every("store", handle.order)
+            report = handle.result(seconds)
+            handle.release_event.synchronize(seconds)
+            return report
+
+    def load(self, tokens: Sequence[int], salt: str = "", seconds: float = WAIT) -> tuple[LoadReport, list[list[str]]]:
+        """Load what there is of a prompt: the leader's report, and what each rank says of its pages.
+
+        Bytes of pages that a rank calls loaded are right, and what is loaded is so on every rank."""
+        hit = self.engine.lookup(tokens, 0, salt)
+        keys = [page.key for page in hit.pages]
+        with self.blocks(len(keys)) as blocks:
+            self.every("zero", blocks)
+            load = self.engine.load(hit, blocks)
+            answers = self.every("load", load.order, blocks, keys, seconds, seconds=seconds + 10)
+            report = load.result(seconds)
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            if answer is not None:
+                for n, (status, good) in enumerate(zip(*answer, strict=True)):
+                    assert good or status != "loaded", f"rank {rank.rank} has other bytes in page {n}"
+                    assert status == "loaded" or report.pages[n] is not PageStatus.LOADED, "good where a rank's is not"
+        return report, [[] if answer is None else answer[0] for answer in answers]
+
+    def close(self) -> None:
+        self.engine.close()
+        for rank in self.ranks:
+            rank.kill()
