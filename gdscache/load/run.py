@@ -330,15 +330,16 @@ class LoadRun:
 
     def _late(self, row: int) -> Late:
         plan, manager, landing = self._plan, self._manager, self._planner.landing
-        source, target = plan.entries((row,))[0], plan.targets[row]
+        source, target = plan.sources[row], plan.targets[row]
         tier = plan.tier_of(row)
         with manager.lock:
             lease = manager.lease("quarantine")
-            lease.add(tier.index, source)
+            if source is not None:  # a page in memory is late on a rank alone, which gets no other move meanwhile
+                lease.add(tier.index, source)
             if target is not None and landing is not None:
                 lease.add(landing.index, target)
         pool = "bounce_loads" if target is None or landing is None else landing.name
-        return Late("read", pool, tier.name, source.slot, functools.partial(manager.end, lease))
+        return Late("read", pool, tier.name, plan.slots[row], functools.partial(manager.end, lease))
 
     def _measure(self) -> None:
         """Tell the cost model what pages of a tier took. A chunk of a prefetch says little about a load."""

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "extents": "cuda pages runtime",
     "kernels": "cuda native pages runtime",
     "storage": "cuda native pages runtime",
-    "moves": "cuda index kernels native pages runtime storage tracing",
+    "moves": "cuda kernels native pages runtime storage tracing",
     "movers": "cuda extents kernels pages runtime tracing",
     "disk": "moves pages runtime storage",
     "events": "pages runtime",
