@@ -31,7 +31,6 @@ struct Place {
     bool pinned = false;  // a memory that a GPU's copy engines reach
     int64_t fence = 0;    // slots of each of its page-locked registrations, which no copy may leave; 0: there is one
     uint64_t reached = 0; // of a memory: the disks, a bit each, that read into it and write from it
-    bool whole = false;   // no page of these files is cut
 };
 
 // The monotonic clock.

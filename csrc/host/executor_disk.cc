@@ -13,8 +13,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     uint8_t* const memory = places_[job.memory].memory;
     const int64_t count = static_cast<int64_t>(files.files.size());
     const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
-    const int64_t least = files.whole ? limits_.extent_bytes : 0;
-    const int64_t limit = std::max(least, run_bytes(total, static_cast<int>(disk.depth())));
+    const int64_t limit = spaces_[job.files].io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
     flight->shares = shares(job, limit);
     std::vector<Request> requests;
     requests.reserve(job.pages.size() * flight->shares.size());

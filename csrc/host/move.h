@@ -36,7 +36,8 @@ struct Space {
     Kind kind;
     bool foreign = false;
     uint64_t* sums = nullptr;
-    int32_t disk = 0;  // of files: which disk reads and writes them
+    int32_t disk = 0;        // of files: which disk reads and writes them
+    int64_t io_bytes = 0;    // of one job of them; 0: as in `Limits`
 };
 
 // Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or alone.

@@ -137,10 +137,11 @@ private:
     bool next_write(Move& move, int32_t disk, IoJob* job);
     bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
     bool crowds(int32_t disk);
+    int64_t io_bytes(int32_t files) const { return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes; }
     void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
     bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, int32_t disk);
-    bool fits_write(int64_t bytes, int32_t disk);
+    bool fits_write(int64_t bytes, int32_t files);
     int32_t memory(const Way& way) const;
     bool foreign(const Move& move, const Way& way) const;
     void tell(const Move& move, const Way& way, int64_t bytes);

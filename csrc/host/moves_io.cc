@@ -77,7 +77,7 @@ bool Moves::next_read(Move& move, int32_t disk, IoJob* job) {
         const Group& group = move.spec.groups[cursor.group];
         const int64_t part = group.bytes(passes);
         // What passes through the reserve fills the slots that it takes.
-        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (limits_.io_bytes + extent - 1) / extent * extent;
+        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (io_bytes(way.source) + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
         int64_t page = cursor.page;
@@ -150,10 +150,10 @@ bool Moves::crowds(int32_t disk) {
 }
 
 // The same for a write. Who reads is waited for, and finds half of the room, unless two writes need more than the rest.
-bool Moves::fits_write(int64_t bytes, int32_t disk) {
-    const int64_t job = std::max(limits_.io_bytes, limits_.extent_bytes);
+bool Moves::fits_write(int64_t bytes, int32_t files) {
+    const int64_t job = std::max(io_bytes(files), limits_.extent_bytes);
     const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);
-    return share ? fits(bytes, disk) : crowds(disk);
+    return share ? fits(bytes, spaces_[files].disk) : crowds(spaces_[files].disk);
 }
 
 // Whether the next I/O of a move is not for the disk that asks: then it may be for one that found nothing before.
@@ -173,9 +173,9 @@ bool Moves::next_write(Move& move, int32_t disk, IoJob* job) {
             continue;
         }
         if (others_turn(move, number, way.target, disk)) return false;
-        const int64_t most = std::max<int64_t>(1, limits_.io_bytes / limits_.extent_bytes);
+        const int64_t most = std::max<int64_t>(1, io_bytes(way.target) / limits_.extent_bytes);
         const int64_t end = std::min(way.pages, cursor.page + most);
-        if (!fits_write((end - cursor.page) * limits_.extent_bytes, disk)) return false;
+        if (!fits_write((end - cursor.page) * limits_.extent_bytes, way.target)) return false;
         auto reading = std::make_unique<Reading>();
         for (; cursor.page < end; ++cursor.page) {
             const int32_t row = move.first_row[number] + static_cast<int32_t>(cursor.page);

@@ -78,7 +78,7 @@ class PoolFiles(Transport):
     """
 
     name = "mooncake"
-    whole = True
+    call_bytes = 32 << 20
 
     def __init__(
         self,

@@ -64,8 +64,9 @@ class Transport(abc.ABC):
     """Whose memory it moves: a subset of {"host", "cuda"}."""
     merges: bool = True
     """Whether pages that lie side by side, in the file and in memory, may come as one call."""
-    whole: bool = False
-    """Whether no page is cut into several calls, however large it is; loads by groups of layers read parts of it."""
+    call_bytes: int = 0
+    """Of a call at most, where calls are to be few: neighbours go together then, and no page is cut, however large it is.
+    0: neighbours are shared out to the threads, and a page larger than 4 MiB is several calls."""
 
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if not 1 <= threads <= 1024:

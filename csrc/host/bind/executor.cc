@@ -247,7 +247,8 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
                 const bool asked = !by->transport.is_none();
                 if (place.files.empty()) refused("a space without files");
                 place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
-                place.whole = asked && nb::cast<bool>(by->transport.attr("whole"));
+                if (asked) space.io_bytes = nb::cast<int64_t>(by->transport.attr("call_bytes"));
+                if (space.io_bytes < 0 || space.io_bytes > kMostBytes) refused("no sound sizes");
             }
         }
         refused(unsound(space, place, extent_bytes, made->gpu != nullptr));

@@ -93,7 +93,7 @@ public:
             const Kind kind = n <= kForeignPlanes ? Kind::kPlanes : n <= kBounce ? Kind::kMemory : Kind::kFiles;
             sums[n].resize(static_cast<size_t>(pages * kLayers));
             const bool foreign = n == kForeignPlanes || n == kForeignCpu, files_of = kind == Kind::kFiles;
-            spaces.push_back({kind, foreign, files_of ? nullptr : sums[n].data(), n == kOtherSsd ? 1 : 0});
+            spaces.push_back({kind, foreign, files_of ? nullptr : sums[n].data()});
             if (kind == Kind::kMemory) memory[n].resize(static_cast<size_t>(pages * limits.extent_bytes));
             places[n].slots = pages;
             places[n].memory = memory[n].data();
@@ -104,7 +104,8 @@ public:
         places[kSsd].copied = true;
         places[kOtherSsd].files = {files[2]};
         places[kOtherSsd].stretch = 1;
-        places[kOtherSsd].whole = true;
+        spaces[kOtherSsd].disk = 1;
+        spaces[kOtherSsd].io_bytes = 2 * limits.extent_bytes;
         copier->prepare(*this, places);
         Refusal refusal;
         std::vector<std::unique_ptr<Disk>> disks;

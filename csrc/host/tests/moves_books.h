@@ -174,18 +174,22 @@ protected:
 
     bool fits(int64_t bytes) const { return flying_ == 0 || flying_ + bytes <= world.limits.flying_bytes; }
 
+    int64_t io_bytes(int32_t files) const {
+        return world.spaces[files].io_bytes ? world.spaces[files].io_bytes : world.limits.io_bytes;
+    }
+
     // The same for a write, beside others.
-    bool fits_write(int64_t bytes) const {
-        const int64_t job = std::max(world.limits.io_bytes, world.limits.extent_bytes);
+    bool fits_write(int64_t bytes, int32_t files) const {
+        const int64_t job = std::max(io_bytes(files), world.limits.extent_bytes);
         return fits(bytes) && (writing_ == 0 || writing_ + bytes <= std::max(world.limits.flying_bytes / 2, 2 * job));
     }
 
     // Whether a move's next read could begin now, so far as that is known.
     bool can_read(const Booked& book, int32_t disk) const {
         if (!book.load() || book.over || book.broken || book.expired || refusal != Status::kPending) return false;
-        const int64_t usual = world.limits.io_bytes, extent = world.limits.extent_bytes;
+        const int64_t extent = world.limits.extent_bytes;
         for (int32_t group = 0; group < groups(book); group++) {
-            int64_t bytes = 0, limit = usual;
+            int64_t bytes = 0, limit = 0;
             const Row* first = nullptr;
             for (const Row& row : book.rows) {
                 const int64_t part = part_of(book, row, group);
@@ -193,7 +197,8 @@ protected:
                 if (row.verdict != Status::kPending || row.cells[group].read != Reading::kNone) continue;
                 if (!row.maybe.empty()) return false;
                 if (first && (row.way != first->way || bytes + part > limit)) break;
-                if (!first) first = &row;
+                const int64_t usual = io_bytes(way(book, row).source);
+                if (!first) first = &row, limit = usual;
                 if (passes(way(book, row))) limit = (usual + extent - 1) / extent * extent;  // slots are filled
                 bytes += part;
             }
@@ -207,17 +212,17 @@ protected:
     // Whether a store has a write to begin. `room`: and it could.
     bool can_write(const Booked& book, int32_t disk, bool room) const {
         if (!book.store || book.over || book.expired) return false;
-        const int64_t extent = world.limits.extent_bytes, limit = world.limits.io_bytes;
+        const int64_t extent = world.limits.extent_bytes;
         int64_t bytes = 0;
         const Row* first = nullptr;
         for (const Row& row : book.rows) {
             if (row.cells[0].read != Reading::kNone) continue;
-            if (first && (row.way != first->way || bytes + extent > limit)) break;
+            if (first && (row.way != first->way || bytes + extent > io_bytes(way(book, row).target))) break;
             if (!first) first = &row;
             bytes += extent;
         }
         if (!first || world.spaces[way(book, *first).target].disk != disk) return false;
-        return !room || fits_write(bytes);
+        return !room || fits_write(bytes, way(book, *first).target);
     }
 
     // Whether reads have had their turns, and the next is a write's.

@@ -88,10 +88,10 @@ public:
         const Group& layers = book.spec.groups[group];
         CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].disk == disk);
         const int64_t part = job.stop - job.start, bytes = part * static_cast<int64_t>(job.pages.size());
-        const int64_t extent = world.limits.extent_bytes, usual = world.limits.io_bytes;
+        const int64_t extent = world.limits.extent_bytes, usual = io_bytes(job.files);
         const bool fills = !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
         CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
-        CHECK(job.write ? fits_write(bytes) : fits(bytes));
+        CHECK(job.write ? fits_write(bytes, job.files) : fits(bytes));
         for (const auto& [id, other] : books) {  // whoever goes before it could not go
             if (!(other.key() < book.key())) continue;
             CHECK(book.store ? !can_write(other, disk, true) : !can_read(other, disk));

@@ -44,6 +44,7 @@ World drawn_world(Random& random) {
     }
     for (const int32_t space : {kForeignPlanes, kForeignCpu}) world.spaces[space].foreign = true;
     world.spaces[kOtherSsd].disk = 1;
+    if (random.below(2)) world.spaces[kOtherSsd].io_bytes = between(random, 1, 6 * limits.extent_bytes);
     for (const int32_t space : {kSsd, kOtherSsd}) {
         for (uint64_t& sum : world.sums[space]) sum = random.next();
     }
