@@ -20,7 +20,7 @@ from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
-from gdscache.disk.status_page import Figures, StatusWriter
+from gdscache.disk.status_page import LATENCIES, Figures, Rank, StatusWriter
 from gdscache.errors import TierUnavailableError
 from gdscache.events.base import KVEventHub
 from gdscache.extents.base import Extents
@@ -263,6 +263,7 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
     """For the status page: without the manager's lock, so that they need not agree to the page."""
     quarantine, index = manager.quarantine, ssd.index
     stopped = quarantine.stopped or ssd.lock_lost()
+    state = "stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running"
     return Figures(
         format_version=FORMAT_VERSION,
         directories=ssd.directories,
@@ -272,9 +273,12 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
         free_slots=index.free_slots,
         evictions=index.evictions,
         late_requests=quarantine.requests,
-        state="stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running",
+        state=state,
         stopped=stopped,
-        counts=dict(manager.counts),
+        counts=dict(manager.counts) | {("lost", cause): n for cause, n in ssd.lost.items()},
+        shards=ssd.shards,
+        ranks=(Rank(os.getpid(), state),),
+        latencies={what: manager.latencies.summary(what, ssd.name) for what in LATENCIES},
     )
 
 

@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,10 @@ class CacheDirectory:
     def closed(self) -> bool:
         return not self._watch.locks
 
-    def hold_slab(self, number: int) -> None:
-        """Lock slab file `number` too, if it is there. Raises `DirectoryInUseError`, `NotARegularFileError`, ..."""
-        path = self.path / slab_name(number)
+    def hold_slab(self, number: int, slab: int = 0, shard: int = 0) -> None:
+        """Lock the file of a slab's shard in this directory, which is number `number`, too, if it is there. Raises
+        `DirectoryInUseError`, `NotARegularFileError`, ..."""
+        path = self.path / slab_name(number, slab, shard)
         if all(lock.path != path for lock in self._watch.locks) and os.path.lexists(path):
             self._watch.locks.append(_lock(self.path, path.name, create=False, patient=False))
 
@@ -131,10 +132,12 @@ class CacheDirectories:
             undo.pop_all()
         return cls(owned)
 
-    def hold_slabs(self) -> None:
-        """Lock the slab files that there are. Before they are opened, and again when those that lacked are made."""
-        for number, directory in enumerate(self._owned):
-            directory.hold_slab(number)
+    def hold_slabs(self, slab: int = 0, shards: Iterable[int] = (0,)) -> None:
+        """Lock the files of a slab's shards that there are. Before they are opened, and again when those that lacked
+        are made."""
+        for shard in shards:
+            for number, directory in enumerate(self._owned):
+                directory.hold_slab(number, slab, shard)
 
     def watch_catalog(self) -> None:
         """The catalogue, in the first directory, must keep its name from now on."""

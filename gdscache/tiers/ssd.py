@@ -96,7 +96,9 @@ class SsdTier(DurableTier):
             )
             undo.callback(transport.close)
             self._directory.hold_slabs()
-            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
+            self._catalog = Catalog.open(
+                path, extent_bytes=layout.extent_bytes, durability=config.durability, wall_clock=wall_clock
+            )
             undo.callback(self._catalog.close)
             self._slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
             self._directory.hold_slabs()  # those that were made just now
@@ -162,7 +164,12 @@ class SsdTier(DurableTier):
     @property
     def directories(self) -> int:
         """How many directories the slab lies over."""
-        return len(self._slab.files)
+        return self._slab.directories
+
+    @property
+    def shards(self) -> int:
+        """In how many shards each page lies."""
+        return self._slab.shards
 
     @property
     def capacity(self) -> int:

@@ -38,6 +38,7 @@ from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page, namespace_digest
 from gdscache.policies import new_policy
 from gdscache.pool.io import TRAILER_BYTES, PoolFiles, trailer
+from gdscache.runtime.latencies import Summary
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import opened, served, store
 from tests.support.fuzz_base import BreachError, Seeds, Target, require
@@ -263,14 +264,25 @@ def _status(data: bytes, folder: Path) -> None:
         return
     require(len(page) >= status_page.PAGE_BYTES, "a page that is cut")
     require(sealed or page[: status_page.PAGE_BYTES] == whole, "a page with another checksum")
-    require(found.figures.state in status_page.STATES, "a state that there is not")
-    json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, found.figures.stopped])
+    if isinstance(found, status_page.OtherFormat):
+        require(found.format != status_page.PAGE_FORMAT, "a page of this format that is not read")
+        return
+    told = found.figures
+    states = {told.state, *(rank.state for rank in told.ranks)}
+    require(states <= set(status_page.STATES), "a state that there is not")
+    require(1 <= len(told.ranks) + 1 <= status_page.RANKS + 1, "more ranks than there can be")
+    json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, told.stopped])
+    json.dumps([told.ranks, told.latencies, list(found.causes.items())], allow_nan=False)
 
 
 @functools.cache
 def _status_page() -> bytes:
     counts = {name: n for n, name in enumerate(status_page.COUNTS)}
-    figures = status_page.Figures(5, 1, EXTENT, 100, 60, 40, 7, 0, "switched_off", "the disk failed", counts)
+    counts |= {("misses", "absent"): 40, ("dropped", "queue_full"): 3}
+    ranks = [status_page.Rank(123 + n, status_page.STATES[n % 3]) for n in range(status_page.RANKS)]
+    times = {what: Summary(9, 1e-3, 2e-2) for what in status_page.LATENCIES}
+    sizes = 6, 1, EXTENT, 100, 60, 40, 7, 0
+    figures = status_page.Figures(*sizes, "switched_off", "the disk failed", counts, 16, ranks, times)
     return status_page.pack(status_page.Status(123, "host", "python serve.py", NOW, NOW + 60, 60, 1 << 20, 0, figures))
 
 
@@ -416,9 +428,10 @@ def _edit_seeds(folder: Path) -> Seeds:
 
 
 COLUMNS = [
-    *(("pages", name) for name in ("slot", "key", "parent", "namespace", "length", "recency")),
-    *(("checksums", name) for name in ("slot", "sums")),
-    *(("retention", name) for name in ("slot", "priority", "expires")),
+    *(("pages", name) for name in ("place", "key", "parent", "namespace", "length", "recency", "packed")),
+    *(("checksums", name) for name in ("place", "sums")),
+    *(("retention", name) for name in ("place", "priority", "lifetime", "written")),
+    *(("slabs", name) for name in ("id", "extent_bytes", "shards")),
     *(("namespaces", name) for name in ("id", "digest", "description")),
     ("meta", "value"),
 ]
@@ -441,7 +454,7 @@ def _rows(data: bytes, folder: Path) -> None:
             table, column = COLUMNS[what % len(COLUMNS)]
             row, (expression, value) = source.number(), _value(source)
             where = {"meta": "name"}.get(table, "rowid")
-            names = ("format_version", "extent_bytes", "head_groups", "striped", "created")
+            names = ("format_version", "striped", "created")
             which: object = names[row % len(names)] if table == "meta" else row % (SLOTS + 1)
             with contextlib.suppress(sqlite3.IntegrityError, sqlite3.DataError, sqlite3.OperationalError):
                 if what & 0x80:

@@ -170,12 +170,12 @@ def scratch(place: Path) -> Iterator[Path]:
 
 
 def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
-    """Free space for this user, and what the slab's file `number` holds if it is there. Raises `OSError`."""
+    """Free space for this user, and what the files of slabs hold in directory `number`. Raises `OSError`."""
     system = os.statvfs(place)
-    try:
-        slab = os.lstat(directory / slab_name(number)).st_blocks * 512
-    except OSError:
-        slab = 0
+    slab = 0
+    for path in [directory / slab_name(number), *directory.glob(f"slab-{number}.*.*.bin")]:
+        with contextlib.suppress(OSError):
+            slab += os.lstat(path).st_blocks * 512
     return FreeSpace(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)
 
 

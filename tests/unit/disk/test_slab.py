@@ -19,6 +19,7 @@ from gdscache.disk.slab import Slab
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
+    InvalidValueError,
     IOFailedError,
     NoSpaceError,
     NotARegularFileError,
@@ -298,3 +299,51 @@ def test_what_became_of_the_files_is_told_and_a_file_that_was_cut_is_lengthened(
     assert first.stat().st_size == EXTENT, "another's file was written to"
     first.unlink()
     assert [("is gone" in problem, str(first) in problem) for problem in slab.check()[0]] == [(True, True)]
+
+
+def test_shards_have_files_of_their_own_with_the_same_slots(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    stretch = slab_module.stretch_slots(EXTENT)
+    slots = stretch + 3
+    slab = Slab.open(directories[0], EXTENT, slots, directories[1:], shards=3)
+    names = ["slab-0.bin", "slab-1.bin", "slab-0.0.1.bin", "slab-1.0.1.bin", "slab-0.0.2.bin", "slab-1.0.2.bin"]
+    assert [file.name for file in slab.files] == names
+    assert [file.parent for file in slab.files] == directories * 3
+    assert [file.stat().st_size for file in slab.files] == [stretch * EXTENT, 3 * EXTENT] * 3
+    assert (slab.nbytes, slab.directories, slab.shards, slab.valid_slots) == (3 * slots * EXTENT, 2, 3, 0)
+    assert slab.locate(stretch + 1) == (1, EXTENT)
+    for shard in range(3):
+        mine = slab.of(shard)
+        assert (mine.files, mine.shards, mine.locate(stretch + 1)) == (slab.files[2 * shard :][:2], 1, (1, EXTENT))
+        assert mine.check() == ([], {})
+        again = Slab.open(directories[0], EXTENT, slots, directories[1:], shards=3, shard=shard)
+        assert (again.files, again.inodes, again.valid_slots) == (mine.files, mine.inodes, slots)
+    os.truncate(slab.files[5], EXTENT)
+    problems, short = slab.check()
+    assert (len(problems), short) == (1, {5: 1})
+    assert slab.of(2).check()[1] == {1: 1}
+    assert Slab.open(directories[0], EXTENT, slots, directories[1:], shards=3).valid_slots == stretch + 1
+    assert slab.check() == ([], {})
+    os.truncate(slab.files[4], 0)
+    slab.lengthen()
+    assert slab.check() == ([], {})
+
+
+def test_further_slabs_have_files_of_their_own(tmp_path: Path) -> None:
+    assert Slab.open(tmp_path, EXTENT, 2, slab=7).files == (tmp_path / "slab-0.7.0.bin",)
+    assert Slab.open(tmp_path, EXTENT, 2).files == (tmp_path / "slab-0.bin",)
+
+
+@pytest.mark.parametrize(("slab", "shards", "shard"), [(-1, 1, None), (0, 0, None), (0, 2, 2), (0, 2, -1)])
+def test_shards_that_there_are_not(tmp_path: Path, slab: int, shards: int, shard: int | None) -> None:
+    with pytest.raises(InvalidValueError):
+        Slab.open(tmp_path, EXTENT, 2, slab=slab, shards=shards, shard=shard)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_slab_of_more_slots_than_a_place_can_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="at most 1,099,511,627,776 slots"):
+        Slab.open(tmp_path, EXTENT, (1 << 40) + 1)
+    assert not list(tmp_path.iterdir())
