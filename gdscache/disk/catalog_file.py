@@ -194,6 +194,20 @@ def last_written(directory: Path) -> float:
     return max(times)
 
 
+def format_version(directory: Path) -> int | None:
+    """The version of the catalogue there, which nobody has open; None where there is none, or it has a log, or nothing
+    can be told. Writes nothing, and takes no lock."""
+    path = directory / CATALOG_NAME
+    if not path.is_file() or os.path.lexists(f"{path}{catalog_image.LOG_SUFFIX}"):
+        return None
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            return integers(connection).get("format_version")
+    except (sqlite3.Error, CorruptCatalogError):
+        return None
+
+
 def bound_log(writer: sqlite3.Connection, path: Path) -> None:
     """Fold the log in and cut it, where it is too large. Nobody may read by another connection meanwhile."""
     try:

@@ -108,9 +108,9 @@ class Slab:
         return cls(files, extent_bytes, slots, valid, stretch, inodes, len(opened))
 
     def of(self, index: int) -> Slab:
-        """Shard number `index` of those that were opened, as a slab of its own."""
-        if self.shards == 1 and index == 0:
-            return self
+        """Shard number `index` of those that were opened, as a slab of its own. Raises `IndexError`."""
+        if not 0 <= index < self.shards:
+            raise IndexError(f"shard {index} of {self.shards}")
         count = self.directories
         mine = slice(index * count, (index + 1) * count)
         return dataclasses.replace(self, files=self.files[mine], inodes=self.inodes[mine], shards=1)

@@ -39,6 +39,7 @@ from gdscache.errors import (
     InvalidValueError,
     IOFailedError,
     NotARegularFileError,
+    ShardsError,
     SlotRangeError,
 )
 from tests.support.places import ROOT
@@ -182,6 +183,28 @@ def test_checksums_of_many_slots_in_any_order(tmp_path: Path) -> None:
             else:
                 np.testing.assert_array_equal(sums, page(slot).checksums)
         assert catalog.checksums([]) == []
+
+
+def test_checksums_of_shards_come_one_after_the_other(tmp_path: Path) -> None:
+    """As rows, or as a matrix of shards and layers; a row of another number of them has none."""
+    flat = page(1)._replace(checksums=np.arange(6, dtype=np.uint64))
+    matrix = page(2)._replace(checksums=np.arange(10, 16, dtype=np.uint64).reshape(2, 3))
+    with open_catalog(tmp_path, shards=2) as catalog:
+        catalog.commit([flat, matrix, page(3)], [], {})
+    with open_catalog(tmp_path, shards=2) as catalog:
+        assert len(catalog.recover(8)) == 3
+        slots, sums = catalog.checksum_rows([1, 2, 3], 3)
+        assert (slots.tolist(), sums.tolist()) == ([1, 2], [[*range(6)], [*range(10, 16)]])
+        assert catalog.checksum_rows([3], 2)[0].tolist() == [3]
+    with pytest.raises(ShardsError, match="in 2 shards, and this engine has 1") as caught:
+        open_catalog(tmp_path)
+    assert f"rm -r {tmp_path}" in caught.value.hint
+
+
+def test_pages_of_another_slab_are_none_of_this_one(tmp_path: Path) -> None:
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(0), page((1 << 40) + 0, generation=1)], [], {})
+        assert slots_of(catalog.recover(8)) == [0]
 
 
 def test_recovery_crosses_its_own_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

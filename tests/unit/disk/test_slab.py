@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
 import stat
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.disk import slab as slab_module
+from gdscache.disk.directory import CacheDirectories
 from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
@@ -347,3 +353,31 @@ def test_a_slab_of_more_slots_than_a_place_can_name_is_refused(tmp_path: Path) -
     with pytest.raises(CapacityError, match="at most 1,099,511,627,776 slots"):
         Slab.open(tmp_path, EXTENT, (1 << 40) + 1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_is_read_and_written_by_itself(tmp_path: Path) -> None:
+    """What the transport opens is the files of one shard, and slots lie there as in any other."""
+    slab = Slab.open(tmp_path, EXTENT, 4, shards=2)
+    opened: list[str] = []
+    transport = mock.Mock(open=lambda path: opened.append(path.name) or len(opened))
+    io = SlabIO(slab, transport, 1)
+    assert opened == ["slab-0.0.1.bin"]
+    assert list(io.stretches(np.array([1, 2]), 1 << 20)) == [(1, EXTENT, 0, 2)]
+    with pytest.raises(IndexError):
+        SlabIO(slab, transport, 2)
+
+
+def test_the_files_of_each_shard_are_locked(tmp_path: Path) -> None:
+    Slab.open(tmp_path, EXTENT, 4, shards=2)
+    Slab.open(tmp_path, EXTENT, 4, slab=3)
+    with CacheDirectories.open([tmp_path]) as owner:
+        owner.hold_slabs(shards=(1,))
+        owner.hold_slabs(3)
+        for name, held in (("slab-0.bin", False), ("slab-0.0.1.bin", True), ("slab-0.3.0.bin", True)):
+            with (tmp_path / name).open("rb") as file, contextlib.ExitStack() as expected:
+                if held:
+                    expected.enter_context(pytest.raises(BlockingIOError))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert owner.lost(thorough=True) == ""
+        (tmp_path / "slab-0.0.1.bin").unlink()
+        assert "slab-0.0.1.bin is gone" in owner.lost(thorough=True)
