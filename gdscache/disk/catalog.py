@@ -147,7 +147,15 @@ class Catalog:
         scan(copy, slots, self._slab.extent_bytes, now)
 
     def _settle(self, slots: Int64Array, now: float) -> None:
-        """Count lifetimes from `now` on, in transactions of bounded size: a kill leaves the rest to the next open."""
+        """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open, and
+        so does a disk that takes no write, which is no reason to go without the pages."""
+        try:
+            with catalog_file.sqlite_errors(self.path, "written"):
+                self._settle_all(slots, now)
+        except IOFailedError as error:
+            log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
+
+    def _settle_all(self, slots: Int64Array, now: float) -> None:
         said = time.monotonic()
         for first in range(0, len(slots), conversion.STEP_ROWS):
             some = slots[first : first + conversion.STEP_ROWS]

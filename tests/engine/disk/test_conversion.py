@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -208,8 +209,13 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
         genuine(writer, first, last, now)
 
     caplog.set_level(logging.INFO, "gdscache.disk.catalog")
-    with opened(path) as catalog, mock.patch.object(conversion, "settle", fail), pytest.raises(IOFailedError):
-        catalog.recover(40, NOW)
+    with opened(path) as catalog, mock.patch.object(conversion, "settle", fail):
+        assert (len(catalog.recover(40, NOW)), len(catalog.retentions())) == (40, 23)
+        said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+        assert said[0] == "converted from format 5 to 6"
+        assert "the disk is full" in said[1]
+        caplog.clear()
+        catalog.commit([], [30], {})  # other writes go on
     assert steps == [4, 9, 14]
     with raw(path) as connection:
         assert connection.execute("SELECT count(*) FROM retention WHERE written = 0").fetchone() == (8,)
@@ -220,7 +226,7 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
         expected = {slot: (0, (int(NOW * 1000) + 100_000 + slot * 1000) / 1000) for slot in range(23)}
         assert catalog.retentions() == expected
     said = [record.getMessage().partition(": ")[2] for record in caplog.records]
-    assert said == ["converted from format 5 to 6", "the ends of 8 of 8 pages are counted from now on"]
+    assert said == ["the ends of 8 of 8 pages are counted from now on"]
 
 
 def test_what_has_expired_or_cannot_be_a_row_goes_with_the_conversion(tmp_path: Path) -> None:
@@ -373,3 +379,25 @@ def test_a_kept_directory_survives_a_clock_that_is_set_back(tmp_path: Path) -> N
             found = catalog.recover(SLOTS, now)
             lives = sorted(end - (NOW - 1e8) for end in found.expires.tolist() if end < 1e12)
             assert lives == pytest.approx(sorted(left), abs=1e-2)
+
+
+def test_a_disk_without_room_refuses_a_conversion_by_name_and_not_what_was_converted(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    old(path, 40, 23)
+
+    def full(catalog: Catalog, pages: int) -> None:
+        assert catalog._writer is not None
+        size = catalog._writer.execute("PRAGMA page_count").fetchone()[0]
+        catalog._writer.execute(f"PRAGMA max_page_count = {size + pages}")
+
+    with opened(path) as catalog:
+        full(catalog, 0)  # the table of slabs finds no page
+        with pytest.raises(IOFailedError) as caught:
+            catalog.recover(40, NOW)
+        assert caught.value.errno == errno.ENOSPC
+    assert state(path) == 5
+    with opened(path) as catalog:
+        assert len(catalog.recover(40, NOW)) == 40
+    with opened(path) as catalog:
+        full(catalog, 0)
+        assert len(catalog.recover(40, NOW - 1e6)) == 40
