@@ -95,6 +95,10 @@ class ExtentSizeError(StorageError):
     """The directory holds extents of another size."""
 
 
+class ShardsError(StorageError):
+    """The directory holds pages in another number of shards."""
+
+
 class StripeError(StorageError):
     """The directories of a striped slab are not those it was written to: one is missing, swapped, foreign or new."""
 

@@ -21,7 +21,7 @@ from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
-from gdscache.disk.status_page import Figures, StatusWriter
+from gdscache.disk.status_page import LATENCIES, RANKS, Figures, Rank, StatusWriter
 from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.events.base import KVEventHub
 from gdscache.extents.base import Extents, PoolMemory
@@ -216,7 +216,7 @@ def build(
         if ssd is not None:
             costs = CostsFile(ssd.path, manager.costs, _about(config, layout, planes.device))
             costs.restore()
-            figures = functools.partial(_figures, manager, ssd)
+            figures = functools.partial(_figures, manager, ssd, ranks)
             save = functools.partial(_save, costs, ssd)
             names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=layout.shards))
             beside = functools.partial(_describe, names, ssd)
@@ -284,10 +284,11 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
+def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figures:
     """For the status page: without the manager's lock, so that they need not agree to the page."""
     quarantine, index = manager.quarantine, ssd.index
     stopped = quarantine.stopped or ssd.lock_lost()
+    state = "stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running"
     return Figures(
         format_version=FORMAT_VERSION,
         directories=ssd.directories,
@@ -297,10 +298,21 @@ def _figures(manager: TierManager, ssd: SsdTier) -> Figures:
         free_slots=index.free_slots,
         evictions=index.evictions,
         late_requests=quarantine.requests,
-        state="stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running",
+        state=state,
         stopped=stopped,
-        counts=dict(manager.counts),
+        counts=dict(manager.counts) | {("lost", cause): n for cause, n in ssd.lost.items()},
+        shards=ssd.shards,
+        ranks=_ranks_told(ranks, state),
+        latencies={what: manager.latencies.summary(what, ssd.name) for what in LATENCIES},
     )
+
+
+def _ranks_told(ranks: RankSet | None, state: str) -> tuple[Rank, ...]:
+    """What the status page says of each process that moves bytes."""
+    if ranks is None:
+        return (Rank(os.getpid(), state),)
+    told = ranks.describe()[:RANKS]
+    return tuple(Rank(one["pid"], state if one["state"] == "running" else "stopped") for one in told)
 
 
 def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:

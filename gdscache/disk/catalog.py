@@ -16,6 +16,7 @@ import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,10 +24,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.disk import catalog_file
-from gdscache.disk.catalog_file import CorruptCatalogError
+from gdscache.arrays import Int64Array
+from gdscache.disk import catalog_file, conversion
+from gdscache.disk.catalog_file import FORMAT_VERSION, CorruptCatalogError, SlabShape
 from gdscache.disk.namespaces import descriptions, prune
-from gdscache.disk.recovery import LAST_MILLISECOND, Recovered, clean, delete_pages, scan
+from gdscache.disk.recovery import Recovered, clean, delete_pages, milliseconds, scan
 from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, SlotRangeError
 from gdscache.pages.checksum import MOST_SUMS
 
@@ -43,14 +45,16 @@ NOTHING: Mapping[int, tuple[int, float | None]] = {}
 _ROWS = 128  # of one statement, which may have 999 values
 # What is not of a whole page's size is not read: it can be as large as a file can be.
 WHOLE_SUMS = f"typeof(sums) = 'blob' AND length(sums) % 8 = 0 AND length(sums) <= {MOST_SUMS * 8}"
-STRETCH = f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}"
-LOOKUP = f"SELECT slot, sums FROM checksums WHERE slot IN ({', '.join('?' * LOOKUP_SLOTS)}) AND {WHOLE_SUMS}"
+STRETCH = f"SELECT place, sums FROM checksums WHERE place BETWEEN ? AND ? AND {WHOLE_SUMS}"
+LOOKUP = f"SELECT place, sums FROM checksums WHERE place IN ({', '.join('?' * LOOKUP_SLOTS)}) AND {WHOLE_SUMS}"
+PROGRESS_S = 1.0  # between two lines about a conversion
 
 
 class PageRecord(NamedTuple):
-    """One page in one slot. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is the
-    namespace. `length` is the page's bytes without padding; `checksums` is uint64 of shape (layers,), bound to the key
-    (`checksum.bound`). `expires`: seconds since the epoch, kept in whole milliseconds (rounded down); None: never."""
+    """One page in one slot of slab 0. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is
+    the namespace. `length` is the bytes of a shard of the page without padding; `checksums` is uint64 of shape
+    (shards x layers,), shard after shard, bound to the key (`checksum.bound`). `expires`: seconds since the epoch, kept
+    in whole milliseconds (rounded down); None: never."""
 
     slot: int
     key: bytes
@@ -64,16 +68,20 @@ class PageRecord(NamedTuple):
 
 
 class Catalog:
-    """The catalogue of one cache directory. Use `Catalog.open`; the directory must be owned (`CacheDirectory`).
+    """The catalogue of one cache directory, of the pages in its slab 0, whose places are their slots. Use
+    `Catalog.open`; the directory must be owned (`CacheDirectory`).
 
     Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
     `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
     """
 
-    def __init__(self, directory: Path, extent_bytes: int, durability: Durability) -> None:
+    def __init__(
+        self, directory: Path, slab: SlabShape, durability: Durability, wall_clock: Callable[[], float]
+    ) -> None:
         self.path = directory / catalog_file.CATALOG_NAME
-        self._directory = directory
-        self._extent_bytes = extent_bytes
+        self._slab = slab
+        self._wall_clock = wall_clock
+        self._version = FORMAT_VERSION  # of the tables; the first transaction makes an older one this
         self._synchronous = "FULL" if durability == "power" else "NORMAL"
         self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
@@ -85,20 +93,30 @@ class Catalog:
         self._set_aside: Path | None = None
 
     @classmethod
-    def open(cls, directory: Path, *, extent_bytes: int, durability: Durability) -> Catalog:
-        """Open or make `directory/catalog.sqlite` for extents of `extent_bytes`.
+    def open(
+        cls,
+        directory: Path,
+        *,
+        extent_bytes: int,
+        durability: Durability,
+        shards: int = 1,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Catalog:
+        """Open or make `directory/catalog.sqlite` for extents of `extent_bytes` in each of `shards`.
 
         `durability`: `process` survives any kill of the process, `power` a loss of power too (each commit is flushed).
-        A corrupt catalogue is moved aside and an empty one takes its place; `recover` says where it went. Raises
-        `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `InvalidValueError`, `IOFailedError`.
+        `wall_clock`: seconds since the epoch, from which lifetimes are counted. A corrupt catalogue is moved aside and
+        an empty one takes its place; `recover` says where it went. One of the format before stays as it is until
+        `recover`. Raises `CatalogVersionError`, `ExtentSizeError`, `ShardsError`, `NotARegularFileError`,
+        `InvalidValueError`, `IOFailedError`.
         """
         if durability not in ("process", "power"):
             raise InvalidValueError(f"durability is {durability!r}", "set ssd.durability to process or power")
-        catalog = cls(directory, extent_bytes, durability)
+        catalog = cls(directory, SlabShape(extent_bytes, shards), durability, wall_clock)
         try:
             catalog._connect()
         except CorruptCatalogError as error:
-            catalog._rebuild(error, lambda connection: catalog_file.check(connection, catalog.path, extent_bytes))
+            catalog._rebuild(error, lambda connection: catalog_file.check(connection, catalog.path, catalog._slab))
         return catalog
 
     def recover(self, slots: int, now: float = -math.inf) -> Recovered:
@@ -106,20 +124,47 @@ class Catalog:
         (seconds since the epoch), is deleted.
 
         Call it once, after `open` and before anything else. `slots` is how many leading slots have their bytes
-        (`Slab.valid_slots`). Namespaces without pages are forgotten, some thousands a call. Checksums stay on disk.
+        (`Slab.valid_slots`). Namespaces without pages are forgotten, some thousands a call. Checksums stay on disk. A
+        catalogue of the format before becomes one of this format in the same transaction; lifetimes that begin at no
+        time of `now`'s clock are counted from it then, in steps.
         """
         with self._write_lock:
             try:
                 with catalog_file.sqlite_errors(self.path, "read"):
                     with self._transaction() as writer:
-                        recovered = scan(writer, slots, self._extent_bytes, now)
+                        recovered = scan(writer, slots, self._slab.extent_bytes, now)
                         clean(writer, recovered, slots)
                     self._namespace_ids = {}
+                    self._settle(recovered.unsettled, now)
                     return dataclasses.replace(recovered, set_aside=self._set_aside)
             except CorruptCatalogError as error:
                 self._close_connections()
-                self._rebuild(error, lambda copy: scan(copy, slots, self._extent_bytes, now))
+                self._rebuild(error, lambda copy: self._scan_copy(copy, slots, now))
                 return Recovered(set_aside=self._set_aside)
+
+    def _scan_copy(self, copy: sqlite3.Connection, slots: int, now: float) -> None:
+        conversion.present(copy, catalog_file.check(copy, self.path, self._slab).version)
+        scan(copy, slots, self._slab.extent_bytes, now)
+
+    def _settle(self, slots: Int64Array, now: float) -> None:
+        """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open, and
+        so does a disk that takes no write, which is no reason to go without the pages."""
+        try:
+            with catalog_file.sqlite_errors(self.path, "written"):
+                self._settle_all(slots, now)
+        except IOFailedError as error:
+            log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
+
+    def _settle_all(self, slots: Int64Array, now: float) -> None:
+        said = time.monotonic()
+        for first in range(0, len(slots), conversion.STEP_ROWS):
+            some = slots[first : first + conversion.STEP_ROWS]
+            with self._transaction() as writer:
+                conversion.settle(writer, int(some[0]), int(some[-1]), milliseconds(now))
+            done = first + len(some)
+            if done == len(slots) or time.monotonic() - said >= PROGRESS_S:
+                said = time.monotonic()
+                log.info("%s: the ends of %d of %d pages are counted from now on", self.path, done, len(slots))
 
     def commit(
         self,
@@ -129,7 +174,7 @@ class Catalog:
         retain: Mapping[int, tuple[int, float | None]] = NOTHING,
     ) -> None:
         """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency, and
-        `retain` slot → (priority, expires).
+        `retain` slot → (priority, expires). An end is written as a lifetime from the clock's time on.
 
         All of it is durable when this returns, and none of it counts when it raises. An open before the next commit may
         find it all the same, so that the bytes in the slots of `insert` must stay as they are until then. A slot that
@@ -145,7 +190,7 @@ class Catalog:
                     ids = self._register(writer, {record.namespace for record in insert})
                     _insert(
                         writer,
-                        "INSERT INTO pages(slot, key, parent, namespace, length, recency)",
+                        "INSERT INTO pages(place, key, parent, namespace, length, recency)",
                         [
                             (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency))
                             for r in insert
@@ -153,16 +198,15 @@ class Catalog:
                     )
                     _insert(
                         writer,
-                        "INSERT OR REPLACE INTO checksums(slot, sums)",
+                        "INSERT OR REPLACE INTO checksums(place, sums)",
                         [(int(r.slot), r.checksums.astype("<u8", copy=False).tobytes()) for r in insert],
                     )
                     writer.executemany(
-                        "UPDATE pages SET recency = ? WHERE slot = ?", [(int(r), int(s)) for s, r in touch.items()]
+                        "UPDATE pages SET recency = ? WHERE place = ?", [(int(r), int(s)) for s, r in touch.items()]
                     )
-                    _retain(
-                        writer, {r.slot: (r.priority, r.expires) for r in insert if r.priority or r.expires is not None}
-                    )
-                    _retain(writer, retain)
+                    kept = {r.slot: (r.priority, r.expires) for r in insert if r.priority or r.expires is not None}
+                    for some in filter(None, (kept, retain)):
+                        _retain(writer, some, milliseconds(self._wall_clock()))
                 self._namespace_ids = ids
                 with self._read_lock:
                     catalog_file.bound_log(self._connection(self._writer), self.path)
@@ -170,20 +214,21 @@ class Catalog:
                 raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
 
     def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
-        """What is stored for `slots`, bound to whatever keys: uint64 of shape (layers,) each; None where there is
-        nothing that can be checksums."""
+        """What is stored for `slots`, bound to whatever keys: uint64 of shape (shards x layers,) each; None where there
+        is nothing that can be checksums."""
         found = {
             slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False) for slot, sums in self._checksum_blobs(slots)
         }
         return [found.get(slot) for slot in slots]
 
     def checksum_rows(self, slots: Sequence[int], layers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The slots among `slots` with checksums of `layers` layers, and these as they are stored, bound to whatever
-        keys: uint64 of shape (found, layers)."""
-        whole = [(slot, sums) for slot, sums in self._checksum_blobs(slots) if len(sums) == 8 * layers]
+        """The slots among `slots` with checksums of `layers` layers in each shard, and these as they are stored, bound
+        to whatever keys: uint64 of shape (found, shards x layers)."""
+        count = layers * self._slab.shards
+        whole = [(slot, sums) for slot, sums in self._checksum_blobs(slots) if len(sums) == 8 * count]
         found = np.array([slot for slot, _ in whole], dtype=np.int64)
         values = np.frombuffer(b"".join(sums for _, sums in whole), "<u8").astype(np.uint64, copy=False)
-        return found, values.reshape(len(whole), layers)
+        return found, values.reshape(len(whole), count)
 
     def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
         """(slot, what can be its checksums). Slots in a row are read with one query, the others many with one."""
@@ -229,13 +274,13 @@ class Catalog:
     def rows(self) -> dict[int, bytes]:
         """Slot → key of every page in the catalogue."""
         with self._read_lock, self._in_use("read"):
-            return dict(self._connection(self._reader).execute("SELECT slot, key FROM pages"))
+            return dict(self._connection(self._reader).execute("SELECT place, key FROM pages"))
 
     def retentions(self) -> dict[int, tuple[int, float | None]]:
         """Slot → (priority, expires) of every page that has a retention of its own."""
         with self._read_lock, self._in_use("read"):
-            rows = self._connection(self._reader).execute("SELECT slot, priority, expires FROM retention").fetchall()
-        return {slot: (priority, None if at is None else at / 1000) for slot, priority, at in rows}
+            rows = self._connection(self._reader).execute("SELECT place, priority, written + lifetime FROM retention")
+            return {slot: (priority, None if at is None else at / 1000) for slot, priority, at in rows}
 
     def close(self) -> None:
         """Close the catalogue and fold its WAL in; twice is fine."""
@@ -250,7 +295,7 @@ class Catalog:
 
     def _connect(self) -> None:
         with contextlib.ExitStack() as undo:
-            opened = catalog_file.open_writer(self.path, self._extent_bytes, self._synchronous)
+            opened, self._version = catalog_file.open_writer(self.path, self._slab, self._synchronous)
             undo.callback(catalog_file.close, opened)
             writer, reader = opened, catalog_file.open_reader(self.path)
             undo.callback(catalog_file.close, reader)
@@ -296,9 +341,14 @@ class Catalog:
                 catalog_file.empty_log(writer, self.path)
         with writer:  # commits, or rolls back when the block or the commit raises
             writer.execute("BEGIN IMMEDIATE")
+            if self._version != FORMAT_VERSION:
+                conversion.convert(writer)
             yield writer
             self._unsure = True
         self._unsure = False
+        if self._version != FORMAT_VERSION:
+            log.info("%s: converted from format %d to %d", self.path, self._version, FORMAT_VERSION)
+            self._version = FORMAT_VERSION
 
     @contextlib.contextmanager
     def _in_use(self, what: str) -> Iterator[None]:
@@ -334,18 +384,20 @@ def _insert(writer: sqlite3.Connection, into: str, rows: Sequence[tuple[object, 
         writer.execute(f"{into} VALUES {', '.join([values] * len(some))}", list(itertools.chain.from_iterable(some)))
 
 
-def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | None]]) -> None:
+def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | None]], now: int) -> None:
+    """Write retentions down. `now`: milliseconds since the epoch, or their end where that is earlier."""
     default = [(int(slot),) for slot, (priority, expires) in retain.items() if not priority and expires is None]
-    writer.executemany("DELETE FROM retention WHERE slot = ?", default)
+    writer.executemany("DELETE FROM retention WHERE place = ?", default)
+    rows: list[tuple[int, int | None, int, int]] = []
+    for slot, (priority, expires) in retain.items():
+        if expires is not None:
+            end = milliseconds(expires)
+            written = min(now, end)
+            rows.append((int(priority), end - written, written, int(slot)))
+        elif priority:
+            rows.append((int(priority), None, now, int(slot)))
     writer.executemany(
-        "INSERT OR REPLACE INTO retention(slot, priority, expires) SELECT slot, ?, ? FROM pages WHERE slot = ?",
-        [
-            (int(priority), None if expires is None else _milliseconds(expires), int(slot))
-            for slot, (priority, expires) in retain.items()
-            if priority or expires is not None
-        ],
+        "INSERT OR REPLACE INTO retention(place, priority, lifetime, written) "
+        "SELECT place, ?, ?, ? FROM pages WHERE place = ?",
+        rows,
     )
-
-
-def _milliseconds(seconds: float) -> int:
-    return math.floor(min(max(seconds * 1000, 0), LAST_MILLISECOND))

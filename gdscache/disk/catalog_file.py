@@ -12,6 +12,7 @@ import sqlite3
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from gdscache.disk import catalog_image
 from gdscache.errors import (
@@ -20,13 +21,14 @@ from gdscache.errors import (
     ExtentSizeError,
     IOFailedError,
     NotARegularFileError,
+    ShardsError,
     StripeError,
 )
-from gdscache.pages.checksum import HEAD_GROUPS
 
 log = logging.getLogger("gdscache.disk.catalog")
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
+OLD_VERSION = 5  # whose directories are converted: see conversion.py
 STRIPE_NAME = "stripe.json"  # is there where a slab lies over several directories
 CATALOG_NAME = "catalog.sqlite"
 NEW_NAME = "catalog.new"
@@ -39,6 +41,7 @@ QUICK_CHECK_BYTES = 16 << 20  # larger catalogues are not walked at open: recove
 WAL_PAGES = 4096  # checkpoint after 16 MiB of log
 WAL_BYTES = 32 << 20  # a larger log is checkpointed and cut as soon as the transaction that made it so is committed
 META_ROWS, META_LENGTH = 64, 200  # more rows, or longer values, are no `meta`
+SLAB_ROWS, MOST_SHARDS = 1024, 256  # more are no `slabs`
 VALUE_BYTES = 16 << 20  # SQLite refuses to read or write a larger value or row
 KEPT_ASIDE = 4  # catalogues that are set aside; the oldest goes for a further one
 BUSY_S = 1.0  # to wait for another program that reads the catalogue while it is opened
@@ -47,7 +50,21 @@ VFS = "unix-excl"  # no other process gets a lock on the file, so that the log's
 SCHEMA = {
     # Every version of the format keeps `meta` as it is: it is read to learn the version.
     "meta": "CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "slabs": "CREATE TABLE slabs(id INTEGER PRIMARY KEY, extent_bytes INTEGER, shards INTEGER)",
     "namespaces": "CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT)",
+    "pages": (
+        "CREATE TABLE pages(place INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, "
+        "recency INTEGER, packed INTEGER DEFAULT 0)"
+    ),
+    "checksums": "CREATE TABLE checksums(place INTEGER PRIMARY KEY, sums BLOB)",
+    "retention": (
+        "CREATE TABLE retention(place INTEGER PRIMARY KEY, priority INTEGER, lifetime INTEGER, "
+        "written INTEGER DEFAULT 0)"
+    ),
+}
+OLD_SCHEMA = {
+    "meta": SCHEMA["meta"],
+    "namespaces": SCHEMA["namespaces"],
     "pages": (
         "CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, "
         "recency INTEGER)"
@@ -55,6 +72,20 @@ SCHEMA = {
     "checksums": "CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB)",
     "retention": "CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER)",
 }
+
+
+class SlabShape(NamedTuple):
+    """What each extent of a slab has in bytes, in each of so many shards."""
+
+    extent_bytes: int
+    shards: int = 1
+
+
+class Checked(NamedTuple):
+    """The format version of a catalogue that was checked, and its slab 0."""
+
+    version: int
+    slab: SlabShape
 
 
 class CorruptCatalogError(Exception):
@@ -86,17 +117,19 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
         raise IOFailedError(f"{path} cannot be {what}: {error}", hint, number) from error
 
 
-def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Connection:
-    """The writing connection to a checked catalogue, made if it is missing.
+def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.Connection, int]:
+    """The writing connection to a checked catalogue, made if it is missing, and its format version. One of the version
+    before is left as it is.
 
-    Raises `CatalogVersionError`, `ExtentSizeError`, `NotARegularFileError`, `IOFailedError`, `CorruptCatalogError`.
+    Raises `CatalogVersionError`, `ExtentSizeError`, `ShardsError`, `NotARegularFileError`, `IOFailedError`,
+    `CorruptCatalogError`.
     """
     for suffix in SIDECARS:
         _exists(Path(f"{path}{suffix}"))
     if not _exists(path):
-        _create(path, extent_bytes)
+        _create(path, slab)
     elif path.with_name(SUSPECT_NAME).exists():
-        if is_corrupt(path, lambda connection: check(connection, path, extent_bytes)):
+        if is_corrupt(path, lambda connection: check(connection, path, slab)):
             raise CorruptCatalogError(f"{path} was found corrupt while it was in use")
         log.warning("%s: reads failed while it was in use; read again, it is sound, and is kept", path)
         with _os_errors(path, "opened"):
@@ -107,7 +140,7 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
             verdict = writer.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
-        check(writer, path, extent_bytes)
+        version = check(writer, path, slab).version
         mode = writer.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise IOFailedError(
@@ -120,7 +153,7 @@ def open_writer(path: Path, extent_bytes: int, synchronous: str) -> sqlite3.Conn
         with _os_errors(path, "opened"):
             Path(f"{path}-shm").unlink(missing_ok=True)  # of an engine before this format's, killed: nobody reads it
         undo.pop_all()
-        return _kept(writer)
+        return _kept(writer), version
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
@@ -139,10 +172,10 @@ def close(connection: sqlite3.Connection) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(connection))
 
 
-def lacking_room(directory: Path, slots: int, layers: int) -> int:
+def lacking_room(directory: Path, slots: int, sums: int) -> int:
     """Bytes that the file system lacks for a catalogue of so many pages, and its log; 0 where it has them. A row takes
-    some 100 bytes and 8 a layer; half as much again is lost between rows that come and go."""
-    wanted = slots * (128 + 8 * layers) * 3 // 2 + WAL_BYTES
+    some 100 bytes and 8 a checksum; half as much again is lost between rows that come and go."""
+    wanted = slots * (128 + 8 * sums) * 3 // 2 + WAL_BYTES
     with contextlib.suppress(OSError):
         wanted -= (directory / CATALOG_NAME).stat().st_size
     try:
@@ -159,6 +192,20 @@ def last_written(directory: Path) -> float:
         with contextlib.suppress(OSError):
             times.append((directory / name).stat().st_mtime)
     return max(times)
+
+
+def format_version(directory: Path) -> int | None:
+    """The version of the catalogue there, which nobody has open; None where there is none, or it has a log, or nothing
+    can be told. Writes nothing, and takes no lock."""
+    path = directory / CATALOG_NAME
+    if not path.is_file() or os.path.lexists(f"{path}{catalog_image.LOG_SUFFIX}"):
+        return None
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            return integers(connection).get("format_version")
+    except (sqlite3.Error, CorruptCatalogError):
+        return None
 
 
 def bound_log(writer: sqlite3.Connection, path: Path) -> None:
@@ -280,14 +327,12 @@ def _kept(connection: sqlite3.Connection) -> sqlite3.Connection:
     return connection
 
 
-def _create(path: Path, extent_bytes: int) -> None:
+def _create(path: Path, slab: SlabShape) -> None:
     """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     meta = [
         ("format_version", FORMAT_VERSION),
-        ("extent_bytes", extent_bytes),
-        ("head_groups", HEAD_GROUPS),
         ("striped", int(_striped(path))),
         ("created", created),
     ]
@@ -301,6 +346,7 @@ def _create(path: Path, extent_bytes: int) -> None:
                 for sql in SCHEMA.values():
                     connection.execute(sql)
                 connection.executemany("INSERT INTO meta(name, value) VALUES (?, ?)", meta)
+                connection.execute("INSERT INTO slabs(id, extent_bytes, shards) VALUES (0, ?, ?)", slab)
         for leftover in (*(Path(f"{path}{suffix}") for suffix in SIDECARS), path.with_name(SUSPECT_NAME)):
             leftover.unlink(missing_ok=True)  # of a catalogue that is gone: SQLite would replay its log into this one
         new.replace(path)
@@ -320,27 +366,30 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None:
-    """Refuse what is no catalogue of this format version, of such extents, for the directories that are there."""
+def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) -> Checked:
+    """Refuse what is no catalogue of this format version or the one before, for the directories that are there, and
+    whose pages lie otherwise than `wanted`; None: however they lie."""
     tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE substr(name, 1, 7) <> 'sqlite_'"))
     if tables.get("meta") != SCHEMA["meta"]:
         raise CorruptCatalogError(f"{path} is not a catalogue: its tables are {sorted(tables)}")
     meta = integers(connection)
-    version, extent = meta.get("format_version"), meta.get("extent_bytes")
+    version = meta.get("format_version")
     if version is None:
         raise CorruptCatalogError(f"{path} is not a catalogue: it has no format_version")
-    if version != FORMAT_VERSION:
+    if version not in (OLD_VERSION, FORMAT_VERSION):
         raise CatalogVersionError(
-            f"{path} has format version {version}; this gdscache reads version {FORMAT_VERSION}",
+            f"{path} has format version {version}; this gdscache reads versions {OLD_VERSION} and {FORMAT_VERSION}",
             f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
         )
-    if meta.get("head_groups", HEAD_GROUPS) != HEAD_GROUPS:
+    if version == OLD_VERSION and meta.get("head_groups", 1) != 1:
         raise CatalogVersionError(
-            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads {HEAD_GROUPS}",
+            f"{path} has checksums of {meta['head_groups']} head groups a layer; this gdscache reads 1",
             f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
         )
-    if tables != SCHEMA or {"head_groups", "striped"} - meta.keys() or extent is None:
+    needed = {"extent_bytes", "head_groups", "striped"} if version == OLD_VERSION else {"striped"}
+    if tables != (OLD_SCHEMA if version == OLD_VERSION else SCHEMA) or needed - meta.keys():
         raise CorruptCatalogError(f"{path} does not have the tables of format version {version}")
+    slab = SlabShape(meta["extent_bytes"]) if version == OLD_VERSION else _only_slab(connection, path)
     striped = meta["striped"] != 0
     if striped != _striped(path):
         which = "missing" if striped else "beside it, and it is the catalogue of a single directory"
@@ -348,10 +397,43 @@ def check(connection: sqlite3.Connection, path: Path, extent_bytes: int) -> None
             f"{path} does not belong to {path.parent} as it is: {STRIPE_NAME} is {which}",
             f"{'put it back' if striped else 'move it away'}, or start empty: rm -r {path.parent} and the others",
         )
-    if extent != extent_bytes:
+    if wanted is not None:
+        _refuse_others(path, slab, wanted)
+    return Checked(version, slab)
+
+
+def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
+    """Slab 0, which must be the only one: an engine that knows of others keeps their files and rows."""
+    whole = "typeof(extent_bytes) = 'integer' AND typeof(shards) = 'integer'"
+    select = f"SELECT id, extent_bytes, shards FROM slabs WHERE {whole} ORDER BY id LIMIT ?"
+    slabs = {number: SlabShape(*shape) for number, *shape in connection.execute(select, (SLAB_ROWS,))}
+    if len(slabs) != connection.execute("SELECT count(*) FROM slabs").fetchone()[0] or 0 not in slabs:
+        raise CorruptCatalogError(f"{path} is not a catalogue: its table slabs has something else in it, or no slab 0")
+    for number, shape in slabs.items():
+        if shape.extent_bytes < 1 or not 1 <= shape.shards <= MOST_SHARDS:
+            said = f"extent_bytes {shape.extent_bytes} and shards {shape.shards}"
+            raise CorruptCatalogError(f"{path} is not a catalogue: slab {number} has {said}")
+    if len(slabs) > 1:
+        raise CatalogVersionError(
+            f"{path} has {len(slabs)} slabs (of {', '.join(f'{s.extent_bytes:,}' for s in slabs.values())} bytes an "
+            "extent); this gdscache reads directories of one",
+            f"use the gdscache that wrote it, set another ssd.path, or start empty: rm -r {path.parent}",
+        )
+    return slabs[0]
+
+
+def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:
+    if found.extent_bytes != wanted.extent_bytes:
         raise ExtentSizeError(
-            f"{path.parent} holds extents of {extent:,} bytes, and the model's pages need {extent_bytes:,}",
+            f"{path.parent} holds extents of {found.extent_bytes:,} bytes, and the model's pages need "
+            f"{wanted.extent_bytes:,}",
             f"set another ssd.path for this model or page_tokens, or start empty: rm -r {path.parent}",
+        )
+    if found.shards != wanted.shards:
+        raise ShardsError(
+            f"{path.parent} holds pages in {found.shards:,} shards, and this engine has {wanted.shards:,}",
+            "use as many GPUs as wrote it, set another ssd.path for this number of them, or start empty: "
+            f"rm -r {path.parent}",
         )
 
 

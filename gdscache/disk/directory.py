@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,10 @@ class CacheDirectory:
     def closed(self) -> bool:
         return not self._watch.locks
 
-    def hold_slab(self, number: int) -> None:
-        """Lock slab file `number` too, if it is there. Raises `DirectoryInUseError`, `NotARegularFileError`, ..."""
-        lock = lock_slab(self.path, number, held=[lock.path for lock in self._watch.locks])
+    def hold_slab(self, number: int, slab: int = 0, shard: int = 0) -> None:
+        """Lock the file of a slab's shard in this directory, which is number `number`, too, if it is there. Raises
+        `DirectoryInUseError`, `NotARegularFileError`, ..."""
+        lock = lock_slab(self.path, number, slab, shard, held=[lock.path for lock in self._watch.locks])
         if lock is not None:
             self._watch.locks.append(lock)
 
@@ -131,10 +132,12 @@ class CacheDirectories:
             undo.pop_all()
         return cls(owned)
 
-    def hold_slabs(self) -> None:
-        """Lock the slab files that there are. Before they are opened, and again when those that lacked are made."""
-        for number, directory in enumerate(self._owned):
-            directory.hold_slab(number)
+    def hold_slabs(self, slab: int = 0, shards: Iterable[int] = (0,)) -> None:
+        """Lock the files of a slab's shards that there are. Before they are opened, and again when those that lacked
+        are made."""
+        for shard in shards:
+            for number, directory in enumerate(self._owned):
+                directory.hold_slab(number, slab, shard)
 
     def watch_catalog(self) -> None:
         """The catalogue, in the first directory, must keep its name from now on."""
@@ -156,10 +159,12 @@ class CacheDirectories:
         self.close()
 
 
-def lock_slab(directory: Path, number: int, shard: int = 0, *, held: Collection[Path] = ()) -> FileLock | None:
+def lock_slab(
+    directory: Path, number: int, slab: int = 0, shard: int = 0, *, held: Collection[Path] = ()
+) -> FileLock | None:
     """A lock on a shard's slab file in directory `number`; None where it is held, or there is no such file. Raises what
     `CacheDirectory.open` does."""
-    path = directory / slab_name(number, shard)
+    path = directory / slab_name(number, slab, shard)
     return (
         None if path in held or not os.path.lexists(path) else _lock(directory, path.name, create=False, patient=False)
     )

@@ -20,36 +20,39 @@ from gdscache.limits import KEY_BYTES
 from gdscache.pages.columns import find
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
-LAST_MILLISECOND = 1 << 53  # since the epoch; a later end than that is none
+LAST_MILLISECOND = 1 << 53  # since the epoch; no row was written later, or lives longer
 
-OUTSIDE = "slot < 0 OR slot >= ?"  # the slab, of so many slots
+OUTSIDE = "place < 0 OR place >= ?"  # slab 0, of so many slots; further slabs come behind it
 WHOLE_ROW = (
     f"typeof(key) = 'blob' AND length(key) = {KEY_BYTES} AND typeof(parent) = 'blob' AND length(parent) = {KEY_BYTES} "
-    "AND typeof(namespace) = 'integer' AND typeof(length) = 'integer' AND typeof(recency) = 'integer'"
+    "AND typeof(namespace) = 'integer' AND typeof(length) = 'integer' AND typeof(recency) = 'integer' "
+    "AND typeof(packed) = 'integer'"
 )
+PLAIN = "packed = 0"  # other numbers are of pages that this version cannot read
 # SQLite joins the columns: a Python object for each value of a row, and a tuple for each row, cost three times as much.
 JOINED = (
-    "CAST(group_concat(key, '') AS BLOB), CAST(group_concat(parent, '') AS BLOB), group_concat(slot), "
+    "CAST(group_concat(key, '') AS BLOB), CAST(group_concat(parent, '') AS BLOB), group_concat(place), "
     "group_concat(recency)"
 )
 SCAN = (
     f"SELECT {JOINED}, count(*), group_concat(namespace), group_concat(length) "
-    f"FROM pages WHERE slot >= ? AND slot < ? AND {WHOLE_ROW}"
+    f"FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {PLAIN}"
 )
 # The same for the rows of one namespace and length, which are most often all of them. No text or number is greater than
 # a blob, so the comparisons with x'' ask for the type at a fifth of what typeof() costs. They read what they compare:
 # where that is larger than SQLite may read, `SCAN` finds the rows, which reads what has the right type and size.
 UNIFORM = (
-    f"SELECT {JOINED}, count(*) FROM pages WHERE slot >= ? AND slot < ? AND namespace = ? AND length = ? "
+    f"SELECT {JOINED}, count(*) FROM pages WHERE place >= ? AND place < ? AND namespace = ? AND length = ? "
     f"AND key >= x'' AND parent >= x'' AND length(key) = {KEY_BYTES} AND length(parent) = {KEY_BYTES} "
-    "AND typeof(recency) = 'integer'"
+    f"AND typeof(recency) = 'integer' AND {PLAIN}"
 )
 WHOLE_RETENTION = (
-    "typeof(priority) = 'integer' AND typeof(expires) IN ('integer', 'null') "
-    f"AND ifnull(expires, 0) <= {LAST_MILLISECOND}"
+    "typeof(priority) = 'integer' AND typeof(lifetime) IN ('integer', 'null') AND typeof(written) = 'integer' "
+    f"AND ifnull(lifetime, 0) BETWEEN -{LAST_MILLISECOND} AND {LAST_MILLISECOND} "
+    f"AND written BETWEEN 0 AND {LAST_MILLISECOND}"
 )
-COUNT = "SELECT count(*) FROM pages WHERE slot >= ? AND slot < ?"
-FIRST = f"SELECT namespace, length FROM pages WHERE slot >= ? AND slot < ? AND {WHOLE_ROW} LIMIT 1"
+COUNT = "SELECT count(*) FROM pages WHERE place >= ? AND place < ?"
+FIRST = f"SELECT namespace, length FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {PLAIN} LIMIT 1"
 
 Keys = npt.NDArray[np.void]
 NO_INTEGERS: Int64Array = np.empty(0, np.int64)
@@ -63,13 +66,14 @@ class Recovered:
 
     `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`, whose ids in the
     catalogue are `ids`. `causes` has the slots of the rows that are none of these pages': `slot` (outside the slab),
-    `row` (a value of the wrong type or size), `length`, `namespace` (unknown), `expired`, `duplicate` (a key once more;
-    its most recent row stays), `parent` (the page would follow itself, at once or by way of others). `set_aside` is
-    where a corrupt catalogue was moved to.
+    `row` (a value of the wrong type or size), `packed` (in a way that this version cannot read), `length`, `namespace`
+    (unknown), `expired`, `duplicate` (a key once more; its most recent row stays), `parent` (the page would follow
+    itself, at once or by way of others). `set_aside` is where a corrupt catalogue was moved to.
 
     `above` is the position of the page that each one follows; -1 where that is not there.
     `retained` are the positions of pages with a retention of their own, in columns with `priorities` (int64) and
-    `expires` (float64, seconds since the epoch; infinite: never).
+    `expires` (float64, seconds since the epoch; infinite: never). `unsettled`: ascending slots of those whose lifetime
+    begins at no time of the clock that recovery went by.
     """
 
     slots: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
@@ -85,6 +89,7 @@ class Recovered:
     retained: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     priorities: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     expires: Float64Array = dataclasses.field(default_factory=NO_FLOATS.copy)
+    unsettled: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     causes: dict[int, str] = dataclasses.field(default_factory=dict)
     set_aside: Path | None = None
 
@@ -119,6 +124,7 @@ class _Retentions:
     slots: Int64Array
     priorities: Int64Array
     expires: Float64Array
+    unsettled: npt.NDArray[np.bool_]
     broken: list[int]
 
     def positions(self, slots: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
@@ -134,14 +140,15 @@ class _Retentions:
 def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: float = -math.inf) -> Recovered:
     """All whole rows of slots below `slots` that have not expired by `now`, and why the others are none. Only reads."""
     causes: dict[int, str] = {}
-    outside = [slot for (slot,) in connection.execute(f"SELECT slot FROM pages WHERE {OUTSIDE}", (slots,))]
+    outside = [slot for (slot,) in connection.execute(f"SELECT place FROM pages WHERE {OUTSIDE}", (slots,))]
     causes.update(dict.fromkeys(outside, "slot"))
     columns = _read(connection, slots)
     if len(columns.slots) + len(outside) != connection.execute("SELECT count(*) FROM pages").fetchone()[0]:
-        broken = f"SELECT slot FROM pages WHERE NOT ({OUTSIDE}) AND NOT ({WHOLE_ROW})"
-        causes.update((slot, "row") for (slot,) in connection.execute(broken, (slots,)))
+        inside = f"SELECT place FROM pages WHERE NOT ({OUTSIDE})"
+        for cause, which in (("row", f"NOT ({WHOLE_ROW})"), ("packed", f"{WHOLE_ROW} AND NOT ({PLAIN})")):
+            causes.update((slot, cause) for (slot,) in connection.execute(f"{inside} AND {which}", (slots,)))
     names = namespaces_by_id(connection, np.unique(columns.namespaces).tolist())
-    retentions = _retentions(connection, slots)
+    retentions = _retentions(connection, slots, now)
     for cause, some in (("row", retentions.broken), ("expired", retentions.slots[retentions.expires <= now].tolist())):
         if some:
             causes.update((slot, cause) for slot in columns.slots[np.isin(columns.slots, some)].tolist())
@@ -178,6 +185,7 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
         retained=retained,
         priorities=retentions.priorities[there],
         expires=retentions.expires[there],
+        unsettled=retentions.slots[there & retentions.unsettled],
         causes=causes,
     )
 
@@ -188,7 +196,7 @@ def clean(writer: sqlite3.Connection, found: Recovered, slots: int) -> None:
         writer.execute(f"DELETE FROM {table} WHERE {OUTSIDE}", (slots,))
     delete_pages(writer, found.causes)
     if writer.execute("SELECT count(*) FROM retention").fetchone()[0] != len(found.retained):  # some of no page
-        writer.execute("DELETE FROM retention WHERE slot NOT IN (SELECT slot FROM pages)")
+        writer.execute("DELETE FROM retention WHERE place NOT IN (SELECT place FROM pages)")
     tidy(writer, set(found.ids))
 
 
@@ -201,18 +209,29 @@ def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> None:
         else:
             runs.append([slot, slot])
     for table in ("retention", "checksums", "pages") if runs else ():
-        writer.executemany(f"DELETE FROM {table} WHERE slot BETWEEN ? AND ?", runs)
+        writer.executemany(f"DELETE FROM {table} WHERE place BETWEEN ? AND ?", runs)
 
 
-def _retentions(connection: sqlite3.Connection, slots: int) -> _Retentions:
+def milliseconds(seconds: float) -> int:
+    """Whole milliseconds since the epoch, rounded down, such as a catalogue can have."""
+    return math.floor(min(max(seconds * 1000, 0), LAST_MILLISECOND))
+
+
+def _retentions(connection: sqlite3.Connection, slots: int, now: float) -> _Retentions:
+    """`now`: no more than its whole lifetime is left of a page from then on; infinite: by no clock."""
     inside = f"NOT ({OUTSIDE})"
-    broken = f"SELECT slot FROM retention WHERE {inside} AND NOT ({WHOLE_RETENTION})"
-    select = f"SELECT slot, priority, expires FROM retention WHERE {inside} AND {WHOLE_RETENTION} ORDER BY slot"
-    found, priorities, expires = list(zip(*connection.execute(select, (slots,)), strict=True)) or ((), (), ())
+    broken = f"SELECT place FROM retention WHERE {inside} AND NOT ({WHOLE_RETENTION})"
+    columns = "place, priority, written, lifetime"
+    select = f"SELECT {columns} FROM retention WHERE {inside} AND {WHOLE_RETENTION} ORDER BY place"
+    found, priorities, times, lifetimes = list(zip(*connection.execute(select, (slots,)), strict=True)) or [()] * 4
+    written = np.array(times, np.int64)
+    lives = np.array([math.inf if life is None else life for life in lifetimes], np.float64)
+    clock = milliseconds(now) if math.isfinite(now) else LAST_MILLISECOND
     return _Retentions(
         np.array(found, np.int64),
         np.array(priorities, np.int64),
-        np.array([math.inf if at is None else at / 1000 for at in expires], np.float64),
+        (np.minimum(written, clock) + lives) / 1000,
+        np.isfinite(lives) & ((written == 0) | (written > clock)) & math.isfinite(now),
         [slot for (slot,) in connection.execute(broken, (slots,))],
     )
 
@@ -220,7 +239,7 @@ def _retentions(connection: sqlite3.Connection, slots: int) -> _Retentions:
 def _read(connection: sqlite3.Connection, slots: int) -> _Columns:
     keys, parents = [], []
     numbers: list[list[Int64Array]] = [[], [], [], []]
-    end = min(slots, (connection.execute("SELECT max(slot) FROM pages").fetchone()[0] or 0) + 1)
+    end = min(slots, (connection.execute("SELECT max(place) FROM pages").fetchone()[0] or 0) + 1)
     for first in range(0, end, SCAN_SLOTS):
         key, parent, *some = _read_some(connection, first, min(first + SCAN_SLOTS, end))
         if key is not None:

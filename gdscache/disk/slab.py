@@ -2,6 +2,7 @@
 
 Everything that knows how slots map to files is here. Over several directories, stretches of neighbouring slots
 (`stretch_slots`) lie on one after the other in turn: neighbours are read together, and a batch keeps all devices busy.
+A slab has as many *shards* as GPUs hold a part of each page: files of their own, with the same slots in them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
+    InvalidValueError,
     IOFailedError,
     NoSpaceError,
     NotARegularFileError,
@@ -29,12 +31,14 @@ from gdscache.errors import (
 )
 
 STRETCH_BYTES = 4 << 20  # of neighbouring extents on one device, at least: what one read takes at most
+SLAB_SLOTS = 1 << 40  # of one slab: a place is slab x SLAB_SLOTS + slot
 FILE_MODE = 0o600
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slab:
-    """`slots` extents of `extent_bytes` each. Use `Slab.open`.
+    """`slots` extents of `extent_bytes` in each of `shards`, whose `files` come one shard after the other, each in the
+    order of the directories. Use `Slab.open`.
 
     `valid_slots` leading slots existed with their bytes before this open: 0 for a new file, fewer than `slots` after
     the capacity grew or somebody truncated a file. What the catalogue says of later slots is void.
@@ -46,18 +50,34 @@ class Slab:
     valid_slots: int
     stretch: int  # neighbouring slots in one file before the next file has its turn
     inodes: tuple[int, ...] = ()  # of the files that were opened; () where nobody asks
+    shards: int = 1
 
     @classmethod
     def open(
-        cls, directory: Path, extent_bytes: int, slots: int, stripes: Sequence[Path] = (), *, shard: int = 0
+        cls,
+        directory: Path,
+        extent_bytes: int,
+        slots: int,
+        stripes: Sequence[Path] = (),
+        *,
+        slab: int = 0,
+        shards: int = 1,
+        shard: int | None = None,
     ) -> Slab:
-        """Open the slab of `directory` and the further `stripes`, preallocated to exactly `slots * extent_bytes` bytes.
+        """Open slab number `slab` of `directory` and the further `stripes`: its shard number `shard` of `shards`, or
+        all of them (None), each preallocated to exactly `slots * extent_bytes` bytes.
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
         slots that existed keep their bytes. Raises `NoSpaceError` before a file is written where its file system has
-        too little room, `CapacityError` for less than one slot (a file), `NotARegularFileError`,
-        `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as they were before.
+        too little room, `CapacityError` for less than one slot (a file) or more than a place can name,
+        `InvalidValueError`, `NotARegularFileError`, `DirectoryNotWritableError`, `IOFailedError`. After an error the
+        files are as they were before.
         """
+        if slab < 0 or shards < 1 or (shard is not None and not 0 <= shard < shards):
+            raise InvalidValueError(
+                f"slab {slab}, shard {shard} of {shards}: there is none", "a bug: please report it, with this message"
+            )
+        opened = range(shards) if shard is None else (shard,)
         directories = (directory, *stripes)
         stretch = stretch_slots(extent_bytes)
         if extent_bytes < 1 or slots <= len(stripes) * stretch:
@@ -67,21 +87,38 @@ class Slab:
                 + (f" in one of {len(directories)} directories" if stripes else ""),
                 f"set ssd.capacity to at least {least}",
             )
-        files = tuple(where / slab_name(number, shard) for number, where in enumerate(directories))
-        valid = slots
+        if slots > SLAB_SLOTS:
+            most = SLAB_SLOTS * extent_bytes * shards
+            raise CapacityError(f"a slab has at most {SLAB_SLOTS:,} slots", f"set ssd.capacity to at most {most}")
+        files = slab_files(directories, opened, slab)
+        valid, count = slots, len(directories)
         with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as undo:
             made = []
-            for number, path in enumerate(files):
-                total = extent_bytes * _share(number, len(files), stretch, slots)
+            for at, path in enumerate(files):
+                number = at % count
+                total = extent_bytes * _share(number, count, stretch, slots)
                 created, before = _prepare(path, total, descriptors, undo)
-                valid = min(valid, first_missing(number, len(files), extent_bytes, before // extent_bytes))
+                valid = min(valid, first_missing(number, count, extent_bytes, before // extent_bytes))
                 if created:
                     made.append(path.parent)
             undo.pop_all()
             for where in made:
                 _flush_directory(where)
             inodes = tuple(path.stat().st_ino for path in files)
-        return cls(files, extent_bytes, slots, valid, stretch, inodes)
+        return cls(files, extent_bytes, slots, valid, stretch, inodes, len(opened))
+
+    def of(self, index: int) -> Slab:
+        """Shard number `index` of those that were opened, as a slab of its own. Raises `IndexError`."""
+        if not 0 <= index < self.shards:
+            raise IndexError(f"shard {index} of {self.shards}")
+        count = self.directories
+        mine = slice(index * count, (index + 1) * count)
+        return dataclasses.replace(self, files=self.files[mine], inodes=self.inodes[mine], shards=1)
+
+    @property
+    def directories(self) -> int:
+        """How many directories it lies over."""
+        return len(self.files) // self.shards
 
     @property
     def path(self) -> Path:
@@ -91,10 +128,11 @@ class Slab:
     @property
     def nbytes(self) -> int:
         """Bytes of all slab files together."""
-        return self.slots * self.extent_bytes
+        return self.slots * self.extent_bytes * self.shards
 
     def locate(self, slot: int) -> tuple[int, int]:
-        """`(index into files, byte offset)` of a slot's extent. Raises `SlotRangeError`."""
+        """`(index into files, byte offset)` of a slot's extent in the first shard; in the next ones it is at the same
+        offset, so many `directories` further on. Raises `SlotRangeError`."""
         if not 0 <= slot < self.slots:
             raise SlotRangeError(f"slot {slot} is outside a slab of {self.slots} slots", "a bug: please report it")
         return self._place(slot)
@@ -108,7 +146,7 @@ class Slab:
     def _place(self, slots: Any) -> tuple[Any, Any]:
         """`locate` without its check, of one slot or of an array of them."""
         number, within = divmod(slots, self.stretch)
-        count = len(self.files)
+        count = self.directories
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
     def offset(self, slot: int) -> int:
@@ -119,7 +157,7 @@ class Slab:
         """What became of the files since they were opened; and the whole extents of each file that is too short."""
         problems, short = [], {}
         for number, path in enumerate(self.files):
-            share = _share(number, len(self.files), self.stretch, self.slots)
+            share = self._share(number)
             try:
                 status = path.lstat()
             except OSError as error:
@@ -137,11 +175,14 @@ class Slab:
         for number, path in enumerate(self.files):
             fd, _ = _open_file(path)
             try:
-                share = _share(number, len(self.files), self.stretch, self.slots)
+                share = self._share(number)
                 if os.fstat(fd).st_ino == self.inodes[number]:
                     _allocate(path, fd, share * self.extent_bytes)
             finally:
                 os.close(fd)
+
+    def _share(self, number: int) -> int:
+        return _share(number % self.directories, self.directories, self.stretch, self.slots)
 
     def flush(self) -> None:
         """Make the bytes written so far survive a loss of power (`durability: power`). Raises `IOFailedError`."""
@@ -158,9 +199,14 @@ class Slab:
                 ) from error
 
 
-def slab_name(number: int, shard: int = 0) -> str:
-    """The name of a shard's slab file in directory `number`."""
-    return f"slab-{number}.0.{shard}.bin" if shard else f"slab-{number}.bin"
+def slab_name(number: int, slab: int = 0, shard: int = 0) -> str:
+    """The name of the file of a slab's shard in directory `number`."""
+    return f"slab-{number}.bin" if slab == shard == 0 else f"slab-{number}.{slab}.{shard}.bin"
+
+
+def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,), slab: int = 0) -> tuple[Path, ...]:
+    """The files of a slab's shards, one shard after the other."""
+    return tuple(where / slab_name(number, slab, part) for part in shards for number, where in enumerate(directories))
 
 
 def stretch_slots(extent_bytes: int) -> int:

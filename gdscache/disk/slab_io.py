@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 class SlabIO:
-    """The files of a slab, open in a transport, which is closed with it, or when they cannot be opened."""
+    """The files of one shard of a slab, open in a transport, which is closed with it, or when they cannot be opened.
+    `shard`: its number among those that the slab was opened with."""
 
-    def __init__(self, slab: Slab, transport: Transport) -> None:
+    def __init__(self, slab: Slab, transport: Transport, shard: int = 0) -> None:
         self.transport = transport
-        self.slab = slab
+        self.slab = slab = slab.of(shard)
         with contextlib.ExitStack() as undo:
             undo.callback(transport.close)
             self._files = [transport.open(file) for file in slab.files]

@@ -16,13 +16,15 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from gdscache.disk.catalog_file import own_file
+from gdscache.disk.catalog_file import MOST_SHARDS, own_file
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+from gdscache.runtime.latencies import NOTHING, Summary
 from gdscache.runtime.threads import start
 
 STATUS_NAME = "status"
@@ -32,7 +34,7 @@ _SAVED_EVERY = 60  # pages
 FRESH_S = 5.0  # a page that was written so lately has a living owner
 FILE_MODE = 0o600
 MAGIC = b"gdscstat"
-PAGE_FORMAT = 1
+PAGE_FORMAT = 2
 STATES = ("running", "switched_off", "stopped")
 # What an engine counts, by group and name; `misses`, `dropped` and `refused` by whatever cause.
 COUNTS = (
@@ -45,18 +47,40 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
+CAUSED = ("misses", "dropped", "refused", "lost")  # groups whose causes are told one by one, the most frequent first
+CAUSES = 48
+RANKS = 16
+LATENCIES = ("read", "write", "commit")
 _HEAD = struct.Struct("<8sQ")
-_BODY = struct.Struct(f"<II qQQQ II 8Q {len(COUNTS)}Q")
+_BODY = struct.Struct(f"<II qQQQ II 8Q {len(COUNTS)}Q II")
 _TEXTS = struct.Struct("<64s512s256s")
-_TEXTS_AT = 384
+_RANK = struct.Struct("<qII")
+_LATENCY = struct.Struct("<3Q")
+_CAUSE = struct.Struct("<32sQ")
+_TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 384, 1216, 1472, 1600
+_MOST_NS = (1 << 64) - 1
 _TRIES, _PAUSE = 5, 0.01  # of a reader that meets a page half written
 _CLOSE_S = 2.0  # that `close` waits for a write that hangs
 _log = logging.getLogger("gdscache.ssd")
 
 
+class Rank(NamedTuple):
+    """A process that moves the bytes of a shard. Rank 0 is the owner of the directory."""
+
+    pid: int
+    state: str
+
+
+class OtherFormat(NamedTuple):
+    """A page that is whole, and of a format that this version does not read."""
+
+    format: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What the engine says of itself. `counts`: by (group, name), as `TierManager.counts`; `stopped`: why, or ""."""
+    """What the engine says of itself. `counts`: by (group, name), as `TierManager.counts`, and in the group `lost` the
+    pages that were given up at open; `stopped`: why, or ""; `latencies`: of `LATENCIES`, those that are known."""
 
     format_version: int
     directories: int
@@ -69,11 +93,16 @@ class Figures:
     state: str
     stopped: str
     counts: Mapping[tuple[str, str], int]
+    shards: int = 1
+    ranks: Sequence[Rank] = ()
+    latencies: Mapping[str, Summary] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """A status page. Times are seconds since 1970-01-01 UTC; `number` counts the pages that the owner wrote."""
+    """A status page. Times are seconds since 1970-01-01 UTC; `number` counts the pages that the owner wrote. What was
+    read has sums in `figures.counts`, under the names of `COUNTS`; `causes`: by (group, cause), the most frequent
+    first."""
 
     pid: int
     host: str
@@ -84,6 +113,7 @@ class Status:
     catalog_bytes: int
     log_bytes: int
     figures: Figures
+    causes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
 
     @property
     def age(self) -> float:
@@ -99,30 +129,70 @@ def pack(status: Status) -> bytes:
     times = (int(status.opened * 1000), int(status.written * 1000), status.number)
     state = STATES.index(f.state), f.directories
     counts = [_count(f.counts, *name) for name in COUNTS]
-    body = _BODY.pack(PAGE_FORMAT, f.format_version, status.pid, *times, *state, *sizes, *files, *counts)
-    texts = _TEXTS.pack(_text(status.host, 64), _text(status.command, 512), _text(f.stopped, 256))
-    rest = body.ljust(_TEXTS_AT - _HEAD.size, b"\0") + texts
-    rest = rest.ljust(PAGE_BYTES - _HEAD.size, b"\0")
-    return _HEAD.pack(MAGIC, xxhash.xxh3_64_intdigest(rest)) + rest
+    ranks = f.ranks[:RANKS]
+    page = bytearray(PAGE_BYTES)
+    body = PAGE_FORMAT, f.format_version, status.pid, *times, *state, *sizes, *files, *counts, f.shards, len(ranks)
+    _BODY.pack_into(page, _HEAD.size, *body)
+    _TEXTS.pack_into(page, _TEXTS_AT, _text(status.host, 64), _text(status.command, 512), _text(f.stopped, 256))
+    for at, rank in enumerate(ranks):
+        _RANK.pack_into(page, _RANKS_AT + at * _RANK.size, rank.pid, STATES.index(rank.state), 0)
+    for at, what in enumerate(LATENCIES):
+        samples, *seconds = f.latencies.get(what, NOTHING)
+        nanoseconds = (min(int(s * 1e9), _MOST_NS) for s in seconds)
+        _LATENCY.pack_into(page, _LATENCIES_AT + at * _LATENCY.size, samples, *nanoseconds)
+    for at, (name, count) in enumerate(_causes(f.counts)):
+        _CAUSE.pack_into(page, _CAUSES_AT + at * _CAUSE.size, _text(name, 32), count)
+    _HEAD.pack_into(page, 0, MAGIC, xxhash.xxh3_64_intdigest(memoryview(page)[_HEAD.size :]))
+    return bytes(page)
 
 
-def unpack(page: bytes) -> Status | None:
+def unpack(page: bytes) -> Status | OtherFormat | None:
     """What a page says; None where it is none, or not whole."""
     if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
         return None
     format_, version, pid, opened, written, number, state, directories, *rest = _BODY.unpack_from(page, _HEAD.size)
-    if format_ != PAGE_FORMAT or state >= len(STATES):
+    if format_ != PAGE_FORMAT:
+        return OtherFormat(format_)
+    extent, slots, pages, free, evictions, late, catalog, log, *rest = rest
+    shards, count = rest[len(COUNTS) :]
+    told = [_RANK.unpack_from(page, _RANKS_AT + at * _RANK.size) for at in range(min(count, RANKS))]
+    if (
+        shards > MOST_SHARDS
+        or count > RANKS
+        or any(code >= len(STATES) for code in (state, *(code for _, code, _ in told)))
+    ):
         return None
-    host, command, stopped = (
-        text.rstrip(b"\0").decode(errors="replace") for text in _TEXTS.unpack_from(page, _TEXTS_AT)
+    host, command, stopped = map(_read_text, _TEXTS.unpack_from(page, _TEXTS_AT))
+    latencies = {}
+    for at, what in enumerate(LATENCIES):
+        samples, median, slow = _LATENCY.unpack_from(page, _LATENCIES_AT + at * _LATENCY.size)
+        latencies[what] = Summary(samples, median / 1e9, slow / 1e9)
+    causes = {}
+    for at in range(CAUSES):
+        name, times = _CAUSE.unpack_from(page, _CAUSES_AT + at * _CAUSE.size)
+        group, dot, cause = _read_text(name).partition(".")
+        if dot:
+            causes[group, cause] = times
+    figures = Figures(
+        format_version=version,
+        directories=directories,
+        extent_bytes=extent,
+        slots=slots,
+        pages=pages,
+        free_slots=free,
+        evictions=evictions,
+        late_requests=late,
+        state=STATES[state],
+        stopped=stopped,
+        counts=dict(zip(COUNTS, rest, strict=False)),
+        shards=shards,
+        ranks=tuple(Rank(number, STATES[code]) for number, code, _ in told),
+        latencies=latencies,
     )
-    extent, slots, pages, free, evictions, late, catalog, log = rest[:8]
-    found = dict(zip(COUNTS, rest[8:], strict=True))
-    figures = Figures(version, directories, extent, slots, pages, free, evictions, late, STATES[state], stopped, found)
-    return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures)
+    return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, causes)
 
 
-def read(directory: Path) -> Status | None:
+def read(directory: Path) -> Status | OtherFormat | None:
     """The status page of a directory; None where there is none, or none that is whole."""
     for _ in range(_TRIES):
         try:
@@ -249,6 +319,16 @@ def _size(path: Path) -> int:
 
 def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
     return counts.get((group, name), 0) if name else sum(n for (g, _), n in counts.items() if g == group)
+
+
+def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
+    """`group.cause` of what was counted, and how often: the most frequent ones."""
+    found = [(f"{group}.{name}", n) for (group, name), n in counts.items() if n > 0 and group in CAUSED]
+    return sorted(found, key=lambda one: (-one[1], one[0]))[:CAUSES]
+
+
+def _read_text(text: bytes) -> str:
+    return text.rstrip(b"\0").decode(errors="replace")
 
 
 def _text(text: str, most: int) -> bytes:

@@ -16,7 +16,6 @@ from gdscache.limits import KEY_BYTES
 
 Checksums = npt.NDArray[np.uint64]
 
-HEAD_GROUPS = 1  # parts of a layer that have a checksum each
 MOST_SUMS = 1 << 16  # of a page
 _KEY_FACTORS = np.array(  # odd, one for each eight bytes of a key
     [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63], np.uint64
@@ -42,7 +41,7 @@ def bound(sums: Checksums, keys: Sequence[bytes]) -> Checksums:
     """Checksums of the bytes of pages as a catalogue stores them: uint64 of shape (pages, sums a page), as they came.
 
     `keys`: the key of each page. The difference is a value of 64 bits that follows from the key and from the position
-    of the sum in its page; two keys share it with a chance of 2^-64.
+    of the sum in its page (of shards after one another, the layers of each); two keys share it with a chance of 2^-64.
     """
     return sums + _bindings(keys, sums.shape[1])
 

@@ -62,6 +62,7 @@ class RemoteSlab:
         fields: dict[str, Any] = {
             "directories": [str(path) for path in (config.path, *config.stripes)],
             "slots": slots,
+            "shards": ranks.shards,
             "threads": max(1, config.threads // ranks.shards),
             "transport": config.transport,
         }
@@ -73,8 +74,8 @@ class RemoteSlab:
         self.files = tuple(Path(file) for _, message in answers for file in message.fields["files"])
         self._transport = answers[0][1].fields["transport"]
         stretch = stretch_slots(layout.extent_bytes)
-        files = self.files[: 1 + len(config.stripes)]
-        self._slab = Slab(files, layout.extent_bytes, slots, self.valid_slots, stretch)
+        self.directories = 1 + len(config.stripes)
+        self._slab = Slab(self.files[: self.directories], layout.extent_bytes, slots, self.valid_slots, stretch)
         self.slab = self
 
     def locate(self, slot: int) -> tuple[int, int]:

@@ -220,7 +220,9 @@ class Service:
                 undo.callback(self._give_locks_back)
                 self._hold(directories)
             slab = Slab.open(
-                *(directories[0], self.layout.extent_bytes, fields["slots"], directories[1:]), shard=self._shard
+                *(directories[0], self.layout.extent_bytes, fields["slots"], directories[1:]),
+                shards=fields["shards"],
+                shard=self._shard,
             )
             if fields["owner"]:
                 self._hold(directories)
@@ -234,7 +236,7 @@ class Service:
     def _hold(self, directories: Sequence[Path]) -> None:
         """Lock the slab's files that there are."""
         for number, where in enumerate(directories):
-            lock = lock_slab(where, number, self._shard, held=[lock.path for lock in self._locks])
+            lock = lock_slab(where, number, 0, self._shard, held=[lock.path for lock in self._locks])
             self._locks += [] if lock is None else [lock]
 
     def _give_locks_back(self) -> None:

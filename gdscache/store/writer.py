@@ -240,7 +240,9 @@ class TierWriter:
         """Why each page of a flight is not written, "" where it is; those that are late are dropped, and not waited
         for. An error, where I/O failed."""
         end = yield from flight.moving.end()
-        self.size.learn(len(flight.entries), self._executor.now() - flight.begun)
+        seconds = self._executor.now() - flight.begun
+        self.size.learn(len(flight.entries), seconds)
+        self._manager.latencies.note("write", self._tier.name, seconds)
         causes = [""] * len(flight.entries)
         for row in end.errors:
             causes[row] = "io_error"
@@ -295,7 +297,9 @@ class TierWriter:
                 entries, sums = flight.entries, flight.sums
                 if len(rows) < len(entries):
                     entries, sums = [entries[row] for row in rows], sums[list(rows)]
+                begun = self._executor.now()
                 visible = [*self._tier.commit(entries, sums)]
+                self._manager.latencies.note("commit", self._tier.name, self._executor.now() - begun)
             if len(visible) != len(rows):
                 raise TierAnswerError(
                     f"the {self._tier.name} tier commits {len(visible)} of {len(rows)} pages",

@@ -20,6 +20,7 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.pages.keys import Page
 from gdscache.runtime.calls import Caller, Direct
+from gdscache.runtime.latencies import Latencies
 from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.clear import PAUSE_S, Clearing
 from gdscache.tiers.expiry import Expiry
@@ -75,7 +76,8 @@ class TierManager:
         self._leases: set[Lease] = set()
         self.clearing = Clearing(lock, self.tiers, self.files)
         self.costs = Costs([name for name, tier in self.tiers.items() if tier.kind == "memory"])
-        self.busy = BusyPeriods(self.costs.observe_load)
+        self.busy = BusyPeriods(self._was_busy)
+        self.latencies = Latencies()
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
         self.measured = measured
@@ -272,6 +274,10 @@ class TierManager:
                     tier.index.settle(self.settled)
 
     # -- figures --------------------------------------------------------------------------------------------------
+
+    def _was_busy(self, tier: str, nbytes: int, seconds: float) -> None:
+        self.latencies.note("read", tier, seconds)
+        self.costs.observe_load(tier, nbytes, seconds)
 
     def count(self, group: str, name: str, n: int = 1) -> None:
         with self.lock:

@@ -100,7 +100,13 @@ class SsdTier(DurableTier):
                 )
                 undo.callback(transport.close)
                 self._directory.hold_slabs()
-            self._catalog = Catalog.open(path, extent_bytes=layout.extent_bytes, durability=config.durability)
+            self._catalog = Catalog.open(
+                path,
+                extent_bytes=layout.extent_bytes,
+                durability=config.durability,
+                shards=layout.shards,
+                wall_clock=wall_clock,
+            )
             undo.callback(self._catalog.close)
             if transport is not None:
                 slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
@@ -172,7 +178,12 @@ class SsdTier(DurableTier):
     @property
     def directories(self) -> int:
         """How many directories the slab lies over."""
-        return len(self._slab.files)
+        return self._slab.directories
+
+    @property
+    def shards(self) -> int:
+        """In how many shards each page lies."""
+        return self.layout.shards
 
     @property
     def capacity(self) -> int:
@@ -446,7 +457,7 @@ class SsdTier(DurableTier):
         return {
             "path": str(self.path),
             "route": None if self._route is None else self._route.describe(),
-            "stripes": [str(file.parent) for file in self._slab.files[1:]],
+            "stripes": [str(file.parent) for file in self._slab.files[1 : self._slab.directories]],
             "lost_at_recovery": dict(self.lost),
             "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),
             "transport": self.io.describe(),

@@ -335,10 +335,10 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     host.engine.close()
     with sqlite3.connect(catalogue(slab)) as db:
-        db.execute("DELETE FROM checksums WHERE slot = ?", (slots[1],))
-        db.execute("UPDATE checksums SET sums = zeroblob(16) WHERE slot = ?", (slots[2],))
-        sums = "(SELECT sums FROM checksums WHERE slot = ?)"
-        db.execute(f"UPDATE checksums SET sums = {sums} WHERE slot = ?", (slots[4], slots[3]))
+        db.execute("DELETE FROM checksums WHERE place = ?", (slots[1],))
+        db.execute("UPDATE checksums SET sums = zeroblob(16) WHERE place = ?", (slots[2],))
+        sums = "(SELECT sums FROM checksums WHERE place = ?)"
+        db.execute(f"UPDATE checksums SET sums = {sums} WHERE place = ?", (slots[4], slots[3]))
     db.close()
     host = open_host()
     bad = PageStatus.CHECKSUM
@@ -346,7 +346,7 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
     assert tokens_of(host.engine, tokens) == 4
 
 
-@pytest.mark.parametrize("change", ["slot = 11", "key = zeroblob(32)"])
+@pytest.mark.parametrize("change", ["place = 11", "key = zeroblob(32)"])
 def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost, change: str) -> None:
     host = open_host(cpu=None)
     tokens = prompt(1, 3)
@@ -355,7 +355,7 @@ def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: 
     ssd = host.engine.manager.ssd
     assert ssd is not None
     with ssd._catalog._transaction() as writer:
-        writer.execute(f"UPDATE pages SET {change} WHERE slot = ?", (slot_of(host.engine, tokens, 2),))
+        writer.execute(f"UPDATE pages SET {change} WHERE place = ?", (slot_of(host.engine, tokens, 2),))
     assert len(host.engine.check().problems) == 2
     assert tokens_of(host.engine, tokens) == 12
     assert host.engine.check(fix=True).fixed

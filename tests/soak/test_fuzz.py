@@ -18,7 +18,7 @@ from tests.support.helpers import SEED
 
 TARGETS = (
     *("costs", "costs_figures", "namespaces", "stripe", "lock", "status", "trailer"),
-    *("catalogue", "catalogue_log", "catalogue_rows", "directory"),
+    *("catalogue", "catalogue_log", "catalogue_rows", "catalogue_old", "directory"),
 )
 GUIDE = "atheris" if HAS_ATHERIS else "own_loop"
 SHORT_S, LONG_S, PLANTED_S = 1, 60, 30

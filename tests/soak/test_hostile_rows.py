@@ -47,9 +47,9 @@ VALUES = [
 ]
 HUGE = [f"zeroblob({LARGE})", f"CAST(replace(hex(zeroblob({LARGE // 2})), '0', 'x') AS TEXT)"]
 COLUMNS = [
-    *(("pages", column) for column in ("slot", "key", "parent", "namespace", "length", "recency")),
-    *(("checksums", column) for column in ("slot", "sums")),
-    *(("retention", column) for column in ("slot", "priority", "expires")),
+    *(("pages", column) for column in ("place", "key", "parent", "namespace", "length", "recency", "packed")),
+    *(("checksums", column) for column in ("place", "sums")),
+    *(("retention", column) for column in ("place", "priority", "lifetime", "written")),
     *(("namespaces", column) for column in ("id", "digest", "description")),
 ]
 
@@ -66,17 +66,17 @@ def spoil(path: Path, table: str, column: str, values: list[str]) -> int:
     """Give each value to a row of its own, the first one first; how many took it."""
     taken = 0
     with raw(path) as catalogue:
-        slots = [slot for (slot,) in catalogue.execute("SELECT slot FROM pages ORDER BY recency")]
+        slots = [slot for (slot,) in catalogue.execute("SELECT place FROM pages ORDER BY recency")]
         for slot, value in zip(slots, values, strict=False):
             if table == "retention":
-                catalogue.execute("INSERT OR REPLACE INTO retention VALUES (?, 1, 4000000000000)", (slot,))
+                catalogue.execute("INSERT OR REPLACE INTO retention VALUES (?, 1, 4000000000000, 0)", (slot,))
             if table == "namespaces":
                 digest = hashlib.blake2b(value.encode(), digest_size=32).digest()
                 row = catalogue.execute("INSERT INTO namespaces(digest, description) VALUES (?, '{}')", (digest,))
                 where, which = "id", row.lastrowid
-                catalogue.execute("UPDATE pages SET namespace = ? WHERE slot = ?", (which, slot))
+                catalogue.execute("UPDATE pages SET namespace = ? WHERE place = ?", (which, slot))
             else:
-                where, which = "slot", slot
+                where, which = "place", slot
             try:
                 catalogue.execute(f"UPDATE {table} SET {column} = {value} WHERE {where} = ?", (which,))
                 taken += 1
@@ -220,12 +220,12 @@ def test_pages_that_follow_themselves_go_and_are_counted(filled: Path, tmp_path:
     path = tmp_path / "cache"
     shutil.copytree(filled, path)
     with raw(path) as catalogue:
-        rows = catalogue.execute("SELECT slot, key FROM pages ORDER BY recency").fetchall()
+        rows = catalogue.execute("SELECT place, key FROM pages ORDER BY recency").fetchall()
         circle, behind = rows[:length], rows[length : length + 5]
         for (slot, _), (_, parent) in zip(circle, [circle[-1], *circle[:-1]], strict=True):
-            catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
+            catalogue.execute("UPDATE pages SET parent = ? WHERE place = ?", (parent, slot))
         for (slot, _), (_, parent) in zip(behind, [circle[0], *behind[:-1]], strict=True):
-            catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
+            catalogue.execute("UPDATE pages SET parent = ? WHERE place = ?", (parent, slot))
     assert inspect(path)["unusable_rows"] == {"parent": length}
     with opened(path) as host:
         ssd = host.engine.stats()["tiers"]["ssd"]
@@ -246,10 +246,10 @@ def test_a_long_chain_in_any_order_is_no_circle(tmp_path: Path) -> None:
     with opened(path) as host:
         store(host, range(12), 4)
     with raw(path) as catalogue:
-        rows = catalogue.execute("SELECT slot, key FROM pages ORDER BY key").fetchall()
-        catalogue.execute("UPDATE pages SET parent = zeroblob(32) WHERE slot = ?", rows[0][:1])
+        rows = catalogue.execute("SELECT place, key FROM pages ORDER BY key").fetchall()
+        catalogue.execute("UPDATE pages SET parent = zeroblob(32) WHERE place = ?", rows[0][:1])
         for (slot, _), (_, parent) in zip(rows[1:], rows[:-1], strict=True):
-            catalogue.execute("UPDATE pages SET parent = ? WHERE slot = ?", (parent, slot))
+            catalogue.execute("UPDATE pages SET parent = ? WHERE place = ?", (parent, slot))
     with opened(path) as host:
         ssd = host.engine.stats()["tiers"]["ssd"]
         assert (ssd["lost_at_recovery"], ssd["pages"]) == ({}, SLOTS)
@@ -307,9 +307,9 @@ def test_an_end_beyond_all_time_does_not_break_close(filled: Path, tmp_path: Pat
     path = tmp_path / "cache"
     shutil.copytree(filled, path)
     with raw(path) as catalogue:
-        slots = [slot for (slot,) in catalogue.execute("SELECT slot FROM pages ORDER BY recency")]
+        slots = [slot for (slot,) in catalogue.execute("SELECT place FROM pages ORDER BY recency")]
         for slot, end in zip(slots, [(1 << 63) - 1, (1 << 63) - 1000, (1 << 53) + 1, 1 << 53], strict=False):
-            catalogue.execute("INSERT INTO retention VALUES (?, 0, ?)", (slot, end))
+            catalogue.execute("INSERT INTO retention VALUES (?, 0, ?, 0)", (slot, end))
     with opened(path) as host:
         assert host.engine.stats()["tiers"]["ssd"]["lost_at_recovery"] == {"row": 3}
         store(host, SINGLE[:6], 1)

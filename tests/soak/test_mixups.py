@@ -145,11 +145,11 @@ def swap(table: str, *columns: str) -> Callable[[Path, int, int], None]:
         names = ", ".join(columns)
         with raw(path) as catalogue:
             rows = [
-                catalogue.execute(f"SELECT {names} FROM {table} WHERE slot = ?", (s,)).fetchone() for s in (one, other)
+                catalogue.execute(f"SELECT {names} FROM {table} WHERE place = ?", (s,)).fetchone() for s in (one, other)
             ]
             for slot, row in zip((other, one), rows, strict=True):
                 sets = ", ".join(f"{column} = ?" for column in columns)
-                catalogue.execute(f"UPDATE {table} SET {sets} WHERE slot = ?", (*row, slot))
+                catalogue.execute(f"UPDATE {table} SET {sets} WHERE place = ?", (*row, slot))
 
     return change
 
@@ -165,7 +165,7 @@ def swap_extents(path: Path, one: int, other: int) -> None:
 def copy_sums(path: Path, one: int, other: int) -> None:
     with raw(path) as catalogue:
         catalogue.execute(
-            "UPDATE checksums SET sums = (SELECT sums FROM checksums WHERE slot = ?) WHERE slot = ?", (one, other)
+            "UPDATE checksums SET sums = (SELECT sums FROM checksums WHERE place = ?) WHERE place = ?", (one, other)
         )
 
 
@@ -189,7 +189,7 @@ def test_pages_that_changed_places_are_misses_and_nothing_else_is(singles: Path,
     path = tmp_path / "cache"
     shutil.copytree(singles, path)
     with raw(path) as catalogue:
-        slots = [slot for (slot,) in catalogue.execute("SELECT slot FROM pages ORDER BY recency")]
+        slots = [slot for (slot,) in catalogue.execute("SELECT place FROM pages ORDER BY recency")]
     pairs = [(slots[i], slots[i + 1]) for i in range(0, 12, 2)]
     for pair in pairs:
         change(path, *pair)
@@ -214,9 +214,9 @@ def test_a_chain_in_another_slot_order_is_a_miss(life: tuple[Path, list[bytes]],
     path, shift = tmp_path / "cache", 7
     shutil.copytree(life[0], path)
     with raw(path) as catalogue:
-        rows = catalogue.execute("SELECT slot, key, parent, namespace FROM pages ORDER BY slot").fetchall()
+        rows = catalogue.execute("SELECT place, key, parent, namespace FROM pages ORDER BY place").fetchall()
         for (slot, *_), (_, *names) in zip(rows, rows[shift:] + rows[:shift], strict=True):
-            catalogue.execute("UPDATE pages SET key = ?, parent = ?, namespace = ? WHERE slot = ?", (*names, slot))
+            catalogue.execute("UPDATE pages SET key = ?, parent = ?, namespace = ? WHERE place = ?", (*names, slot))
     with opened(path, ROOM) as host:
         assert set(served(host, DOCUMENTS, LONG).values()) == {0}
 

@@ -61,6 +61,6 @@ def served(host: Host, numbers: Iterable[int], pages: int = PAGES) -> dict[int, 
 
 
 def binding(key: bytes, sums: int = LAYERS) -> list[int]:
-    """What version 5 adds to each checksum of a page, from docs/format.md alone."""
+    """What is added to each checksum of a page, from docs/format.md alone."""
     seed = sum(word * factor for word, factor in zip(struct.unpack("<4Q", key), FACTORS, strict=True))
     return [(seed + position * STEP) % (1 << 64) for position in range(sums)]

@@ -18,6 +18,7 @@ import os
 import shutil
 import sqlite3
 import struct
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -37,10 +38,12 @@ from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page, namespace_digest
 from gdscache.policies import new_policy
 from gdscache.pool.io import TRAILER_BYTES, is_stored, trailer
+from gdscache.runtime.latencies import Summary
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import opened, served, store
 from tests.support.fuzz_base import BreachError, Seeds, Target, require
 from tests.support.helpers import MHA, layout_of
+from tests.support.places import ROOT
 
 NOW = 1_800_000_000.0
 SLOTS, EXTENT, LAYERS = 24, 8192, 3
@@ -262,14 +265,25 @@ def _status(data: bytes, folder: Path) -> None:
         return
     require(len(page) >= status_page.PAGE_BYTES, "a page that is cut")
     require(sealed or page[: status_page.PAGE_BYTES] == whole, "a page with another checksum")
-    require(found.figures.state in status_page.STATES, "a state that there is not")
-    json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, found.figures.stopped])
+    if isinstance(found, status_page.OtherFormat):
+        require(found.format != status_page.PAGE_FORMAT, "a page of this format that is not read")
+        return
+    told = found.figures
+    states = {told.state, *(rank.state for rank in told.ranks)}
+    require(states <= set(status_page.STATES), "a state that there is not")
+    require(1 <= len(told.ranks) + 1 <= status_page.RANKS + 1, "more ranks than there can be")
+    json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, told.stopped])
+    json.dumps([told.ranks, told.latencies, list(found.causes.items())], allow_nan=False)
 
 
 @functools.cache
 def _status_page() -> bytes:
     counts = {name: n for n, name in enumerate(status_page.COUNTS)}
-    figures = status_page.Figures(5, 1, EXTENT, 100, 60, 40, 7, 0, "switched_off", "the disk failed", counts)
+    counts |= {("misses", "absent"): 40, ("dropped", "queue_full"): 3}
+    ranks = [status_page.Rank(123 + n, status_page.STATES[n % 3]) for n in range(status_page.RANKS)]
+    times = {what: Summary(9, 1e-3, 2e-2) for what in status_page.LATENCIES}
+    sizes = 6, 1, EXTENT, 100, 60, 40, 7, 0
+    figures = status_page.Figures(*sizes, "switched_off", "the disk failed", counts, 16, ranks, times)
     return status_page.pack(status_page.Status(123, "host", "python serve.py", NOW, NOW + 60, 60, 1 << 20, 0, figures))
 
 
@@ -318,7 +332,7 @@ def _trailer_seeds(folder: Path) -> Seeds:
 
 @functools.cache
 def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
-    """Catalogues and their logs, made by the engine's own: closed, killed with a log, and of a single row."""
+    """Catalogues and their logs, closed, killed with a log, of one row, and of the format before."""
     found = []
     for name, pages in (("closed", 20), ("killed", 20), ("single", 1)):
         where = root / name
@@ -331,6 +345,10 @@ def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
                 found.append((image.read_bytes(), _sealed(log.read_bytes(), b"saltsalt")))
         if name != "killed":
             found.append((image.read_bytes(), b""))
+    with tarfile.open(ROOT / "tests" / "formats" / "5" / "closed.tar.xz") as kept:
+        image = kept.extractfile(f"a/{catalog_file.CATALOG_NAME}")
+        assert image is not None
+        found.append((image.read(), b""))
     return tuple(found)
 
 
@@ -385,7 +403,7 @@ def _places(root: Path) -> list[tuple[Sequence[int], Sequence[int]]]:
 
 def _image(data: bytes, folder: Path) -> None:
     source, root = Source(data), folder.parent / "bases"
-    which = source.number() % 3
+    which = source.number() % len(_bases(root))
     (image, log), (places, _) = _bases(root)[which], _places(root)[which]
     used(folder, source.edits(image, places), log)
 
@@ -399,12 +417,20 @@ def _log(data: bytes, folder: Path) -> None:
 
 def _edit_seeds(folder: Path) -> Seeds:
     edits = [struct.pack("<H", at) + b"\x03" + new for at in (16, 40, 60, 700) for new in (b"\0\0\0\1", b"\xff" * 4)]
-    starts = [bytes([which, cut]) for which in (0, 1, 2) for cut in (0x80, 0x20)]
+    starts = [bytes([which, cut]) for which in (0, 1, 2, 3) for cut in (0x80, 0x20)]
     no_text = bytes.fromhex("020080ffffffffffffff80100003ffffffffff")  # in SQLite's own message
     return [*starts, no_text, *(start + edit for start in (starts[0], starts[2]) for edit in edits)]
 
 
 COLUMNS = [
+    *(("pages", name) for name in ("place", "key", "parent", "namespace", "length", "recency", "packed")),
+    *(("checksums", name) for name in ("place", "sums")),
+    *(("retention", name) for name in ("place", "priority", "lifetime", "written")),
+    *(("slabs", name) for name in ("id", "extent_bytes", "shards")),
+    *(("namespaces", name) for name in ("id", "digest", "description")),
+    ("meta", "value"),
+]
+OLD_COLUMNS = [
     *(("pages", name) for name in ("slot", "key", "parent", "namespace", "length", "recency")),
     *(("checksums", name) for name in ("slot", "sums")),
     *(("retention", name) for name in ("slot", "priority", "expires")),
@@ -417,9 +443,18 @@ LAST = b"\xff" * 7 + b"\x7f"  # the largest integer, and no number
 
 def _rows(data: bytes, folder: Path) -> None:
     """A catalogue that SQLite finds nothing wrong with, whose rows say anything."""
+    _spoiled(data, folder, 0, COLUMNS, ("format_version", "striped", "created"))
+
+
+def _old_rows(data: bytes, folder: Path) -> None:
+    """The same of the format before, which is converted."""
+    _spoiled(data, folder, 3, OLD_COLUMNS, ("format_version", "extent_bytes", "head_groups", "striped", "created"))
+
+
+def _spoiled(data: bytes, folder: Path, base: int, columns: list[tuple[str, str]], names: tuple[str, ...]) -> None:
     source, root = Source(data), folder.parent / "bases"
     path = folder / catalog_file.CATALOG_NAME
-    path.write_bytes(_bases(root)[0][0])
+    path.write_bytes(_bases(root)[base][0])
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as rows:
         rows.execute("PRAGMA synchronous = OFF")
         rows.execute("BEGIN")
@@ -427,10 +462,9 @@ def _rows(data: bytes, folder: Path) -> None:
             if not source.rest:
                 break
             what = source.number()
-            table, column = COLUMNS[what % len(COLUMNS)]
+            table, column = columns[what % len(columns)]
             row, (expression, value) = source.number(), _value(source)
             where = {"meta": "name"}.get(table, "rowid")
-            names = ("format_version", "extent_bytes", "head_groups", "striped", "created")
             which: object = names[row % len(names)] if table == "meta" else row % (SLOTS + 1)
             with contextlib.suppress(sqlite3.IntegrityError, sqlite3.DataError, sqlite3.OperationalError):
                 if what & 0x80:
@@ -468,11 +502,19 @@ def _value(source: Source) -> tuple[str, tuple[object, ...]]:
 
 
 def _row_seeds(folder: Path) -> Seeds:
+    return _column_seeds(COLUMNS)
+
+
+def _old_row_seeds(folder: Path) -> Seeds:
+    return _column_seeds(OLD_COLUMNS)
+
+
+def _column_seeds(columns: list[tuple[str, str]]) -> Seeds:
     """Of each column, a value of each kind, each in a row of its own."""
     ends = {"NULL": b"", "byte": b"\0", "text": b"\x04[[\\u", "blob": b"\x04\0\xff\0\xff", "key": b"\3", "deep": b""}
     kinds = [kind for kind in VALUES if kind != "large"]
     seeds = [b""]
-    for number in range(len(COLUMNS)):
+    for number in range(len(columns)):
         values = [bytes([number, at, VALUES.index(kind)]) + ends.get(kind, LAST) for at, kind in enumerate(kinds)]
         seeds.append(b"".join(values))
     return seeds
@@ -585,5 +627,6 @@ TARGETS = {
     "catalogue": Target(_image, _edit_seeds, 256, 10),
     "catalogue_log": Target(_log, _edit_seeds, 256, 10),
     "catalogue_rows": Target(_rows, _row_seeds, 512, 10),
+    "catalogue_old": Target(_old_rows, _old_row_seeds, 512, 10),
     "directory": Target(_engine, _engine_seeds, 256, 30),
 }

@@ -331,7 +331,7 @@ def close_kept(engine: CacheEngine) -> None:
     engine.close()
     if ssd is not None:
         with contextlib.closing(sqlite3.connect(f"file:{ssd.path / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
-            rows = catalogue.execute("SELECT key, slot FROM pages JOIN checksums USING (slot)").fetchall()
+            rows = catalogue.execute("SELECT key, place FROM pages JOIN checksums USING (place)").fetchall()
         assert dict(rows) == {entry.key: entry.slot for entry in ssd.index}, "the index and the catalogue differ"
 
 

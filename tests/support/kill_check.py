@@ -45,8 +45,8 @@ def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> i
 def _catalogue(directory: Path) -> set[bytes]:
     """The keys of all rows, read without the engine's code; each row is whole and in a slot of its own."""
     with contextlib.closing(sqlite3.connect(f"file:{directory / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
-        rows = catalogue.execute("SELECT slot, key, length FROM pages").fetchall()
-        sums = {slot for (slot,) in catalogue.execute("SELECT slot FROM checksums")}
+        rows = catalogue.execute("SELECT place, key, length FROM pages").fetchall()
+        sums = {slot for (slot,) in catalogue.execute("SELECT place FROM checksums")}
         assert catalogue.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     keys = {bytes(key) for _, key, _ in rows}
     assert len(keys) == len(rows), "a page has two rows"

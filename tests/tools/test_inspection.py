@@ -79,7 +79,7 @@ def raw(path: Path) -> Iterator[sqlite3.Connection]:
 
 def rows(path: Path) -> Rows:
     with raw(path) as connection:
-        found = connection.execute("SELECT slot, key, parent, recency FROM pages")
+        found = connection.execute("SELECT place, key, parent, recency FROM pages")
         return {slot: tuple(rest) for slot, *rest in found}
 
 
@@ -111,7 +111,7 @@ def test_inspect_says_what_the_catalogue_has(cache: Path) -> None:
     here = rows(cache)
     layout = layout_of(make_config()["model"])
     assert report["owner"]["state"] == "free"
-    assert (report["format_version"], report["extent_bytes"], report["slots"]) == (5, layout.extent_bytes, SLOTS)
+    assert (report["format_version"], report["extent_bytes"], report["slots"]) == (6, layout.extent_bytes, SLOTS)
     assert (report["pages"], report["free_slots"]) == (len(here), SLOTS - len(here))
     assert report["bytes"] == len(here) * layout.page_bytes
     assert report["capacity_bytes"] == SLOTS * layout.extent_bytes
@@ -349,17 +349,17 @@ def test_only_the_page_that_cannot_be_read_is_bad(cache: Path, monkeypatch: pyte
 def test_rows_that_the_next_engine_would_delete_are_bad_and_counted_alike(cache: Path) -> None:
     slots = sorted(rows(cache))
     with raw(cache) as connection:
-        change = "UPDATE pages SET {} WHERE slot = ?"
+        change = "UPDATE pages SET {} WHERE place = ?"
         connection.execute(change.format("key = x'00'"), slots[0:1])
         connection.execute(change.format("length = 0"), slots[1:2])
         connection.execute(change.format("namespace = 999"), slots[2:3])
         connection.execute(
-            change.format(f"recency = -9, key = (SELECT key FROM pages WHERE slot = {slots[4]})"), slots[3:4]
+            change.format(f"recency = -9, key = (SELECT key FROM pages WHERE place = {slots[4]})"), slots[3:4]
         )
-        connection.execute("UPDATE pages SET slot = 10000 WHERE slot = ?", slots[5:6])
-        connection.execute("UPDATE pages SET slot = -4 WHERE slot = ?", slots[6:7])
-        connection.execute("DELETE FROM checksums WHERE slot = ?", slots[7:8])
-        connection.execute("UPDATE checksums SET sums = x'0011223344556677' WHERE slot = ?", slots[8:9])
+        connection.execute("UPDATE pages SET place = 10000 WHERE place = ?", slots[5:6])
+        connection.execute("UPDATE pages SET place = -4 WHERE place = ?", slots[6:7])
+        connection.execute("DELETE FROM checksums WHERE place = ?", slots[7:8])
+        connection.execute("UPDATE checksums SET sums = x'0011223344556677' WHERE place = ?", slots[8:9])
     report = verify(cache)
     assert {slot: cause for slot, (_, cause, _) in named(report).items()} == {
         slots[0]: "row",
@@ -382,7 +382,7 @@ def test_pages_without_a_description_are_checked_by_a_layout_beside_them_or_said
 ) -> None:
     here = rows(cache)
     with raw(cache) as connection:
-        select = "SELECT slot FROM pages JOIN namespaces ON namespace = id WHERE description LIKE ?"
+        select = "SELECT place FROM pages JOIN namespaces ON namespace = id WHERE description LIKE ?"
         red = [slot for (slot,) in connection.execute(select, ('%"request_salt": "red"%',))]
         connection.execute("UPDATE namespaces SET description = '{}' WHERE description LIKE '%\"red\"%'")
     assert red
@@ -463,7 +463,7 @@ def other_version(path: Path) -> None:
 
 def odd_extent(path: Path) -> None:
     with raw(path) as connection:
-        connection.execute("UPDATE meta SET value = -4096 WHERE name = 'extent_bytes'")
+        connection.execute("UPDATE slabs SET extent_bytes = -4096")
 
 
 def foreign_database(path: Path) -> None:
@@ -490,7 +490,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[GdsCacheError], str]] = {
     "empty": (lambda p: os.truncate(p / "catalog.sqlite", 0), IOFailedError, "catalog"),
     "cut": (lambda p: os.truncate(p / "catalog.sqlite", 8192), IOFailedError, "corrupt"),
     "version": (other_version, CatalogVersionError, "format version 7"),
-    "extent": (odd_extent, IOFailedError, "extent_bytes is -4096"),
+    "extent": (odd_extent, IOFailedError, "extent_bytes -4096"),
     "foreign database": (foreign_database, IOFailedError, "not a catalogue"),
     "lost table": (lost_table, IOFailedError, "does not have the tables"),
     "no slab": (lambda p: (p / "slab-0.bin").unlink(), IOFailedError, "slab-0.bin does not exist"),
@@ -551,7 +551,7 @@ def test_exit_statuses_and_json(cache: Path, gdscache: Callable[..., tuple[int, 
     assert (status, err, json.loads(out)) == (0, "", inspect(cache) | {"path": str(cache)})
     status, out, err = gdscache("verify", cache, "--json")
     said = json.loads(out)
-    assert (status, err, said["schema"], said["bad"]) == (0, "", "gdscache.verify/1", [])
+    assert (status, err, said["schema"], said["bad"]) == (0, "", "gdscache.verify/2", [])
     slot, (key, _, _) = sorted(rows(cache).items())[1]
     flip_file(cache / "slab-0.bin", slot * extent())
     status, out, err = gdscache("verify", cache, "--json")
@@ -576,8 +576,8 @@ def test_tables_fit_and_obey_nothing(tmp_path: Path, gdscache: Callable[..., tup
         run(engine, prompt(2, 3), "t\n\x1b]0;x\x07" * 30)
     with raw(path) as connection:
         connection.execute("UPDATE pages SET recency = recency - ?", (1 << 62,))
-        connection.execute("UPDATE pages SET recency = recency + 9223372036854775000 WHERE slot % 2")
-        connection.execute("INSERT INTO pages VALUES (99, zeroblob(32), zeroblob(32), 1, 1, 1)")
+        connection.execute("UPDATE pages SET recency = recency + 9223372036854775000 WHERE place % 2")
+        connection.execute("INSERT INTO pages VALUES (99, zeroblob(32), zeroblob(32), 1, 1, 1, 0)")
     flip_file(path / "slab-0.bin", 0)
     for command, status in (("inspect", 0), ("verify", 1)):
         got, out, err = gdscache(command, path)

@@ -76,6 +76,7 @@ class Directory:
     """A directory of an SSD tier. `place`: itself, or the nearest parent that exists, which is what was looked at.
 
     `user` and `mode` are those of `place`; `holder`: the engine that uses it now; `problem`: why it cannot be used.
+    `format`: the format version of the cache that is there, where that can be told without its log.
     """
 
     path: str
@@ -86,6 +87,7 @@ class Directory:
     holder: str = ""
     problem: str = ""
     hint: str = ""
+    format: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

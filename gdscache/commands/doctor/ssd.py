@@ -9,6 +9,7 @@ from gdscache.commands.doctor.facts import Asked, Facts, Place
 from gdscache.commands.doctor.report import Found, Row, Verdict, answer, comes_to
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import SsdConfig
+from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION
 from gdscache.sizes import about, format_size
 
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
@@ -73,8 +74,15 @@ def _directory_row(found: Place) -> Row:
         hint = "an engine cannot open it meanwhile, and what is measured below shares the disk with that process"
         return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
     whose = f"{facts.mode}, owner {facts.user}"
+    hint = ""
+    if facts.format is not None:
+        whose += f", a cache of format {facts.format}"
+        if facts.format == OLD_VERSION:
+            whose += f", which the next engine makes {FORMAT_VERSION}, with its pages"
+        elif facts.format != FORMAT_VERSION:
+            hint = "an engine refuses it: use the gdscache that wrote it, or set another ssd.path"
     state = f"exists, {whose}" if facts.exists else f"can be made in {facts.place} ({whose}), which is looked at"
-    return Row("directory", f"{facts.path}: {state}", "ok", data=data)
+    return Row("directory", f"{facts.path}: {state}", "fail" if hint else "ok", hint, data)
 
 
 def _mount_row(found: Place) -> Iterator[Row]:

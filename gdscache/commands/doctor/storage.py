@@ -21,6 +21,7 @@ from gdscache.commands.doctor.facts import Asked, Directory, FreeSpace, Place, S
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.commands.doctor.trial import DEADLINE_S, Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
+from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
 from gdscache.storage.base import Switch
@@ -140,7 +141,8 @@ def find_directory(directory: Path, place: Path) -> Directory:
         owner = find_owner(place, catalog_open=False)
         if owner.state == "in use":
             holder = f"process {owner.pid}" + (f": {owner.command}" if owner.command else "")
-    return Directory(str(directory), exists, str(place), user, mode, holder, problem, hint)
+    found = format_version(place) if exists and not problem else None
+    return Directory(str(directory), exists, str(place), user, mode, holder, problem, hint, found)
 
 
 def _user_name(number: int) -> str:
@@ -170,12 +172,12 @@ def scratch(place: Path) -> Iterator[Path]:
 
 
 def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
-    """Free space for this user, and what the slab's file `number` holds if it is there. Raises `OSError`."""
+    """Free space for this user, and what the files of slabs hold in directory `number`. Raises `OSError`."""
     system = os.statvfs(place)
-    try:
-        slab = os.lstat(directory / slab_name(number)).st_blocks * 512
-    except OSError:
-        slab = 0
+    slab = 0
+    for path in [directory / slab_name(number), *directory.glob(f"slab-{number}.*.*.bin")]:
+        with contextlib.suppress(OSError):
+            slab += os.lstat(path).st_blocks * 512
     return FreeSpace(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)
 
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.disk import catalog_file, catalog_image, stripes
+from gdscache.disk import catalog_file, catalog_image, conversion, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.namespaces import descriptions
 from gdscache.disk.recovery import Recovered, scan
-from gdscache.disk.slab import Slab, first_missing, slab_name, stretch_slots
+from gdscache.disk.slab import Slab, first_missing, slab_files, stretch_slots
 from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError, NotARegularFileError, StripeError
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
@@ -49,8 +49,8 @@ class Contents:
     """What the catalogue says, and the slab as it is on disk.
 
     `pages`: those that the next engine would find, and the causes why it would delete others; `order`: their positions
-    in the order of slots. `slab.slots` counts the leading slots that its files have as a whole; `slab_bytes` are the
-    bytes of each file. `names`: the namespaces, by their digests.
+    in the order of slots. `slab.slots` counts the leading slots that its files, of all shards, have as a whole;
+    `slab_bytes` are the bytes of each file. `names`: the namespaces, by their digests.
     """
 
     version: int
@@ -163,7 +163,8 @@ def has_log(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connection]:
-    """A reader of a copy of the checked catalogue, with all tables of this version; from several threads in turn.
+    """A reader of a copy of the checked catalogue, with all tables of this version, or views of those of the one
+    before; from several threads in turn.
 
     `progress(done, total, text)` counts its bytes. Raises `CatalogVersionError`, `NotARegularFileError`,
     `IOFailedError` (a corrupt catalogue too).
@@ -178,7 +179,7 @@ def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connec
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise CorruptCatalogError(f"{path} is corrupt: {verdict}")
-        catalog_file.check(connection, path, _extent_bytes(connection) or 0)
+        conversion.present(connection, catalog_file.check(connection, path, None).version)
         yield connection
 
 
@@ -193,35 +194,27 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _extent_bytes(connection: sqlite3.Connection) -> int | None:
-    """What `meta` says; None when it cannot say it, which the check that follows names."""
-    try:
-        row = connection.execute("SELECT value FROM meta WHERE name = 'extent_bytes'").fetchone()
-    except sqlite3.OperationalError:  # no such table
-        return None
-    return row[0] if row and isinstance(row[0], int) else None
-
-
 def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
     """Everything but the checksums. Raises `IOFailedError`, `NotARegularFileError`."""
     path = directory / CATALOG_NAME
     with _readable(path):
-        extent = _extent_bytes(connection)
-        if extent is None or extent < 1 or extent % EXTENT_ALIGNMENT:
+        version, (extent, shards) = catalog_file.check(connection, path, None)
+        if extent < 1 or extent % EXTENT_ALIGNMENT:
             raise CorruptCatalogError(f"{path} is corrupt: its extent_bytes is {extent}")
         created = connection.execute("SELECT value FROM meta WHERE name = 'created'").fetchone()
-        meta = catalog_file.integers(connection)
         names = {digest: _namespace(digest, text, extent) for _, digest, text in descriptions(connection)}
-        files = tuple(where / slab_name(number) for number, where in enumerate(slab_directories(directory)))
+        directories = slab_directories(directory)
+        files = slab_files(directories, range(shards))
         sizes = tuple(regular_file(file).st_size for file in files)
-        whole = min(first_missing(i, len(files), extent, size // extent) for i, size in enumerate(sizes))
+        count = len(directories)
+        whole = min(first_missing(i % count, count, extent, size // extent) for i, size in enumerate(sizes))
         pages = scan(connection, whole, extent)
     return Contents(
-        version=meta["format_version"],
+        version=version,
         created=str(created[0]) if created else None,
         suspect=os.path.lexists(directory / SUSPECT_NAME),
         catalog_bytes=regular_file(path).st_size,
-        slab=Slab(files, extent, whole, whole, stretch_slots(extent)),
+        slab=Slab(files, extent, whole, whole, stretch_slots(extent), shards=shards),
         slab_bytes=sizes,
         pages=pages,
         order=np.argsort(pages.slots, kind="stable"),

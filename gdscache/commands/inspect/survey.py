@@ -27,14 +27,14 @@ from gdscache.disk import namespaces_file, status_page
 from gdscache.disk.catalog_file import CATALOG_NAME, SIDECARS, SUSPECT_NAME, kept_aside
 from gdscache.disk.catalog_image import Progress
 from gdscache.disk.recovery import Recovered
-from gdscache.disk.slab import slab_name
-from gdscache.disk.status_page import Status
+from gdscache.disk.slab import slab_files
+from gdscache.disk.status_page import OtherFormat, Status
 from gdscache.errors import IOFailedError
 
-SCHEMA = "gdscache.inspect/4"
+SCHEMA = "gdscache.inspect/5"
 _SAID = (
-    *("live", "format_version", "created", "extent_bytes", "slots", "pages", "bytes", "free_slots", "unusable_rows"),
-    *("retention", "namespaces"),
+    *("live", "status_format", "format_version", "created", "extent_bytes", "shards", "slots", "pages", "bytes"),
+    *("free_slots", "unusable_rows", "retention", "namespaces"),
 )
 _NEVER = -(1 << 63)  # below any use
 LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
@@ -44,8 +44,9 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
     """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
 
     Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
-    (`live`), and which namespaces were described last. What these do not have is None then: `bytes`, `unusable_rows`,
-    `retention`, `created`, and the `pages` and `bytes` of a namespace. `made_of` has a line for each of its facts.
+    (`live`; where that page is of another format, only which: `status_format`), and which namespaces were described
+    last. What these do not have is None then: `bytes`, `unusable_rows`, `retention`, `created`, and the `pages` and
+    `bytes` of a namespace. `made_of` has a line for each of its facts.
     `progress(done, total, text)` counts the catalogue's bytes.
     Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable
     or corrupt files, or files that change all the time).
@@ -53,7 +54,7 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
     directory = existing(directory)
     for attempt in range(ATTEMPTS):
         owner, status = find_owner(directory, catalog_open=has_log(directory)), status_page.read(directory)
-        fresh = status is not None and status.age < status_page.FRESH_S
+        fresh = isinstance(status, Status) and status.age < status_page.FRESH_S
         if owner.state == "in use" or (owner.state == "unknown" and fresh):
             return _live(directory, owner, status)
         contents = read_once(directory, progress, last=attempt == ATTEMPTS - 1)
@@ -81,17 +82,21 @@ def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]
     }
 
 
-def _live(directory: Path, owner: Owner, status: Status | None) -> dict[str, Any]:
+def _live(directory: Path, owner: Owner, status: Status | OtherFormat | None) -> dict[str, Any]:
     """What the status page says; the sizes of files, which need no owner."""
-    files = [where / slab_name(number) for number, where in enumerate(slab_directories(directory))]
+    shards = status.figures.shards if isinstance(status, Status) else 1
+    files = slab_files(slab_directories(directory), range(shards))
     common = _common(directory, owner, [(file, _size(file)) for file in files])
     last = reversed(namespaces_file.read(directory).items())
     common["namespaces"] = [_namespace(digest, fields, None, None) for digest, fields in last]
     if status is None:
         return common
+    if isinstance(status, OtherFormat):
+        return common | {"status_format": status.format}
     told = status.figures
-    figures = {name: getattr(told, name) for name in ("format_version", "extent_bytes", "slots", "pages", "free_slots")}
-    return common | {"live": _told(status), **figures}
+    names = ("format_version", "extent_bytes", "shards", "slots", "pages", "free_slots")
+    figures = {name: getattr(told, name) for name in names}
+    return common | {"live": _told(status), "status_format": status_page.PAGE_FORMAT, **figures}
 
 
 def _told(status: Status) -> dict[str, Any]:
@@ -115,7 +120,21 @@ def _told(status: Status) -> dict[str, Any]:
         "evictions": figures.evictions,
         "late_requests": figures.late_requests,
         "counts": counts,
+        "causes": _by_group(status),
+        "latencies": {
+            what: {"samples": found.samples, "median_seconds": found.median, "p99_seconds": found.slow}
+            for what, found in figures.latencies.items()
+        },
+        "ranks": [{"rank": number, "pid": rank.pid, "state": rank.state} for number, rank in enumerate(figures.ranks)],
     }
+
+
+def _by_group(status: Status) -> dict[str, dict[str, int]]:
+    """The causes of each group, the most frequent first."""
+    groups: dict[str, dict[str, int]] = {group: {} for group in status_page.CAUSED}
+    for (group, cause), count in status.causes.items():
+        groups.setdefault(group, {})[cause] = count
+    return groups
 
 
 def _set_aside(directory: Path) -> list[dict[str, Any]]:
@@ -141,6 +160,7 @@ def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
         "format_version": contents.version,
         "created": contents.created,
         "extent_bytes": slab.extent_bytes,
+        "shards": slab.shards,
         "slots": slab.slots,
         "capacity_bytes": slab.nbytes,
         "pages": len(pages),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdscache.commands.console import Table, duration, figure
+from gdscache.disk.catalog_file import FORMAT_VERSION
+from gdscache.disk.status_page import PAGE_FORMAT
 from gdscache.sizes import about
 
 NAMESPACES_SHOWN = 40
@@ -45,6 +47,10 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
 def _add_status(table: Table, report: Mapping[str, Any]) -> None:
     """Of a directory in use: what its owner says."""
     live = report["live"]
+    if live is None and report["status_format"] is not None:
+        said = f"a page of format {report['status_format']}; this gdscache reads {PAGE_FORMAT}"
+        table.add_row("status", f"{said}: look with the gdscache that has it open")
+        return
     if live is None:
         table.add_row("status", "none: the engine is just opening or closing, or is of a version without a status page")
         return
@@ -54,8 +60,11 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
     table.add_row("written by", f"process {live['pid']} on {live['host']!s}: {live['command']!s}")
     if live["stopped"]:
         table.add_row("stopped", str(live["stopped"]))
+    if len(live["ranks"]) > 1:
+        for rank in live["ranks"]:
+            table.add_row(f"rank {rank['rank']}", f"process {rank['pid']}: {rank['state']}")
     table.add_row("format version", str(report["format_version"]))
-    table.add_row("extent", _size(report["extent_bytes"]))
+    table.add_row("extent", _extent(report))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, and {report['free_slots']:,} free slots")
     table.add_row("evictions", f"{live['evictions']:,}, late requests {live['late_requests']:,}")
@@ -64,12 +73,23 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
             table.add_row(group, f"{counts:,}")
         else:
             table.add_row(group, ", ".join(f"{n:,} {name}" for name, n in counts.items()))
+        if caused := live["causes"].get(group):
+            table.add_row(f"{group} by cause", ", ".join(f"{n:,} {cause}" for cause, n in caused.items()))
+    if lost := live["causes"].get("lost"):
+        table.add_row("given up at open", ", ".join(f"{n:,} {cause}" for cause, n in lost.items()))
+    for what, found in live["latencies"].items():
+        if found["samples"]:
+            times = f"median {duration(found['median_seconds'])}, 99 % within {duration(found['p99_seconds'])}"
+            table.add_row(f"a {what} takes", f"{times}, of the last {found['samples']:,}")
 
 
 def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
     """Of a directory that nobody uses: what its catalogue says."""
-    table.add_row("format version", f"{report['format_version']}, made {report['created'] or 'at unknown time'!s}")
-    table.add_row("extent", _size(report["extent_bytes"]))
+    version = f"{report['format_version']}, made {report['created'] or 'at unknown time'!s}"
+    if report["format_version"] != FORMAT_VERSION:
+        version += f"; the next engine makes it {FORMAT_VERSION}, and keeps its pages"
+    table.add_row("format version", version)
+    table.add_row("extent", _extent(report))
     table.add_row("capacity", f"{about(report['capacity_bytes'])}: {report['slots']:,} slots")
     table.add_row("pages", f"{report['pages']:,}, {about(report['bytes'])} without padding")
     table.add_row("free slots", f"{report['free_slots']:,}")
@@ -95,10 +115,11 @@ def verify_tables(report: Mapping[str, Any]) -> list[Table]:
     found = [*report["bad"], *report["unchecked"]]
     if not found:
         return [table]
-    details = Table("", "slot", "key", "namespace", "cause", "first bad layer")
+    sharded = ["shard"] if report["shards"] > 1 else []
+    details = Table("", "slot", "key", "namespace", "cause", "first bad layer", *sharded)
     for page in found[:FINDINGS_SHOWN]:
-        layer = "" if page["layer"] is None else str(page["layer"])
-        details.add_row(f"{page['slot']:,}", page["key"], page["namespace"], page["cause"], layer)
+        where = ["" if page[name] is None else str(page[name]) for name in ("layer", *sharded)]
+        details.add_row(f"{page['slot']:,}", page["key"], page["namespace"], page["cause"], *where)
     if len(found) > FINDINGS_SHOWN:
         details.caption = f"and {len(found) - FINDINGS_SHOWN:,} more: --json has all"
     return [table, details]
@@ -149,6 +170,11 @@ def _owner(owner: Mapping[str, Any]) -> str:
         return "free: nobody has it open"
     since = f", since {owner['started']!s}: {owner['command']!s}" if owner["started"] else ""
     return f"in use by process {owner['pid']}{since}"
+
+
+def _extent(report: Mapping[str, Any]) -> str:
+    size = _size(report["extent_bytes"])
+    return size if report["shards"] == 1 else f"{size} in each of {report['shards']:,} shards"
 
 
 def _short(text: str) -> str:

@@ -35,7 +35,7 @@ from gdscache.errors import DirectoryInUseError, IOFailedError
 from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 from gdscache.pages.layout import PageLayout
 
-SCHEMA = "gdscache.verify/1"
+SCHEMA = "gdscache.verify/2"
 PIECE_BYTES = 8 << 20  # of neighbouring extents that are read at once; a larger extent is read alone
 THREADS = 4
 REFRESH = 0.1  # seconds between two reports of progress
@@ -46,10 +46,12 @@ _LATER = "verify it when that engine is closed"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A page that is not known to be good. `layer` is the first bad one, where the cause is `checksum`.
+    """A page that is not known to be good. `shard` is the first bad one, where the cause is in the bytes of one;
+    `layer` the first bad one there, where the cause is `checksum`.
 
-    `cause`: `checksum`, `no_checksums` (missing, or not one a layer), `io_error`, `short_read`; `no_description`, where
-    nothing says where the layers of a page lie, so that it could not be checked; or a cause of `Recovered.dropped`.
+    `cause`: `checksum`, `no_checksums` (missing, or not one a layer in each shard), `io_error`, `short_read`;
+    `no_description`, where nothing says where the layers of a page lie, so that it could not be checked; or a cause of
+    `Recovered.dropped`.
     """
 
     slot: int
@@ -57,6 +59,7 @@ class Finding:
     namespace: str
     cause: str
     layer: int | None = None
+    shard: int | None = None
 
 
 def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
@@ -73,8 +76,9 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
         if wanted(directory):
             raise DirectoryInUseError(f"an engine wants {directory}: no page was verified", _LATER)
 
-    with _own(slab_directories(directory)), open_catalog(directory, copied) as connection:
+    with _own(slab_directories(directory)) as owned, open_catalog(directory, copied) as connection:
         contents = read_contents(directory, connection)
+        owned.hold_slabs(shards=range(contents.slab.shards))
         check = _Check(directory, contents, connection)
         begun = time.perf_counter()
         findings = check.run(progress)
@@ -86,6 +90,8 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
     return {
         "schema": SCHEMA,
         "path": str(directory),
+        "format_version": contents.version,
+        "shards": contents.slab.shards,
         "pages": pages,
         "good_pages": pages - len(findings),
         "bad_pages": len(bad),
@@ -118,7 +124,7 @@ def _own(directories: Sequence[Path]) -> CacheDirectories:
 def _name(connection: sqlite3.Connection, slot: int) -> tuple[str, str]:
     """Key prefix and namespace prefix of the row of a slot; empty where the row is not whole."""
     joined = f"pages LEFT JOIN namespaces ON namespace = id AND {NAMED}"
-    select = f"SELECT key, digest FROM {joined} WHERE slot = ? AND {WHOLE_ROW}"
+    select = f"SELECT key, digest FROM {joined} WHERE place = ? AND {WHOLE_ROW}"
     key, digest = connection.execute(select, (slot,)).fetchone() or (b"", b"")
     return key.hex()[:KEY_DIGITS], (digest or b"").hex()[:KEY_DIGITS]
 
@@ -132,6 +138,7 @@ class _Check:
         self._contents = contents
         self._connection = connection
         self._extent = contents.slab.extent_bytes
+        self._shards = contents.slab.shards
         self._slots = contents.pages.slots[contents.order]
         layouts = [n.layout for n in contents.names.values() if n.layout is not None]
         self._layouts = list(dict.fromkeys(layouts))
@@ -189,29 +196,43 @@ class _Check:
                 self.bytes_read += nbytes
 
     def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
-        """What is wrong with the pages of neighbouring rows, and the bytes that were read."""
+        """What is wrong with the pages of neighbouring rows, and the bytes that were read, of all shards."""
+        found: dict[int, Finding] = {}
+        nbytes = 0
+        for shard in range(self._shards):
+            findings, got = self._part(buffer, rows, sums, shard)
+            found = {finding.slot: finding for finding in findings} | found
+            nbytes += got
+        return list(found.values()), nbytes
+
+    def _part(
+        self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int
+    ) -> tuple[list[Finding], int]:
+        """The same, of one shard."""
         extent, first = self._extent, int(self._slots[rows.start])
         number, offset = self._contents.slab.locate(first)
         try:
-            got = _read(self._files[number], buffer[: len(rows) * extent], offset)
+            file = self._files[shard * self._contents.slab.directories + number]
+            got = _read(file, buffer[: len(rows) * extent], offset)
         except OSError:
             if len(rows) > 1:  # once more, one by one: only pages that cannot be read are bad
-                parts = [self._piece(buffer, rows[i : i + 1], sums[i : i + 1]) for i in range(len(rows))]
+                parts = [self._part(buffer, rows[i : i + 1], sums[i : i + 1], shard) for i in range(len(rows))]
                 return [finding for findings, _ in parts for finding in findings], sum(nbytes for _, nbytes in parts)
-            return [self._finding(rows.start, "io_error", None)], 0
+            return [self._finding(rows.start, "io_error", None, shard)], 0
         found = []
         for i, row in enumerate(rows):
-            fault = self._fault(row, buffer[i * extent : min((i + 1) * extent, got)], sums[i])
+            fault = self._fault(row, buffer[i * extent : min((i + 1) * extent, got)], sums[i], shard)
             if fault is not None:
-                found.append(self._finding(row, *fault))
+                found.append(self._finding(row, *fault, shard if fault[0] in ("checksum", "short_read") else None))
         return found, got
 
-    def _fault(self, row: int, data: memoryview, sums: Checksums | None) -> tuple[str, int | None] | None:
-        """Cause and layer, or None for a page that is good."""
+    def _fault(self, row: int, data: memoryview, stored: Checksums | None, shard: int) -> tuple[str, int | None] | None:
+        """Cause and layer, or None for a page whose part is good."""
         if len(data) < self._extent:
             return "short_read", None
-        if sums is None:
+        if stored is None or len(stored) % self._shards:
             return "no_checksums", None
+        sums = stored.reshape(self._shards, -1)[shard]
         pages, at = self._contents.pages, self._contents.order[row]
         layout = self._contents.names[pages.digests[pages.namespaces[at]]].layout
         if layout is None:  # the bytes of a known layout that match 64 bits a layer have that layout
@@ -221,11 +242,11 @@ class _Check:
         layer = first_bad_layer(data, layout.layer_bounds, sums)
         return None if layer is None else ("checksum", layer)
 
-    def _finding(self, row: int, cause: str, layer: int | None) -> Finding:
+    def _finding(self, row: int, cause: str, layer: int | None, shard: int | None) -> Finding:
         pages, at = self._contents.pages, self._contents.order[row]
         digest = pages.digests[pages.namespaces[at]]
         key = pages.keys[at].tobytes().hex()[:KEY_DIGITS]
-        return Finding(int(pages.slots[at]), key, digest.hex()[:KEY_DIGITS], cause, layer)
+        return Finding(int(pages.slots[at]), key, digest.hex()[:KEY_DIGITS], cause, layer, shard)
 
     def _checksums(self, rows: range) -> list[Checksums | None]:
         slots = self._slots[rows.start : rows.stop].tolist()
@@ -234,7 +255,7 @@ class _Check:
             with sqlite_errors(path, "read"):
                 found = dict(
                     self._connection.execute(
-                        f"SELECT slot, sums FROM checksums WHERE slot BETWEEN ? AND ? AND {WHOLE_SUMS}",
+                        f"SELECT place, sums FROM checksums WHERE place BETWEEN ? AND ? AND {WHOLE_SUMS}",
                         (slots[0], slots[-1]),
                     )
                 )
@@ -261,7 +282,7 @@ def _pieces(contents: Contents, most: int) -> list[range]:
     if not len(slots):
         return []
     apart = np.diff(slots) != 1
-    if len(contents.slab.files) > 1:
+    if contents.slab.directories > 1:
         apart |= np.diff(slots // contents.slab.stretch) != 0
     breaks = [0, *(np.flatnonzero(apart) + 1).tolist(), len(slots)]
     return [

@@ -39,6 +39,7 @@ from gdscache.errors import (
     InvalidValueError,
     IOFailedError,
     NotARegularFileError,
+    ShardsError,
     SlotRangeError,
 )
 from tests.support.places import ROOT
@@ -63,8 +64,10 @@ def page(slot: int, generation: int = 0, recency: int | None = None, namespace: 
     return PageRecord(slot, key, name("parent", slot), namespace, length, slot if recency is None else recency, sums)
 
 
-def open_catalog(path: Path, extent_bytes: int = EXTENT) -> Catalog:
-    return Catalog.open(path, extent_bytes=extent_bytes, durability="process")
+def open_catalog(
+    path: Path, extent_bytes: int = EXTENT, shards: int = 1, clock: Callable[[], float] = time.time
+) -> Catalog:
+    return Catalog.open(path, extent_bytes=extent_bytes, durability="process", shards=shards, wall_clock=clock)
 
 
 def slots_of(found: Recovered) -> list[int]:
@@ -182,6 +185,28 @@ def test_checksums_of_many_slots_in_any_order(tmp_path: Path) -> None:
         assert catalog.checksums([]) == []
 
 
+def test_checksums_of_shards_come_one_after_the_other(tmp_path: Path) -> None:
+    """As rows, or as a matrix of shards and layers; a row of another number of them has none."""
+    flat = page(1)._replace(checksums=np.arange(6, dtype=np.uint64))
+    matrix = page(2)._replace(checksums=np.arange(10, 16, dtype=np.uint64).reshape(2, 3))
+    with open_catalog(tmp_path, shards=2) as catalog:
+        catalog.commit([flat, matrix, page(3)], [], {})
+    with open_catalog(tmp_path, shards=2) as catalog:
+        assert len(catalog.recover(8)) == 3
+        slots, sums = catalog.checksum_rows([1, 2, 3], 3)
+        assert (slots.tolist(), sums.tolist()) == ([1, 2], [[*range(6)], [*range(10, 16)]])
+        assert catalog.checksum_rows([3], 2)[0].tolist() == [3]
+    with pytest.raises(ShardsError, match="in 2 shards, and this engine has 1") as caught:
+        open_catalog(tmp_path)
+    assert f"rm -r {tmp_path}" in caught.value.hint
+
+
+def test_pages_of_another_slab_are_none_of_this_one(tmp_path: Path) -> None:
+    with open_catalog(tmp_path) as catalog:
+        catalog.commit([page(0), page((1 << 40) + 0, generation=1)], [], {})
+        assert slots_of(catalog.recover(8)) == [0]
+
+
 def test_recovery_crosses_its_own_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_recovery, "SCAN_SLOTS", 16)
     records = [page(slot, recency=-slot) for slot in [*range(0, 40), 63, 64, 95, 200]]
@@ -218,9 +243,9 @@ def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[objec
         with open_catalog(path) as catalog:
             catalog.commit([page(i)._replace(length=77) for i in (0, 1)], [], {})
         with raw(path) as connection:
-            insert = "INSERT INTO pages(slot, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)"
+            insert = "INSERT INTO pages(place, key, parent, namespace, length, recency) VALUES (?, ?, ?, ?, ?, ?)"
             connection.executemany(insert, [(i + 2, *values) for i, values in enumerate(rows_)])
-            whole = connection.execute(f"SELECT slot FROM pages WHERE {catalog_recovery.WHOLE_ROW}").fetchall()
+            whole = connection.execute(f"SELECT place FROM pages WHERE {catalog_recovery.WHOLE_ROW}").fetchall()
         with open_catalog(path) as catalog:
             found = catalog.recover(100)
             assert found.dropped["row"] == len(rows_) + 2 - len(whole)
@@ -231,8 +256,8 @@ def test_the_fast_reading_takes_no_row_that_is_not_whole(rows_: list[tuple[objec
 def test_two_rows_of_one_slot_are_damage() -> None:
     """A table that is whole has none; of one that is not, SQLite gives what it finds."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.execute("CREATE TABLE pages(slot, key, parent, namespace, length, recency)")
-        insert = "INSERT INTO pages VALUES (?, randomblob(32), randomblob(32), 1, 5, 0)"
+        connection.execute("CREATE TABLE pages(place, key, parent, namespace, length, recency, packed)")
+        insert = "INSERT INTO pages VALUES (?, randomblob(32), randomblob(32), 1, 5, 0, 0)"
         connection.executemany(insert, [(2,), (1,)])
         assert sorted(catalog_recovery._read(connection, 8).slots.tolist()) == [1, 2]
         connection.execute(insert, (2,))
@@ -270,28 +295,39 @@ def test_closing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sql", "cause"),
     [
-        ("UPDATE pages SET key = x'0102' WHERE slot = 3", "row"),
-        ("UPDATE pages SET key = zeroblob(33) WHERE slot = 3", "row"),
-        ("UPDATE pages SET key = NULL WHERE slot = 3", "row"),
-        ("UPDATE pages SET key = '0123456789abcdef0123456789abcdef' WHERE slot = 3", "row"),
-        ("UPDATE pages SET parent = x'' WHERE slot = 3", "row"),
-        ("UPDATE pages SET namespace = NULL WHERE slot = 3", "row"),
-        ("UPDATE pages SET recency = 1.5 WHERE slot = 3", "row"),
-        ("UPDATE pages SET recency = 'soon' WHERE slot = 3", "row"),
-        ("UPDATE pages SET length = x'00' WHERE slot = 3", "row"),
-        ("UPDATE pages SET length = 0 WHERE slot = 3", "length"),
-        ("UPDATE pages SET length = -1 WHERE slot = 3", "length"),
-        (f"UPDATE pages SET length = {EXTENT + 1} WHERE slot = 3", "length"),
-        ("UPDATE pages SET namespace = 77 WHERE slot = 3", "namespace"),
-        ("UPDATE pages SET key = (SELECT key FROM pages WHERE slot = 5) WHERE slot = 3", "duplicate"),
-        ("UPDATE pages SET slot = -1 WHERE slot = 3", "slot"),
-        ("UPDATE pages SET slot = 8 WHERE slot = 3", "slot"),
-        (f"UPDATE pages SET slot = {1 << 60} WHERE slot = 3", "slot"),
-        ("INSERT INTO retention VALUES (3, NULL, NULL)", "row"),
-        ("INSERT INTO retention VALUES (3, 'high', 4000000000000)", "row"),
-        ("INSERT INTO retention VALUES (3, 1, 'soon')", "row"),
-        ("INSERT INTO retention VALUES (3, 1, 1.5)", "row"),
-        ("INSERT INTO retention VALUES (3, 1, x'00')", "row"),
+        ("UPDATE pages SET key = x'0102' WHERE place = 3", "row"),
+        ("UPDATE pages SET key = zeroblob(33) WHERE place = 3", "row"),
+        ("UPDATE pages SET key = NULL WHERE place = 3", "row"),
+        ("UPDATE pages SET key = '0123456789abcdef0123456789abcdef' WHERE place = 3", "row"),
+        ("UPDATE pages SET parent = x'' WHERE place = 3", "row"),
+        ("UPDATE pages SET namespace = NULL WHERE place = 3", "row"),
+        ("UPDATE pages SET recency = 1.5 WHERE place = 3", "row"),
+        ("UPDATE pages SET recency = 'soon' WHERE place = 3", "row"),
+        ("UPDATE pages SET length = x'00' WHERE place = 3", "row"),
+        ("UPDATE pages SET length = 0 WHERE place = 3", "length"),
+        ("UPDATE pages SET length = -1 WHERE place = 3", "length"),
+        (f"UPDATE pages SET length = {EXTENT + 1} WHERE place = 3", "length"),
+        ("UPDATE pages SET namespace = 77 WHERE place = 3", "namespace"),
+        ("UPDATE pages SET key = (SELECT key FROM pages WHERE place = 5) WHERE place = 3", "duplicate"),
+        ("UPDATE pages SET place = -1 WHERE place = 3", "slot"),
+        ("UPDATE pages SET place = 8 WHERE place = 3", "slot"),
+        (f"UPDATE pages SET place = {1 << 60} WHERE place = 3", "slot"),
+        ("INSERT INTO retention VALUES (3, NULL, NULL, 0)", "row"),
+        ("INSERT INTO retention VALUES (3, 'high', 4000000000000, 0)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 'soon', 0)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 1.5, 0)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, x'00', 0)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 1000, NULL)", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 1000, 'then')", "row"),
+        ("INSERT INTO retention VALUES (3, 1, 1000, -1)", "row"),
+        (f"INSERT INTO retention VALUES (3, 1, 1000, {(1 << 53) + 1})", "row"),
+        (f"INSERT INTO retention VALUES (3, 1, {(1 << 53) + 1}, 0)", "row"),
+        (f"INSERT INTO retention VALUES (3, 1, {-(1 << 63)}, 0)", "row"),
+        ("UPDATE pages SET packed = 1 WHERE place = 3", "packed"),
+        ("UPDATE pages SET packed = -1 WHERE place = 3", "packed"),
+        ("UPDATE pages SET packed = NULL WHERE place = 3", "row"),
+        ("UPDATE pages SET packed = 'no' WHERE place = 3", "row"),
+        ("UPDATE pages SET packed = 0.5 WHERE place = 3", "row"),
     ],
 )
 def test_a_row_that_is_not_whole_is_deleted_and_counted(tmp_path: Path, sql: str, cause: str) -> None:
@@ -313,7 +349,9 @@ def test_a_row_that_is_not_whole_is_deleted_and_counted(tmp_path: Path, sql: str
 def test_a_retention_without_a_page_is_deleted(tmp_path: Path) -> None:
     fill(tmp_path, 6)
     with raw(tmp_path) as connection:
-        connection.execute("INSERT INTO retention VALUES (7, 1, NULL), (2, 1, 5000), (-1, 1, NULL), (900, 1, NULL)")
+        connection.execute(
+            "INSERT INTO retention VALUES (7, 1, NULL, 0), (2, 1, 5000, 0), (-1, 1, NULL, 0), (900, 1, NULL, 0)"
+        )
     with open_catalog(tmp_path) as catalog:
         found = catalog.recover(8)
         assert not found.dropped
@@ -327,7 +365,7 @@ def test_a_retention_without_a_page_is_deleted(tmp_path: Path) -> None:
 
 def test_ends_are_kept_in_milliseconds_rounded_down(tmp_path: Path) -> None:
     ends = [1.0004, 1.0009, 1700000000.123456, 0.0001]
-    with open_catalog(tmp_path) as catalog:
+    with open_catalog(tmp_path, clock=lambda: 0.4) as catalog:
         catalog.commit([page(i)._replace(expires=end) for i, end in enumerate(ends)], [], {})
         assert [end for _, end in catalog.retentions().values()] == [1.0, 1.0, 1700000000.123, 0.0]
     with raw(tmp_path) as connection:
@@ -364,9 +402,9 @@ def test_slots_beyond_the_slab_are_forgotten_for_good(tmp_path: Path) -> None:
 def test_damaged_checksums_are_none(tmp_path: Path) -> None:
     fill(tmp_path, 4)
     with raw(tmp_path) as connection:
-        connection.execute("UPDATE checksums SET sums = x'010203' WHERE slot = 0")
-        connection.execute("UPDATE checksums SET sums = 'text' WHERE slot = 1")
-        connection.execute("DELETE FROM checksums WHERE slot = 2")
+        connection.execute("UPDATE checksums SET sums = x'010203' WHERE place = 0")
+        connection.execute("UPDATE checksums SET sums = 'text' WHERE place = 1")
+        connection.execute("DELETE FROM checksums WHERE place = 2")
     with open_catalog(tmp_path) as catalog:
         assert slots_of(catalog.recover(4)) == [0, 1, 2, 3]
         assert [sums is None for sums in catalog.checksums([0, 1, 2, 3])] == [True, True, True, False]
@@ -411,10 +449,10 @@ def test_namespaces_do_not_grow_without_bound(tmp_path: Path, monkeypatch: pytes
 def test_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     fill(tmp_path, 2)
     with raw(tmp_path) as connection:
-        connection.execute("UPDATE meta SET value = 6 WHERE name = 'format_version'")
+        connection.execute("UPDATE meta SET value = 7 WHERE name = 'format_version'")
         connection.execute("ALTER TABLE pages ADD COLUMN colour TEXT")
     before = (tmp_path / "catalog.sqlite").read_bytes()
-    with pytest.raises(CatalogVersionError, match=r"format version 6.*version 5") as caught:
+    with pytest.raises(CatalogVersionError, match=r"format version 7.*versions 5 and 6") as caught:
         open_catalog(tmp_path)
     assert "rm -r" in caught.value.hint
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
@@ -536,7 +574,15 @@ def test_a_corrupt_catalogue_is_set_aside_and_rebuilt(
         "ALTER TABLE pages ADD COLUMN more",
         "CREATE TRIGGER t AFTER INSERT ON pages BEGIN DELETE FROM pages; END",
         "DELETE FROM meta",
-        "DELETE FROM meta WHERE name = 'extent_bytes'",
+        "DELETE FROM meta WHERE name = 'striped'",
+        "DROP TABLE slabs",
+        "DELETE FROM slabs",
+        "UPDATE slabs SET id = 1",
+        "UPDATE slabs SET extent_bytes = 'large'",
+        "UPDATE slabs SET extent_bytes = 0",
+        "UPDATE slabs SET shards = 0",
+        "UPDATE slabs SET shards = 257",
+        "UPDATE slabs SET shards = NULL",
         "UPDATE meta SET value = 'one' WHERE name = 'format_version'",
     ],
 )
@@ -821,13 +867,23 @@ class Against(RuleBasedStateMachine):
         super().__init__()
         self.model: dict[int, PageRecord] = {}
         self.described: dict[bytes, dict[str, object]] = {}
+        self.written: dict[int, float] = {}  # when the end of a page was said
         self.generation = 0
+        self.now = 2.0
         self.scratch = contextlib.ExitStack()
 
     @initialize()
     def start(self) -> None:
         self.path = Path(self.scratch.enter_context(tempfile.TemporaryDirectory()))
-        self.catalog = open_catalog(self.path)
+        self.catalog = self.opened()
+
+    def opened(self) -> Catalog:
+        return open_catalog(self.path, clock=lambda: self.now)
+
+    def say(self, record: PageRecord, retention: tuple[int, float | None]) -> PageRecord:
+        if retention[1] is not None:
+            self.written[record.slot] = min(self.now, retention[1])
+        return keep(record, retention)
 
     def teardown(self) -> None:
         self.catalog.close()
@@ -858,13 +914,13 @@ class Against(RuleBasedStateMachine):
                 self.catalog.commit(records, delete, touch, retain)
             return
         self.catalog.commit(records, delete, touch, retain)
-        self.model = left | {record.slot: record for record in records}
+        self.model = left | {record.slot: self.say(record, retention) for record in records}
         for slot, recency in touch.items():
             if slot in self.model:
                 self.model[slot] = self.model[slot]._replace(recency=recency)
         for slot, kept in retain.items():
             if slot in self.model:
-                self.model[slot] = keep(self.model[slot], kept)
+                self.model[slot] = self.say(self.model[slot], kept)
 
     @rule(space=st.sampled_from(KNOWN), text=st.text(max_size=5))
     def describe(self, space: bytes, text: str) -> None:
@@ -875,8 +931,13 @@ class Against(RuleBasedStateMachine):
     def reopen(self, slots: int, clean: bool, now: float) -> None:
         if clean:
             self.catalog.close()
-            self.catalog = open_catalog(self.path)
+            self.catalog = self.opened()
+        self.now = now
         found = self.catalog.recover(slots, now)
+        for slot, record in self.model.items():  # no more than its whole lifetime is left, and it counts from now on
+            if record.expires is not None and self.written[slot] > now:
+                self.model[slot] = record._replace(expires=record.expires - self.written[slot] + now)
+                self.written[slot] = now
         beyond = [slot for slot in self.model if slot >= slots]
         for slot in beyond:
             del self.model[slot]

@@ -1,4 +1,5 @@
-"""Directories of format 5, as the code of 2026-11-27 left them: every later version opens them, and finds all pages.
+"""Directories of formats 5 and 6, as the code of the end of 2026-11 left them: every later version opens them, and
+finds all pages.
 
 Each archive holds the directory `a` of 3 pages of prompt 1, 3 of prompt 2 with the salt "tenant", and one of prompts 3
 (of priority 2), 4 and 5 (of priority -1), the last two with times to live beyond the year 2080. A page is its key,
@@ -17,11 +18,11 @@ import pytest
 
 from gdscache.commands.inspect import inspect
 from gdscache.commands.inspect.verification import verify
-from gdscache.disk.catalog_file import FORMAT_VERSION
 from tests.support.helpers import Host, prompt, quiet, settle
 
 OpenHost = Callable[..., Host]
-KEPT = sorted((Path(__file__).parents[2] / "formats" / str(FORMAT_VERSION)).glob("*.tar.xz"))
+FORMATS = Path(__file__).parents[2] / "formats"
+KEPT = sorted(FORMATS.glob("*/*.tar.xz"))
 PAGES = {(1, ""): 3, (2, "tenant"): 3, (3, ""): 1, (4, ""): 1, (5, ""): 1}
 
 
@@ -37,11 +38,16 @@ def unpacked(archive: Path, place: Path) -> str:
     return archive.name.split(".")[0]
 
 
+def named(archive: Path) -> str:
+    return f"{archive.parent.name}-{archive.name.split('.')[0]}"
+
+
 def test_there_are_some() -> None:
-    assert [archive.name.split(".")[0] for archive in KEPT] == ["closed", "killed", "striped"]
+    names = [(archive.parent.name, archive.name.split(".")[0]) for archive in KEPT]
+    assert names == [(version, name) for version in ("5", "6") for name in ("closed", "killed", "striped")]
 
 
-@pytest.mark.parametrize("archive", KEPT, ids=lambda archive: archive.name.split(".")[0])
+@pytest.mark.parametrize("archive", KEPT, ids=named)
 def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenHost, tmp_path: Path) -> None:
     name = unpacked(archive, tmp_path)
     for again in range(2):
@@ -68,7 +74,7 @@ def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenH
         host.engine.close()
 
 
-@pytest.mark.parametrize("archive", KEPT[:2], ids=lambda archive: archive.name.split(".")[0])
+@pytest.mark.parametrize("archive", [archive for archive in KEPT if "striped" not in archive.name], ids=named)
 def test_it_is_inspected_and_verified(archive: Path, tmp_path: Path) -> None:
     unpacked(archive, tmp_path)
     assert inspect(tmp_path / "a")["pages"] == sum(PAGES.values())

@@ -18,6 +18,7 @@ from gdscache.commands.inspect import inspect, tables
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+from gdscache.runtime.latencies import Summary
 from tests.support.helpers import WAIT, Host, make_config, prompt, quiet, until
 
 
@@ -57,7 +58,7 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert page[:8] == b"gdscstat"
     kind, version, pid, opened, written, _, state, directories = struct.unpack_from("<IIqQQQII", page, 16)
     meta = version == FORMAT_VERSION
-    assert (kind, meta, pid, state, directories) == (1, True, os.getpid(), 0, 1)
+    assert (kind, meta, pid, state, directories) == (2, True, os.getpid(), 0, 1)
     assert time.time() - 60 < opened / 1000 <= written / 1000 <= time.time()
     extent, slots, pages, free, evictions, late, catalog, log = struct.unpack_from("<8Q", page, 64)
     assert (extent, slots, pages, free, evictions, late) == (host.layout.extent_bytes, 12, 3, 9, 0, 0)
@@ -65,10 +66,20 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert log == (path / "catalog.sqlite-wal").stat().st_size
     counts = struct.unpack_from("<15Q", page, 128)
     assert counts == (2, 7, 0, 6, 0, 1, 0, 3, 0, 1, 0, 3, 3, 0, 0)
-    assert page[248:384] == bytes(136)
+    assert struct.unpack_from("<II", page, 248) == (1, 1)  # shards and ranks
+    assert page[256:384] == bytes(128)
     assert page[384:448].rstrip(b"\0").decode() == os.uname().nodename[:64]
     assert page[448:960].rstrip(b"\0")
-    assert page[960:] == bytes(4096 - 960)
+    assert page[960:1216] == bytes(256)
+    assert struct.unpack_from("<qII", page, 1216) == (os.getpid(), 0, 0)
+    assert page[1232:1472] == bytes(240)
+    for at in (1472, 1496, 1520):  # reads, writes, commits
+        samples, median, slow = struct.unpack_from("<3Q", page, at)
+        assert samples == (0 if at == 1472 else 1), "the load came from the CPU tier"
+        assert samples <= median <= slow < 60e9
+    assert page[1544:1600] == bytes(56)
+    assert page[1600:1640] == b"misses.absent".ljust(32, b"\0") + (1).to_bytes(8, "little")
+    assert page[1640:] == bytes(4096 - 1640)
 
 
 def test_it_is_private_and_goes_with_its_owner(host: Host, tmp_path: Path) -> None:
@@ -112,12 +123,63 @@ def test_a_page_that_is_not_whole_or_not_ours_is_none(host: Host, tmp_path: Path
         assert status_page.unpack(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]) is None
     for size in (0, 1, 15, 16, 4095, 4097):
         assert status_page.unpack(page.ljust(4097, b"\0")[:size]) is None
-    for at, value in (
-        (16, status_page.PAGE_FORMAT + 1),
-        (56, len(status_page.STATES)),
-    ):  # of another version, and whole
-        rest = page[16:at] + value.to_bytes(4, "little") + page[at + 4 :]
-        assert status_page.unpack(page[:8] + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest) is None
+    states = len(status_page.STATES)
+    for at, value in ((56, states), (1224, states), (248, 257), (252, 17)):  # of another version, and whole
+        assert status_page.unpack(sealed(page, at, value)) is None
+    assert status_page.unpack(sealed(page, 16, 3)) == status_page.OtherFormat(3)
+
+
+def sealed(page: bytes, at: int, value: int) -> bytes:
+    """A page with another number, whose checksum is right."""
+    rest = page[16:at] + value.to_bytes(4, "little") + page[at + 4 :]
+    return page[:8] + xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+
+
+def test_latencies_causes_and_ranks_are_told(host: Host, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, manager = tmp_path / "cache", host.engine.manager
+    for milliseconds in range(1, 101):
+        manager.latencies.note("read", "ssd", milliseconds / 1000)
+    manager.count("dropped", "queue_full", 7)
+    manager.count("dropped", "io_error", 9)
+    number = number_of(path)
+    until(lambda: number_of(path) >= number + 2, "it is written again")
+    live = inspect(path)["live"]
+    assert live["latencies"]["read"] == {"samples": 100, "median_seconds": 0.05, "p99_seconds": 0.099}
+    assert live["latencies"]["commit"] == {"samples": 0, "median_seconds": 0.0, "p99_seconds": 0.0}
+    assert list(live["causes"]["dropped"].items()) == [("io_error", 9), ("queue_full", 7)]
+    assert live["ranks"] == [{"rank": 0, "pid": os.getpid(), "state": "running"}]
+    with pytest.raises(SystemExit):
+        cli.app(["inspect", str(path)])
+    said = " ".join(capfd.readouterr().out.split())
+    assert "9 io_error, 7 queue_full" in said
+    assert "median 50.0 ms, 99 % within 99.0 ms, of the last 100" in said
+
+
+def test_all_that_a_page_can_say_comes_back() -> None:
+    ranks = [status_page.Rank(1000 + n, status_page.STATES[n % 3]) for n in range(20)]
+    counts = {("misses", f"cause_{n:02}"): 1000 - n for n in range(60)} | {("lost", "slot"): 5, ("hits", "ssd"): 3}
+    times = {what: Summary(n, n / 1000, n / 100) for n, what in enumerate(status_page.LATENCIES, 1)}
+    figures = status_page.Figures(6, 2, 8192, 9, 8, 1, 0, 0, "stopped", "gone", counts, 16, ranks, times)
+    page = status_page.pack(status_page.Status(1, "host", "command", 5.0, 6.0, 7, 8, 9, figures))
+    found = status_page.unpack(page)
+    assert isinstance(found, status_page.Status)
+    assert (found.figures.ranks, found.figures.shards) == (tuple(ranks[:16]), 16)
+    assert found.figures.latencies == times
+    assert list(found.causes.items()) == [(("misses", f"cause_{n:02}"), 1000 - n) for n in range(48)]
+    assert found.figures.counts["misses", ""] == sum(range(941, 1001))
+    assert page[3520:] == bytes(576)
+
+
+def test_a_page_of_another_format_is_named(host: Host, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As beside an engine of the next version."""
+    path, page = tmp_path / "cache", page_of(tmp_path / "cache")
+    (path / "status").unlink()
+    (path / "status").write_bytes(sealed(page, 16, 3))
+    report = inspect(path)
+    assert (report["live"], report["status_format"]) == (None, 3)
+    with pytest.raises(SystemExit):
+        cli.app(["inspect", str(path)])
+    assert "a page of format 3; this gdscache reads 2" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize("what", ["nothing", "garbage", "directory"])

@@ -259,7 +259,7 @@ def test_a_catalogue_of_one_directory_is_refused_where_there_are_several(
     filled(open_host, paths)
     with contextlib.closing(sqlite3.connect(paths[0] / "catalog.sqlite", isolation_level=None)) as connection:
         meta = dict(connection.execute("SELECT name, value FROM meta"))
-        assert (meta["format_version"], meta["striped"]) == (5, 1)
+        assert (meta["format_version"], meta["striped"]) == (6, 1)
         connection.execute("UPDATE meta SET value = 0 WHERE name = 'striped'")
         with pytest.raises(StripeError, match="single directory"):
             Catalog.open(paths[0], extent_bytes=EXTENT, durability="process")
@@ -275,7 +275,7 @@ def test_inspect_and_verify_look_into_all_directories(open_host: OpenHost, paths
     assert (report["pages"], report["slots"], report["capacity_bytes"]) == (16, 20, 20 * EXTENT)
     assert [stripe["path"] for stripe in report["stripes"]] == [str(path) for path in paths]
     assert [stripe["bytes"] for stripe in report["stripes"]] == [8 * EXTENT, 6 * EXTENT, 6 * EXTENT]
-    assert report["format_version"] == 5
+    assert report["format_version"] == 6
     found = verify(paths[0])
     assert (found["good_pages"], found["bad_pages"]) == (16, 0)
     flip_file(paths[1] / "slab-1.bin", 1)

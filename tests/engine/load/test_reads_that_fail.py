@@ -164,7 +164,7 @@ def test_checksums_that_are_not_there_are_no_error_of_the_way(open_host: OpenHos
     slot = ssd.index.slot(host.engine.pages(tokens)[1].key)
     assert slot is not None
     with ssd._catalog._transaction() as writer:
-        writer.execute("DELETE FROM checksums WHERE slot = ?", (slot,))
+        writer.execute("DELETE FROM checksums WHERE place = ?", (slot,))
     assert host.load(tokens).pages[1] is PageStatus.CHECKSUM
     assert tokens_of(host.engine, tokens) == 4
 

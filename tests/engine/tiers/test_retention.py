@@ -787,7 +787,7 @@ def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> 
     store_quietly(host, prompt(1, 2), ttl=3600)
     assert host.engine.config.ssd is not None
     with sqlite3.connect(host.engine.config.ssd.path / "catalog.sqlite") as connection:
-        connection.execute("UPDATE retention SET priority = 1 WHERE slot = (SELECT min(slot) FROM retention)")
+        connection.execute("UPDATE retention SET priority = 1 WHERE place = (SELECT min(place) FROM retention)")
     connection.close()
     report = host.engine.check(fix=True)
     assert len(report.problems) == 1

@@ -11,6 +11,7 @@ import sqlite3
 import stat
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ import pytest
 import xxhash
 
 from gdscache.commands.inspect import inspect, verify
-from gdscache.disk import catalog_file
+from gdscache.commands.inspect.tables import inspect_tables
+from gdscache.disk import catalog_file, conversion, slab
 from gdscache.disk.catalog import Catalog, PageRecord
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
-from gdscache.errors import CatalogVersionError
+from gdscache.errors import CatalogVersionError, ExtentSizeError, ShardsError
 from gdscache.pages.checksum import bound, first_bad_layer, layer_checksums, unbound
 from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout, Plane
@@ -56,22 +58,33 @@ KEYS = [
 ]
 PAGE = bytes((i * 7 + 3) % 256 for i in range(192))
 CHECKSUMS = [0xF084E7CFBC624743, 0x3F62AFEAD502DF13]
-CHECKSUM_BYTES = "434762bccfe784f013df02d5eaaf623f"  # as versions 1 to 4 store them
 FACTORS = [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63]
 STEP = 0x9E3779B97F4A7C15
-BOUND_BYTES = [  # ... and version 5, of the same bytes under each of KEYS
+BOUND_BYTES = [  # of the same bytes under each of KEYS
     "5432da441c081f373946c5dcf0493424",
     "217b592e554c688c068f44c6298e7d79",
 ]
+OTHER = bytes((i * 5 + 1) % 256 for i in range(192))  # what a second shard has of the same page
+SHARD_BYTES = BOUND_BYTES[0] + "b0083c5f288a9a62759cc68ae445d378"  # of the first key: PAGE and OTHER
 
 SCHEMA = """\
+CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE slabs(id INTEGER PRIMARY KEY, extent_bytes INTEGER, shards INTEGER);
+CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT);
+CREATE TABLE pages(place INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, \
+recency INTEGER, packed INTEGER DEFAULT 0);
+CREATE TABLE checksums(place INTEGER PRIMARY KEY, sums BLOB);
+CREATE TABLE retention(place INTEGER PRIMARY KEY, priority INTEGER, lifetime INTEGER, written INTEGER DEFAULT 0);
+"""
+META = {"format_version": 6, "striped": 0}  # besides `created`
+OLD_SCHEMA = """\
 CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT);
 CREATE TABLE pages(slot INTEGER PRIMARY KEY, key BLOB, parent BLOB, namespace INTEGER, length INTEGER, recency INTEGER);
 CREATE TABLE checksums(slot INTEGER PRIMARY KEY, sums BLOB);
 CREATE TABLE retention(slot INTEGER PRIMARY KEY, priority INTEGER, expires INTEGER);
 """
-META = {"format_version": 5, "extent_bytes": 4096, "head_groups": 1, "striped": 0}  # besides `created`
+OLD_META = {"format_version": 5, "extent_bytes": 4096, "head_groups": 1, "striped": 0}
 
 
 def test_namespace_digest() -> None:
@@ -159,6 +172,17 @@ def test_damage_is_found_in_the_layer_it_is_in() -> None:
         assert first_bad_layer(memoryview(damaged), LAYOUT.layer_bounds, expected) == bit // 8 // 96
 
 
+def test_shards_of_a_page_have_checksums_one_after_the_other() -> None:
+    """Number i = shard x layers + layer."""
+    words = struct.unpack("<4Q", bytes.fromhex(KEYS[0]))
+    seed = sum(word * factor for word, factor in zip(words, FACTORS, strict=True))
+    sums = [xxhash.xxh3_64_intdigest(part[at : at + 96]) for part in (PAGE, OTHER) for at in (0, 96)]
+    by_hand = [(value + seed + position * STEP) % 2**64 for position, value in enumerate(sums)]
+    assert struct.pack("<4Q", *by_hand).hex() == SHARD_BYTES
+    made = np.concatenate([layer_checksums(memoryview(part), LAYOUT.layer_bounds) for part in (PAGE, OTHER)])
+    assert bound(made[None], [bytes.fromhex(KEYS[0])]).astype("<u8").tobytes().hex() == SHARD_BYTES
+
+
 def build(path: Path) -> None:
     """A directory with one page in slot 2."""
     namespace = bytes.fromhex(NAMESPACE)
@@ -166,7 +190,9 @@ def build(path: Path) -> None:
     sums = bound(np.array([CHECKSUMS, CHECKSUMS], np.uint64), [first, second])
     with (
         CacheDirectory.open(path),
-        Catalog.open(path, extent_bytes=LAYOUT.extent_bytes, durability="process") as catalog,
+        Catalog.open(
+            path, extent_bytes=LAYOUT.extent_bytes, durability="process", wall_clock=lambda: 1764000000.5678
+        ) as catalog,
     ):
         slab = Slab.open(path, LAYOUT.extent_bytes, 4)
         with open(slab.path, "r+b") as file:
@@ -212,9 +238,10 @@ def test_the_catalogue(tmp_path: Path) -> None:
         sql = [text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
         meta = dict(connection.execute("SELECT name, value FROM meta"))
         namespaces = connection.execute("SELECT * FROM namespaces").fetchall()
-        pages = connection.execute("SELECT * FROM pages ORDER BY slot").fetchall()
-        sums = connection.execute("SELECT slot, hex(sums) FROM checksums ORDER BY slot").fetchall()
-        retention = connection.execute("SELECT slot, priority, expires FROM retention").fetchall()
+        slabs = connection.execute("SELECT * FROM slabs").fetchall()
+        pages = connection.execute("SELECT * FROM pages ORDER BY place").fetchall()
+        sums = connection.execute("SELECT place, hex(sums) FROM checksums ORDER BY place").fetchall()
+        retention = connection.execute("SELECT * FROM retention").fetchall()
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA encoding").fetchone() == ("UTF-8",)
     assert "".join(f"{text};\n" for text in sql) == SCHEMA
@@ -223,16 +250,34 @@ def test_the_catalogue(tmp_path: Path) -> None:
     assert meta == META
     namespace, first, second = bytes.fromhex(NAMESPACE), *map(bytes.fromhex, KEYS)
     assert [(digest, json.loads(text)) for _, digest, text in namespaces] == [(namespace, FIELDS)]
-    assert pages == [(0, second, first, 1, 192, 42), (2, first, namespace, 1, 192, 43)]
+    assert slabs == [(0, 4096, 1)]
+    assert pages == [(0, second, first, 1, 192, 42, 0), (2, first, namespace, 1, 192, 43, 0)]
     assert sums == [(0, BOUND_BYTES[1].upper()), (2, BOUND_BYTES[0].upper())]
-    assert retention == [(0, -1, 1800000000123)]
+    assert retention == [(0, -1, 1800000000123 - 1764000000567, 1764000000567)]
 
 
-def write_by_hand(tmp_path: Path) -> None:
+def write_by_hand(tmp_path: Path, shards: int = 1) -> None:
     """A directory with one page in slot 1."""
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.executescript(SCHEMA)
         connection.executemany("INSERT INTO meta VALUES (?, ?)", META.items())
+        connection.execute("INSERT INTO slabs VALUES (0, 4096, ?)", (shards,))
+        connection.execute("INSERT INTO namespaces VALUES (9, ?, ?)", (bytes.fromhex(NAMESPACE), CANONICAL))
+        connection.execute(
+            "INSERT INTO pages VALUES (1, ?, ?, 9, 192, 5, 0)", (bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE))
+        )
+        sums = bytes.fromhex(SHARD_BYTES[: 32 * shards])
+        connection.execute("INSERT INTO checksums VALUES (1, ?)", (sums,))
+        connection.execute("INSERT INTO retention VALUES (1, 2, 36000000500, 1764000000000)")
+    for name, part in list(zip(("slab-0.bin", "slab-0.0.1.bin"), (PAGE, OTHER), strict=True))[:shards]:
+        (tmp_path / name).write_bytes(bytes(4096) + part + bytes(4096 - 192))
+
+
+def write_old_by_hand(tmp_path: Path) -> None:
+    """The same in version 5."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.executescript(OLD_SCHEMA)
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", OLD_META.items())
         connection.execute("INSERT INTO namespaces VALUES (9, ?, ?)", (bytes.fromhex(NAMESPACE), CANONICAL))
         connection.execute(
             "INSERT INTO pages VALUES (1, ?, ?, 9, 192, 5)", (bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE))
@@ -242,8 +287,12 @@ def write_by_hand(tmp_path: Path) -> None:
     (tmp_path / "slab-0.bin").write_bytes(bytes(4096) + PAGE + bytes(4096 - 192))
 
 
-def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path) -> None:
-    write_by_hand(tmp_path)
+WRITERS = {"6": write_by_hand, "5": write_old_by_hand}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
     slab = Slab.open(tmp_path, 4096, 2)
     with Catalog.open(tmp_path, extent_bytes=4096, durability="power") as catalog:
         found = catalog.recover(slab.valid_slots)
@@ -264,11 +313,89 @@ def test_a_directory_written_by_hand_from_the_document_is_read(tmp_path: Path) -
         assert first_bad_layer(memoryview(file.read(4096)), LAYOUT.layer_bounds, sums) is None
 
 
-def test_people_look_into_it_and_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_converted_directory_has_the_tables_of_a_new_one(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    """Text for text, and the rows as docs/format.md says."""
+    write(tmp_path)
+    with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
+        catalog.recover(2)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection:
+        found = {text for (text,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+        assert found == set(SCHEMA[:-2].split(";\n"))
+        assert dict(connection.execute("SELECT * FROM meta")) == META
+        assert connection.execute("SELECT * FROM slabs").fetchall() == [(0, 4096, 1)]
+        key, namespace = bytes.fromhex(KEYS[0]), bytes.fromhex(NAMESPACE)
+        assert connection.execute("SELECT * FROM pages").fetchall() == [(1, key, namespace, 9, 192, 5, 0)]
+        assert connection.execute("SELECT * FROM checksums").fetchall() == [(1, bytes.fromhex(BOUND_BYTES[0]))]
+        lifetime, written = {write_by_hand: (36000000500, 1764000000000)}.get(write, (1800000000500, 0))
+        assert connection.execute("SELECT * FROM retention").fetchall() == [(1, 2, lifetime, written)]
+
+
+def test_a_directory_of_two_shards_is_read(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, shards=2)
+    slab = Slab.open(tmp_path, 4096, 2, shards=2)
+    assert [file.name for file in slab.files] == ["slab-0.bin", "slab-0.0.1.bin"]
+    with Catalog.open(tmp_path, extent_bytes=4096, durability="process", shards=2) as catalog:
+        found = catalog.recover(slab.valid_slots)
+        slots, sums = catalog.checksum_rows([0, 1], 2)
+    assert (len(found), slots.tolist(), sums.shape) == (1, [1], (1, 4))
+    for shard, expected in enumerate(unbound(sums, [bytes.fromhex(KEYS[0])]).reshape(2, 2)):
+        data = slab.of(shard).path.read_bytes()[4096:]
+        assert first_bad_layer(memoryview(data), LAYOUT.layer_bounds, expected) is None
+    report, said = inspect(tmp_path), verify(tmp_path)
+    assert (report["shards"], report["slots"], report["pages"], report["capacity_bytes"]) == (2, 2, 1, 16384)
+    assert (said["shards"], said["good_pages"], said["bytes"]) == (2, 1, 8192)
+    with open(slab.of(1).path, "r+b") as file:
+        file.seek(4096 + 100)
+        file.write(b"x")
+    assert [(f["cause"], f["shard"], f["layer"]) for f in verify(tmp_path)["bad"]] == [("checksum", 1, 1)]
+    os.truncate(slab.of(1).path, 4096)
+    assert (inspect(tmp_path)["pages"], inspect(tmp_path)["unusable_rows"]) == (0, {"slot": 1})
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_another_number_of_shards_is_refused(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    with pytest.raises(ShardsError, match="in 1 shards, and this engine has 2"):
+        Catalog.open(tmp_path, extent_bytes=4096, durability="process", shards=2)
+    with pytest.raises(ExtentSizeError, match=r"of 4,096 bytes.*8,192"):
+        Catalog.open(tmp_path, extent_bytes=8192, durability="process")
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+def test_a_directory_of_further_slabs_is_refused_and_left_alone(tmp_path: Path) -> None:
     write_by_hand(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("INSERT INTO slabs VALUES (1, 8192, 2)")
+        connection.execute("INSERT INTO pages SELECT (1 << 40) + 7, key, parent, namespace, length, 1, 0 FROM pages")
+    before = (tmp_path / "catalog.sqlite").read_bytes()
+    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
+        with pytest.raises(CatalogVersionError, match=r"2 slabs \(of 4,096, 8,192 bytes"):
+            look()
+    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+
+
+def test_a_packed_page_is_refused_and_its_directory_is_not(tmp_path: Path) -> None:
+    build(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
+        connection.execute("UPDATE pages SET packed = 3 WHERE place = 2")
+    assert inspect(tmp_path)["unusable_rows"] == {"packed": 1}
+    assert (2, "packed") in [(f["slot"], f["cause"]) for f in verify(tmp_path)["bad"]]
+    with Catalog.open(tmp_path, extent_bytes=4096, durability="process") as catalog:
+        found = catalog.recover(4)
+        assert (found.slots.tolist(), found.dropped) == ([0], {"packed": 1})
+        assert catalog.count() == 1
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_people_look_into_it_and_change_nothing(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
     before = (tmp_path / "catalog.sqlite").read_bytes()
     report, found = inspect(tmp_path), verify(tmp_path)
-    assert (report["format_version"], report["pages"], found["good_pages"]) == (5, 1, 1)
+    version = 6 if write is write_by_hand else 5
+    assert (report["format_version"], report["pages"], found["good_pages"]) == (version, 1, 1)
+    assert ("the next engine makes it 6" in str(inspect_tables(report)[0].lines())) == (version == 5)
     expired = int(time.time() > 1800000000.5)
     assert report["retention"] == {"priorities": {"2": 1}, "expiring_pages": 1, "expired_pages": expired}
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
@@ -285,13 +412,13 @@ def test_a_mix_up_is_found(tmp_path: Path) -> None:
 def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
     write_by_hand(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.execute("UPDATE retention SET expires = 'soon'")
+        connection.execute("UPDATE retention SET lifetime = 'soon'")
     report, found = inspect(tmp_path), verify(tmp_path)
     assert (report["pages"], report["unusable_rows"]) == (0, {"row": 1})
     assert (found["pages"], found["good_pages"], [f["cause"] for f in found["bad"]]) == (1, 0, ["row"])
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, 6, -5])
+@pytest.mark.parametrize("version", [0, 1, 4, 7, -5])
 def test_another_version_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
     write_by_hand(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
@@ -299,14 +426,16 @@ def test_another_version_is_refused_and_left_alone(tmp_path: Path, version: int)
         connection.execute("DROP TABLE retention")  # other versions have other tables
     before = (tmp_path / "catalog.sqlite").read_bytes()
     for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
-        with pytest.raises(CatalogVersionError, match=f"has format version {version}; this gdscache reads version 5"):
+        with pytest.raises(
+            CatalogVersionError, match=f"format version {version}; this gdscache reads versions 5 and 6"
+        ):
             look()
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
 @pytest.mark.parametrize("groups", [0, 2, 8])
 def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int) -> None:
-    write_by_hand(tmp_path)
+    write_old_by_hand(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.execute("UPDATE meta SET value = ? WHERE name = 'head_groups'", (groups,))
     before = (tmp_path / "catalog.sqlite").read_bytes()
@@ -316,9 +445,13 @@ def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int)
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
-@pytest.mark.parametrize("without", META)
-def test_a_catalogue_without_a_row_of_meta_is_set_aside(tmp_path: Path, without: str) -> None:
-    write_by_hand(tmp_path)
+@pytest.mark.parametrize(
+    ("write", "without"), [*((write_by_hand, name) for name in META), *((write_old_by_hand, name) for name in OLD_META)]
+)
+def test_a_catalogue_without_a_row_of_meta_is_set_aside(
+    tmp_path: Path, write: Callable[[Path], None], without: str
+) -> None:
+    write(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
         connection.execute("DELETE FROM meta WHERE name = ?", (without,))
     Catalog.open(tmp_path, extent_bytes=4096, durability="process").close()
@@ -335,7 +468,12 @@ def test_a_catalogue_without_a_table_is_set_aside(tmp_path: Path) -> None:
 
 def test_the_document_says_what_the_code_does() -> None:
     text = DOCUMENT.read_text()
-    assert SCHEMA in text
+    for statements in (SCHEMA, OLD_SCHEMA):
+        assert statements in text
+    for statement in conversion.CONVERT:
+        assert f"{statement};\n" in text
+    assert f"slab x 2^{slab.SLAB_SLOTS.bit_length() - 1} + slot" in text
+    assert f"1 to {catalog_file.MOST_SHARDS}" in text
     assert f"version {catalog_file.FORMAT_VERSION}\n" in text.splitlines(keepends=True)[0]
     assert f"checkpointed every {catalog_file.WAL_PAGES * 4096 >> 20} MiB" in text
     assert f"cut to {catalog_file.WAL_BYTES >> 20} MiB" in text

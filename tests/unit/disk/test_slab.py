@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
 import stat
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.disk import slab as slab_module
+from gdscache.disk.directory import CacheDirectories
 from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
+    InvalidValueError,
     IOFailedError,
     NoSpaceError,
     NotARegularFileError,
@@ -298,3 +305,79 @@ def test_what_became_of_the_files_is_told_and_a_file_that_was_cut_is_lengthened(
     assert first.stat().st_size == EXTENT, "another's file was written to"
     first.unlink()
     assert [("is gone" in problem, str(first) in problem) for problem in slab.check()[0]] == [(True, True)]
+
+
+def test_shards_have_files_of_their_own_with_the_same_slots(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
+    stretch = slab_module.stretch_slots(EXTENT)
+    slots = stretch + 3
+    slab = Slab.open(directories[0], EXTENT, slots, directories[1:], shards=3)
+    names = ["slab-0.bin", "slab-1.bin", "slab-0.0.1.bin", "slab-1.0.1.bin", "slab-0.0.2.bin", "slab-1.0.2.bin"]
+    assert [file.name for file in slab.files] == names
+    assert [file.parent for file in slab.files] == directories * 3
+    assert [file.stat().st_size for file in slab.files] == [stretch * EXTENT, 3 * EXTENT] * 3
+    assert (slab.nbytes, slab.directories, slab.shards, slab.valid_slots) == (3 * slots * EXTENT, 2, 3, 0)
+    assert slab.locate(stretch + 1) == (1, EXTENT)
+    for shard in range(3):
+        mine = slab.of(shard)
+        assert (mine.files, mine.shards, mine.locate(stretch + 1)) == (slab.files[2 * shard :][:2], 1, (1, EXTENT))
+        assert mine.check() == ([], {})
+        again = Slab.open(directories[0], EXTENT, slots, directories[1:], shards=3, shard=shard)
+        assert (again.files, again.inodes, again.valid_slots) == (mine.files, mine.inodes, slots)
+    os.truncate(slab.files[5], EXTENT)
+    problems, short = slab.check()
+    assert (len(problems), short) == (1, {5: 1})
+    assert slab.of(2).check()[1] == {1: 1}
+    assert Slab.open(directories[0], EXTENT, slots, directories[1:], shards=3).valid_slots == stretch + 1
+    assert slab.check() == ([], {})
+    os.truncate(slab.files[4], 0)
+    slab.lengthen()
+    assert slab.check() == ([], {})
+
+
+def test_further_slabs_have_files_of_their_own(tmp_path: Path) -> None:
+    assert Slab.open(tmp_path, EXTENT, 2, slab=7).files == (tmp_path / "slab-0.7.0.bin",)
+    assert Slab.open(tmp_path, EXTENT, 2).files == (tmp_path / "slab-0.bin",)
+
+
+@pytest.mark.parametrize(("slab", "shards", "shard"), [(-1, 1, None), (0, 0, None), (0, 2, 2), (0, 2, -1)])
+def test_shards_that_there_are_not(tmp_path: Path, slab: int, shards: int, shard: int | None) -> None:
+    with pytest.raises(InvalidValueError):
+        Slab.open(tmp_path, EXTENT, 2, slab=slab, shards=shards, shard=shard)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_slab_of_more_slots_than_a_place_can_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="at most 1,099,511,627,776 slots"):
+        Slab.open(tmp_path, EXTENT, (1 << 40) + 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_is_read_and_written_by_itself(tmp_path: Path) -> None:
+    """What the transport opens is the files of one shard, and slots lie there as in any other."""
+    slab = Slab.open(tmp_path, EXTENT, 4, shards=2)
+    opened: list[str] = []
+    transport = mock.Mock(open=lambda path: opened.append(path.name) or len(opened))
+    io = SlabIO(slab, transport, 1)
+    assert opened == ["slab-0.0.1.bin"]
+    assert list(io.stretches(np.array([1, 2]), 1 << 20)) == [(1, EXTENT, 0, 2)]
+    with pytest.raises(IndexError):
+        SlabIO(slab, transport, 2)
+
+
+def test_the_files_of_each_shard_are_locked(tmp_path: Path) -> None:
+    Slab.open(tmp_path, EXTENT, 4, shards=2)
+    Slab.open(tmp_path, EXTENT, 4, slab=3)
+    with CacheDirectories.open([tmp_path]) as owner:
+        owner.hold_slabs(shards=(1,))
+        owner.hold_slabs(3)
+        for name, held in (("slab-0.bin", False), ("slab-0.0.1.bin", True), ("slab-0.3.0.bin", True)):
+            with (tmp_path / name).open("rb") as file, contextlib.ExitStack() as expected:
+                if held:
+                    expected.enter_context(pytest.raises(BlockingIOError))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert owner.lost(thorough=True) == ""
+        (tmp_path / "slab-0.0.1.bin").unlink()
+        assert "slab-0.0.1.bin is gone" in owner.lost(thorough=True)

@@ -1,0 +1,41 @@
+"""How long the work of a tier took lately, noted by whoever did it and read by the status page."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+KEPT = 512  # durations of a kind
+
+
+class Summary(NamedTuple):
+    """Of so many durations that came last: their median and 99th percentile, in seconds."""
+
+    samples: int
+    median: float
+    slow: float
+
+
+NOTHING = Summary(0, 0.0, 0.0)
+
+
+class Latencies:
+    """The last durations of each kind of work of each tier. Takes no lock: a note is one append, a summary one copy."""
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[str, str], deque[float]] = {}
+
+    def note(self, what: str, tier: str, seconds: float) -> None:
+        """Something took so long."""
+        kept = self._noted.get((what, tier))
+        if kept is None:
+            kept = self._noted.setdefault((what, tier), deque(maxlen=KEPT))
+        kept.append(seconds)
+
+    def summary(self, what: str, tier: str) -> Summary:
+        """What is known; zeros where nothing is."""
+        found = sorted(self._noted.get((what, tier), ()))
+        if not found:
+            return NOTHING
+        last = len(found) - 1
+        return Summary(len(found), found[last // 2], found[last * 99 // 100])
