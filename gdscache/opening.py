@@ -21,7 +21,7 @@ from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
-from gdscache.disk.status_page import LATENCIES, RANKS, Figures, Rank, StatusWriter
+from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
 from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.events.base import KVEventHub
 from gdscache.extents.base import Extents, PoolMemory
@@ -307,12 +307,12 @@ def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figur
     )
 
 
-def _ranks_told(ranks: RankSet | None, state: str) -> tuple[Rank, ...]:
+def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
     """What the status page says of each process that moves bytes."""
     if ranks is None:
-        return (Rank(os.getpid(), state),)
+        return (RankState(os.getpid(), state),)
     told = ranks.describe()[:RANKS]
-    return tuple(Rank(one["pid"], state if one["state"] == "running" else "stopped") for one in told)
+    return tuple(RankState(one["pid"], state if one["state"] == "running" else "stopped") for one in told)
 
 
 def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:

@@ -64,7 +64,7 @@ _CLOSE_S = 2.0  # that `close` waits for a write that hangs
 _log = logging.getLogger("gdscache.ssd")
 
 
-class Rank(NamedTuple):
+class RankState(NamedTuple):
     """A process that moves the bytes of a shard. Rank 0 is the owner of the directory."""
 
     pid: int
@@ -94,7 +94,7 @@ class Figures:
     stopped: str
     counts: Mapping[tuple[str, str], int]
     shards: int = 1
-    ranks: Sequence[Rank] = ()
+    ranks: Sequence[RankState] = ()
     latencies: Mapping[str, Summary] = dataclasses.field(default_factory=dict)
 
 
@@ -186,7 +186,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
         stopped=stopped,
         counts=dict(zip(COUNTS, rest, strict=False)),
         shards=shards,
-        ranks=tuple(Rank(number, STATES[code]) for number, code, _ in told),
+        ranks=tuple(RankState(number, STATES[code]) for number, code, _ in told),
         latencies=latencies,
     )
     return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, causes)

@@ -55,7 +55,6 @@ class RankSet:
         self.absent = ""
         self.heard: Callable[[Link, Message], object] = lambda link, message: None
         self.gone: Callable[[Link], object] = lambda link: None  # told when a rank is lost
-        self.switched: Callable[[], object] = lambda: None  # told when `absent` has changed
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._answers: dict[int, tuple[Flag, list[tuple[Message, list[int]]], Link]] = {}
@@ -185,6 +184,7 @@ class RankSet:
             if self._closed or link.lost:
                 return
             link.lost = f"is lost: {why}"
+            self._look()
             waiting = [flag for flag, _, whose in self._answers.values() if whose is link]
         _log.error(
             "rank %d (process %s) is lost: %s. Nothing is loaded or stored any more; requests are computed. Start the "
@@ -195,7 +195,6 @@ class RankSet:
         )
         for flag in waiting:
             flag.set()
-        self._look()
         self.gone(link)
 
     def late(self, link: Link, number: int) -> None:
@@ -203,13 +202,13 @@ class RankSet:
         with self._lock:
             first = not link.overdue and not link.lost
             link.overdue.add(number)
+            self._look()
         if first:
             _log.error(
                 "rank %d (process %s) does not answer: nothing is loaded or stored until it does",
                 link.rank,
                 link.facts.get("pid", "?"),
             )
-        self._look()
 
     def answered(self, link: Link, number: int) -> None:
         """A move that was overdue has ended on a rank."""
@@ -218,30 +217,29 @@ class RankSet:
                 return
             link.overdue.discard(number)
             back = not link.overdue and not link.lost
+            self._look()
         if back:
             _log.warning("rank %d answers again", link.rank)
-        self._look()
 
     def _look(self) -> None:
-        with self._lock:
-            lost, away = any(link.lost for link in self.links), any(link.overdue for link in self.links)
-            absent = "rank_lost" if lost else "rank_away" if away else ""
-            changed, self.absent = absent != self.absent, absent
-        if changed:
-            self.switched()
+        """What `absent` is by now. The lock is held, so that it is seen together with what has become of a link."""
+        lost, away = any(link.lost for link in self.links), any(link.overdue for link in self.links)
+        self.absent = "rank_lost" if lost else "rank_away" if away else ""
 
     def describe(self) -> list[dict[str, Any]]:
         """Plain data for `stats()`, a rank each."""
+        with self._lock:
+            links = [(link, bool(link.lost), len(link.overdue)) for link in self.links]
         return [
             {
                 "rank": link.rank,
                 "shard": link.shard,
                 "pid": link.facts.get("pid"),
                 "device": link.facts.get("device"),
-                "state": "lost" if link.lost else "away" if link.overdue else "running",
-                "overdue": len(link.overdue),
+                "state": "lost" if lost else "away" if overdue else "running",
+                "overdue": overdue,
             }
-            for link in self.links
+            for link, lost, overdue in links
         ]
 
     def close(self) -> None:

@@ -349,7 +349,7 @@ class SsdTier(DurableTier):
         if not slots:
             return
         try:
-            found, sums = self._catalog.checksum_rows(slots, self.layout.n_sums)
+            found, sums = self._catalog.checksum_rows(slots, self.layout.n_layers)
         except IOFailedError as error:  # they stay unknown: whoever wants these pages misses them
             _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
             return

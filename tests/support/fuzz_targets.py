@@ -280,7 +280,7 @@ def _status(data: bytes, folder: Path) -> None:
 def _status_page() -> bytes:
     counts = {name: n for n, name in enumerate(status_page.COUNTS)}
     counts |= {("misses", "absent"): 40, ("dropped", "queue_full"): 3}
-    ranks = [status_page.Rank(123 + n, status_page.STATES[n % 3]) for n in range(status_page.RANKS)]
+    ranks = [status_page.RankState(123 + n, status_page.STATES[n % 3]) for n in range(status_page.RANKS)]
     times = {what: Summary(9, 1e-3, 2e-2) for what in status_page.LATENCIES}
     sizes = 6, 1, EXTENT, 100, 60, 40, 7, 0
     figures = status_page.Figures(*sizes, "switched_off", "the disk failed", counts, 16, ranks, times)

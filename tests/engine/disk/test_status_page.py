@@ -156,7 +156,7 @@ def test_latencies_causes_and_ranks_are_told(host: Host, tmp_path: Path, capfd: 
 
 
 def test_all_that_a_page_can_say_comes_back() -> None:
-    ranks = [status_page.Rank(1000 + n, status_page.STATES[n % 3]) for n in range(20)]
+    ranks = [status_page.RankState(1000 + n, status_page.STATES[n % 3]) for n in range(20)]
     counts = {("misses", f"cause_{n:02}"): 1000 - n for n in range(60)} | {("lost", "slot"): 5, ("hits", "ssd"): 3}
     times = {what: Summary(n, n / 1000, n / 100) for n, what in enumerate(status_page.LATENCIES, 1)}
     figures = status_page.Figures(6, 2, 8192, 9, 8, 1, 0, 0, "stopped", "gone", counts, 16, ranks, times)
