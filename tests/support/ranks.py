@@ -29,12 +29,19 @@ def bytes_of(layout: PageLayout, key: bytes, shard: int) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, layout.page_bytes, dtype=np.uint8)
 
 
-def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks: int) -> None:
-    """A rank's process: does what it is told over the line, until that is closed."""
+def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks: int, device: str) -> None:
+    """A rank's process: does what it is told over the line, until that is closed. `device`: of its planes; `cuda` is a
+    GPU of its own, as far as there are so many."""
     torch.set_num_threads(1)
     layout = layout_of(model)
+    if device == "cuda":
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
     planes = [
-        [torch.zeros((blocks, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype)) for p in some]
+        [
+            torch.zeros((blocks, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype), device=device)
+            for p in some
+        ]
         for some in layout.layers
     ]
     with Rank(planes, rank, shard=shard) as mine:
@@ -73,12 +80,12 @@ def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks
 class RankProcess:
     """A rank in a process of its own."""
 
-    def __init__(self, rank: int, shard: int, model: dict[str, Any], blocks: int = BLOCKS) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, rank: int, shard: int, model: dict[str, Any], device: str, blocks: int = BLOCKS) -> None:
+        context = multiprocessing.get_context("forkserver")  # a GPU is not touched before the fork
         context.set_forkserver_preload(["tests.support.ranks"])  # torch is imported once
         self.line, theirs = context.Pipe()
         self.rank, self.shard = rank, shard
-        self.process = context.Process(target=serve, args=(theirs, rank, shard, model, blocks), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, rank, shard, model, blocks, device), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -112,10 +119,18 @@ class RankProcess:
 class RanksHost:
     """`shards` lists the shard of each rank. `config`: see `make_config`, counted in pages."""
 
-    def __init__(self, path: Path, shards: Sequence[int], model: dict[str, Any] | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        shards: Sequence[int],
+        model: dict[str, Any] | None = None,
+        rank_device: str = "cpu",
+        **config: Any,
+    ) -> None:
         self.model = dict(MHA if model is None else model)
         self.layout = layout_of(self.model)
         self.shards = [*shards]
+        self.device = rank_device
         parts = 1 + max(shards)
         sizes = {"cpu": 16, "ssd": 64, "bounce": 8} | {k: config.pop(k) for k in ("cpu", "ssd") if k in config}
         pages = {name: None if size is None else size * parts for name, size in sizes.items()}
@@ -129,7 +144,7 @@ class RanksHost:
         """All of them anew, with planes that are empty."""
         for rank in self.ranks:
             rank.kill()
-        self.ranks = [RankProcess(rank, shard, self.model) for rank, shard in enumerate(self.shards)]
+        self.ranks = [RankProcess(rank, shard, self.model, self.device) for rank, shard in enumerate(self.shards)]
         self.addresses = [rank.address() for rank in self.ranks]
         self.free = [*range(BLOCKS)]
 

@@ -52,6 +52,26 @@ def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_hos
     assert not host.engine.check().problems
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 1, 2, 3]])
+def test_ranks_on_gpus(ranks_host: Open, shards: list[int]) -> None:
+    host = ranks_host(shards, model=MLA if max(shards) == 0 else MHA, rank_device="cuda")
+    some = [prompt(number, 5) for number in range(3)]
+    for tokens in some:
+        assert host.store(tokens).tiers == (("cpu", "ssd"),) * 5
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    for _ in range(2):
+        drop_from(host.engine, "cpu")
+        for tokens in some:
+            assert host.load(tokens)[0].pages == (GOOD,) * 5
+    host.engine.close()
+    host.start_ranks()
+    host.engine = host.open()
+    for tokens in some:
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    assert not host.engine.check().problems
+
+
 def test_a_page_is_bad_everywhere_when_it_is_bad_on_one(ranks_host: Open, tmp_path: Path) -> None:
     host = ranks_host([0, 1])
     tokens = prompt(1, 4)
