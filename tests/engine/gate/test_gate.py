@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache import CacheEngine, Config
-from gdscache import engine as engine_module
 from gdscache.errors import InvalidValueError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs, Prices
 from gdscache.gate.fit import CHANGE, ENOUGH, Fit
 from gdscache.gate.gate import EXPLORE_EVERY, Gate, GateMode
+from gdscache.moves import native
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, drop_from, fill, prompt, quiet, until
@@ -556,7 +556,7 @@ def test_what_the_gpu_is_busy_with_is_not_what_memory_takes(
     open_host: Opens, monkeypatch: pytest.MonkeyPatch, cpu: int | None, free: bool, learned: set[str]
 ) -> None:
     """Else every hit behind a long forward pass makes the CPU tier look slower, until the gate declines them all."""
-    monkeypatch.setattr(engine_module, "given", lambda after, device: Used(free))
+    monkeypatch.setattr(native, "given", lambda after, device: Used(free))
     host = open_host(cpu=cpu, ssd=16)
     host.store(prompt(1, 4))
     quiet(host.engine)
@@ -570,7 +570,7 @@ def test_what_the_gpu_is_busy_with_is_not_what_memory_takes(
 def test_pages_that_wait_for_their_blocks_are_ahead_of_nobody(
     open_host: Opens, monkeypatch: pytest.MonkeyPatch, free: bool
 ) -> None:
-    monkeypatch.setattr(engine_module, "given", lambda after, device: Used(free))
+    monkeypatch.setattr(native, "given", lambda after, device: Used(free))
     host = open_host(transport=FAULTY, cpu=8, ssd=16)
     host.store(prompt(1, 4))
     quiet(host.engine)
