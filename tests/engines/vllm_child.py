@@ -35,7 +35,8 @@ LLM = {
 def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
     experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys, or
-    (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens.
+    (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens, or (`one`) a Llama with one head of
+    keys for two of queries.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
@@ -70,6 +71,8 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     else:
         if kind == "uneven":
             shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+        if kind == "one":
+            shape |= {"num_key_value_heads": 1}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=128))
     with torch.no_grad():
         for layer in model.model.layers:
@@ -169,10 +172,12 @@ class Run:
     @property
     def cache(self) -> Any:
         """Our engine, where it is in this process."""
-        from gdscache.integrations.vllm import connector as integration
+        return self._core.scheduler.connector._session.engine
 
-        (session,) = integration._SESSIONS._open.values()
-        return session.engine
+    @property
+    def _core(self) -> Any:
+        """vLLM's, where it is in this process."""
+        return self.engine.llm_engine.engine_core.engine_core
 
     def _sampling(self, prompt: dict[str, Any]) -> Any:
         from vllm import SamplingParams
