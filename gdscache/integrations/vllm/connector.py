@@ -39,6 +39,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
+from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
@@ -50,6 +51,7 @@ from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
     Options,
     leaves_alone,
+    refuse_config,
     refuse_media,
     refuse_setup,
     separate,
@@ -107,11 +109,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse_setup(vllm_config, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        self._options = Options.of(transfer.kv_connector_extra_config or {})
-        if self._options.media:
-            refuse_media(vllm_config)
-        self._engine_id: str = transfer.engine_id
+        self._options = _options(vllm_config)
+        self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._counts: Counter[str] = Counter()
         self._separate = separate(vllm_config.parallel_config)
@@ -421,6 +420,24 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         finally:
             self._counts[name] += time.perf_counter() - start  # type: ignore[assignment]
 
+
+def _options(vllm_config: Any) -> Options:
+    """Raises `ConfigError`, and `MediaUnsupportedError`."""
+    options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    if options.media:
+        refuse_media(vllm_config)
+    return options
+
+
+def _refuse(vllm_config: Any) -> None:
+    """What is known to be refused before vLLM starts any worker, where this is its connector."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
+        refuse_config(vllm_config)
+        _options(vllm_config)
+
+
+refuse_at_start(Executor, _refuse)
 
 _QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
 _QUIET_STEPS = 256  # steps in which only these were counted go together

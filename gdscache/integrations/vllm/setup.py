@@ -93,6 +93,13 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
 
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
+    refuse_config(vllm, environment)
+    _refuse_groups(cache)
+    _refuse_ropes(vllm.model_config)  # whose length vLLM may shorten until there are caches
+
+
+def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """What `refuse_setup` knows before there is a KV cache."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
         raise LoadFailurePolicyError(
@@ -101,10 +108,8 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
         )
     if transfer.kv_role != "kv_both":
         raise ConnectorRoleError(f"kv_role is {transfer.kv_role!r}", 'this is a cache: set "kv_role": "kv_both"')
-    refuse_ranks(parallel)
-    _refuse_groups(cache)
+    _refuse_ranks(parallel)
     _refuse_hashes(vllm.cache_config, environment)
-    _refuse_ropes(vllm.model_config)
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         raise DynamicScalesError(
             "calculate_kv_scales is on: the first request decides what the bytes of all pages mean",
@@ -126,7 +131,7 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
         )
 
 
-def refuse_ranks(parallel: Any) -> None:
+def _refuse_ranks(parallel: Any) -> None:
     """Raise `ParallelismUnsupportedError` where vLLM spreads a model in another way than by tensors, on one host."""
     names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     sizes = {name: getattr(parallel, name, 1) for name in names}
