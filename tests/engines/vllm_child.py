@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,25 @@ class Run:
                 labels = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
                 found[" ".join([metric.name, *map(str, labels.values())])] = getattr(metric, "value", None)
         return found
+
+    def ranks(self) -> list[str]:
+        """How our engine's ranks are."""
+        return [rank["state"] for rank in self.cache.stats()["ranks"]]
+
+    def _worker(self, rank: int) -> int:
+        """The process of a worker."""
+        pid: int = self._core.model_executor.workers[rank].proc.pid
+        return pid
+
+    def hang(self, rank: int, seconds: float) -> None:
+        """A worker stands still from now on, for so many seconds."""
+        pid = self._worker(rank)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+    def kill(self, rank: int) -> None:
+        """A worker ends, without a word."""
+        os.kill(self._worker(rank), signal.SIGKILL)
 
     def release(self) -> None:
         """Let I/O go on that hangs by a plan of faults."""

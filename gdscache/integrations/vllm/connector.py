@@ -276,20 +276,20 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._session is not None and executor.vllm_config.kv_transfer_config.engine_id == self._engine_id
 
     def _workers_end(self, executor: Any) -> None:
-        """What was computed is stored while they are there; not if one of them has died."""
-        self._close_lead(drain=not executor.is_failed)
+        """What was computed is stored while they are there; not if one of them has died, of which vLLM is to hear."""
+        if not executor.is_failed:
+            self._close_lead()
 
-    def _close_lead(self, *, drain: bool) -> None:
+    def _close_lead(self) -> None:
         lead, session = self._lead, self._session
         self._lead = self._session = None
         if lead is not None and session is not None:
             self._watch.close()
             self._table.clear()
             try:
-                if drain:
-                    lead.close()
+                lead.close()
             finally:
-                session.engine.close(drain=drain)
+                session.engine.close()
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Leave the engine; the last one closes it. Twice is fine."""
         if self._separate:
             if self.role is KVConnectorRole.SCHEDULER:
-                self._close_lead(drain=True)
+                self._close_lead()
                 self._watch.close()
             elif (worker := getattr(self, "_worker", None)) is not None:
                 worker.close()

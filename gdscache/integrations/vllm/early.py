@@ -13,7 +13,7 @@ from typing import Any
 
 
 def refuse_at_start(executor: type[Any], refuse: Callable[[Any], object]) -> None:
-    """Have `refuse(config)`, which may raise, called before each `executor.get_class(config)`. Again changes nothing."""
+    """Have `refuse(config)`, which may raise, called before each `executor.get_class(config)`. Again is fine."""
     method = executor.get_class
     if getattr(method, "_gdscache_refuses", False):
         return
