@@ -344,6 +344,7 @@ class CacheEngine:
         if not storer.store(pages, handle, blocks, epoch, event, sources, retention):
             handle.order = b""
             handle.read(None)
+            self._parts.executor.passed(event)
         return handle
 
     # -- both ------------------------------------------------------------------------------------------------------

@@ -237,11 +237,7 @@ class IntegrationError(GdsCacheError):
 
 
 class ParallelismUnsupportedError(IntegrationError):
-    """The inference engine spreads a model over several ranks."""
-
-
-class SeparateWorkerError(IntegrationError):
-    """The inference engine's worker runs in another process than its scheduler."""
+    """The inference engine spreads a model over ranks in a way that the integration does not serve."""
 
 
 class CacheGroupsUnsupportedError(IntegrationError):

@@ -60,6 +60,7 @@ GateMode = Annotated[
 ]
 
 
+_NAMED = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
 _CLASS = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 _TRANSPORT = rf"auto|posix|uring|cufile|kvikio|nixl|{_CLASS}"
@@ -87,7 +88,7 @@ def _expand(value: object) -> Path:
     """`~` and `$VARS` expanded, made absolute relative to the current directory."""
     if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
         raise ValueError("must be a path")
-    text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", _variable, str(value))
+    text = _NAMED.sub(_variable, str(value))
     if braces := re.search(r"\{[^}]*\}?", text):
         raise ValueError(f"{braces[0]} is not replaced; $VARS are, such as $RANK")
     try:
@@ -345,19 +346,34 @@ _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 _LABELS = ("name", "weights")  # what a file may say of a model that somebody else describes
 
 
-def load_config(path: str | os.PathLike[str], model: Mapping[str, object] | None = None) -> Config:
+def load_config(
+    path: str | os.PathLike[str],
+    model: Mapping[str, object] | None = None,
+    *,
+    variables: Mapping[str, str] | None = None,
+) -> Config:
     """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key.
 
     `model`: what an inference engine knows of its model, for files without a section of that name, or with one of
     labels only (`name`, `weights`), which then count more. A file that says more of the model is refused
-    (`GeometryError`).
+    (`GeometryError`). `variables`: what it knows besides, by name; `$NAME` in any text of the file is replaced by it.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
     data, places = read_places(Path(path))
+    data = replaced(data, variables or {})
     if model is not None:
         data = {**data, "model": {**model, **_labels(data.get("model"), str(path))}}
     return Config._checked(data, str(path), places)
+
+
+def replaced(data: Any, variables: Mapping[str, str]) -> Any:
+    """Plain data, with `$NAME` and `${NAME}` in its texts replaced where `variables` has the name."""
+    if isinstance(data, str):
+        return _NAMED.sub(lambda match: variables.get(match[1] or match[2], match[0]), data)
+    if isinstance(data, Mapping):
+        return {key: replaced(value, variables) for key, value in data.items()}
+    return [replaced(value, variables) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def _labels(section: object, source: str) -> Mapping[str, object]:

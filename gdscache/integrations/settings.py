@@ -11,28 +11,35 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdscache.config import Config, load_config
+from gdscache.config import Config, load_config, replaced
 from gdscache.errors import ConfigError
 
 
 def engine_configuration(
-    config: str | Mapping[str, Any], model: Mapping[str, object], weights: Callable[[], str], source: str
+    config: str | Mapping[str, Any],
+    model: Mapping[str, object],
+    weights: Callable[[], str],
+    source: str,
+    variables: Mapping[str, str] | None = None,
 ) -> Config:
     """The configuration of a YAML file, or of its sections, for a model that the inference engine describes.
 
     `weights`: asked for the weights' identity unless the file has `model.weights`. `source`: what messages call the
-    sections. Raises `ConfigError` subclasses.
+    sections. `variables`: see `load_config`. Raises `ConfigError` subclasses.
     """
-    named = _read(config, model, source)
-    return named if named.model.weights else _read(config, {**model, "weights": weights()}, source)
+    known = {} if variables is None else variables
+    named = _read(config, model, source, known)
+    return named if named.model.weights else _read(config, {**model, "weights": weights()}, source, known)
 
 
-def _read(config: str | Mapping[str, Any], model: Mapping[str, object], source: str) -> Config:
+def _read(
+    config: str | Mapping[str, Any], model: Mapping[str, object], source: str, variables: Mapping[str, str]
+) -> Config:
     if isinstance(config, str):
-        return load_config(config, model=model)
+        return load_config(config, model=model, variables=variables)
     if "model" in config:
         raise ConfigError(f"{source} has a section `model`", "leave it out: the inference engine describes its model")
-    return Config.from_dict({**config, "model": dict(model)}, source=source)
+    return Config.from_dict({**replaced(config, variables), "model": dict(model)}, source=source)
 
 
 def digest_of(data: Any) -> str:

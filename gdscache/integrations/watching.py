@@ -11,13 +11,20 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from gdscache.errors import WeightUpdatesUnsupportedError
 
 _RECORD = "_gdscache_calls"  # of a wrapped method
 _lock = threading.Lock()
+
+
+class Watch(Protocol):
+    """Who is told of calls of a method."""
+
+    def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
+        """A call begins, or has ended (then `begun` is set)."""
 
 
 class _Calls:
@@ -26,12 +33,12 @@ class _Calls:
     def __init__(self, *, from_start: bool) -> None:
         self.from_start = from_start  # whether it was wrapped before its first call
         self.touched = 0  # when the last call began or ended, as of `time.monotonic_ns`; 0: never
-        self.watches: list[WeightWatch] = []
+        self.watches: list[Watch] = []
 
-    def told(self, name: str) -> None:
+    def told(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
         self.touched = time.monotonic_ns()
         for watch in list(self.watches):
-            watch.tell(name)
+            watch.tell(name, args, kwargs, begun=begun)
 
 
 class WeightWatch:
@@ -51,18 +58,8 @@ class WeightWatch:
         *,
         from_start: bool = True,
     ) -> None:
-        missing = [name for name in methods if not callable(getattr(updater, name, None))]
-        if missing:
-            raise WeightUpdatesUnsupportedError(
-                f"{updater.__module__}.{updater.__name__} has no {', '.join(missing)}: a change of weights would go "
-                "unnoticed, and pages of the old ones would be served",
-                "use a version of the inference engine that was tried: docs/vllm.md, docs/sglang.md",
-            )
         self._changed = changed
-        with _lock:
-            self._calls = {name: _calls_of(updater, name, from_start=from_start) for name in methods}
-            for calls in self._calls.values():
-                calls.watches.append(self)
+        self._calls = _watched(updater, methods, self, from_start=from_start)
 
     @property
     def complete(self) -> bool:
@@ -78,14 +75,72 @@ class WeightWatch:
 
     def close(self) -> None:
         """Listen no more. Twice is fine."""
-        with _lock:
-            for calls in self._calls.values():
-                if self in calls.watches:
-                    calls.watches.remove(self)
+        _unwatched(self._calls.values(), self)
 
-    def tell(self, name: str) -> None:
+    def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
         """The weights change, or have changed, by the method of that name."""
         self._changed(name)
+
+
+class ExecutorWatch:
+    """Watches who calls methods of workers in other processes by their names: a class with `collective_rpc`, whose
+    first argument is the name, and `shutdown`.
+
+    `changed(name)` is called before and behind each call of one of `methods`, and `ending(executor)` before the workers
+    are ended; until `close`. `mine(executor)`: whether an object of the class is the one. Raises
+    `WeightUpdatesUnsupportedError` where the class has not both methods.
+    """
+
+    def __init__(
+        self,
+        executor: type[Any],
+        methods: Sequence[str],
+        mine: Callable[[Any], bool],
+        changed: Callable[[str], object],
+        ending: Callable[[Any], object],
+    ) -> None:
+        self._methods = frozenset(methods)
+        self._mine = mine
+        self._changed = changed
+        self._ending = ending
+        self._calls = _watched(executor, ("collective_rpc", "shutdown"), self, from_start=True)
+
+    def close(self) -> None:
+        """Listen no more. Twice is fine."""
+        _unwatched(self._calls.values(), self)
+
+    def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
+        """Something is called of an executor, which is the first argument."""
+        if name == "shutdown":
+            if not begun and self._mine(args[0]):
+                self._ending(args[0])
+            return
+        method = kwargs["method"] if "method" in kwargs else args[1]
+        if isinstance(method, str) and method in self._methods and self._mine(args[0]):
+            self._changed(method)
+
+
+def _watched(owner: type[Any], methods: Sequence[str], watch: Watch, *, from_start: bool) -> dict[str, _Calls]:
+    """Have a watch told of the calls of these methods of a class. Raises `WeightUpdatesUnsupportedError`."""
+    missing = [name for name in methods if not callable(getattr(owner, name, None))]
+    if missing:
+        raise WeightUpdatesUnsupportedError(
+            f"{owner.__module__}.{owner.__name__} has no {', '.join(missing)}: a change of weights would go "
+            "unnoticed, and pages of the old ones would be served",
+            "use a version of the inference engine that was tried: docs/vllm.md, docs/sglang.md",
+        )
+    with _lock:
+        found = {name: _calls_of(owner, name, from_start=from_start) for name in methods}
+        for calls in found.values():
+            calls.watches.append(watch)
+    return found
+
+
+def _unwatched(found: Iterable[_Calls], watch: Watch) -> None:
+    with _lock:
+        for calls in found:
+            if watch in calls.watches:
+                calls.watches.remove(watch)
 
 
 def _calls_of(updater: type[Any], name: str, *, from_start: bool) -> _Calls:
@@ -98,11 +153,11 @@ def _calls_of(updater: type[Any], name: str, *, from_start: bool) -> _Calls:
 
     @functools.wraps(method)
     def told(*args: Any, **kwargs: Any) -> Any:
-        calls.told(name)
+        calls.told(name, args, kwargs, begun=False)
         try:
             return method(*args, **kwargs)
         finally:
-            calls.told(name)
+            calls.told(name, args, kwargs, begun=True)
 
     setattr(told, _RECORD, calls)
     setattr(updater, name, told)

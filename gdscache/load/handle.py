@@ -163,6 +163,11 @@ class LayerwiseLoad:
         }
         return self._orders(self._moves, requests, about)
 
+    @property
+    def ordered(self) -> bool:
+        """Whether `order` is there, so that asking for it waits for nothing."""
+        return self._orders is None or self._begun.is_set()
+
     def done(self) -> bool:
         """True when the verdict is there; never waits."""
         return self._over.is_set()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,12 +122,15 @@ class RanksMoving:
         self._end = self._finish()
         return self._end.late
 
-    def sent(self, parts: Sequence[_Part]) -> None:
-        """These ranks have it now, or will."""
+    def sent(self, parts: Sequence[_Part]) -> bool:
+        """These ranks have it now, or will. False where it is over: what it names is not its own any more."""
         with self._lock:
+            if self._over.is_set() or self._end is not None:
+                return False
             self._statuses = np.full(len(self), LOADED, np.uint8)
             self._parts = {part.link.rank: part for part in parts}
             self._waiting = dict(self._parts)
+        return True
 
     def refuse(self, status: PageStatus) -> None:
         """No rank gets it."""
@@ -254,7 +259,9 @@ class RanksExecutor(ThreadDriver):
         self._numbers = itertools.count(1)
         self._marks = itertools.count(1)
         self._under_way: dict[int, RanksMoving] = {}
-        self._spent: list[int] = []  # marks of stores that have ended
+        self._marking = threading.Lock()
+        self._users: Counter[int] = Counter()  # of each mark
+        self._spent: list[int] = []  # marks that nobody uses any more
         self._closed = False
         self._stop = stop
         ranks.heard = self._heard
@@ -267,6 +274,8 @@ class RanksExecutor(ThreadDriver):
         if listener is not None:
             self.expect(move.ways)
         absent = self.ranks.absent
+        if absent == PageStatus.RANK_AWAY.value and moving.into_planes and math.isinf(move.seconds):
+            absent = ""  # of pages that were promised: by the caller's order, a rank comes to it when it comes
         if absent or self._closed:
             moving.refuse(PageStatus(absent) if absent else PageStatus.ABORTED)
             return moving
@@ -287,19 +296,32 @@ class RanksExecutor(ThreadDriver):
             )
 
     def mark(self, after: object) -> StoreMark:
-        """Of a store that is about to begin. Raises `InvalidValueError` where `after` is an event."""
+        """Of a store that is about to begin, or of several: `after` may be a mark that was made here, and that has not
+        `passed` as often as it was given. Raises `InvalidValueError` where it is an event."""
+        if isinstance(after, StoreMark):
+            with self._marking:
+                self._users[after.number] += 1
+            return after
         self.behind(after)
         number = next(self._marks)
+        with self._marking:
+            self._users[number] = 1
         return StoreMark(number, wire.pack({"store": number, "leader": self.ranks.leader}))
 
     def passed(self, mark: object) -> None:
-        """Nothing comes behind the mark any more: the ranks need not keep it."""
-        if isinstance(mark, StoreMark):
-            self._spent.append(mark.number)
+        """Who was given the mark needs it no more; when nobody does, the ranks need not keep it."""
+        if not isinstance(mark, StoreMark):
+            return
+        spent: list[int] = []
+        with self._marking:
+            self._users[mark.number] -= 1
+            if not self._users[mark.number]:
+                del self._users[mark.number]
+                self._spent.append(mark.number)
             if len(self._spent) >= _SPENT:
                 spent, self._spent = self._spent, []
-                for link in self.ranks.links:
-                    link.channel.send(wire.pack({"do": "forget", "marks": spent}))
+        for link in self.ranks.links if spent else ():
+            link.channel.send(wire.pack({"do": "forget", "marks": spent}))
 
     @property
     def orders(self) -> Orders | None:
@@ -312,7 +334,8 @@ class RanksExecutor(ThreadDriver):
         told, arrays = [], []
         for moving in moves:
             assert moving.listener is not None, "a load has somebody who hears of it"
-            moving.sent([_Part(link) for link in self.ranks.links])
+            if not moving.sent([_Part(link) for link in self.ranks.links]):
+                continue
             fields, some = wire.described(moving.whole())
             told.append({**fields, "id": moving.number})
             arrays += [*some, moving.listener.rows]

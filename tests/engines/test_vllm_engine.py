@@ -86,21 +86,17 @@ def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answ
 
 
 def test_in_a_process_of_its_own(model: Path, plain: Answers, tmp_path: Path) -> None:
-    """As `vllm serve` has it on a GPU: scheduler and worker in one child of the process that asks.
+    """As `vllm serve` has it: scheduler and worker in one child of the process that asks.
 
-    On a CPU vLLM gives the worker a process of its own, which is refused, where the variable is "1" to the letter.
+    On a CPU vLLM gives the worker a process of its own, a rank then, where the variable is "1" to the letter.
     """
-    connector = parts.cache(tmp_path / "ssd")
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    if not torch.cuda.is_available():
-        ended = parts.run(tmp_path, model, [], connector, environment=environment, fails=True)
-        assert ended.status != 0
-        assert "SeparateWorkerError" in ended.log
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "01"}
-    for hits in (0, 1):
-        found = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], connector, environment=environment).answers[1]
-        assert parts.cached(found)[:1] == [hits * whole(parts.LONG)]
-        parts.same(found, plain)
+    for name in ("1",) if torch.cuda.is_available() else ("1", "01"):
+        connector = parts.cache(tmp_path / f"ssd{name}")
+        for hits in (0, 1):
+            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": name}
+            found = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], connector, environment=environment).answers[1]
+            assert parts.cached(found)[:1] == [hits * whole(parts.LONG)]
+            parts.same(found, plain)
 
 
 @pytest.mark.skipif(parts.KIND == "mla", reason="every test has latents then")
@@ -317,11 +313,28 @@ def test_weights_that_are_reloaded(model: Path, tmp_path: Path) -> None:
     at_rest(ended.answers[-2])
 
 
-def test_what_is_refused_says_what_to_change(model: Path, tmp_path: Path) -> None:
-    ended = parts.run(tmp_path, model, [], parts.cache(tmp_path / "ssd"), policy="fail", fails=True)
+@pytest.mark.parametrize(
+    ("wrong", "error", "hint"),
+    [
+        ({"policy": "fail"}, "LoadFailurePolicyError", 'add "kv_load_failure_policy": "recompute"'),
+        (
+            {"llm": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}},
+            "ParallelismUnsupportedError",
+            "leave --pipeline-parallel-size out",
+        ),
+    ],
+)
+def test_what_is_refused_says_what_to_change(
+    model: Path, tmp_path: Path, wrong: dict[str, Any], error: str, hint: str
+) -> None:
+    """In the last line, before vLLM has loaded any weights, also where its engine is another process."""
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    ended = parts.run(tmp_path, model, [], parts.cache(tmp_path / "ssd"), environment=environment, fails=True, **wrong)
     assert ended.status != 0
-    assert "LoadFailurePolicyError" in ended.log
-    assert '"kv_load_failure_policy": "recompute"' in ended.log
+    message, last = ended.log.strip().splitlines()[-2:]
+    assert error in message
+    assert hint in last
+    assert "Loading weights" not in ended.log
 
 
 def test_the_example(model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ LLM = {
 def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
     experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys, or
-    (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens.
+    (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens, or (`one`) a Llama with one head of
+    keys for two of queries.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
@@ -70,6 +72,8 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
     else:
         if kind == "uneven":
             shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+        if kind == "one":
+            shape |= {"num_key_value_heads": 1}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=128))
     with torch.no_grad():
         for layer in model.model.layers:
@@ -169,10 +173,12 @@ class Run:
     @property
     def cache(self) -> Any:
         """Our engine, where it is in this process."""
-        from gdscache.integrations.vllm import connector as integration
+        return self._core.scheduler.connector._session.engine
 
-        (session,) = integration._SESSIONS._open.values()
-        return session.engine
+    @property
+    def _core(self) -> Any:
+        """vLLM's, where it is in this process."""
+        return self.engine.llm_engine.engine_core.engine_core
 
     def _sampling(self, prompt: dict[str, Any]) -> Any:
         from vllm import SamplingParams
@@ -260,6 +266,25 @@ class Run:
                 labels = {k: v for k, v in metric.labels.items() if k not in ("model_name", "engine")}
                 found[" ".join([metric.name, *map(str, labels.values())])] = getattr(metric, "value", None)
         return found
+
+    def ranks(self) -> list[str]:
+        """How our engine's ranks are."""
+        return [rank["state"] for rank in self.cache.stats()["ranks"]]
+
+    def _worker(self, rank: int) -> int:
+        """The process of a worker."""
+        pid: int = self._core.model_executor.workers[rank].proc.pid
+        return pid
+
+    def hang(self, rank: int, seconds: float) -> None:
+        """A worker stands still from now on, for so many seconds."""
+        pid = self._worker(rank)
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
+
+    def kill(self, rank: int) -> None:
+        """A worker ends, without a word."""
+        os.kill(self._worker(rank), signal.SIGKILL)
 
     def release(self) -> None:
         """Let I/O go on that hangs by a plan of faults."""

@@ -4,13 +4,15 @@
         "kv_connector_module_path": "gdscache.integrations.vllm", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/vllm.md says what works and what is refused. vLLM makes two objects of this class, one beside its scheduler and one
-in its worker, both in one process here; they share an engine (`vllm_session`). What they know is in `vllm_requests` and
-`vllm_worker`; this class only hands over.
+docs/vllm.md says what works and what is refused. vLLM makes an object of this class beside its scheduler and one in
+each worker. With one worker in the same process they share an engine (`session.py`). Else the scheduler's object has
+it, and each worker's is a rank of it (`ranks.py`). What they know is in `requests.py` and `worker.py`; this class only
+hands over.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -25,54 +27,80 @@ import vllm
 from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
+from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.prefills import Prefills, prefill_of
+from gdscache.integrations.vllm.prefills import prefill_of
+from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of, one_model
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
     Options,
     leaves_alone,
+    refuse_config,
     refuse_media,
     refuse_setup,
+    separate,
+    shard_of,
+    variables_of,
 )
-from gdscache.integrations.vllm.worker import Loads, Stores, end_step
-from gdscache.integrations.watching import WeightWatch
+from gdscache.integrations.vllm.worker import EngineWorker
+from gdscache.integrations.watching import ExecutorWatch, WeightWatch
+from gdscache.ranks.address import RankAddress
 
 _REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
 _SESSIONS = Sessions()
 _log = logging.getLogger("gdscache")
 
 
+@dataclasses.dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """What the worker is to move in a step. It stays in the process."""
+    """What workers are to move in a step. With ranks it goes to other processes, and has `told` and `mark` in place of
+    `loads` and `stores` (`Lead.step`).
 
-    def __init__(
-        self,
-        loads: list[LoadOrder],
-        stores: list[StoreOrder],
-        prefill: tuple[int, int] | None,
-        *,
-        idle: bool,
-        last: bool,
-    ) -> None:
-        """`prefill`: what the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: that, or a
-        request has ended; there may be no further step."""
-        self.loads = loads
-        self.stores = stores
-        self.prefill = prefill
-        self.idle = idle
-        self.last = last
+    `prefill`: what the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: that, or a request has
+    ended; there may be no further step.
+    """
+
+    prefill: tuple[int, int] | None
+    idle: bool
+    last: bool
+    loads: list[LoadOrder] = dataclasses.field(default_factory=list)
+    stores: list[StoreOrder] = dataclasses.field(default_factory=list)
+    told: list[RankBatch] = dataclasses.field(default_factory=list)
+    mark: bytes = b""
+
+
+@dataclasses.dataclass
+class RankFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a rank tells the scheduler before the first request: where it is, and its part of the model."""
+
+    address: RankAddress
+    model: dict[str, object]
+
+
+@dataclasses.dataclass
+class RankNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a rank tells the scheduler behind a step: what prefills took."""
+
+    observed: list[Observed]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankNews:
+        return RankNews(self.observed + (other.observed if isinstance(other, RankNews) else []))
 
 
 class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -81,28 +109,42 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse_setup(vllm_config, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        self._options = Options.of(transfer.kv_connector_extra_config or {})
-        if self._options.media:
-            refuse_media(vllm_config)
-        self._engine_id: str = transfer.engine_id
+        self._options = _options(vllm_config)
+        self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._counts: Counter[str] = Counter()
+        self._separate = separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            session = _SESSIONS.join(self._engine_id)
-            with ExitStack() as undo:
-                undo.callback(_SESSIONS.leave, self._engine_id, session)
-                worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-                self._watch = WeightWatch(worker, WEIGHT_METHODS, self._weights_written)
-                undo.pop_all()
-            self._session = session
-            self._table = RequestTable(
-                session,
-                self._spec.block_size,
-                wait=self._options.wait_seconds,
-                refuses=functools.partial(leaves_alone, media=self._options.media),
+        self._lead: Lead | None = None
+        if role is not KVConnectorRole.SCHEDULER:
+            return
+        if self._separate:
+            self._watch: WeightWatch | ExecutorWatch = ExecutorWatch(
+                Executor.get_class(vllm_config), WEIGHT_METHODS, self._is_mine, self._weights_written, self._workers_end
             )
+            return
+        session = _SESSIONS.join(self._engine_id)
+        with ExitStack() as undo:
+            undo.callback(_SESSIONS.leave, self._engine_id, session)
+            worker = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
+            self._watch = WeightWatch(worker, WEIGHT_METHODS, self._weights_written)
+            undo.pop_all()
+        self._begin(session)
+
+    def _begin(self, session: VllmSession) -> None:
+        """The scheduler's object has its session."""
+        self._session = session
+        self._table = RequestTable(
+            session,
+            self._spec.block_size,
+            wait=self._options.wait_seconds,
+            refuses=functools.partial(leaves_alone, media=self._options.media),
+        )
+
+    @property
+    def _overlapping(self) -> bool:
+        """Whether vLLM submits a step before it knows how the one before has ended."""
+        return bool(self._vllm_config.scheduler_config.async_scheduling)
 
     # -- class ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +168,28 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     # -- scheduler -----------------------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, RankFacts]) -> None:
+        """All ranks have come, if workers are processes of their own: open the engine that they are the ranks of."""
+        if not self._separate:
+            return
+        config = self._vllm_config
+        addresses = addresses_of(
+            {rank: facts.address for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
+        )
+        model = one_model({rank: facts.model for rank, facts in metadata.items()})
+        settings = self._options.configuration(model, lambda: weights_of(config), variables_of(config.parallel_config))
+        engine = CacheEngine.from_config(settings, ranks=addresses)
+        session = VllmSession(engine, self._options.pin_seconds)
+        self._lead = lead = Lead(engine, self._counts, overlapping=self._overlapping)
+        session.attend(lead, lead.busy)
+        self._begin(session)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, RankNews) and self._session is not None:
+            for tokens, before, seconds in news.observed:
+                self._session.engine.observe_prefill(tokens, before, seconds)
 
     def on_new_request(self, request: Any) -> None:
         with self._timed("scheduler_seconds"):
@@ -159,15 +223,18 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             state = step.kv_connector_block_state
             stores = list(table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]))
             idle, loads = not step.num_scheduled_tokens, table.take_loads()
-            last = idle or bool(step.finished_req_ids)
-            orders = StepOrders(loads, stores, None if loads else prefill_of(step), idle=idle, last=last)
+            orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
         self._counts["deferred"] += deferred
         self._counts["late"] += table.late
         self._counts.update({f"alone_{why}": count for why, count in table.alone.items()})
         table.late = 0
         table.alone.clear()
-        self._joined.settle(fresh)
+        if self._lead is None:
+            orders.loads, orders.stores = loads, stores
+            self._joined.settle(fresh)
+        else:
+            orders.told, orders.mark = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
         if idle and not loads and (deferred or self._joined.busy()):
             self._joined.rest(_REST_S)
         return orders
@@ -204,25 +271,63 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._table.leave_alone(stale=stale)
         self._joined.weights_changed()
 
+    def _is_mine(self, executor: Any) -> bool:
+        """Whether an executor of vLLM's has the workers that are our ranks."""
+        return self._session is not None and executor.vllm_config.kv_transfer_config.engine_id == self._engine_id
+
+    def _workers_end(self, executor: Any) -> None:
+        """What was computed is stored while they are there; not if one of them has died, of which vLLM is to hear."""
+        if not executor.is_failed:
+            self._close_lead()
+
+    def _close_lead(self) -> None:
+        lead, session = self._lead, self._session
+        self._lead = self._session = None
+        if lead is not None and session is not None:
+            self._watch.close()
+            self._table.clear()
+            try:
+                lead.close()
+            finally:
+                session.engine.close()
+
     # -- worker --------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, cache = self._vllm_config, self._kv_cache_config
         planes = planes_of(kv_caches, cache.num_blocks, self._spec.block_size, str(cache.kv_cache_layout))
+        self._layers = planes.layers
+        model = model_of(config, cache, planes, vllm.__version__, os.environ)
+        if self._separate:
+            self._rank = rank = get_tensor_model_parallel_rank()
+            shard = shard_of(config, cache, rank)
+            self._worker: EngineWorker | RankWorker = RankWorker(
+                planes.tensors, rank, shard, overlapping=self._overlapping
+            )
+            self._facts = RankFacts(self._worker.rank.address, model)
+            return
 
         def make() -> VllmSession:
-            model = model_of(config, cache, planes, vllm.__version__, os.environ)
-            settings = self._options.configuration(model, lambda: weights_of(config))
+            variables = variables_of(config.parallel_config)
+            settings = self._options.configuration(model, lambda: weights_of(config), variables)
             engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
             return VllmSession(engine, self._options.pin_seconds)
 
         self._session = session = _SESSIONS.open(self._engine_id, make)
-        overlapping = config.scheduler_config.async_scheduling
-        self._layers = planes.layers
-        self._loads = Loads(session.engine, len(planes.tensors), self._counts, overlapping=bool(overlapping))
-        self._stores = Stores(session.engine, planes.tensors[0].device, self._counts, self._loads.prove)
-        self._prefills = Prefills(session.engine, planes.tensors[0].device)
-        session.attend(self._stores, lambda: self._loads.under_way)
+        self._worker = worker = EngineWorker(
+            session.engine, planes.tensors, self._counts, overlapping=self._overlapping
+        )
+        session.attend(worker.stores, lambda: worker.loads.under_way)
+
+    def get_handshake_metadata(self) -> RankFacts | None:
+        return self._facts if self._separate else None
+
+    def build_connector_worker_meta(self) -> RankNews | None:
+        """The first rank says what prefills took."""
+        if isinstance(self._worker, RankWorker):
+            observed = self._worker.take_observed()
+            return RankNews(observed) if observed and not self._rank else None
+        return None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing is left to do: the scheduler has waited for stores that read blocks which this step writes to."""
@@ -231,19 +336,22 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A step begins; vLLM calls it before the forward pass, and `wait_for_save` behind it."""
         super().bind_connector_metadata(connector_metadata)
         with self._timed("worker_seconds"):
-            self._prefills.begin(self._orders.prefill)
+            self._worker.prefills.begin(self._orders.prefill)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         with self._timed("worker_seconds"):
-            self._loads.begin(self._orders.loads)
+            if isinstance(self._worker, RankWorker):
+                self._worker.begin(self._orders.told)
+            else:
+                self._worker.begin(self._orders.loads)
             if not (self._options.layerwise and _asks_by_layers(forward_context)):
-                self._loads.wait_all()
+                self._worker.loads.wait_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if not self._loads.within:  # of most steps, and a step has as many calls as the model has layers
+        if not self._worker.loads.within:  # of most steps, and a step has as many calls as the model has layers
             return
         with self._timed("worker_seconds"):
-            self._loads.wait(self._layers[layer_name])
+            self._worker.loads.wait(self._layers[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """All layers are stored together, when the step has been submitted."""
@@ -251,19 +359,23 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):
             orders = self._orders
-            end_step(self._loads, self._stores, orders.stores, idle=orders.idle, last=orders.last)
-            self._prefills.end()
+            if isinstance(self._worker, RankWorker):
+                self._worker.end(orders.mark, idle=orders.idle)
+            else:
+                self._worker.end(orders.stores, idle=orders.idle, last=orders.last)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._loads.take_arrived() or None
+        return None, self._worker.loads.take_arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._loads.take_bad()
+        return self._worker.loads.take_bad()
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> GdsCacheStats | None:
-        """What was counted since the last call; None in steps that only computed."""
+        """What was counted since the last call; None in steps that only computed. Of ranks the first one speaks."""
+        if self.role is not KVConnectorRole.SCHEDULER and self._separate and self._rank:
+            return None
         counts, told = self._counts, self._counts.keys() - _QUIET
         if not any(counts[name] for name in told) and counts["steps"] < _QUIET_STEPS:
             return None
@@ -273,13 +385,20 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Leave the engine; the last one closes it. Twice is fine."""
+        if self._separate:
+            if self.role is KVConnectorRole.SCHEDULER:
+                self._close_lead()
+                self._watch.close()
+            elif (worker := getattr(self, "_worker", None)) is not None:
+                worker.close()
+            return
         session, self._session = self._session, None
         if session is not None:
             if self.role is KVConnectorRole.SCHEDULER:
                 self._watch.close()
                 self._table.clear()
             else:
-                self._stores.close()
+                self._worker.close()
             _SESSIONS.leave(self._engine_id, session)
 
     @property
@@ -301,6 +420,24 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         finally:
             self._counts[name] += time.perf_counter() - start  # type: ignore[assignment]
 
+
+def _options(vllm_config: Any) -> Options:
+    """Raises `ConfigError`, and `MediaUnsupportedError`."""
+    options = Options.of(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+    if options.media:
+        refuse_media(vllm_config)
+    return options
+
+
+def _refuse(vllm_config: Any) -> None:
+    """What is known to be refused before vLLM starts any worker, where this is its connector."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
+        refuse_config(vllm_config)
+        _options(vllm_config)
+
+
+refuse_at_start(Executor, _refuse)
 
 _QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
 _QUIET_STEPS = 256  # steps in which only these were counted go together

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from gdscache.engine import CacheEngine
 
 LEAST_TOKENS = 16  # of a step that says what a prefill takes
 
@@ -39,8 +36,9 @@ class Prefills:
     """Times the steps that are about one prompt. On a GPU two events stand around the forward pass, and are read once
     the second is done; on a CPU it is the host's clock."""
 
-    def __init__(self, engine: CacheEngine, device: torch.device) -> None:
-        self._engine = engine
+    def __init__(self, observe: Callable[[int, int, float], object], device: torch.device) -> None:
+        """`observe`: told of each, as `CacheEngine.observe_prefill` is."""
+        self._observe = observe
         self._device = device
         self._now: tuple[tuple[int, int], Any] | None = None
         self._ended: deque[tuple[tuple[int, int], Any, Any]] = deque()
@@ -50,7 +48,7 @@ class Prefills:
         self._now = None if prefill is None else (prefill, self._mark())
 
     def end(self) -> None:
-        """Behind the forward pass, whose kernels may be still to run. Tells the engine of those that are over."""
+        """Behind the forward pass, whose kernels may be still to run. Tells of those that are over."""
         if self._now is not None:
             self._ended.append((*self._now, self._mark()))
             self._now = None
@@ -58,7 +56,7 @@ class Prefills:
             (tokens, before), start, last = self._ended.popleft()
             seconds = last - start if isinstance(last, float) else float(start.elapsed_time(last)) / 1e3
             if seconds > 0:
-                self._engine.observe_prefill(tokens, before, seconds)
+                self._observe(tokens, before, seconds)
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":

@@ -1,7 +1,8 @@
-"""One engine for the two objects that vLLM makes of a connector.
+"""One engine for the objects that vLLM makes of a connector.
 
-vLLM makes the worker's object first, which opens the engine when it learns of the KV cache's tensors; the scheduler's
-joins it by the `engine_id` that both were given. The engine is closed when the last of them leaves.
+In one process vLLM makes the worker's object first, which opens the engine when it learns of the KV cache's tensors;
+the scheduler's joins it by the `engine_id` that both were given. The engine is closed when the last of them leaves.
+Where workers are other processes, the scheduler's object alone has the session (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Set
+from typing import Protocol
 
 from gdscache.engine import CacheEngine
-from gdscache.errors import SeparateWorkerError
+from gdscache.errors import InterfaceUnsupportedError
 from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.vllm.worker import Stores
+
+
+class Storing(Protocol):
+    """Who stores: `Stores`, or `Lead`."""
+
+    def settle(self, blocks: Set[int]) -> None: ...
+
+    def begin_anew(self, salt: str) -> None: ...
 
 
 class VllmSession(PinningCache):
@@ -22,11 +31,11 @@ class VllmSession(PinningCache):
     def __init__(self, engine: CacheEngine, pin_seconds: float) -> None:
         super().__init__(engine, pin_seconds)
         self._users = 0
-        self._stores: Stores | None = None
+        self._stores: Storing | None = None
         self._busy: Callable[[], bool] = bool
 
-    def attend(self, stores: Stores, busy: Callable[[], bool]) -> None:
-        """The worker says what it stores, and whether loads between steps are under way."""
+    def attend(self, stores: Storing, busy: Callable[[], bool]) -> None:
+        """Who stores says so, and whether loads between steps are under way."""
         self._stores, self._busy = stores, busy
 
     def settle(self, blocks: Set[int]) -> None:
@@ -80,13 +89,13 @@ class Sessions:
         return session
 
     def join(self, engine_id: str) -> VllmSession:
-        """The scheduler's call. Raises `SeparateWorkerError` where the worker is in another process."""
+        """The scheduler's call. Raises `InterfaceUnsupportedError` where the worker is in another process after all."""
         with self._lock:
             session = self._open.get(engine_id)
             if session is None:
-                raise SeparateWorkerError(
+                raise InterfaceUnsupportedError(
                     f"no worker of engine {engine_id} has registered its KV cache in process {os.getpid()}",
-                    "let one process have both: --distributed-executor-backend uni, with one GPU",
+                    "set --distributed-executor-backend mp",
                 )
             session.enter()
         return session

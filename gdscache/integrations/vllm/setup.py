@@ -80,9 +80,12 @@ class Options:
         }
         return cls(**{"config": given["config"], **switches, **times})
 
-    def configuration(self, model: Mapping[str, object], weights: Callable[[], str]) -> Config:
-        """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`."""
-        return engine_configuration(self.config, model, weights, "kv_connector_extra_config.config")
+    def configuration(
+        self, model: Mapping[str, object], weights: Callable[[], str], variables: Mapping[str, str] | None = None
+    ) -> Config:
+        """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`.
+        `variables`: that its texts may name, beside those of the environment (`variables_of`)."""
+        return engine_configuration(self.config, model, weights, "kv_connector_extra_config.config", variables)
 
 
 def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
@@ -90,6 +93,13 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
 
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
+    refuse_config(vllm, environment)
+    _refuse_groups(cache)
+    _refuse_ropes(vllm.model_config)  # whose length vLLM may shorten until there are caches
+
+
+def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """What `refuse_setup` knows before there is a KV cache."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
         raise LoadFailurePolicyError(
@@ -99,9 +109,7 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
     if transfer.kv_role != "kv_both":
         raise ConnectorRoleError(f"kv_role is {transfer.kv_role!r}", 'this is a cache: set "kv_role": "kv_both"')
     _refuse_ranks(parallel)
-    _refuse_groups(cache)
     _refuse_hashes(vllm.cache_config, environment)
-    _refuse_ropes(vllm.model_config)
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         raise DynamicScalesError(
             "calculate_kv_scales is on: the first request decides what the bytes of all pages mean",
@@ -124,13 +132,66 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
 
 
 def _refuse_ranks(parallel: Any) -> None:
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size")
-    sizes = {name: getattr(parallel, name, 1) for name in (*names, "prefill_context_parallel_size")}
+    """Raise `ParallelismUnsupportedError` where vLLM spreads a model in another way than by tensors, on one host."""
+    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    sizes = {name: getattr(parallel, name, 1) for name in names}
     if wrong := {name: size for name, size in sizes.items() if size != 1}:
         raise ParallelismUnsupportedError(
             ", ".join(f"{name} is {size}" for name, size in wrong.items()),
-            "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+            f"leave {', '.join('--' + name.replace('_', '-') for name in wrong)} out, and spread the model by "
+            "--tensor-parallel-size alone",
         )
+    hosts = getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1))
+    if hosts != 1:
+        raise ParallelismUnsupportedError(
+            f"the ranks of an engine are on {hosts} hosts (nnodes is {getattr(parallel, 'nnodes', hosts)})",
+            "leave --nnodes out: run one server a host, with as many GPUs as that has",
+        )
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    if backend not in (None, "uni", "mp"):
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
+        raise ParallelismUnsupportedError(
+            f"distributed_executor_backend is {name!r}, which starts workers in its own way",
+            "set --distributed-executor-backend mp, or leave it out",
+        )
+
+
+def separate(parallel: Any) -> bool:
+    """Whether workers are processes of their own."""
+    return bool(getattr(parallel, "distributed_executor_backend", None) == "mp")
+
+
+def variables_of(parallel: Any) -> dict[str, str]:
+    """Variables for the configuration's texts, which vLLM knows: which replica of a data-parallel engine this is.
+
+    vLLM calls replicas of a dense model rank 0 of 1 each, and keeps their number in `data_parallel_index`.
+    """
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    return {"GDSCACHE_DP_RANK": str(index)}
+
+
+def shard_of(vllm: Any, cache: Any, rank: int) -> int:
+    """Which part of the heads a rank of vLLM's tensor parallelism has. Ranks with equal bytes have one shard.
+
+    Latents (MLA) are on all ranks. With more ranks than heads of keys, consecutive ranks have the same head. Where
+    layers may differ in their heads, no two ranks are taken to be equal.
+    """
+    return rank // _replicas(vllm, cache)
+
+
+def _replicas(vllm: Any, cache: Any) -> int:
+    ranks: int = vllm.parallel_config.tensor_parallel_size
+    spec, model = cache.kv_cache_groups[0].kv_cache_spec, vllm.model_config
+    if kinds_of(spec) == ["MLAAttentionSpec"]:
+        return ranks
+    layers = [*getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
+        getattr(model, "model_arch_config", None), "per_layer_overrides", None
+    )
+    if uneven or any(layer.num_kv_heads != 1 for layer in layers):
+        return 1
+    heads: int = model.get_total_num_kv_heads()
+    return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1
 
 
 def _refuse_groups(cache: Any) -> None:

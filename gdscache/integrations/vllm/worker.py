@@ -1,23 +1,27 @@
 """The worker's side of the vLLM connector: what moves between the engine's tiers and vLLM's blocks in a step.
 
-Nothing of vLLM is imported. A load within the step is of pages that were checked and are pinned. A load between steps
-may meet a bad page; its blocks are named, and vLLM computes them. A store reads its blocks after the work that the
-current stream has when it is flushed; until it has read them, whoever is to write to them waits (`settle`). What a
-step with a load has computed is stored once that load is proven: from a bad page on it would be wrong, under a right
-name.
+Nothing of vLLM is imported. Where workers are processes of their own, `Loads` is in each of them and beside the
+scheduler, and `Stores` beside the scheduler (`ranks.py`).
+
+A load within the step is of pages that were checked and are pinned. A load between steps may meet a bad page; its
+blocks are named, and vLLM computes them. A store reads its blocks after the steps that were submitted when it is
+flushed; until it has read them, whoever is to write to them waits (`settle`). What a step with a load has computed is
+stored once that load is proven: from a bad page on it would be wrong, under a right name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from gdscache.cuda.streams import record
+from gdscache.cuda.streams import Event, record
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.handing import HandedStore, StoreThread
+from gdscache.integrations.vllm.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
@@ -29,6 +33,80 @@ if TYPE_CHECKING:
 
     from gdscache.engine import CacheEngine
     from gdscache.store.handle import StoreHandle
+
+
+class Place(Protocol):
+    """Where pages of a request go: a `LoadOrder`, or what a rank is told of it."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def blocks(self) -> tuple[int, ...]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """A load that was begun, and the places of its requests. `load`: None where it could not be: all is bad then.
+    `between`: its requests wait until it has ended."""
+
+    load: LayerwiseLoad | None
+    places: Sequence[Place]
+    between: bool = False
+
+
+def begin_loads(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> list[Batch]:
+    """Begin the loads of a step: one for all that the step computes with, and one for each between steps.
+
+    The pages stay where they are until each load has them.
+    """
+    within = [order for order in orders if not order.between]
+    groups = [within] if within else []
+    groups += [[order] for order in orders if order.between]
+    try:
+        return [Batch(_begun(engine, group, counts), group, group[0].between) for group in groups]
+    finally:
+        for order in orders:
+            order.fetch.release()
+
+
+def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> LayerwiseLoad | None:
+    batch = []
+    try:
+        for order in orders:
+            take = order.fetch.unchecked if order.between else order.fetch.checked
+            hit = take(order.first, len(order.blocks))
+            batch.append((hit, list(order.blocks[: len(hit.pages)])))
+        load = engine.load_many(batch)
+    except GdsCacheError as error:
+        log_failure(error)
+        return None
+    counts["loads"] += len(orders)
+    counts["loaded_pages"] += sum(len(order.blocks) for order in orders)
+    return load
+
+
+class Steps(Protocol):
+    """The order in which vLLM's steps are carried out: what a store comes behind."""
+
+    def now(self) -> Event:
+        """A place behind the steps so far, which is kept until it is `passed`."""
+
+    def passed(self, place: Event) -> None:
+        """Nothing asks for the place any more; stores that were given it have it."""
+
+
+class StreamOfSteps:
+    """The order is that of the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Event:
+        return record(self._device)
+
+    def passed(self, place: Event) -> None:
+        """An event goes with whoever has it."""
 
 
 _PAGES, _STEPS = 16, 8  # single pages, as decoding fills them, are handed over by so many, or after so many steps
@@ -44,14 +122,14 @@ class Stores:
     def __init__(
         self,
         engine: CacheEngine,
-        device: torch.device,
+        steps: Steps,
         counts: Counter[str],
         prove: Callable[[], object] = lambda: None,
     ) -> None:
-        """`device`: of vLLM's blocks. `prove()`: wait for the verdicts on all loads so far (`Loads.prove`)."""
+        """`prove()`: wait for the verdicts on all loads so far (`Loads.prove`)."""
         self._engine = engine
         self._prove = prove
-        self._device = device
+        self._order = steps
         self._counts = counts
         self._salt = ""
         self._waiting: list[StoreOrder] = []
@@ -79,7 +157,7 @@ class Stores:
         self._waiting, self._steps, self._salt = [], 0, salt
 
     def flush(self) -> None:
-        """Hand over what waits and is proven. The blocks are read after what the current stream has to do by now."""
+        """Hand over what waits and is proven. The blocks are read after the steps so far."""
         self._forget_read()
         orders, self._waiting, self._steps = self._waiting, [], 0
         if not orders:
@@ -89,11 +167,13 @@ class Stores:
         for order in orders:
             pages += order.hashes.pages(namespace)[order.first : order.first + len(order.blocks)]
             blocks += order.blocks
-        epoch, after = engine.manager.clearing.epoch(namespace), record(self._device)
+        epoch, after = engine.manager.clearing.epoch(namespace), self._order.now()
 
         def store() -> StoreHandle:
-            table = np.array(blocks, np.int64).reshape(-1, 1)
-            return engine.submit_store(pages, table, epoch, salt, after)
+            try:
+                return engine.submit_store(pages, np.array(blocks, np.int64).reshape(-1, 1), epoch, salt, after)
+            finally:
+                self._order.passed(after)
 
         self._reading.append((self._thread.start(store), frozenset(blocks)))
         self._counts["stored_pages"] += len(pages)
@@ -142,18 +222,17 @@ class Stores:
 class Loads:
     """Loads within a step, and those between steps."""
 
-    def __init__(self, engine: CacheEngine, layers: int, counts: Counter[str], *, overlapping: bool) -> None:
-        """`overlapping`: vLLM submits a step before it knows how the one before has ended."""
-        self._engine = engine
+    def __init__(self, layers: int, counts: Counter[str], *, overlapping: bool) -> None:
+        """`layers`: that a step with a load waits for. `overlapping`: vLLM submits a step before it knows how the one
+        before has ended."""
         self._layers = layers
         self._counts = counts
         self._overlapping = overlapping
-        self._now: LayerwiseLoad | None = None
-        self._orders: list[LoadOrder] = []
+        self._now: Batch | None = None
         self._waited: set[int] = set()
         self._step = 0
-        self._unproven: list[tuple[int, LayerwiseLoad, list[LoadOrder]]] = []  # with the step of each, oldest first
-        self._between: list[tuple[LayerwiseLoad, LoadOrder]] = []
+        self._unproven: list[tuple[int, Batch]] = []  # with the step of each, oldest first
+        self._between: list[Batch] = []
         self._arrived: set[str] = set()
         self._bad: set[int] = set()
 
@@ -172,25 +251,20 @@ class Loads:
         """How many of the latest steps may have begun on bad pages, as far as is known."""
         return self._step - self._unproven[0][0] if self._unproven else 0
 
-    def begin(self, orders: Sequence[LoadOrder]) -> None:
-        """Begin the loads of a step; the pages stay where they are until each load has them."""
-        within = [order for order in orders if not order.between]
-        try:
-            if within:
-                self._now = self._start(within)
-                self._orders, self._waited = within, set()
-            for order in orders:
-                if order.between:
-                    self._begin_between(order)
-        finally:
-            for order in orders:
-                order.fetch.release()
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """These belong to the step that begins."""
+        for batch in batches:
+            if batch.between:
+                self._between.append(batch)
+            else:
+                self._now, self._waited = batch, set()
 
     def wait(self, layer: int) -> None:
         """Order the current stream after this layer of the step's load."""
         if self._now is not None and layer not in self._waited:
             self._waited.add(layer)
-            self._now.wait(layer)
+            if self._now.load is not None:
+                self._now.load.wait(layer)
 
     def wait_all(self) -> None:
         """Order the current stream after all layers."""
@@ -212,8 +286,8 @@ class Loads:
                     f"the forward did not wait for {len(missed)} of {self._layers} layers, layer {missed[0]} first",
                     'set "layerwise": false in kv_connector_extra_config',
                 )
-            self._unproven.append((step, self._now, self._orders))
-            self._now, self._orders = None, []
+            self._unproven.append((step, self._now))
+            self._now = None
         good = self._judge(wait=idle or not self._overlapping)
         self._poll()
         return good
@@ -234,28 +308,18 @@ class Loads:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _start(self, orders: Sequence[LoadOrder]) -> LayerwiseLoad:
-        batch = []
-        for order in orders:
-            take = order.fetch.unchecked if order.between else order.fetch.checked
-            hit = take(order.first, len(order.blocks))
-            batch.append((hit, list(order.blocks[: len(hit.pages)])))
-        load = self._engine.load_many(batch)
-        self._counts["loads"] += len(orders)
-        self._counts["loaded_pages"] += sum(len(order.blocks) for order in orders)
-        return load
-
     def _judge(self, *, wait: bool) -> bool:
         """Look at the verdicts of loads within steps, of those that have ended if `wait` is not set; all are good."""
         good, left = True, []
-        for number, load, orders in self._unproven:
-            if not (wait or load.done()):
-                left.append((number, load, orders))
+        for number, batch in self._unproven:
+            if not (wait or _done(batch)):
+                left.append((number, batch))
                 continue
-            bad = _bad_blocks(load, orders)
+            bad = _bad_blocks(batch)
             if bad and self._overlapping:
                 raise VerifiedLoadError(
-                    f"{len(bad)} blocks of {len(orders)} requests were not loaded, and the next step goes on from them",
+                    f"{len(bad)} blocks of {len(batch.places)} requests were not loaded, and the next step goes on "
+                    "from them",
                     "see the log for a CUDA error, and restart; without one, raise pin_seconds",
                 )
             self._bad |= bad
@@ -263,26 +327,17 @@ class Loads:
         self._unproven = left
         return good
 
-    def _begin_between(self, order: LoadOrder) -> None:
-        try:
-            self._between.append((self._start([order]), order))
-        except GdsCacheError as error:
-            log_failure(error)
-            self._end_between(order, set(order.blocks))
-
     def _poll(self) -> None:
         left = []
-        for load, order in self._between:
-            if load.done():
-                self._end_between(order, _bad_blocks(load, [order]))
+        for batch in self._between:
+            if _done(batch):
+                bad = _bad_blocks(batch)
+                self._arrived.update(place.request_id for place in batch.places)
+                self._bad |= bad
+                self._counts["bad_pages"] += len(bad)
             else:
-                left.append((load, order))
+                left.append(batch)
         self._between = left
-
-    def _end_between(self, order: LoadOrder, bad: set[int]) -> None:
-        self._arrived.add(order.request_id)
-        self._bad |= bad
-        self._counts["bad_pages"] += len(bad)
 
 
 def end_step(
@@ -296,11 +351,48 @@ def end_step(
     stores.begin(orders if good else [], last=last, unproven=loads.unproven)
 
 
-def _bad_blocks(load: LayerwiseLoad, orders: Sequence[LoadOrder]) -> set[int]:
-    """Blocks of the orders that the load has not filled with good pages. Waits for its verdict."""
+class EngineWorker:
+    """The worker where it is in one process with the scheduler, and shares its engine. `begin` and `end` are called in
+    each step, around its forward pass."""
+
+    def __init__(
+        self, engine: CacheEngine, tensors: Sequence[torch.Tensor], counts: Counter[str], *, overlapping: bool
+    ) -> None:
+        """`tensors`: the planes. `overlapping`: see `Loads`."""
+        device = tensors[0].device
+        self._engine = engine
+        self._counts = counts
+        self.loads = Loads(len(tensors), counts, overlapping=overlapping)
+        self.stores = Stores(engine, StreamOfSteps(device), counts, self.loads.prove)
+        self.prefills = Prefills(engine.observe_prefill, device)
+
+    def begin(self, loads: Sequence[LoadOrder]) -> None:
+        self.loads.begin(begin_loads(self._engine, loads, self._counts))
+
+    def end(self, stores: Sequence[StoreOrder], *, idle: bool, last: bool) -> None:
+        end_step(self.loads, self.stores, stores, idle=idle, last=last)
+        self.prefills.end()
+
+    def close(self) -> None:
+        self.stores.close()
+
+
+def _done(batch: Batch) -> bool:
+    return batch.load is None or batch.load.done()
+
+
+def _bad_blocks(batch: Batch) -> set[int]:
+    """Blocks that the load has not filled with good pages. Waits for its verdict."""
+    if batch.load is None:
+        return {block for place in batch.places for block in place.blocks}
     bad: set[int] = set()
-    for report, order in zip(load.results(), orders, strict=True):
+    try:
+        reports = batch.load.results()
+    except GdsCacheError as error:  # what broke it off
+        log_failure(error)
+        return _bad_blocks(dataclasses.replace(batch, load=None))
+    for report, place in zip(reports, batch.places, strict=True):
         good = [status is PageStatus.LOADED for status in report.pages]
-        good += [False] * (len(order.blocks) - len(good))
-        bad.update(block for block, loaded in zip(order.blocks, good, strict=True) if not loaded)
+        good += [False] * (len(place.blocks) - len(good))
+        bad.update(block for block, loaded in zip(place.blocks, good, strict=True) if not loaded)
     return bad

@@ -27,10 +27,20 @@ from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionS
     [
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, "LoadFailurePolicyError", "kv_load_failure_policy"),
         ({"kv_transfer_config__kv_role": "kv_producer"}, "ConnectorRoleError", "kv_both"),
-        ({"parallel_config__tensor_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"parallel_config__data_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "ParallelismUnsupportedError", "one server a GPU"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "ParallelismUnsupportedError", "--pipeline-parallel-size"),
+        (
+            {"parallel_config__decode_context_parallel_size": 2},
+            "ParallelismUnsupportedError",
+            "--decode-context-parallel-size",
+        ),
+        (
+            {"parallel_config__prefill_context_parallel_size": 2},
+            "ParallelismUnsupportedError",
+            "--prefill-context-parallel-size",
+        ),
+        ({"parallel_config__nnodes_within_dp": 2}, "ParallelismUnsupportedError", "--nnodes"),
+        ({"parallel_config__distributed_executor_backend": "ray"}, "ParallelismUnsupportedError", "backend mp"),
+        ({"parallel_config__distributed_executor_backend": dict}, "ParallelismUnsupportedError", "backend mp"),
         ({"cache__kv_cache_groups": [group(FullAttentionSpec)] * 2}, "CacheGroupsUnsupportedError", "every layer"),
         ({"cache__kv_cache_groups": [group(MambaSpec)]}, "CacheGroupsUnsupportedError", "every layer"),
         ({"cache__kv_cache_groups": [uniform(MambaSpec)]}, "CacheGroupsUnsupportedError", "every layer"),
@@ -56,6 +66,8 @@ def test_what_is_not_refused() -> None:
     refuse_setup(*setup(cache__kv_cache_groups=[group(MLAAttentionSpec)]), {})
     refuse_setup(*setup(cache__kv_cache_groups=[uniform(FullAttentionSpec)]), {})
     refuse_setup(*setup(speculative_config=SimpleNamespace(method="ngram")), {})
+    ranks = {"tensor_parallel_size": 8, "distributed_executor_backend": "mp", "data_parallel_size": 2}
+    refuse_setup(*setup(**{f"parallel_config__{name}": value for name, value in ranks.items()}), {})
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ import torch
 
 from gdscache import CacheEngine, LoadReport, PageHashes, PageStatus
 from gdscache.config import Config
-from gdscache.errors import LayerHooksError, SeparateWorkerError, VerifiedLoadError
+from gdscache.errors import InterfaceUnsupportedError, LayerHooksError, VerifiedLoadError
 from gdscache.gate.fit import ENOUGH
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import Sessions, VllmSession
-from gdscache.integrations.vllm.worker import Loads, Stores, end_step
+from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads, end_step
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
@@ -50,6 +50,9 @@ class Worker:
     stores: Stores
     loads: Loads
     counts: Counter[str]
+
+    def begin(self, orders: list[LoadOrder]) -> None:
+        self.loads.begin(begin_loads(self.session.engine, orders, self.counts))
 
     def fill(self, blocks: list[int], mark: int) -> None:
         for cache in self.caches.values():
@@ -104,8 +107,8 @@ def over_tensors(
 def opened(path: Path, cpu: int = 24, transport: str = "posix") -> Iterator[Worker]:
     caches, engine = over_tensors(path, cpu, transport)
     counts: Counter[str] = Counter()
-    with engine, contextlib.closing(Stores(engine, CPU, counts)) as stores:
-        loads = Loads(engine, LAYERS, counts, overlapping=False)
+    with engine, contextlib.closing(Stores(engine, StreamOfSteps(CPU), counts)) as stores:
+        loads = Loads(LAYERS, counts, overlapping=False)
         yield Worker(caches, VllmSession(engine, 60), stores, loads, counts)
 
 
@@ -135,7 +138,7 @@ def test_pages_go_and_come_back(worker: Worker) -> None:
     worker.store(1, [3, 1, 4, 15, 9], 10)
     worker.store(2, [2, 6, 5, 8, 7], 20)
     worker.fill(list(range(BLOCKS)), 100)
-    worker.loads.begin([worker.order(1, [0, 2]), worker.order(2, [8, 9, 10], 1)])
+    worker.begin([worker.order(1, [0, 2]), worker.order(2, [8, 9, 10], 1)])
     for layer in range(LAYERS):
         worker.loads.wait(layer)
         worker.loads.wait(layer)
@@ -148,7 +151,7 @@ def test_pages_go_and_come_back(worker: Worker) -> None:
 
 def test_a_forward_that_does_not_wait_is_found_out(worker: Worker) -> None:
     worker.store(1, [0, 1, 2, 3, 4], 10)
-    worker.loads.begin([worker.order(1, [5, 6])])
+    worker.begin([worker.order(1, [5, 6])])
     worker.loads.wait(0)
     with pytest.raises(LayerHooksError, match="layer 1 first") as raised:
         worker.loads.end_step()
@@ -159,7 +162,7 @@ def test_a_load_between_steps_names_its_bad_blocks(worker: Worker) -> None:
     worker.store(1, [0, 1, 2, 3, 4], 10)
     order = worker.order(1, [5, 6, 7, 8, 9], between=True)
     worker.session.engine.clear()
-    worker.loads.begin([order])
+    worker.begin([order])
     worker.loads.end_step()
     until(lambda: worker.loads.end_step() and not worker.loads.under_way, "the load ends")
     assert worker.loads.take_arrived() == {"r"}
@@ -197,7 +200,7 @@ def test_pages_of_changed_weights_are_not_those_of_the_files(tmp_path: Path) -> 
         assert worker.session.cached(before) == worker.session.cached(hashes(3)) == 0
         worker.store(2, [0, 1, 2, 3, 4], 50)
         assert worker.session.cached(after) == PAGES
-        worker.loads.begin([worker.order(2, [8, 9, 10, 11, 12])])
+        worker.begin([worker.order(2, [8, 9, 10, 11, 12])])
         worker.loads.wait_all()
         worker.loads.end_step()
         assert worker.marks([8, 9, 10, 11, 12]) == [[50.0, 51.0, 52.0, 53.0, 54.0]] * LAYERS
@@ -216,7 +219,7 @@ def left(handles: list[StoreHandle]) -> list[int]:
 def test_blocks_that_a_store_reads_are_waited_for() -> None:
     engine, handles = stub_engine()
     counts: Counter[str] = Counter()
-    stores = Stores(engine, CPU, counts)
+    stores = Stores(engine, StreamOfSteps(CPU), counts)
     stores.begin([])
     assert not handles
     stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2)), StoreOrder("b", hashes(2), 3, (5, 6))])
@@ -244,7 +247,7 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
 
 def test_single_pages_are_handed_over_together() -> None:
     engine, handles = stub_engine()
-    stores = Stores(engine, CPU, Counter())
+    stores = Stores(engine, StreamOfSteps(CPU), Counter())
     one = [StoreOrder("a", hashes(1), 0, (7,))]
     for _ in range(7):
         stores.begin(one)
@@ -279,8 +282,8 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
     load = stub_load(PageStatus.LOADED, PageStatus.CANCELLED)
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
     fetch: Any = stub_fetch()
-    loads = Loads(engine, LAYERS, Counter(), overlapping=overlapping)
-    loads.begin([LoadOrder("r", fetch, 0, (8, 9))])
+    loads = Loads(LAYERS, Counter(), overlapping=overlapping)
+    loads.begin(begin_loads(engine, [LoadOrder("r", fetch, 0, (8, 9))], Counter()))
     loads.wait_all()
     if overlapping:
         with pytest.raises(VerifiedLoadError, match="1 blocks of 1 requests"):
@@ -291,8 +294,8 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
 
 
 def begun(engine: Any, *, overlapping: bool) -> tuple[Loads, Stores]:
-    loads = Loads(engine, LAYERS, Counter(), overlapping=overlapping)
-    return loads, Stores(engine, CPU, Counter(), loads.prove)
+    loads = Loads(LAYERS, Counter(), overlapping=overlapping)
+    return loads, Stores(engine, StreamOfSteps(CPU), Counter(), loads.prove)
 
 
 def test_a_step_that_is_taken_back_stores_nothing() -> None:
@@ -300,7 +303,7 @@ def test_a_step_that_is_taken_back_stores_nothing() -> None:
     engine, handles = stub_engine()
     engine.load_many = lambda batch: stub_load(PageStatus.CANCELLED)
     loads, stores = begun(engine, overlapping=False)
-    loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+    loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
     loads.wait_all()
     end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))], last=True)
     assert loads.take_bad() == {8}
@@ -319,7 +322,7 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     loads, stores = begun(engine, overlapping=True)
     end_step(loads, stores, [StoreOrder("a", hashes(1), 0, (0, 1))])  # before the load
     until(lambda: left(handles) == [2], "it is handed over")
-    loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+    loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
     loads.wait_all()
     orders = [StoreOrder("r", hashes(2), 1, (9, 10)), StoreOrder("b", hashes(3), 0, (5,))]
     end_step(loads, stores, orders, last=True)
@@ -333,7 +336,7 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     assert loads.unproven == 0
     until(lambda: left(handles) == [2, 5], "both steps are handed over")
     over.clear()
-    loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+    loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
     loads.wait_all()
     end_step(loads, stores, [StoreOrder("r", hashes(4), 0, (3,))], last=True)  # a single page, of one that ends
     over.append(True)
@@ -356,7 +359,7 @@ def test_steps_go_on_while_each_has_a_load() -> None:
     engine.load_many = load_many
     loads, stores = begun(engine, overlapping=True)
     for step in range(4):
-        loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+        loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
         loads.wait_all()
         if step:
             under_way[step - 1].append(True)
@@ -375,7 +378,7 @@ def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
     for status in (PageStatus.LOADED, PageStatus.CANCELLED):
         engine.load_many = lambda batch, status=status: stub_load(status, done=lambda: False)
         loads, stores = begun(engine, overlapping=True)
-        loads.begin([LoadOrder("r", stub_fetch(), 0, (8,))])
+        loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
         loads.wait_all()
         end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))])
         if status is PageStatus.LOADED:
@@ -395,8 +398,8 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     load = stub_load(PageStatus.LOADED)
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
     fetch: Any = stub_fetch()
-    loads = Loads(engine, LAYERS, Counter(), overlapping=True)
-    loads.begin([LoadOrder("r", fetch, 0, (8, 9, 10), between=True)])
+    loads = Loads(LAYERS, Counter(), overlapping=True)
+    loads.begin(begin_loads(engine, [LoadOrder("r", fetch, 0, (8, 9, 10), between=True)], Counter()))
     loads.end_step()
     assert (loads.take_arrived(), loads.take_bad()) == ({"r"}, {9, 10})
 
@@ -414,14 +417,14 @@ def test_a_page_that_is_read_wrong_is_not_promised(worker: Worker) -> None:
 
 def test_roles_share_an_engine_and_the_last_closes_it(tmp_path: Path) -> None:
     sessions = Sessions()
-    with pytest.raises(SeparateWorkerError, match="engine a"):
+    with pytest.raises(InterfaceUnsupportedError, match="engine a"):
         sessions.join("a")
     made = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))
     assert sessions.join("a") is made
     sessions.leave("a", made)
     made.engine.stats()
     sessions.leave("a", made)
-    with pytest.raises(SeparateWorkerError):
+    with pytest.raises(InterfaceUnsupportedError):
         sessions.join("a")
     again = sessions.open("a", lambda: VllmSession(over_tensors(tmp_path)[1], 60))  # the directory is free again
     sessions.leave("a", again)

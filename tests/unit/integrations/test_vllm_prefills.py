@@ -49,8 +49,8 @@ class Told:
 def test_the_engine_is_told_how_long_the_pass_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(vllm_prefills, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    told: Any = Told()
-    prefills = Prefills(told, torch.device("cpu"))
+    told = Told()
+    prefills = Prefills(told.observe_prefill, torch.device("cpu"))
     for prefill, seconds in (((500, 96), 0.25), (None, 1.0), ((16, 0), 0.5), ((16, 0), 0.0)):
         prefills.begin(prefill)
         now[0] += seconds
@@ -89,8 +89,8 @@ def test_on_a_gpu_nothing_waits_for_the_pass(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(vllm_prefills.torch.cuda, "Event", event)
     monkeypatch.setattr(vllm_prefills.torch.cuda, "current_stream", lambda device: None)
-    told: Any = Told()
-    prefills = Prefills(told, torch.device("cuda:0"))
+    told = Told()
+    prefills = Prefills(told.observe_prefill, torch.device("cuda:0"))
     for tokens in (100, 200):
         prefills.begin((tokens, 0))
         Event.clock += tokens / 1000

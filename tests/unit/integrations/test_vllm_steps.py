@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gdscache import LoadReport, PageHashes, PageStatus
 from gdscache.errors import VerifiedLoadError
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import Loads, Stores, end_step
+from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads, end_step
 from gdscache.store.handle import StoreHandle
 
 CPU = torch.device("cpu")
@@ -75,8 +75,9 @@ class World:
             manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
             load_many=lambda batch: self._load(self.now),
         )
-        self.loads = Loads(engine, 1, Counter(), overlapping=overlapping)
-        self.stores = Stores(engine, CPU, Counter(), self.loads.prove)
+        self.engine = engine
+        self.loads = Loads(1, Counter(), overlapping=overlapping)
+        self.stores = Stores(engine, StreamOfSteps(CPU), Counter(), self.loads.prove)
         self.stores._thread.close()
         self.stores._thread = HandsOver()  # type: ignore[assignment]
 
@@ -96,7 +97,7 @@ class World:
             self.stores.settle({8 * step.written})
         if step.load is not None:
             fetch: Any = SimpleNamespace(checked=lambda first, pages: SimpleNamespace(pages=[0]), release=lambda: None)
-            self.loads.begin([LoadOrder("r", fetch, 0, (0,))])
+            self.loads.begin(begin_loads(self.engine, [LoadOrder("r", fetch, 0, (0,))], Counter()))
             self.loads.wait_all()
         blocks = tuple(8 * number + page for page in range(step.pages))
         orders = [StoreOrder("r", self._hashes(number), 0, blocks)] if blocks else []

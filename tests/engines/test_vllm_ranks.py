@@ -1,0 +1,107 @@
+"""vLLM's real engine with tensor parallelism: workers in processes of their own, which are ranks of our engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines import vllm_parts as parts
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU alone"),
+    pytest.mark.skipif(parts.KIND == "mla", reason="another model than these tests are about"),
+]
+
+TWO: dict[str, Any] = {
+    "llm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "environment": {"OMP_NUM_THREADS": "1"},
+    "limit": 400.0,
+}
+WHOLE = [1472, 1376, 672, 992]  # tokens of the prompts that can be cached: whole blocks, and one token is computed
+PAGES = (sum(WHOLE) - 992) // 32  # of which the second prompt's first are in vLLM's own cache
+LAST: dict[str, Any] = {"parts": [[5, 640]]}
+ASK: tuple[str, dict[str, Any]] = ("ask", {"prompts": parts.PROMPTS})
+TOGETHER: tuple[str, dict[str, Any]] = ("ask", {"prompts": parts.PROMPTS, "together": True})
+ASK_LAST: tuple[str, dict[str, Any]] = ("ask", {"prompts": [LAST]})
+RESET: tuple[str, dict[str, Any]] = ("reset", {})
+DRAIN: tuple[str, dict[str, Any]] = ("drain", {})
+TELL: tuple[str, dict[str, Any]] = ("tell", {})
+METRICS: tuple[str, dict[str, Any]] = ("metrics", {})
+
+
+def at_rest(told: dict[str, Any]) -> None:
+    """Nothing is held, and every index agrees with its bytes on all ranks."""
+    assert told["leases"] == 0
+    assert told["check"] == []
+
+
+def filled(folder: Path, model: Path, plain: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A directory with the pages of all prompts, and hits from the CPU tier. What `LAST` answers, which is asked for
+    last: what it has computed is stored as vLLM ends."""
+    steps = [ASK, DRAIN, RESET, ASK, RESET, TOGETHER, DRAIN, METRICS, TELL, ASK_LAST]
+    found = parts.run(folder, model, steps, parts.cache(folder / "ssd"), **TWO).answers[1:]
+    assert parts.cached(found[0]) == [0, 992, 0, 0]
+    assert parts.cached(found[3]) == parts.cached(found[5]) == WHOLE
+    for answers in (found[0], found[3], found[5]):
+        parts.same(answers, plain)
+    assert found[7]["vllm:gdscache_loaded_pages"] == 2 * PAGES
+    at_rest(found[8])
+    last: list[dict[str, Any]] = found[9]
+    return last
+
+
+def _flip(slab: Path, every: int) -> None:
+    """One bit of every so many bytes of a file is another."""
+    with slab.open("r+b") as file:
+        for at in range(every // 2, os.fstat(file.fileno()).st_size, every):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 16]))
+
+
+def test_a_head_on_each_rank(model: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Then, behind a restart, with a CPU tier that has room for eight pages: bytes of one rank are bad, and it stands
+    still for a time."""
+    filled(tmp_path, model, plain)
+    directory = tmp_path / "ssd"
+    assert sorted(path.name for path in directory.glob("slab*")) == ["slab-0.0.1.bin", "slab-0.bin"]
+    _flip(directory / "slab-0.0.1.bin", 640 << 10)  # ten pages
+    connector = parts.cache(directory, cpu={"capacity": "1MiB"})
+    connector["config"]["deadline"] = 3
+    steps = [ASK, DRAIN, METRICS, ("hang", {"rank": 1, "seconds": 12.0}), RESET, ASK, DRAIN, ("ranks", {}), TELL]
+    found = parts.run(tmp_path, model, [*steps, RESET, ASK, DRAIN, TELL], connector, **TWO).answers[1:]
+    for place in (0, 5, 10):
+        parts.same(found[place], plain)
+    assert found[2]["vllm:gdscache_bad_pages"] > 0
+    assert found[2]["vllm:gdscache_loaded_pages"] > 0
+    assert max(answer["seconds"] for answer in found[5]) < 40
+    assert found[7] == ["running"] * 2
+    assert sum(parts.cached(found[10])) > sum(WHOLE) // 2
+    at_rest(found[8])
+    at_rest(found[12])
+
+
+def test_one_head_on_both_ranks(tmp_path: Path) -> None:
+    """Their bytes are kept once. Behind a restart they are found; then one rank is killed, and vLLM ends."""
+    model = parts.made(tmp_path, "one")
+    plain = parts.run(tmp_path, model, [ASK], llm={"enable_prefix_caching": False}).answers[1]
+    last = filled(tmp_path, model, plain)
+    assert [path.name for path in (tmp_path / "ssd").glob("slab*")] == ["slab-0.bin"]
+    steps = [ASK_LAST, ASK, METRICS, DRAIN, TELL, ("kill", {"rank": 1}), ASK_LAST]
+    ended = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), fails=True, **TWO)
+    assert ended.status != 0
+    found = ended.answers[1:]
+    assert len(found) == 6, ended.log[-4000:]
+    assert parts.cached(found[0]) == [608]
+    parts.same(found[0], last)
+    assert parts.cached(found[1]) == WHOLE
+    parts.same(found[1], plain)
+    assert any("disk" in name and value for name, value in found[2].items()), found[2]
+    at_rest(found[4])
