@@ -343,6 +343,7 @@ def _figures(size: int) -> str:
 _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
+_VARIED = {"ssd": ("path", "stripes"), "events": ("endpoint", "replay")}  # differ between replicas of a server
 _LABELS = ("name", "weights")  # what a file may say of a model that somebody else describes
 
 
@@ -356,7 +357,7 @@ def load_config(
 
     `model`: what an inference engine knows of its model, for files without a section of that name, or with one of
     labels only (`name`, `weights`), which then count more. A file that says more of the model is refused
-    (`GeometryError`). `variables`: what it knows besides, by name; `$NAME` in any text of the file is replaced by it.
+    (`GeometryError`). `variables`: what it knows besides, by name (`replaced`).
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
@@ -367,13 +368,22 @@ def load_config(
     return Config._checked(data, str(path), places)
 
 
-def replaced(data: Any, variables: Mapping[str, str]) -> Any:
-    """Plain data, with `$NAME` and `${NAME}` in its texts replaced where `variables` has the name."""
-    if isinstance(data, str):
-        return _NAMED.sub(lambda match: variables.get(match[1] or match[2], match[0]), data)
-    if isinstance(data, Mapping):
-        return {key: replaced(value, variables) for key, value in data.items()}
-    return [replaced(value, variables) for value in data] if isinstance(data, (list, tuple)) else data
+def replaced(data: Mapping[Any, Any], variables: Mapping[str, str]) -> dict[Any, Any]:
+    """A configuration as plain data. `$NAME` and `${NAME}` are replaced where `variables` has the name, in directories
+    and endpoints."""
+
+    def text(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [text(one) if isinstance(one, str) else one for one in value]
+        if not isinstance(value, str):
+            return value
+        return _NAMED.sub(lambda match: variables.get(match[1] or match[2], match[0]), value)
+
+    found = dict(data)
+    for section, keys in (_VARIED if variables else {}).items():
+        if isinstance(found.get(section), Mapping):
+            found[section] = {key: text(value) if key in keys else value for key, value in found[section].items()}
+    return found
 
 
 def _labels(section: object, source: str) -> Mapping[str, object]:

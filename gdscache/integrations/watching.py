@@ -20,7 +20,7 @@ _RECORD = "_gdscache_calls"  # of a wrapped method
 _lock = threading.Lock()
 
 
-class Watch(Protocol):
+class CallWatch(Protocol):
     """Who is told of calls of a method."""
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
@@ -33,7 +33,7 @@ class _Calls:
     def __init__(self, *, from_start: bool) -> None:
         self.from_start = from_start  # whether it was wrapped before its first call
         self.touched = 0  # when the last call began or ended, as of `time.monotonic_ns`; 0: never
-        self.watches: list[Watch] = []
+        self.watches: list[CallWatch] = []
 
     def told(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
         self.touched = time.monotonic_ns()
@@ -120,7 +120,7 @@ class ExecutorWatch:
             self._changed(method)
 
 
-def _watched(owner: type[Any], methods: Sequence[str], watch: Watch, *, from_start: bool) -> dict[str, _Calls]:
+def _watched(owner: type[Any], methods: Sequence[str], watch: CallWatch, *, from_start: bool) -> dict[str, _Calls]:
     """Have a watch told of the calls of these methods of a class. Raises `WeightUpdatesUnsupportedError`."""
     missing = [name for name in methods if not callable(getattr(owner, name, None))]
     if missing:
@@ -136,7 +136,7 @@ def _watched(owner: type[Any], methods: Sequence[str], watch: Watch, *, from_sta
     return found
 
 
-def _unwatched(found: Iterable[_Calls], watch: Watch) -> None:
+def _unwatched(found: Iterable[_Calls], watch: CallWatch) -> None:
     with _lock:
         for calls in found:
             if watch in calls.watches:

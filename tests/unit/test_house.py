@@ -52,7 +52,7 @@ MAY_IMPORT = {
         "tiers tracing"
     ),
     "metrics": "engine",
-    "integrations": "config cuda engine load moves pages prefetch runtime sequence store",
+    "integrations": "config cuda engine load moves pages prefetch ranks runtime sequence store",
     "testing": "cuda pages storage",
 }
 

@@ -17,7 +17,7 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.vllm.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import Batch, Loads, Stores, begin_loads, end_step
+from gdscache.integrations.vllm.worker import LoadBatch, Loads, Stores, begin_loads, end_step
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
@@ -53,7 +53,7 @@ class RankBatch:
 
 
 class Marks:
-    """The order of steps is that of the marks which ranks come to. See `worker.Steps`."""
+    """The order of steps is that of the marks which ranks come to. See `worker.OrderOfSteps`."""
 
     def __init__(self, executor: NativeExecutor | RanksExecutor) -> None:
         self._executor = executor
@@ -83,7 +83,7 @@ class Lead:
         self._loads = Loads(0, counts, overlapping=overlapping)
         self._stores = Stores(engine, self._marks, counts, self._loads.prove)
         self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end nobody here sees
-        self._untold: list[Batch] = []  # whose orders are not there yet
+        self._untold: list[LoadBatch] = []  # whose orders are not there yet
 
     def busy(self) -> bool:
         """Whether loads between steps are under way."""
@@ -127,7 +127,7 @@ class Lead:
         self._loads.take_arrived()  # the ranks say so themselves
         self._loads.take_bad()
 
-    def _told(self, batches: Sequence[Batch]) -> list[RankBatch]:
+    def _told(self, batches: Sequence[LoadBatch]) -> list[RankBatch]:
         """What ranks are told now. A load between steps may wait for another one that brings its pages."""
         told: list[RankBatch] = []
         waiting, self._untold = [*self._untold, *batches], []
@@ -152,7 +152,7 @@ class RankWorker:
         self._observed: list[Observed] = []
 
     def begin(self, loads: Sequence[RankBatch]) -> None:
-        self.loads.begin([Batch(self._begun(some.order), some.places, some.between) for some in loads])
+        self.loads.begin([LoadBatch(self._begun(some.order), some.places, some.between) for some in loads])
 
     def end(self, mark: bytes, *, idle: bool) -> None:
         """`mark`: what the step's metadata says, or nothing."""

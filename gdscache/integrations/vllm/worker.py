@@ -46,7 +46,7 @@ class Place(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
+class LoadBatch:
     """A load that was begun, and the places of its requests. `load`: None where it could not be: all is bad then.
     `between`: its requests wait until it has ended."""
 
@@ -55,7 +55,7 @@ class Batch:
     between: bool = False
 
 
-def begin_loads(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> list[Batch]:
+def begin_loads(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
     """Begin the loads of a step: one for all that the step computes with, and one for each between steps.
 
     The pages stay where they are until each load has them.
@@ -64,7 +64,7 @@ def begin_loads(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counte
     groups = [within] if within else []
     groups += [[order] for order in orders if order.between]
     try:
-        return [Batch(_begun(engine, group, counts), group, group[0].between) for group in groups]
+        return [LoadBatch(_begun(engine, group, counts), group, group[0].between) for group in groups]
     finally:
         for order in orders:
             order.fetch.release()
@@ -86,7 +86,7 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
     return load
 
 
-class Steps(Protocol):
+class OrderOfSteps(Protocol):
     """The order in which vLLM's steps are carried out: what a store comes behind."""
 
     def now(self) -> Event:
@@ -122,7 +122,7 @@ class Stores:
     def __init__(
         self,
         engine: CacheEngine,
-        steps: Steps,
+        steps: OrderOfSteps,
         counts: Counter[str],
         prove: Callable[[], object] = lambda: None,
     ) -> None:
@@ -228,11 +228,11 @@ class Loads:
         self._layers = layers
         self._counts = counts
         self._overlapping = overlapping
-        self._now: Batch | None = None
+        self._now: LoadBatch | None = None
         self._waited: set[int] = set()
         self._step = 0
-        self._unproven: list[tuple[int, Batch]] = []  # with the step of each, oldest first
-        self._between: list[Batch] = []
+        self._unproven: list[tuple[int, LoadBatch]] = []  # with the step of each, oldest first
+        self._between: list[LoadBatch] = []
         self._arrived: set[str] = set()
         self._bad: set[int] = set()
 
@@ -251,7 +251,7 @@ class Loads:
         """How many of the latest steps may have begun on bad pages, as far as is known."""
         return self._step - self._unproven[0][0] if self._unproven else 0
 
-    def begin(self, batches: Sequence[Batch]) -> None:
+    def begin(self, batches: Sequence[LoadBatch]) -> None:
         """These belong to the step that begins."""
         for batch in batches:
             if batch.between:
@@ -377,11 +377,11 @@ class EngineWorker:
         self.stores.close()
 
 
-def _done(batch: Batch) -> bool:
+def _done(batch: LoadBatch) -> bool:
     return batch.load is None or batch.load.done()
 
 
-def _bad_blocks(batch: Batch) -> set[int]:
+def _bad_blocks(batch: LoadBatch) -> set[int]:
     """Blocks that the load has not filled with good pages. Waits for its verdict."""
     if batch.load is None:
         return {block for place in batch.places for block in place.blocks}

@@ -15,9 +15,10 @@ from gdscache.config import Config
 from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
 from gdscache.integrations import weights
 from gdscache.integrations.vllm import facts as vllm_facts
+from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
-from gdscache.integrations.vllm.setup import Options, refuse_setup
+from gdscache.integrations.vllm.setup import Options, refuse_config, refuse_setup, separate, shard_of, variables_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionSpec, group, setup, uniform
 
@@ -68,6 +69,90 @@ def test_what_is_not_refused() -> None:
     refuse_setup(*setup(speculative_config=SimpleNamespace(method="ngram")), {})
     ranks = {"tensor_parallel_size": 8, "distributed_executor_backend": "mp", "data_parallel_size": 2}
     refuse_setup(*setup(**{f"parallel_config__{name}": value for name, value in ranks.items()}), {})
+
+
+def test_what_is_known_before_weights_are_loaded_is_refused_then() -> None:
+    """Before vLLM is told which executor starts its workers."""
+
+    class Executor:
+        @staticmethod
+        def get_class(config: Any) -> str:
+            return "class"
+
+    for _ in range(2):
+        refuse_at_start(Executor, refuse_config)
+    assert Executor.get_class(setup()[0]) == Executor().get_class(setup()[0]) == "class"
+    with pytest.raises(errors.ParallelismUnsupportedError, match="pipeline_parallel_size is 2"):
+        Executor.get_class(setup(parallel_config__pipeline_parallel_size=2)[0])
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "mine", "shards"),
+    [
+        (2, 2, 1, [0, 1]),
+        (2, 8, 4, [0, 1]),
+        (4, 2, 1, [0, 0, 1, 1]),
+        (8, 1, 1, [0] * 8),
+        (8, 8, 1, list(range(8))),
+        (1, 8, 8, [0]),
+    ],
+)
+def test_ranks_with_equal_heads_have_one_shard(ranks: int, heads: int, mine: int, shards: list[int]) -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=mine)
+    changes: dict[str, Any] = {"cache__kv_cache_groups": [SimpleNamespace(kv_cache_spec=spec)]}
+    changes |= {"parallel_config__tensor_parallel_size": ranks, "model_config__get_total_num_kv_heads": lambda: heads}
+    vllm, cache = setup(**changes)
+    assert [shard_of(vllm, cache, rank) for rank in range(ranks)] == shards
+    vllm.model_config.hf_text_config.block_configs = [object()]  # layers of unequal heads: vLLM counts the first one's
+    assert [shard_of(vllm, cache, rank) for rank in range(ranks)] == [*range(ranks)]
+    latent = SimpleNamespace(kv_cache_spec=MLAAttentionSpec(block_size=16, num_kv_heads=1))
+    cache.kv_cache_groups = [latent]
+    assert {shard_of(vllm, cache, rank) for rank in range(ranks)} == {0}
+
+
+def test_layers_of_which_some_are_replicated() -> None:
+    layers = {str(heads): FullAttentionSpec(block_size=16, num_kv_heads=heads) for heads in (1, 2)}
+    spec = SimpleNamespace(block_size=16, kv_cache_specs=layers)
+    changes: dict[str, Any] = {"cache__kv_cache_groups": [SimpleNamespace(kv_cache_spec=spec)]}
+    vllm, cache = setup(
+        **changes, parallel_config__tensor_parallel_size=2, model_config__get_total_num_kv_heads=lambda: 1
+    )
+    assert [shard_of(vllm, cache, rank) for rank in (0, 1)] == [0, 1]
+
+
+def test_replicas_of_a_server_have_a_directory_each(tmp_path: Path) -> None:
+    """By vLLM's own number of the replica, in any text of the configuration."""
+    model = model_of(*setup(), planes(), "0.32.0", {})
+    file = tmp_path / "gdscache.yaml"
+    file.write_text(
+        f"ssd: {{path: '{tmp_path}/$GDSCACHE_DP_RANK/kv', stripes: ['{tmp_path}/x${{GDSCACHE_DP_RANK}}']}}\n"
+    )
+    sections = {
+        "ssd": {"path": f"{tmp_path}/$GDSCACHE_DP_RANK/kv", "stripes": [f"{tmp_path}/x${{GDSCACHE_DP_RANK}}"]},
+        "events": {"endpoint": "tcp://127.0.0.1:555$GDSCACHE_DP_RANK"},
+    }
+    for index in (0, 3):
+        # vLLM calls a replica of a dense model rank 0 of 1
+        vllm, _ = setup(parallel_config__data_parallel_rank=0, parallel_config__data_parallel_index=index)
+        variables = variables_of(vllm.parallel_config)
+        for given in (str(file), sections):
+            config = Options.of({"config": given}).configuration(model, lambda: "w", variables)
+            assert config.ssd is not None
+            assert [config.ssd.path, *config.ssd.stripes] == [tmp_path / str(index) / "kv", tmp_path / f"x{index}"]
+        assert config.events is not None
+        assert config.events.endpoint == f"tcp://127.0.0.1:555{index}"
+    with pytest.raises(InvalidValueError, match="GDSCACHE_DP_RANK is not set"):
+        Options.of({"config": sections}).configuration(model, lambda: "w")
+
+
+def test_workers_in_processes_of_their_own() -> None:
+    assert [
+        separate(setup(parallel_config__distributed_executor_backend=name)[0].parallel_config) for name in ("mp", "uni")
+    ] == [True, False]
+    assert not separate(setup()[0].parallel_config)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

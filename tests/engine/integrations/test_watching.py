@@ -9,7 +9,7 @@ import pytest
 
 from gdscache.errors import WeightUpdatesUnsupportedError
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
-from gdscache.integrations.watching import WeightWatch
+from gdscache.integrations.watching import ExecutorWatch, WeightWatch
 
 
 def updater() -> type[Any]:
@@ -82,3 +82,43 @@ def test_who_is_the_first_and_comes_late_knows_that_it_knows_too_little() -> Non
         watch = WeightWatch(kind, WEIGHT_METHODS, lambda name: None, from_start=from_start)
         assert (watch.last(), watch.complete) == (0, False)
         watch.close()
+
+
+def test_methods_of_workers_in_other_processes_are_called_by_their_names() -> None:
+    """As vLLM's executor has it. An object that is not ours is nobody's business."""
+    done: list[str] = []
+
+    class Executor:
+        def collective_rpc(self, method: Any, timeout: float | None = None) -> None:
+            done.append(str(method))
+
+        def shutdown(self) -> None:
+            done.append("shutdown")
+
+    mine, other = Executor(), Executor()
+    told: list[tuple[str, int]] = []
+    watch = ExecutorWatch(
+        Executor,
+        ["reload_weights"],
+        lambda executor: executor is mine,
+        lambda name: told.append((name, len(done))),
+        lambda executor: told.append(("ends", len(done))),
+    )
+    for executor in (other, mine):
+        executor.collective_rpc("execute_model")
+        executor.collective_rpc(print)
+        executor.collective_rpc("reload_weights")
+        executor.collective_rpc(method="reload_weights")
+        executor.shutdown()
+    assert told == [
+        ("reload_weights", 7),
+        ("reload_weights", 8),
+        ("reload_weights", 8),
+        ("reload_weights", 9),
+        ("ends", 9),
+    ]
+    watch.close()
+    mine.collective_rpc("reload_weights")
+    assert len(told) == 5
+    with pytest.raises(WeightUpdatesUnsupportedError, match="collective_rpc"):
+        ExecutorWatch(SimpleNamespace, ["reload_weights"], bool, bool, bool)
