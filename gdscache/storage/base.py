@@ -64,7 +64,7 @@ class Transport(abc.ABC):
     merges: bool = True
     """Whether pages that lie side by side, in the file and in memory, may come as one call."""
     call_bytes: int = 0
-    """Of a call at most, where calls are to be few: neighbours go together then, and no page is cut, however large it is.
+    """Of a call at most, where calls are to be few: neighbours go together then, and no page is cut, however large.
     0: neighbours are shared out to the threads, and a page larger than 4 MiB is several calls."""
 
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
