@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.errors import IOFailedError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
@@ -22,14 +21,14 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
 
 class DictFiles(Transport):
-    """Slot -> the bytes of its extent. `broken`: slots that cannot be read."""
+    """Slot -> the bytes of its extent. `broken`: slots that cannot be read, and why."""
 
     merges = False  # a call is for one slot
 
     def __init__(self, extent_bytes: int, slots: int) -> None:
         super().__init__(threads=2)
         self.content: dict[int, bytearray] = {}
-        self.broken: set[int] = set()
+        self.broken: dict[int, Exception] = {}
         self.reads = 0
         self._extent_bytes = extent_bytes
         self._slots = slots
@@ -48,7 +47,7 @@ class DictFiles(Transport):
         slot, start = divmod(offset, self._extent_bytes)
         self.reads += 1
         if slot in self.broken:
-            raise IOFailedError("broken", "")
+            raise self.broken[slot]
         assert isinstance(memory, memoryview)
         memory[:] = self.content[slot][start : start + len(memory)]
         return len(memory)

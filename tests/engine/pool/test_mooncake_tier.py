@@ -249,6 +249,8 @@ def test_a_flipped_bit_is_a_miss_and_the_object_goes(
     assert report.tokens == 4
     assert report.pages["loaded"] == PAGES - 1
     assert len(other.load(tokens).pages) == 1
+    moved = state(other)["moved"]
+    assert (moved["got"], moved["spoiled"]) == (PAGES - 1, 1)  # though all came by one call
     until(lambda: victim not in pool.objects, "it goes, so that a good one finds its place")
     stored(other)
     assert victim in pool.objects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -9,8 +10,15 @@ import numpy as np
 import pytest
 
 from gdscache import CacheEngine, Config, PageStatus
-from gdscache.errors import ConfigError, TierAnswerError, TierUnavailableError
-from gdscache.testing.faults import Fault
+from gdscache.errors import (
+    ConfigError,
+    IOFailedError,
+    PageBytesError,
+    PageGoneError,
+    ShortIOError,
+    TierAnswerError,
+    TierUnavailableError,
+)
 from tests.support.dict_tier import DictTier
 from tests.support.helpers import MHA, Host, drop_from, layout_of, make_config, prompt, quiet, settle
 
@@ -115,20 +123,34 @@ def test_two_more_are_four_and_five(open_host: OpenHost) -> None:
     settle(host.engine)
 
 
-@pytest.mark.parametrize("fault", [Fault.EIO, Fault.FLIP])
-def test_what_it_spoils_is_found_and_goes_if_its_bytes_are_bad(host: Host, fault: Fault) -> None:
+FAILURES: list[
+    tuple[Exception | None, PageStatus, bool]
+] = [  # what the tier raises, the verdict, whether the page stays
+    (None, PageStatus.CHECKSUM, False),  # but its bytes are wrong
+    (PageBytesError("found out"), PageStatus.CHECKSUM, False),
+    (PageGoneError("nowhere"), PageStatus.GONE, False),
+    (ShortIOError("half of it"), PageStatus.SHORT_READ, True),
+    (IOFailedError("broken"), PageStatus.IO_ERROR, True),
+    (OSError(errno.ENOENT, "no such file"), PageStatus.IO_ERROR, True),
+    (ValueError("a bug"), PageStatus.IO_ERROR, True),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "stays"), FAILURES, ids=[type(error).__name__ for error, _, _ in FAILURES])
+def test_what_it_spoils_is_found_and_goes_if_its_bytes_are_bad(
+    host: Host, error: Exception | None, status: PageStatus, stays: bool
+) -> None:
     tokens = stored(host)
     only(host, "dict")
     tier = tier_of(host)
     slot = tier.index.slot(host.engine.pages(tokens)[1].key)
     assert slot is not None
-    if fault is Fault.EIO:
-        tier.io.broken.add(slot)
+    if error is not None:
+        tier.io.broken[slot] = error
     else:
         tier.io.content[slot][5] ^= 1
-    status = PageStatus.IO_ERROR if fault is Fault.EIO else PageStatus.CHECKSUM
     assert host.load(tokens).pages == (PageStatus.LOADED, status, PageStatus.LOADED, PageStatus.LOADED)
-    assert tier.index.slot(host.engine.pages(tokens)[1].key) == (slot if fault is Fault.EIO else None)
+    assert tier.index.slot(host.engine.pages(tokens)[1].key) == (slot if stays else None)
     settle(host.engine)
 
 
