@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import InvalidValueError, PlanesError, RankError
@@ -53,6 +54,7 @@ def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_hos
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 1, 2, 3]])
 def test_ranks_on_gpus(ranks_host: Open, shards: list[int]) -> None:
     host = ranks_host(shards, model=MLA if max(shards) == 0 else MHA, rank_device="cuda")
