@@ -438,7 +438,7 @@ def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host:
         submitted.set()
         return True
 
-    with PLAN.rule(Op.READ, Fault.HANG, chosen, times=1):
+    with PLAN.rule(Op.READ, Fault.HANG, chosen):  # all that the reserve has room for
         load, blocks, keys = host.begin(tokens)
         assert submitted.wait(WAIT)
         host.engine.manager.quarantine.off = True
