@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -191,6 +192,18 @@ class RanksHost:
                     assert good or status != "loaded", f"rank {rank.rank} has other bytes in page {n}"
                     assert status == "loaded" or report.pages[n] is not PageStatus.LOADED, "good where a rank's is not"
         return report, [[] if answer is None else answer[0] for answer in answers]
+
+    def load_all(self, tokens: Sequence[int]) -> bool:
+        """Whether all pages of a prompt come; again where a deadline passes on a machine that is busy."""
+        pages = len(tokens) // self.layout.page_tokens
+        for _ in range(20):
+            report, _ = self.load(tokens)
+            if report.pages == (PageStatus.LOADED,) * pages:
+                return True
+            if not set(report.pages) <= {PageStatus.LOADED, PageStatus.DEADLINE}:
+                return False
+            time.sleep(0.05)
+        return False
 
     def close(self) -> None:
         self.engine.close()

@@ -50,8 +50,9 @@ class Machine:
         tokens = prompt(number, PAGES)
         if self.well:
             report = self.host.store(tokens)
-            assert not report.dropped, report.dropped
-            self.committed.add(number)
+            assert {*report.dropped.values()} <= {"deadline"}, report.dropped  # which a busy machine may miss
+            if not report.dropped:
+                self.committed.add(number)
             return
         keys = [page.key for page in self.host.engine.pages(tokens)]
         with self.host.blocks(len(keys)) as blocks:
@@ -69,9 +70,10 @@ class Machine:
         number = self.rng.randrange(PROMPTS)
         tokens = prompt(number, PAGES)
         if self.well:
-            report, _ = self.host.load(tokens)
-            good = sum(status is PageStatus.LOADED for status in report.pages)
-            assert good == PAGES or number not in self.committed, f"pages of prompt {number} are lost: {report.pages}"
+            if number in self.committed:
+                assert self.host.load_all(tokens), f"pages of prompt {number} are lost"
+            else:
+                self.host.load(tokens)
             return
         hit = self.host.engine.lookup(tokens)
         keys = [page.key for page in hit.pages]
@@ -150,8 +152,7 @@ class Machine:
         settle(self.host.engine)
         drop_from(self.host.engine, "cpu")
         for number in sorted(self.committed):
-            report, _ = self.host.load(prompt(number, PAGES))
-            assert report.pages == (PageStatus.LOADED,) * PAGES, f"prompt {number}: {report.pages}"
+            assert self.host.load_all(prompt(number, PAGES)), f"pages of prompt {number} are lost"
         settle(self.host.engine)
         self.host.close()
 
