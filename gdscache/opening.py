@@ -347,13 +347,7 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
         )
     if config.ssd is not None and config.ssd.gds == "on":
         raise InvalidValueError("ssd.gds is on, and ranks read files into host memory", "set ssd.gds to auto or off")
-    ranks = RankSet.connect(addresses)
-    try:
-        ranks.hello(config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
-    except BaseException:
-        ranks.close()
-        raise
-    return ranks
+    return RankSet.connect(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
 
 
 def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
@@ -404,7 +398,7 @@ def _bounce(
     """The bounce reserve: on the device where pages go straight there, else in host memory."""
     if not files:
         return None
-    if isinstance(cpu, CpuTier) and isinstance(cpu.extents, HostExtents):
+    if cpu is not None and isinstance(cpu.extents, HostExtents):
         for tier in files:
             tier.register(cpu.extents.buffer.view)
     if direct:

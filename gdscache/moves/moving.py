@@ -111,7 +111,7 @@ class NativeMoving:
                     listener.judged(np.flatnonzero(statuses == code), _STATUSES[code])
             if self.into_planes:
                 listener.ready(range(self._carrier.moves.layers), None)
-        errors = {row: self._error(code) for row, code in failed}
+        errors = {row: write_error(self.move.ways[0].target, code) for row, code in failed}
         broken = f"a copy failed: {why}" if why else ""
         end = End(errors, late, DeviceError(broken, "see the system log") if broken else None)
         with self._lock:
@@ -120,14 +120,6 @@ class NativeMoving:
         if over:
             self._carrier.forget(self)
         return end
-
-    def _error(self, code: int) -> StorageError:
-        """Why the I/O of a page failed."""
-        files = self.move.ways[0].target
-        if code == SHORT:
-            return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
-        error = error_of(code)
-        return IOFailedError(f"a write to {files} failed: {error.strerror}", "see the system log", error.errno)
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         late = set() if self._end is None else set(self._end.late)
@@ -147,3 +139,11 @@ class NativeMoving:
             callback(row)
         if over:
             self._carrier.forget(self)
+
+
+def write_error(files: str, code: int, why: str = "") -> StorageError:
+    """Why a page was not written to a tier's files: `code` is an errno or the library's, `why` is known better."""
+    if code == SHORT:
+        return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
+    error = error_of(code)
+    return IOFailedError(f"a write to {files} failed: {why or error.strerror}", "see the system log", error.errno)

@@ -1,7 +1,7 @@
 """An executor whose moves are carried out by the ranks of an engine, each with its part of the bytes.
 
 A move among the cache's own spaces goes to the ranks at once. One into the planes goes by the caller, in the order of
-its own steps: `RanksMoving.order` has what each rank begins (`Rank.load`). Verdicts of all ranks are put together: a
+its own steps: `LayerwiseLoad.order` has what each rank begins (`Rank.load`). Verdicts of all ranks are put together: a
 page is good when it is on all of them.
 """
 
@@ -21,14 +21,16 @@ import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
-from gdscache.errors import InvalidValueError, IOFailedError, RankLostError, ShortIOError, StorageError
+from gdscache.errors import InvalidValueError, RankLostError
+from gdscache.load.plan import CODES, STATUSES
 from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.native import SHORT, error_of, put_rows, take_rows
+from gdscache.moves.moving import write_error
+from gdscache.native import put_rows, take_rows
 from gdscache.ranks import wire
 from gdscache.ranks.address import StoreMark
 from gdscache.ranks.leader import GRACE_S, Link, RankSet, patience
-from gdscache.ranks.loads import CODES, LOADED, STATUSES
+from gdscache.ranks.loads import LOADED
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
 
@@ -144,12 +146,11 @@ class RanksMoving:
             part = self._waiting.pop(link.rank, None)
             if part is None:
                 return
-            before = self._touched()
             rows = part.numbers(len(self))
             if self._end is None:
                 self._join(part, rows, fields, arrays)
-            self._late[link.rank] = {int(rows[row]) for row in fields["late"]}
-            freed, over = before - self._touched(), not self._waiting
+            freed = self._touches(link, {int(rows[row]) for row in fields["late"]})
+            over = not self._waiting
         self._tell(freed)
         if over:
             self._over.set()
@@ -157,18 +158,15 @@ class RanksMoving:
     def row_ended(self, link: Link, row: int) -> None:
         """Nothing of a rank's touches a late row any more."""
         with self._lock:
-            before = self._touched()
-            self._late.get(link.rank, set()).discard(int(self._parts[link.rank].numbers(len(self))[row]))
-            freed = before - self._touched()
+            ended = int(self._parts[link.rank].numbers(len(self))[row])
+            freed = self._touches(link, self._late.get(link.rank, set()) - {ended})
         self._tell(freed)
 
     def lost(self, link: Link) -> None:
         """A rank's process has ended, and touches nothing any more."""
         self.answered(link, {"why": f"rank {link.rank} {link.lost}", "failed": (), "late": ()}, ())
         with self._lock:
-            before = self._touched()
-            self._late.pop(link.rank, None)
-            freed = before - self._touched()
+            freed = self._touches(link, set())
         self._tell(freed)
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -176,6 +174,11 @@ class RanksMoving:
     def _touched(self) -> set[int]:
         """Rows that a rank may still touch. The lock is held."""
         return set[int]().union(*self._late.values())
+
+    def _touches(self, link: Link, rows: set[int]) -> set[int]:
+        """A rank may touch these rows and no others from now on: those that no rank does any more. The lock is held."""
+        before, self._late[link.rank] = self._touched(), rows
+        return before - self._touched()
 
     def _join(
         self, part: _Part, rows: Int64Array, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]
@@ -234,16 +237,8 @@ class RanksMoving:
             error = RankLostError(f"a store broke off: {self._why or 'a rank is late'}", "see the log of its process")
         if over:
             self._executor.forget(self)
-        return End({row: self._error(code) for row, code in failed.items()}, late, error)
-
-    def _error(self, code: int) -> StorageError:
         files = self.move.ways[0].target
-        if code == SHORT:
-            return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
-        error = error_of(code)
-        return IOFailedError(
-            f"a write to {files} failed: {self._why or error.strerror}", "see the system log", error.errno
-        )
+        return End({row: write_error(files, code, self._why) for row, code in failed.items()}, late, error)
 
 
 class RanksExecutor(ThreadDriver):
@@ -351,13 +346,10 @@ class RanksExecutor(ThreadDriver):
 
     def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
         """What a rank has taken of the pages that it has copied out of its planes."""
-        layers, at = self.layers, 0
-        position = {int(row): n for n, row in enumerate(rows)}
+        at, columns = 0, wire.columns(shard, self.layers)
         for way in ways:
-            mine = [n for n in range(len(way)) if at + n in position]
-            if mine:
-                part = sums[[position[at + n] for n in mine]]
-                self._memories[way.target].checksums[way.targets[mine], shard * layers : (shard + 1) * layers] = part
+            here = np.flatnonzero((rows >= at) & (rows < at + len(way)))
+            self._memories[way.target].checksums[way.targets[rows[here] - at], columns] = sums[here]
             at += len(way)
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
@@ -395,7 +387,7 @@ class RanksExecutor(ThreadDriver):
         return found
 
     def _send(self, moving: RanksMoving, part: _Part, marks: Sequence[int]) -> None:
-        fields, arrays = wire.described(_part(moving.move, part.rows, part.link.shard, self.layers))
+        fields, arrays = wire.described(_share_of(moving.move, part.rows, part.link.shard, self.layers))
         told = {"do": "move", "id": moving.number, "after": [*marks], "move": fields}
         if not part.link.channel.send(wire.pack(told, arrays)):
             self.ranks.lose(part.link, "it does not read what it is told")
@@ -441,9 +433,9 @@ class RanksExecutor(ThreadDriver):
         self.ranks.close()
 
 
-def _part(move: Move, rows: Int64Array | None, shard: int, layers: int) -> Move:
+def _share_of(move: Move, rows: Int64Array | None, shard: int, layers: int) -> Move:
     """The rows of a move that are one rank's, with the sums of its shard."""
-    ways, at, columns = [], 0, slice(shard * layers, (shard + 1) * layers)
+    ways, at, columns = [], 0, wire.columns(shard, layers)
     for way in move.ways:
         sums = None if way.sums is None else way.sums[:, columns]
         if rows is None:

@@ -61,9 +61,12 @@ class RankSet:
         self._closed = False
 
     @classmethod
-    def connect(cls, addresses: Sequence[RankAddress]) -> RankSet:
-        """Connect to all of them. Raises `RankError` where one cannot be reached, or they are no set: ranks 0 to n - 1,
-        shards from 0 on, each of as many ranks."""
+    def connect(cls, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> RankSet:
+        """Connect to all of them, whose planes are to be those of `model`; `gpu`: the section of the configuration.
+
+        Raises `RankError` where one cannot be reached, or they are no set: ranks 0 to n - 1, shards from 0 on, each of
+        as many ranks; `RankMismatchError`, and what a rank raises.
+        """
         _check(addresses)
         ranks = cls()
         ranks.shards = 1 + max(address.shard for address in addresses)
@@ -76,11 +79,12 @@ class RankSet:
                 link.channel = Channel(_connected(address), name, heard, functools.partial(ranks.lose, link))
                 ranks.links.append(link)
                 link.channel.begin()
+            ranks._greet(model, gpu)
             undo.pop_all()
         return ranks
 
-    def hello(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
-        """Have each rank compare its planes with the model. Raises what it does, and `RankMismatchError`."""
+    def _greet(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
+        """Have each rank compare its planes with the model."""
         told = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "leader": self.leader}
         for link, answer in self.call("hello", told | {"model": model, "gpu": gpu}, seconds=CONNECT_S):
             link.facts = answer.fields

@@ -11,12 +11,11 @@ import numpy.typing as npt
 from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event
 from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.plan import CODES, STATUSES
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 
-STATUSES = tuple(PageStatus)
-CODES = {status: code for code, status in enumerate(STATUSES)}
 PENDING, LOADED = CODES[PageStatus.PENDING], CODES[PageStatus.LOADED]
 
 

@@ -18,12 +18,13 @@ import torch
 from gdscache.cuda.streams import record
 from gdscache.errors import EngineClosedError, RankError
 from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.plan import CODES
 from gdscache.load.report import LoadPart
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 from gdscache.ranks import wire
 from gdscache.ranks.address import RankAddress
-from gdscache.ranks.loads import CODES, RankLoad
+from gdscache.ranks.loads import RankLoad
 from gdscache.ranks.service import Service
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 

@@ -26,6 +26,7 @@ from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import GdsCacheError, LockLostError, RankMismatchError, ShortIOError, StorageError
 from gdscache.extents.host import HostExtents
+from gdscache.load.plan import CODES
 from gdscache.movers import open_mover
 from gdscache.movers.base import Mover
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority
@@ -37,7 +38,7 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
-from gdscache.ranks.loads import CODES, PENDING, RankLoad
+from gdscache.ranks.loads import PENDING, RankLoad
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 from gdscache.storage import open_transport
@@ -180,13 +181,10 @@ class Service:
         self._planes = planes = PagedPlanes(self.layout, self._given)
         self._slots[PLANES] = planes.blocks
         self.leader = fields["leader"]
-        device = planes.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return {
             "blocks": planes.blocks,
             "block_tokens": planes.block_tokens,
-            "device": str(device),
-            "device_name": name,
+            "device": str(planes.device),
             "pid": os.getpid(),
         }
 
@@ -252,7 +250,7 @@ class Service:
             self._files.register(bounce.buffer.view)
         files = {} if self._files is None else {"ssd": self._files}
         self._executor = NativeExecutor(Machine(self._mover, self._memories, files, self._slots, reserve))
-        return {"copies": _plain(self._mover.describe())}
+        return {}
 
     def _flush(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         if self._files is not None:
@@ -271,8 +269,8 @@ class Service:
 
     def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         """Those of the slots of a memory whose bytes are not what was stored, with the first bad layer of each."""
-        extents, n = self._memories[fields["space"]], self.layout.n_layers
-        sums = given.arrays[0][:, self._shard * n : (self._shard + 1) * n]
+        extents = self._memories[fields["space"]]
+        sums = given.arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
         found = [
             (slot, first_bad_layer(extents.memory(slot), self.layout.layer_bounds, wanted))
             for slot, wanted in zip(fields["slots"], sums, strict=True)
@@ -314,7 +312,7 @@ class Service:
         if refused:
             load.moved(rows, np.full(len(rows), CODES[PageStatus.CANCELLED], np.uint8))
             return
-        columns = slice(self._shard * self.layout.n_layers, (self._shard + 1) * self.layout.n_layers)
+        columns = wire.columns(self._shard, self.layout.n_layers)
         for way in move.ways:
             way.sums = None if way.sums is None else np.ascontiguousarray(way.sums[:, columns])
         self._begin(number, move, after, load, rows, last=last)

@@ -108,6 +108,11 @@ def move_of(fields: dict[str, Any], arrays: list[Array]) -> Move:
         raise RankProtocolError(f"a move is damaged: {error!r}", "see who else connects") from error
 
 
+def columns(shard: int, layers: int) -> slice:
+    """Which of a page's checksums are a shard's: those of its layers, shard after shard."""
+    return slice(shard * layers, (shard + 1) * layers)
+
+
 def _int64(array: Array) -> Int64Array:
     """A copy that is aligned and ours, as the library wants it."""
     if array.dtype != np.int64:
