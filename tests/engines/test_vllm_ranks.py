@@ -14,12 +14,12 @@ from tests.engines import vllm_parts as parts
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="one GPU alone"),
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < parts.TP, reason="too few GPUs"),
     pytest.mark.skipif(parts.KIND == "mla", reason="another model than these tests are about"),
 ]
 
-TWO: dict[str, Any] = {
-    "llm": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+RANKS: dict[str, Any] = {
+    "llm": {"tensor_parallel_size": parts.TP, "distributed_executor_backend": "mp"},
     "environment": {"OMP_NUM_THREADS": "1"},
     "limit": 400.0,
 }
@@ -45,7 +45,7 @@ def filled(folder: Path, model: Path, plain: list[dict[str, Any]]) -> list[dict[
     """A directory with the pages of all prompts, and hits from the CPU tier. What `LAST` answers, which is asked for
     last: what it has computed is stored as vLLM ends."""
     steps = [ASK, DRAIN, RESET, ASK, RESET, TOGETHER, DRAIN, METRICS, TELL, ASK_LAST]
-    found = parts.run(folder, model, steps, parts.cache(folder / "ssd"), **TWO).answers[1:]
+    found = parts.run(folder, model, steps, parts.cache(folder / "ssd"), **RANKS).answers[1:]
     assert parts.cached(found[0]) == [0, 992, 0, 0]
     assert parts.cached(found[3]) == parts.cached(found[5]) == WHOLE
     for answers in (found[0], found[3], found[5]):
@@ -71,21 +71,37 @@ def test_a_head_on_each_rank(model: Path, plain: list[dict[str, Any]], tmp_path:
     still for a time."""
     filled(tmp_path, model, plain)
     directory = tmp_path / "ssd"
-    assert sorted(path.name for path in directory.glob("slab*")) == ["slab-0.0.1.bin", "slab-0.bin"]
+    slabs = sorted(path.name for path in directory.glob("slab*"))
+    assert slabs == [*(f"slab-0.0.{shard}.bin" for shard in range(1, parts.TP)), "slab-0.bin"]
     _flip(directory / "slab-0.0.1.bin", 640 << 10)  # ten pages
     connector = parts.cache(directory, cpu={"capacity": "1MiB"})
     connector["config"]["deadline"] = 3
     steps = [ASK, DRAIN, METRICS, ("hang", {"rank": 1, "seconds": 12.0}), RESET, ASK, DRAIN, ("ranks", {}), TELL]
-    found = parts.run(tmp_path, model, [*steps, RESET, ASK, DRAIN, TELL], connector, **TWO).answers[1:]
+    found = parts.run(tmp_path, model, [*steps, RESET, ASK, DRAIN, TELL], connector, **RANKS).answers[1:]
     for place in (0, 5, 10):
         parts.same(found[place], plain)
     assert found[2]["vllm:gdscache_bad_pages"] > 0
     assert found[2]["vllm:gdscache_loaded_pages"] > 0
     assert max(answer["seconds"] for answer in found[5]) < 40
-    assert found[7] == ["running"] * 2
+    assert found[7] == ["running"] * parts.TP
     assert sum(parts.cached(found[10])) > sum(WHOLE) // 2
     at_rest(found[8])
     at_rest(found[12])
+
+
+def test_the_bytes_on_every_rank(model: Path, tmp_path: Path) -> None:
+    """They are those of a run without a cache."""
+    prompts = [{**prompt, "most": 1} for prompt in parts.PROMPTS[:3]]  # every block of the fourth is not loaded
+    ask, look = ("ask", {"prompts": prompts}), ("bytes", {})
+    given = {**RANKS, "environment": {**RANKS["environment"], "PYTHONHASHSEED": "0"}}  # for equal hashes of blocks
+    plain = parts.run(tmp_path, model, [ask, look], **given).answers[2]
+    steps = [ask, DRAIN, RESET, ask, look]
+    found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), **given).answers[1:]
+    assert parts.cached(found[3]) == WHOLE[:3]
+    assert len(plain) == sum(WHOLE[:3]) // 32 - 31  # the second prompt has so many of the first one's
+    assert found[4] == plain
+    assert {len(of) for of in plain.values()} == {parts.TP}
+    assert all(a != b for a, b, *_ in plain.values())
 
 
 def test_one_head_on_both_ranks(tmp_path: Path) -> None:
@@ -95,7 +111,7 @@ def test_one_head_on_both_ranks(tmp_path: Path) -> None:
     last = filled(tmp_path, model, plain)
     assert [path.name for path in (tmp_path / "ssd").glob("slab*")] == ["slab-0.bin"]
     steps = [ASK_LAST, ASK, METRICS, DRAIN, TELL, ("kill", {"rank": 1}), ASK_LAST]
-    ended = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), fails=True, **TWO)
+    ended = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), fails=True, **RANKS)
     assert ended.status != 0
     found = ended.answers[1:]
     assert len(found) == 6, ended.log[-4000:]

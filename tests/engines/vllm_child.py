@@ -33,11 +33,11 @@ LLM = {
 }
 
 
-def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
+def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -> None:
     """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
     experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys, or
     (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens, or (`one`) a Llama with one head of
-    keys for two of queries.
+    keys for all of queries.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
@@ -50,8 +50,8 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096,
         "bos_token_id": 1,
@@ -79,7 +79,7 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha") -> None:
         for layer in model.model.layers:
             attention = layer.self_attn
             if kind == "mla":  # rows of a head: its keys, then its values
-                attention.kv_b_proj.weight.view(2, 128 + 128, 512)[:, 128:] *= 4
+                attention.kv_b_proj.weight.view(heads, 128 + 128, 512)[:, 128:] *= 4
             else:
                 attention.v_proj.weight *= 4
             attention.o_proj.weight *= 4
@@ -146,6 +146,23 @@ def _machine() -> dict[str, Any]:
     return on_gpu if torch.cuda.is_available() else {}
 
 
+class Digests:
+    """What a worker of vLLM's can do besides: see its `worker_extension_cls`."""
+
+    def digests(self, blocks: list[int], total: int) -> list[str]:
+        """Of the bytes of each block on this rank, of all layers. `total`: blocks of a plane."""
+        import hashlib
+
+        import torch
+
+        found = [hashlib.blake2b(digest_size=16) for _ in blocks]
+        for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+            for block, digest in zip(blocks, found, strict=True):
+                part = cache.select(cache.shape.index(total), block).contiguous()
+                digest.update(part.view(torch.uint8).cpu().numpy().tobytes())
+        return [digest.hexdigest() for digest in found]
+
+
 class Run:
     """An engine of vLLM's, and the steps."""
 
@@ -156,6 +173,7 @@ class Run:
         settings = {
             **LLM,
             **_machine(),
+            "worker_extension_cls": "tests.engines.vllm_child.Digests",
             **json.loads(os.environ.get("GDSCACHE_VLLM_LLM", "{}")),
             **orders.get("llm", {}),
         }
@@ -267,6 +285,14 @@ class Run:
                 found[" ".join([metric.name, *map(str, labels.values())])] = getattr(metric, "value", None)
         return found
 
+    def bytes(self) -> dict[str, list[str]]:
+        """Digests of all blocks that vLLM's prefix cache has, by rank, under the block's hash."""
+        scheduler = self._core.scheduler
+        cached = scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+        blocks = {name.hex(): block.block_id for name, block in cached.items()}
+        given = ([*blocks.values()], scheduler.kv_cache_config.num_blocks)
+        return dict(zip(blocks, zip(*self.engine.collective_rpc("digests", args=given), strict=True), strict=True))
+
     def ranks(self) -> list[str]:
         """How our engine's ranks are."""
         return [rank["state"] for rank in self.cache.stats()["ranks"]]
@@ -309,7 +335,7 @@ def main() -> None:
         Path(sys.argv[2]).write_text(json.dumps(answers))
 
     if "make" in orders:
-        make_model(Path(orders["make"]), orders.get("seed", 0), orders.get("kind", "mha"))
+        make_model(Path(orders["make"]), **orders["model"])
         return
     start = time.monotonic()
     run = Run(orders)

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("vllm_child.py")
 PYTHON = Path(os.environ.get("GDSCACHE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 KIND = os.environ.get("GDSCACHE_VLLM_KIND", "mha")  # of the model: mha, or mla
+TP = int(os.environ.get("GDSCACHE_VLLM_TP", "2"))  # processes of tests with several
 LIMIT_S = 240.0  # of one run; a machine of two cores opens vLLM in 15 to 30 seconds
 DRIFT = 0.15  # of log-probabilities: what bfloat16 rounds away is about 0.03, one wrong block makes 0.5
 MISSING = f"no vLLM at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_VLLM_PYTHON"
@@ -127,7 +128,8 @@ def made(folder: Path, kind: str, seed: int = 0) -> Path:
     if not PYTHON.exists():
         pytest.skip(MISSING)
     orders = folder / "make.json"
-    orders.write_text(json.dumps({"make": str(folder / "tiny"), "kind": kind, "seed": seed}))
+    model = {"kind": kind, "seed": seed, "heads": max(2, TP)}
+    orders.write_text(json.dumps({"make": str(folder / "tiny"), "model": model}))
     environment = {**os.environ, "PYTHONPATH": path()}
     subprocess.run([str(PYTHON), str(CHILD), str(orders), "-"], check=True, timeout=LIMIT_S, env=environment)
     return folder / "tiny"

@@ -27,7 +27,6 @@ import parts
 from gdscache.commands.bench import machine
 
 HERE = Path(__file__).parent
-TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # of Llama-3-8B, in bfloat16
 OPEN_S, MEASURE_S = 400.0, 300.0
 # Of each stage: the way, whether it begins after a restart, where its files are, and whether it serves traffic, too.
 # That pushes the pages of first tokens out of our files, so it comes behind their restart.
@@ -92,8 +91,9 @@ class Bench:
 
     def order(self, way: str, restarted: bool, where: str, traffic: bool) -> dict[str, Any]:
         given = self.given
-        gib = 1 << 30
         small = given.shape == "tiny"
+        token_bytes = parts.token_bytes(given.shape)
+        prompt = 1 << 30 if small else given.tokens * token_bytes
         return {
             "way": way,
             "restarted": restarted,
@@ -111,13 +111,19 @@ class Bench:
             "gpu": not small,
             "block": given.block,
             "graphs": given.graphs,
-            "kv_cache": 9 * gib,
-            "token_bytes": TOKEN_BYTES,
-            "cpu": (1 if small else 18) * gib,
-            "ssd": f"{1 if small else 22}GiB",
+            "tp": given.tp,
+            "kv_cache": 9 * prompt // 4 // given.tp,  # of each GPU
+            "token_bytes": token_bytes,
+            "cpu": 1 << 30 if small else 9 * prompt // 2,
+            "ssd": 1 << 30 if small else 11 * prompt // 2,
             "host_buffer": "64MiB" if small else "512MiB",
             "threads": given.threads if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
         }
+
+    def gpus(self, number: int) -> str:
+        """Those of the engine of that number, of those that are open side by side."""
+        first = number % (self.given.gpus // self.given.tp) * self.given.tp
+        return ",".join(str(gpu) for gpu in range(first, first + self.given.tp))
 
     def stage(self, ways: list[tuple[str, bool, str, bool]]) -> None:
         """Open all, and have one after the other measure."""
@@ -135,7 +141,7 @@ class Bench:
             order_file, answers, log = (name.with_suffix(suffix) for suffix in (".order", ".json", ".log"))
             order_file.write_text(json.dumps(order))
             command = [sys.executable, str(HERE / f"{self.given.engine}_run.py"), str(order_file), str(answers)]
-            one = {"CUDA_VISIBLE_DEVICES": str(len(runs) % self.given.gpus)} if self.given.gpus > 1 else {}
+            one = {"CUDA_VISIBLE_DEVICES": self.gpus(len(runs))} if self.given.gpus > 1 else {}
             with log.open("w") as out:
                 child = subprocess.Popen(
                     command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | one
@@ -175,6 +181,7 @@ class Bench:
             "repeat": given.repeat,
             "threads": given.threads,
             "shape": given.shape,
+            "tp": given.tp,
             "block": given.block,
             "graphs": given.graphs,
         }
@@ -311,6 +318,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(parts.SHAPES), default="llama-3-8b", help="tiny: without a GPU")
     parser.add_argument("--at-once", type=int, default=4, help="engines that are open side by side")
     parser.add_argument("--gpus", type=int, default=1, help="that they are spread over; one at a time measures")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of an engine, over which its heads are divided")
     cores = min(28, os.cpu_count() or 1)
     parser.add_argument("--threads", type=int, default=cores, help="of gdscache's, for files on the RAM disk")
     parser.add_argument("--turns", type=int, default=3, help="loads of traffic of each kind; 0: first tokens only")
@@ -329,6 +337,10 @@ def main() -> None:
         return plot([json.loads(given.drawn.read_text()), *also], given.plot)
     if given.engine is None:
         parser.error("which engine?")
+    if given.tp > given.gpus and given.shape != "tiny":
+        parser.error(f"--tp {given.tp} needs --gpus {given.tp} at least")
+    if given.tp > 1 and given.engine == "sglang":
+        parser.error("--tp is for vllm alone")
     if given.engine == "sglang" and given.repeat < 3:
         parser.error("--repeat 3 at least: SGLang's GPU cache holds two of the prompts")
     if given.where == "disk" and given.disk is None:
@@ -345,7 +357,7 @@ def main() -> None:
     places = {given.where} if given.where else {"ram", "disk"} if given.disk is not None else {"ram"}
     try:
         for stage in STAGES[given.engine][: given.stages]:
-            ways = [way for way in stage if (way[0] in chosen and way[2] in places) or way[0] == "none"]
+            ways = [way for way in stage if way[0] in chosen and way[2] in places]
             for first in range(0, len(ways), given.at_once):
                 bench.stage(ways[first : first + given.at_once])
     finally:

@@ -25,6 +25,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "max_position_embeddings": 131072,
     },
+    "llama-3-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -53,6 +62,13 @@ GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, CLIENTS]  # requests of a step that decode
 CALLS = "GDSCACHE_SERVING_CALLS"  # the file that `Calls` reads
 SETTLE_S = 4.0  # until what is stored in the background is there
 DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that have the first half of their prompt in common
+
+
+def token_bytes(shape: str) -> int:
+    """Bytes of a token's keys and values, of all layers and heads."""
+    of = OF_ALL | SHAPES[shape]
+    heads: int = of["num_hidden_layers"] * of["num_key_value_heads"]
+    return 2 * heads * of["head_dim"] * 2
 
 
 def write_model(folder: Path, shape: str) -> None:

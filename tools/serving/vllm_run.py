@@ -66,31 +66,32 @@ def transfer(order: dict[str, Any]) -> Any:
 
 # vLLM's default, one graph for a step that only decodes; without a compiler, which would take a minute an engine.
 GRAPHS = {"backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": parts.GRAPHS}
+ENDS = ("build_connector_meta", "clear_connector_metadata")  # the last call of a step, of either side
 EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
 
 
 class Steps:
-    """Seconds that the connector's calls take of each step, of its scheduler's side and of its worker's.
+    """Seconds that the connector's calls of one side take of each step.
 
     A step has two calls a layer that do nothing where nothing is loaded, so the clocks would be most of the figure.
     What they take is left out, by what they mostly take around `EMPTY`. A call within another counts once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         from gdscache.integrations.vllm.connector import GdsCacheConnector
 
         self._inside = False
         self._clear()
-        for side, names in (("scheduler", SCHEDULER), ("worker", WORKER)):
-            for name in names:
-                setattr(GdsCacheConnector, name, self._timed(side, name, getattr(GdsCacheConnector, name)))
+        for name in names:
+            setattr(GdsCacheConnector, name, self._timed(name, getattr(GdsCacheConnector, name)))
 
     def _clear(self) -> None:
-        self.sides: dict[str, list[list[float]]] = {"scheduler": [[0.0, 0]], "worker": [[0.0, 0]]}  # seconds, and calls
-        self.calls: Counter[str] = Counter()  # seconds by the name of the call
+        self._seconds, self._calls, self._computes = 0.0, 0, False  # of this step
+        self._steps: list[tuple[float, int]] = []  # seconds and calls of those that computed something
+        self.by_name: Counter[str] = Counter()  # seconds by the name of the call
         self.empty: list[float] = []  # seconds of calls of `EMPTY`
 
-    def _timed(self, side: str, name: str, method: Any) -> Any:
+    def _timed(self, name: str, method: Any) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
             if self._inside:
                 return method(*arguments, **more)
@@ -101,30 +102,44 @@ class Steps:
             finally:
                 spent = time.perf_counter() - start
                 self._inside = False
-                step = self.sides[side][-1]
-                step[0] += spent
-                step[1] += 1
-                self.calls[name] += spent  # type: ignore[assignment]
+                self._seconds += spent
+                self._calls += 1
+                self.by_name[name] += spent  # type: ignore[assignment]
                 if name == EMPTY:
                     self.empty.append(spent)
-                if name == "build_connector_meta":  # the end of the scheduler's part of a step
-                    computes = arguments[1].total_num_scheduled_tokens > 0
-                    for found in self.sides.values():
-                        found[-1:] = [found[-1], [0.0, 0]] if computes else [[0.0, 0]]  # else it waits for pages
+                # A step that computes nothing waits for pages, and ends without `wait_for_save`.
+                scheduled = name == "build_connector_meta" and arguments[1].total_num_scheduled_tokens > 0
+                self._computes |= scheduled or name == "wait_for_save"
+                if name in ENDS:
+                    self._end_step()
 
         return call
 
-    def told(self) -> dict[str, float]:
+    def _end_step(self) -> None:
+        if self._computes:
+            self._steps.append((self._seconds, self._calls))
+        self._seconds, self._calls, self._computes = 0.0, 0, False
+
+    def told(self, side: str) -> dict[str, float]:
         """Of steps that computed something since the last call, in microseconds; means of calls are over all steps."""
-        steps, clock = len(self.sides["worker"]), statistics.median(self.empty or [0.0])
-        found = {"steps": float(steps), "clock": clock * 1e6}
-        for side, of in self.sides.items():
-            seconds = [max(0.0, spent - clock * calls) for spent, calls in of]
-            found |= {side: statistics.median(seconds) * 1e6, f"{side} mean": statistics.fmean(seconds) * 1e6}
-            found[f"{side} with clocks"] = statistics.median(spent for spent, _ in of) * 1e6
-        found |= {name: seconds * 1e6 / steps for name, seconds in self.calls.items()}
+        steps, clock = self._steps or [(0.0, 0)], statistics.median(self.empty or [0.0])
+        seconds = [max(0.0, spent - clock * calls) for spent, calls in steps]
+        found = {f"{side} steps": float(len(steps)), f"{side} clock": clock * 1e6}
+        found |= {side: statistics.median(seconds) * 1e6, f"{side} mean": statistics.fmean(seconds) * 1e6}
+        found[f"{side} with clocks"] = statistics.median(spent for spent, _ in steps) * 1e6
+        found |= {name: spent * 1e6 / len(steps) for name, spent in self.by_name.items()}
         self._clear()
         return found
+
+
+class TimedWorker:
+    """What a worker of vLLM's can do besides: see `worker_extension_cls`."""
+
+    def time_steps(self) -> None:
+        self._steps = Steps(WORKER)
+
+    def told_steps(self) -> dict[str, float]:
+        return self._steps.told("worker")
 
 
 def thread_seconds() -> dict[str, float]:
@@ -144,13 +159,17 @@ def main() -> None:
     answers = parts.Answers()
     order = answers.order
     way = order["way"]
-    steps = Steps() if way == "gdscache" else None
+    steps = Steps(SCHEDULER) if way == "gdscache" else None
     given: dict[str, Any] = {} if way == "none" else {"kv_transfer_config": transfer(order)}
     if order["gpu"]:
         given |= {"kv_cache_memory_bytes": order["kv_cache"], "gpu_memory_utilization": 0.1}
         given["attention_config"] = {"backend": order["attention"]}
     else:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all memory that is free
+    if order["tp"] > 1:
+        given |= {"tensor_parallel_size": order["tp"], "distributed_executor_backend": "mp"}
+    if steps is not None:
+        given["worker_extension_cls"] = "vllm_run.TimedWorker"
     started = time.monotonic()
     llm = LLM(
         order["model"],
@@ -166,6 +185,13 @@ def main() -> None:
         **given,
     )
     answers.say(opened_s=time.monotonic() - started)
+    if steps is not None:
+        llm.collective_rpc("time_steps")
+
+    def told(steps: Steps) -> dict[str, float]:
+        """Both sides; of the workers the slowest."""
+        workers = llm.collective_rpc("told_steps")
+        return steps.told("scheduler") | max(workers, key=lambda of: float(of["worker"]))
 
     def sampling(tokens: int) -> Any:
         return SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -180,12 +206,12 @@ def main() -> None:
         parts.warm_up(generate, order)
         for name, prompts in parts.traffic(order):
             if steps is not None:
-                steps.told()
+                told(steps)
             before = thread_seconds()
             parts.rate(generate, name, prompts, answers)
             spent = {thread: s - before.get(thread, 0.0) for thread, s in thread_seconds().items()}
             if steps is not None:
-                answers.add(f"{name}_step_us", steps.told())
+                answers.add(f"{name}_step_us", told(steps))
                 answers.add(f"{name}_thread_s", {thread: s for thread, s in spent.items() if s > 0.05})
             time.sleep(2)
     llm.llm_engine.engine_core.shutdown()

@@ -193,6 +193,31 @@ def pool(
     BENCH.command(settings, Path(), json_file, plot)
 
 
+@bench_app.command("links")
+def links(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes with planes. Default: the number of GPUs, and 1 without.")
+    ] = None,
+    total: Annotated[str | None, typer.Option(help="Bytes that a load brings to each rank. Default: 1GiB.")] = None,
+    repeat: Repeat = None,
+    json_file: Json = None,
+    plot: Plot = None,
+    quick: Quick = False,
+) -> None:
+    """Measure loads over the links of several GPUs at once against page-locked copies beside each other.
+
+    Each GPU gets a rank in a process of its own, and this process leads. The heads of a model are divided over the
+    ranks; latents are kept once for all of them. The bench takes four times --total of memory on each GPU, and for
+    each rank twice --total of page-locked memory.
+    """
+    from gdscache.commands.bench.links import BENCH, Settings
+
+    given = {"ranks": ranks, "total": _size("--total", total), "repeat": repeat}
+    settings = _replaced(Settings.of(_profile(quick=quick)), given)
+    settings.check()
+    BENCH.command(settings, Path(), json_file, plot)
+
+
 def _profile(*, full: bool = False, quick: bool) -> str:
     if full and quick:
         raise InvalidValueError("--full and --quick were both given", "choose one")

@@ -1,0 +1,222 @@
+"""Loads over the links of several GPUs at once, against page-locked copies beside each other.
+
+Behind `gdscache bench links`. Each GPU has a rank in a process of its own, as tensor parallelism has them; this process
+leads. A round loads the same pages from the CPU tier on all ranks, and then, or before, has each rank copy as many
+bytes from page-locked memory. Both are timed by the ranks: from the first one's call to the last one's end. What the
+leader's lookup and load and the way of the orders take besides is a row of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gdscache import CacheEngine, PageStatus, Rank
+from gdscache.commands.bench import kit
+from gdscache.commands.bench.geometry import HEAD_DIM, KV_HEADS, LAYERS
+from gdscache.commands.bench.measure import Series, rate, turns
+from gdscache.commands.bench.rows import Line, bars, compared, lines_table
+from gdscache.commands.console import Table
+from gdscache.errors import InvalidValueError, IOFailedError
+
+PAGE_TOKENS, LATENT = 64, 576
+LEAST = 0.9
+LIMIT_S = 120.0  # for a rank's answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(kit.Settings):
+    """`total`: bytes that a load brings to each rank."""
+
+    ranks: int = 1
+    total: int = 1 << 30
+    repeat: int = 15
+
+    @classmethod
+    def of(cls, profile: str) -> Settings:
+        ranks = max(1, torch.cuda.device_count())
+        return cls(profile, ranks, 32 << 20, 2) if profile == "quick" else cls(profile, ranks)
+
+    def check(self) -> None:
+        """Raise `InvalidValueError` where ranks would share a link."""
+        if 0 < (gpus := torch.cuda.device_count()) < self.ranks:
+            raise InvalidValueError(f"--ranks {self.ranks} on {gpus} GPUs", f"name {gpus} ranks at most")
+
+
+class Answer(NamedTuple):
+    """What a rank did, and when it began and ended, in seconds of a clock that all processes have in common."""
+
+    good: bool
+    start: float
+    end: float
+
+
+def models(ranks: int) -> dict[str, dict[str, Any]]:
+    """A rank's part of the heads of Llama-3-8B, and the latents of DeepSeek-V3, of which every rank has all."""
+    both: dict[str, Any] = {"name": "bench", "layers": LAYERS, "page_tokens": PAGE_TOKENS, "dtype": "bfloat16"}
+    latent = {"name": "latent", "shape": [LATENT], "dtype": "bfloat16"}
+    heads = {"kv_heads": max(1, KV_HEADS // ranks), "head_dim": HEAD_DIM}
+    return {"heads": both | heads, "latents": {k: both[k] for k in both if k != "dtype"} | {"planes": [latent]}}
+
+
+def page_bytes(model: dict[str, Any]) -> int:
+    """Of one rank."""
+    row = LATENT if "planes" in model else 2 * int(model["kv_heads"]) * HEAD_DIM
+    return PAGE_TOKENS * LAYERS * row * 2
+
+
+def serve(line: Connection, number: int, shard: int, model: dict[str, Any], pages: int) -> None:
+    """A rank: its first `pages` blocks have random bytes, which are stored; loads go to as many behind them."""
+    device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.manual_seed(shard)
+    shapes = [(LATENT,)] if "planes" in model else [(int(model["kv_heads"]), HEAD_DIM)] * 2
+    planes = [
+        [torch.randn(2 * pages, PAGE_TOKENS, *s, device=device).to(torch.bfloat16) for s in shapes]
+        for _ in range(LAYERS)
+    ]
+    nbytes = pages * page_bytes(model)
+    source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with Rank(planes, number, shard=shard) as rank:
+        line.send(rank.address)
+        while (asked := line.recv()) is not None:
+            (what, order), good, start = asked, True, time.perf_counter()
+            if what == "store":
+                rank.store(order)
+            elif what == "load":
+                good = all(status is PageStatus.LOADED for status in rank.load(order).result(LIMIT_S).pages)
+            elif what == "copy":
+                target.copy_(source, non_blocking=True)
+                if device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+            else:
+                good = all(torch.equal(plane[:pages], plane[pages:]) for layer in planes for plane in layer)
+            line.send(Answer(good, start, time.perf_counter()))
+
+
+class Links:
+    """Ranks, one a GPU, and the engine that leads them. The pages of one prompt are in its CPU tier."""
+
+    def __init__(self, settings: Settings, model: dict[str, Any], *, shared: bool) -> None:
+        self.pages = max(1, settings.total // page_bytes(model))
+        self.nbytes = self.pages * page_bytes(model)
+        self._undo = contextlib.ExitStack()
+        context = multiprocessing.get_context("spawn")
+        self._lines: list[Connection] = []
+        with contextlib.ExitStack() as undo:
+            for number in range(settings.ranks):
+                here, there = context.Pipe()
+                given = (there, number, 0 if shared else number, model, self.pages)
+                process = context.Process(target=serve, args=given, daemon=True)
+                process.start()
+                undo.callback(process.join, 10)
+                undo.callback(process.terminate)
+                there.close()
+                self._lines.append(here)
+            capacity = (self.nbytes + page_bytes(model)) * (1 if shared else settings.ranks)
+            verify = {"verify": "once"}  # as `config init` writes for engines
+            config = {"model": model, "cpu": {"capacity": capacity}, "load": verify, "deadline": LIMIT_S}
+            self._engine = CacheEngine.from_config(config, ranks=[self._heard(line) for line in self._lines])
+            undo.callback(self._engine.close)
+            self._tokens = [*range(self.pages * PAGE_TOKENS)]
+            stored = self._engine.store(self._tokens, [*range(self.pages)])
+            self._every("store", stored.order)
+            stored.result(LIMIT_S)
+            self._undo = undo.pop_all()
+
+    def load(self) -> tuple[float, float]:
+        """Seconds of a load on all ranks, and with the lookup and the orders before it."""
+        start = time.perf_counter()
+        hit = self._engine.lookup(self._tokens, 0)
+        load = self._engine.load(hit, [*range(self.pages, 2 * self.pages)])
+        answers = self._every("load", load.order)
+        if not all(answer.good for answer in answers) or load.result(LIMIT_S).tokens != len(self._tokens):
+            raise IOFailedError("a load did not bring every page", "let nothing else use the memory or the GPUs")
+        return _spent(answers), max(answer.end for answer in answers) - start
+
+    def copy(self) -> float:
+        """Seconds of a copy on all ranks at once."""
+        return _spent(self._every("copy", b""))
+
+    def check(self) -> None:
+        """Raises `IOFailedError` where a rank has other bytes than those that it stored."""
+        if not all(answer.good for answer in self._every("check", b"")):
+            raise IOFailedError("loaded bytes differ from those that were stored", "report this: the cache is wrong")
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def _every(self, what: str, order: bytes) -> list[Answer]:
+        for line in self._lines:
+            line.send((what, order))
+        return [self._heard(line) for line in self._lines]
+
+    @staticmethod
+    def _heard(line: Connection) -> Any:
+        try:
+            if line.poll(LIMIT_S):
+                return line.recv()
+        except EOFError:
+            pass
+        raise IOFailedError("a rank's process ended, or gave no answer", "see its error above")
+
+
+def _spent(answers: Sequence[Answer]) -> float:
+    return max(answer.end for answer in answers) - min(answer.start for answer in answers)
+
+
+def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
+    of = models(settings.ranks)
+    run.plan([*of])
+    for name, model in of.items():
+        run.case(name, functools.partial(_measured, settings, name, model))
+
+
+def _measured(settings: Settings, name: str, model: dict[str, Any]) -> dict[str, Any]:
+    with contextlib.closing(Links(settings, model, shared=name == "latents")) as links:
+        for warm in (links.load, links.copy, links.load):
+            warm()
+        links.check()
+        loads, copies = turns(links.load, links.copy, settings.repeat)
+    moved = links.nbytes * settings.ranks
+    alone, whole, copied = (
+        Series(tuple(rate(moved, s) for s in spent)) for spent in (*zip(*loads, strict=True), copies)
+    )
+    more: dict[str, Any] = {"ranks": settings.ranks, "bytes_of_a_rank": links.nbytes, "pages": links.pages}
+    of = f"of {name}, {settings.ranks} ranks"
+    return {
+        "links": [
+            compared(f"load {of}", alone, "copies", copied, LEAST, **more),
+            compared(f"lookup and load {of}", whole, "copies", copied, **more),
+        ]
+    }
+
+
+def tables(report: kit.Report) -> list[Table]:
+    return [lines_table("Links, all at once", _lines(report), judged=_judged(report))]
+
+
+def plot(report: kit.Report, figure: Any) -> None:
+    bars(figure.subplots(), _lines(report), judged=_judged(report))
+
+
+def _lines(report: kit.Report) -> list[Line]:
+    return [Line.of(row["what"], row) for row in report["links"]]
+
+
+def _judged(report: kit.Report) -> bool:
+    return not kit.quick(report) and bool(report["machine"]["gpus"])
+
+
+BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, measure, tables, plot)

@@ -1,0 +1,38 @@
+"""`gdscache bench links`: ranks in processes of their own, which load beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gdscache.commands.bench import links
+from gdscache.errors import InvalidValueError
+from tests.support.terminal import on_terminal
+
+
+def test_two_ranks_are_measured(tmp_path: Path) -> None:
+    file, plot = tmp_path / "links.json", tmp_path / "links.png"
+    options = ["--quick", "--ranks", "2", "--json", str(file), "--plot", str(plot)]
+    status, shown = on_terminal(["-m", "gdscache", "bench", "links", *options])
+    assert status == 0, shown
+    report = json.loads(file.read_text())
+    assert report["complete"]
+    rows = {row["what"]: row for row in report["links"]}
+    assert [*rows] == [
+        f"{kind} of {name}, 2 ranks" for name in ("heads", "latents") for kind in ("load", "lookup and load")
+    ]
+    for name in ("heads", "latents"):
+        load, whole = rows[f"load of {name}, 2 ranks"], rows[f"lookup and load of {name}, 2 ranks"]
+        assert load["figure"]["median"] > whole["figure"]["median"]
+        assert load["bytes_of_a_rank"] == load["pages"] * links.page_bytes(links.models(2)[name])
+        assert load["against_figure"] == whole["against_figure"]
+    assert plot.stat().st_size > 0
+
+
+def test_more_ranks_than_links_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.torch.cuda, "device_count", lambda: 2)
+    links.Settings("default", 2).check()
+    with pytest.raises(InvalidValueError, match="--ranks 3 on 2 GPUs"):
+        links.Settings("default", 3).check()
