@@ -18,7 +18,7 @@ from gdscache.arrays import Int64Array, integers
 from gdscache.load.plan import LoadPlan, TierRun
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
-from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Steps, Way, failure
+from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
 from gdscache.native import take_rows
 from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
@@ -99,6 +99,7 @@ class LoadRun:
         self._parts: list[Int64Array] = []  # the row in the plan of each row of the move
         self._last = False  # nothing comes behind the move
         self._busy = ""  # the tier whose speed is measured
+        self._spent: Spent | None = None  # what ranks say of the move
 
     # -- the moves -----------------------------------------------------------------------------------------------------
 
@@ -147,16 +148,23 @@ class LoadRun:
 
     def _time(self) -> None:
         """Measure the slowest tier. Not where it is memory and the blocks are still used, perhaps by a forward pass
-        that the GPU has not begun: what the pages wait for is not the tier. They keep no other load waiting."""
-        waits = any(event is not None and not event.query() for event in self._after)
+        that the GPU has not begun: what the pages wait for is not the tier. They keep no other load waiting. When ranks
+        come to the load, and whether it waits there, they say at its end."""
+        waits = self._by_ranks or any(event is not None and not event.query() for event in self._after)
         if waits:
             self._planner.waits(self._plan)
         if not self._plan.whole:
             return
         tier = self._slowest()
-        if not waits or self._manager.tiers[tier].kind == "files":
+        if self._by_ranks:
+            self._busy = tier
+        elif not waits or self._manager.tiers[tier].kind == "files":
             self._busy = tier
             self._manager.busy.begin(tier, self._start)
+
+    @property
+    def _by_ranks(self) -> bool:
+        return self._executor.orders is not None
 
     def _slowest(self) -> str:
         """The slowest tier that the move has pages of."""
@@ -272,6 +280,7 @@ class LoadRun:
                 moving.extend((), last=True)
                 self._open = False
             end = yield from moving.end()
+            self._spent = end.spent
             self._keep_late(moving, end.late)
             if end.error is not None:
                 raise end.error
@@ -344,6 +353,11 @@ class LoadRun:
     def _measure(self) -> None:
         """Tell the cost model what pages of a tier took. A chunk of a prefetch says little about a load."""
         tier, self._busy = self._busy, ""
+        if tier and self._by_ranks:
+            spent = self._spent
+            if spent is None or (spent.waited and self._manager.tiers[tier].kind != "files"):
+                return
+            self._manager.busy.begin(tier, self._executor.now() - spent.seconds)
         if tier:
             rows = [run.rows for run in self._plan.runs if run.tier.name == tier and run.filling is None]
             good = not any(0 in self._plan.loaded(some) for some in rows)

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from gdscache.arrays import Int64Array
 from gdscache.pages.checksum import Checksums
@@ -107,16 +107,25 @@ class Move:
         return sum(map(len, self.ways))
 
 
+class Spent(NamedTuple):
+    """What a move took where it was carried out. `waited`: when it came there, its blocks were still used."""
+
+    seconds: float
+    waited: bool
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class End:
     """How a move ended: the rows whose I/O failed, each with its error, and those whose I/O had not ended in time.
 
     `error`: what broke a load off, whose late pages have to be kept all the same. A store's end raises it.
+    `spent`: of a load that other processes carry out, when they come to it.
     """
 
     errors: Mapping[int, StorageError] = dataclasses.field(default_factory=dict)
     late: Sequence[int] = ()
     error: BaseException | None = None
+    spent: Spent | None = None
 
 
 class Wait(Protocol):

@@ -23,7 +23,7 @@ from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import InvalidValueError, RankLostError
 from gdscache.load.plan import CODES, STATUSES
-from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Steps, Way
+from gdscache.moves.base import PLANES, End, Listener, Move, Orders, PageStatus, Priority, Spent, Steps, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.moving import write_error
 from gdscache.native import put_rows, take_rows
@@ -73,6 +73,7 @@ class RanksMoving:
         self._failed: dict[int, int] = {}  # rows, and the errno of each
         self._late: dict[int, set[int]] = {}  # by rank: rows that it may still touch
         self._why = ""
+        self._spent: Spent | None = None  # of the rank that took longest
         self._end: End | None = None
         self._callback: Callable[[int], None] | None = None
 
@@ -192,6 +193,9 @@ class RanksMoving:
             self._executor.keep_sums(self._ways, rows, part.link.shard, arrays[0])
         elif self.listener is not None:
             self._statuses[rows] = np.where(mine == LOADED, arrays[0], mine)
+        if spent := fields.get("spent"):
+            its, before = Spent(*spent), self._spent or Spent(0.0, waited=False)
+            self._spent = Spent(max(its.seconds, before.seconds), its.waited or before.waited)
         for row, code in fields["failed"]:
             self._failed.setdefault(int(rows[row]), int(code))
 
@@ -238,7 +242,8 @@ class RanksMoving:
         if over:
             self._executor.forget(self)
         files = self.move.ways[0].target
-        return End({row: write_error(files, code, self._why) for row, code in failed.items()}, late, error)
+        errors = {row: write_error(files, code, self._why) for row, code in failed.items()}
+        return End(errors, late, error, self._spent)
 
 
 class RanksExecutor(ThreadDriver):

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from gdscache.extents.host import HostExtents
 from gdscache.load.plan import CODES
 from gdscache.movers import open_mover
 from gdscache.movers.base import Mover
-from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.native import SHORT, take_rows
@@ -51,11 +52,16 @@ _log = logging.getLogger("gdscache.ranks")
 class _Verdicts:
     """Hears what becomes of the pages of a move; of a load, hands layers on to its handle."""
 
-    def __init__(self, rows: int, load: RankLoad | None = None, *, last: bool = False) -> None:
+    def __init__(self, rows: int, load: RankLoad | None, *, last: bool, waited: bool) -> None:
         self.statuses = np.full(rows, PENDING, np.uint8)
         self.rows = np.arange(rows)
         self._load = load
         self._last = last
+        self._begun, self._waited = time.monotonic(), waited
+
+    @property
+    def spent(self) -> Spent:
+        return Spent(time.monotonic() - self._begun, self._waited)
 
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         self.statuses[rows] = CODES[status]
@@ -329,7 +335,8 @@ class Service:
     ) -> None:
         executor = self._executor
         assert executor is not None, "a move before the start"
-        heard = None if move.priority >= Priority.STORE else _Verdicts(len(move), load, last=last)
+        waited = any(event is not None and not event.query() for event in after)
+        heard = None if move.priority >= Priority.STORE else _Verdicts(len(move), load, last=last, waited=waited)
         ended = functools.partial(self._ended, number, move, heard, load, rows)
         try:
             lost = self._lock_lost() if any("ssd" in (way.source, way.target) for way in move.ways) else ""
@@ -372,7 +379,8 @@ class Service:
             arrays += [
                 np.concatenate([take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways])
             ]
-        self._tell(number, arrays, failed=failed, late=late, why=why)
+        spent = None if heard is None else heard.spent
+        self._tell(number, arrays, failed=failed, late=late, why=why, spent=spent)
         with self._lock:
             self._moving.pop(number, None)
             self._late += len(late)
@@ -397,8 +405,10 @@ class Service:
         failed: Sequence[tuple[int, int]] = (),
         late: Sequence[int] = (),
         why: str = "",
+        spent: Spent | None = None,
     ) -> None:
-        self._channel.send(wire.pack({"ended": number, "failed": failed, "late": late, "why": why}, arrays))
+        told = {"ended": number, "failed": failed, "late": late, "why": why, "spent": spent}
+        self._channel.send(wire.pack(told, arrays))
 
     def _cancel(self, number: int) -> None:
         with self._lock:

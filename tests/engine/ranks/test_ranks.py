@@ -13,6 +13,7 @@ import torch
 
 from gdscache import CacheEngine, PageStatus
 from gdscache.errors import InvalidValueError, PlanesError, RankError
+from gdscache.gate.busy_periods import BusyPeriods
 from tests.support.helpers import MHA, MLA, WAIT, drop_from, flip_file, prompt, until
 from tests.support.ranks import RanksHost
 
@@ -146,6 +147,26 @@ def test_a_leader_that_dies_leaves_ranks_that_serve_the_next(ranks_host: Open) -
     host.engine.close()
     host.engine = host.open()
     assert host.load(prompt(1, 4))[0].pages == (GOOD,) * 4
+
+
+def test_loads_are_measured_from_when_ranks_come_to_them(ranks_host: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before a load, which ranks are still busy with, are not what a tier takes."""
+    host, tokens = ranks_host([0, 1]), prompt(1, 5)
+    told: list[tuple[str, int, float]] = []
+    monkeypatch.setattr(host.engine.manager, "busy", BusyPeriods(lambda *period: told.append(period)))
+    host.store(tokens)
+    every = host.every
+
+    def after_a_while(what: str, *given: Any, **more: Any) -> list[Any]:
+        time.sleep(0.5 if what == "load" else 0)
+        return every(what, *given, **more)
+
+    monkeypatch.setattr(host, "every", after_a_while)
+    for _ in range(3):
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    until(lambda: (host.engine.manager.busy.tell(), len(told))[1] == 3, "loads are measured")
+    assert {period[:2] for period in told} == {("cpu", 5 * host.layout.page_bytes)}
+    assert min(seconds for _, _, seconds in told) < 0.4
 
 
 def test_a_store_that_no_rank_was_told_of_is_dropped(ranks_host: Open) -> None:
