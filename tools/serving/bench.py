@@ -282,7 +282,9 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
     figure = require_matplotlib(path).figure.Figure(figsize=size, layout="constrained")
     for part, (report, bars, rows) in zip(figure.subfigures(1, len(reports), squeeze=False)[0], columns, strict=True):
         gpus = report["machine"]["gpus"] or ["no GPU"]
-        part.suptitle(f"{report['engine']} {report['versions'][report['engine']]}, {gpus[0]}", fontsize=10)
+        tp = report.get("tp", 1)  # reports of one GPU an engine do not say it
+        where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
+        part.suptitle(f"{report['engine']} {report['versions'][report['engine']]}, {where}", fontsize=10)
         part.supxlabel("bars: medians; dots: single prompts and turns", fontsize=8)
         panels = part.subplot_mosaic(rows, height_ratios=[len(bars[r[0]]) + 1 for r in rows]) if rows else {}
         for row in rows:

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ class Bench:
         if matplotlib is not None and self.plot is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
             self.plot(report, figure)
-            title = ", ".join(report["machine"]["gpus"]) or report["machine"]["cpu"] or ""
+            title = _gpus(report["machine"]) or report["machine"]["cpu"] or ""
             figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
             figure.savefig(plot, dpi=150)
         if report["interrupted"]:
@@ -255,9 +256,14 @@ def quick(report: Report) -> bool:
     return bool(report["settings"]["profile"] == "quick")
 
 
+def _gpus(machine: Report) -> str:
+    """Each kind once, with its number where there are several."""
+    return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter(machine["gpus"]).items())
+
+
 def _above(report: Report) -> list[str]:
     said = report["machine"]
-    gpus, storage = ", ".join(said["gpus"]) or "no GPU", said["storage"]
+    gpus, storage = _gpus(said) or "no GPU", said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
     lines = [f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus}; {where}"]
     return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
