@@ -121,3 +121,16 @@ def test_one_head_on_both_ranks(tmp_path: Path) -> None:
     parts.same(found[1], plain)
     assert any("disk" in name and value for name, value in found[2].items()), found[2]
     at_rest(found[4])
+
+
+def test_replicas_have_a_directory_each(model: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Two engines of data parallelism, as `vllm serve --data-parallel-size 2` has them: each of them is asked twice."""
+    connector = parts.cache(tmp_path / "ssd" / "$GDSCACHE_DP_RANK")
+    given = {"replicas": 2, "prompts": parts.PROMPTS, "environment": {"OMP_NUM_THREADS": "1"}, "limit": 400.0}
+    found = parts.run(tmp_path, model, [], connector, **given).answers
+    assert sorted(path.name for path in (tmp_path / "ssd").iterdir()) == ["0", "1"]
+    assert len(found) == 2
+    for first, again in found:
+        parts.same(first, plain)
+        parts.same(again, plain)
+        assert parts.cached(again) == WHOLE

@@ -8,6 +8,7 @@ answer. Answers are written after every step, so that a run that is killed leave
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -163,30 +164,91 @@ class Digests:
         return [digest.hexdigest() for digest in found]
 
 
+def _settings(orders: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine of vLLM's."""
+    from vllm.config import KVTransferConfig
+
+    settings = {
+        **LLM,
+        **_machine(),
+        "worker_extension_cls": "tests.engines.vllm_child.Digests",
+        **json.loads(os.environ.get("GDSCACHE_VLLM_LLM", "{}")),
+        **orders.get("llm", {}),
+    }
+    if orders.get("connector") is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="GdsCacheConnector",
+            kv_connector_module_path="gdscache.integrations.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy=orders.get("policy", "recompute"),
+            kv_connector_extra_config=orders["connector"],
+        )
+    return settings
+
+
+def _sampling(prompt: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=prompt.get("most", 8), temperature=0, detokenize=False, ignore_eos=True, logprobs=5
+    )
+
+
+def _prompt(prompt: dict[str, Any]) -> Any:
+    from vllm import TokensPrompt
+
+    salt = {"cache_salt": prompt["salt"]} if "salt" in prompt else {}
+    return TokensPrompt(prompt_token_ids=tokens_of(prompt), **salt)
+
+
+def _answer(result: Any, seconds: float) -> dict[str, Any]:
+    output = result.outputs[0]
+    return {
+        "tokens": list(output.token_ids),
+        "cached": result.num_cached_tokens,
+        "first": {str(t): p.logprob for t, p in output.logprobs[0].items()},
+        "why": output.finish_reason,
+        "seconds": seconds,
+    }
+
+
+async def ask_replicas(orders: dict[str, Any]) -> list[list[list[dict[str, Any]]]]:
+    """Of each replica: what it answers to all prompts, and again when vLLM's own cache is empty."""
+    from vllm import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    replicas = orders["replicas"]
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(model=orders["model"], data_parallel_size=replicas, **_settings(orders))
+    )
+
+    async def ask(rank: int, turn: int) -> list[dict[str, Any]]:
+        found = []
+        for number, prompt in enumerate(orders["prompts"]):
+            sampling = _sampling(prompt)
+            sampling.output_kind = RequestOutputKind.FINAL_ONLY
+            name, start = f"{rank} {turn} {number}", time.monotonic()
+            asked = engine.generate(_prompt(prompt), sampling, name, data_parallel_rank=rank)
+            found += [_answer(result, time.monotonic() - start) async for result in asked]
+        return found
+
+    answers = [[await ask(rank, 0)] for rank in range(replicas)]
+    await asyncio.sleep(2)  # what was computed is stored behind the answers
+    await engine.reset_prefix_cache()
+    for rank, of in enumerate(answers):
+        of.append(await ask(rank, 1))
+    engine.shutdown()
+    return answers
+
+
 class Run:
     """An engine of vLLM's, and the steps."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
         import vllm
-        from vllm.config import KVTransferConfig
 
-        settings = {
-            **LLM,
-            **_machine(),
-            "worker_extension_cls": "tests.engines.vllm_child.Digests",
-            **json.loads(os.environ.get("GDSCACHE_VLLM_LLM", "{}")),
-            **orders.get("llm", {}),
-        }
-        self.connector = orders.get("connector")
-        if self.connector is not None:
-            settings["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="GdsCacheConnector",
-                kv_connector_module_path="gdscache.integrations.vllm",
-                kv_role="kv_both",
-                kv_load_failure_policy=orders.get("policy", "recompute"),
-                kv_connector_extra_config=self.connector,
-            )
-        self.engine = vllm.LLM(orders["model"], **settings)
+        self.engine = vllm.LLM(orders["model"], **_settings(orders))
 
     @property
     def cache(self) -> Any:
@@ -198,46 +260,21 @@ class Run:
         """vLLM's, where it is in this process."""
         return self.engine.llm_engine.engine_core.engine_core
 
-    def _sampling(self, prompt: dict[str, Any]) -> Any:
-        from vllm import SamplingParams
-
-        return SamplingParams(
-            max_tokens=prompt.get("most", 8), temperature=0, detokenize=False, ignore_eos=True, logprobs=5
-        )
-
-    def _prompt(self, prompt: dict[str, Any]) -> Any:
-        from vllm import TokensPrompt
-
-        salt = {"cache_salt": prompt["salt"]} if "salt" in prompt else {}
-        return TokensPrompt(prompt_token_ids=tokens_of(prompt), **salt)
-
     def ask(self, prompts: list[dict[str, Any]], together: bool = False) -> list[dict[str, Any]]:
         """Generate for each prompt, one after the other or all at once."""
         batches = [prompts] if together else [[prompt] for prompt in prompts]
         found = []
         for batch in batches:
             start = time.monotonic()
-            results = self.engine.generate(
-                [self._prompt(p) for p in batch], [self._sampling(p) for p in batch], use_tqdm=False
-            )
+            results = self.engine.generate([_prompt(p) for p in batch], [_sampling(p) for p in batch], use_tqdm=False)
             seconds = time.monotonic() - start
-            for result in results:
-                output = result.outputs[0]
-                found.append(
-                    {
-                        "tokens": list(output.token_ids),
-                        "cached": result.num_cached_tokens,
-                        "first": {str(t): p.logprob for t, p in output.logprobs[0].items()},
-                        "why": output.finish_reason,
-                        "seconds": seconds,
-                    }
-                )
+            found += [_answer(result, seconds) for result in results]
         return found
 
     def abort(self, prompt: dict[str, Any], steps: int) -> dict[str, Any]:
         """Add a request, make so many steps, and abort it."""
         core = self.engine.llm_engine
-        core.add_request("gone", self._prompt(prompt), self._sampling(prompt))
+        core.add_request("gone", _prompt(prompt), _sampling(prompt))
         start, said = time.monotonic(), 0
         for _ in range(steps):
             said += sum(len(output.outputs[0].token_ids) for output in core.step())
@@ -337,6 +374,9 @@ def main() -> None:
     if "make" in orders:
         make_model(Path(orders["make"]), **orders["model"])
         return
+    if "replicas" in orders:
+        answers += asyncio.run(ask_replicas(orders))
+        return tell()
     start = time.monotonic()
     run = Run(orders)
     answers.append({"opened": time.monotonic() - start})
