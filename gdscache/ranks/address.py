@@ -7,11 +7,19 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RankAddress:
-    """Where a rank is reached, on this host: plain data for the leader. `shard`: which part of the heads it holds."""
+    """Where a rank is reached, on this host: plain data for the leader. `shard`: which part of the heads it holds.
 
-    path: str
+    `name`: of an abstract Unix socket, which goes with its process, whatever ends that. It is of a network namespace.
+    """
+
+    name: str
     rank: int
     shard: int
+
+
+def socket_of(address: RankAddress) -> str:
+    """What the socket is bound to. Who is at its other end is looked at by both (`Channel`): it has no file's mode."""
+    return "\0" + address.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

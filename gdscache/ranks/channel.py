@@ -42,6 +42,7 @@ class Channel:
         self._waiting: collections.deque[tuple[memoryview, tuple[int, ...]]] = collections.deque()
         self._bytes = 0  # of them
         self._closed = False
+        self._why = ""  # the other end is given up
         self._more = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._read, name=f"gdscache-{name}", daemon=True),
@@ -53,12 +54,13 @@ class Channel:
         start(self._threads, self._shut)
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> bool:
-        """Send, or have it sent by the channel's thread: never waits. False where the channel is closed or lost.
+        """Send, or have it sent by the channel's thread: never waits. False where the channel is closed, or its other
+        end has gone or is given up, as `lost` will be told.
 
         The descriptors stay the caller's, and have to stay open until the other end has answered.
         """
         with self._lock:
-            if self._closed:
+            if self._closed or self._why:
                 return False
             left = memoryview(message)
             if not self._waiting:
@@ -71,8 +73,10 @@ class Channel:
                 self._waiting.append((left, tuple(descriptors)))
                 self._bytes += len(left)
                 self._more.release()
-                if self._bytes > MOST_WAITING:
-                    self._shut_locked()
+                if self._bytes > MOST_WAITING:  # the thread that reads says so
+                    self._why = "it does not read what it is told"
+                    with contextlib.suppress(OSError):
+                        self._socket.shutdown(socket.SHUT_RDWR)
                     return False
         return True
 
@@ -115,7 +119,7 @@ class Channel:
                     self._more.release()
 
     def _read(self) -> None:
-        why = "it has ended"
+        why = ""
         try:
             self._read_on()
         except RankProtocolError as error:
@@ -126,7 +130,7 @@ class Channel:
             told, self._closed = self._closed, True
             self._more.release()
         if not told:
-            self._lost(why)
+            self._lost(self._why or why or "it has ended")
 
     def _read_on(self) -> None:
         buffer, descriptors = bytearray(), list[int]()

@@ -63,6 +63,8 @@ class RanksMoving:
         self.move = move
         self.listener = listener
         self.into_planes = any(way.target == PLANES for way in move.ways)
+        self._untold = self.into_planes
+        self._refused: int | None = None  # a status of all rows
         self._executor = executor
         self._ways = [*move.ways]
         self._lock = threading.Lock()
@@ -125,19 +127,24 @@ class RanksMoving:
         self._end = self._finish()
         return self._end.late
 
-    def sent(self, parts: Sequence[_Part]) -> bool:
-        """These ranks have it now, or will. False where it is over: what it names is not its own any more."""
+    def begun(self, parts: Sequence[_Part]) -> None:
+        """These ranks get it now, or, where it goes to planes, once it is `ordered`."""
+        self._parts = {part.link.rank: part for part in parts}
+        self._waiting = dict(self._parts)
+        self._statuses = np.full(len(self), LOADED, np.uint8)
+
+    def ordered(self) -> bool:
+        """It is whole, and the ranks will have it. False where it is over: what it names is not its own any more."""
         with self._lock:
             if self._over.is_set() or self._end is not None:
                 return False
             self._statuses = np.full(len(self), LOADED, np.uint8)
-            self._parts = {part.link.rank: part for part in parts}
-            self._waiting = dict(self._parts)
+            self._untold = False
         return True
 
     def refuse(self, status: PageStatus) -> None:
         """No rank gets it."""
-        self._statuses = np.full(len(self), CODES[status], np.uint8)
+        self._refused = CODES[status]
         self._why = status.value
         self._over.set()
 
@@ -164,7 +171,11 @@ class RanksMoving:
         self._tell(freed)
 
     def lost(self, link: Link) -> None:
-        """A rank's process has ended, and touches nothing any more."""
+        """A rank's process has ended, and touches nothing any more. What no rank was told of yet is over."""
+        with self._lock:
+            if self._untold and not self._over.is_set():
+                self._waiting.clear()
+                self.refuse(PageStatus.RANK_LOST)
         self.answered(link, {"why": f"rank {link.rank} {link.lost}", "failed": (), "late": ()}, ())
         with self._lock:
             freed = self._touches(link, set())
@@ -222,6 +233,8 @@ class RanksMoving:
     def _finish(self) -> End:
         with self._lock:
             statuses = self._statuses
+            if self._refused is not None:
+                statuses = np.full(len(self), self._refused, np.uint8)
             for rank, part in self._waiting.items():  # whoever has not answered
                 self._late[rank] = {*part.numbers(len(self)).tolist()}
                 self._why = self._why or f"rank {rank} has not answered in time"
@@ -281,11 +294,14 @@ class RanksExecutor(ThreadDriver):
             return moving
         parts = self._parts(move)
         self._under_way[moving.number] = moving
-        moving.sent(parts)
+        moving.begun(parts)
         if not moving.into_planes:
             marks = [mark.number for mark in after if isinstance(mark, StoreMark)]
             for part in parts:
                 self._send(moving, part, marks)
+        for part in parts:
+            if part.link.lost:  # before the move was under way: `_gone` has not seen it
+                moving.lost(part.link)
         return moving
 
     def behind(self, after: object) -> None:
@@ -334,7 +350,7 @@ class RanksExecutor(ThreadDriver):
         told, arrays = [], []
         for moving in moves:
             assert moving.listener is not None, "a load has somebody who hears of it"
-            if not moving.sent([_Part(link) for link in self.ranks.links]):
+            if not moving.ordered():
                 continue
             fields, some = wire.described(moving.whole())
             told.append({**fields, "id": moving.number})
@@ -394,8 +410,7 @@ class RanksExecutor(ThreadDriver):
     def _send(self, moving: RanksMoving, part: _Part, marks: Sequence[int]) -> None:
         fields, arrays = wire.described(_share_of(moving.move, part.rows, part.link.shard, self.layers))
         told = {"do": "move", "id": moving.number, "after": [*marks], "move": fields}
-        if not part.link.channel.send(wire.pack(told, arrays)):
-            self.ranks.lose(part.link, "it does not read what it is told")
+        part.link.channel.send(wire.pack(told, arrays))
 
     def cancel(self, moving: RanksMoving, links: Sequence[Link]) -> None:
         for link in links:

@@ -19,7 +19,7 @@ import gdscache
 from gdscache import errors
 from gdscache.errors import GdsCacheError, IOFailedError, RankError, RankLostError, RankMismatchError
 from gdscache.ranks import wire
-from gdscache.ranks.address import RankAddress
+from gdscache.ranks.address import RankAddress, socket_of
 from gdscache.ranks.channel import Channel
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
@@ -39,7 +39,13 @@ class Link:
         self.facts: dict[str, Any] = {}
         self.channel: Channel
         self.lost = ""  # why it is for good
+        self.left = False  # it has taken leave
         self.overdue: set[int] = set()  # moves that it has not answered in time
+
+    @property
+    def who(self) -> tuple[int, object]:
+        """Its number, and its process."""
+        return self.rank, self.facts.get("pid", "?")
 
 
 class RankSet:
@@ -169,6 +175,9 @@ class RankSet:
     # -- what ranks say ------------------------------------------------------------------------------------------------
 
     def _heard(self, link: Link, message: Message, descriptors: list[int]) -> None:
+        if "closed" in message.fields:
+            link.left = True
+            return
         number = message.fields.get("answer")
         if number is None:
             self.heard(link, message)
@@ -190,13 +199,15 @@ class RankSet:
             link.lost = f"is lost: {why}"
             self._look()
             waiting = [flag for flag, _, whose in self._answers.values() if whose is link]
-        _log.error(
-            "rank %d (process %s) is lost: %s. Nothing is loaded or stored any more; requests are computed. Start the "
-            "engine anew",
-            link.rank,
-            link.facts.get("pid", "?"),
-            why,
-        )
+        if link.left:
+            _log.warning("rank %d (process %s) was closed: nothing is loaded or stored any more", *link.who)
+        else:
+            _log.error(
+                "rank %d (process %s) is lost: %s. Nothing is loaded or stored any more; requests are computed. Start "
+                "the engine anew",
+                *link.who,
+                why,
+            )
         for flag in waiting:
             flag.set()
         self.gone(link)
@@ -208,11 +219,7 @@ class RankSet:
             link.overdue.add(number)
             self._look()
         if first:
-            _log.error(
-                "rank %d (process %s) does not answer: nothing is loaded or stored until it does",
-                link.rank,
-                link.facts.get("pid", "?"),
-            )
+            _log.error("rank %d (process %s) does not answer: nothing is loaded or stored until it does", *link.who)
 
     def answered(self, link: Link, number: int) -> None:
         """A move that was overdue has ended on a rank."""
@@ -276,13 +283,13 @@ def _connected(address: RankAddress) -> socket.socket:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            connection.connect(address.path)
+            connection.connect(socket_of(address))
             return connection
         except OSError as error:
             connection.close()
             if time.monotonic() > until or not isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
                 raise RankError(
-                    f"rank {address.rank} cannot be reached at {address.path}: {error.strerror}",
+                    f"rank {address.rank} cannot be reached at {address.name}: {error.strerror}",
                     "start every rank on this host before the leader, as the same user",
                 ) from error
         time.sleep(0.05)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import shutil
+import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Sequence
 
@@ -23,7 +21,7 @@ from gdscache.load.report import LoadPart
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 from gdscache.ranks import wire
-from gdscache.ranks.address import RankAddress
+from gdscache.ranks.address import RankAddress, socket_of
 from gdscache.ranks.loads import RankLoad
 from gdscache.ranks.service import Service
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
@@ -46,22 +44,21 @@ class Rank:
 
     def __init__(self, planes: Sequence[Sequence[torch.Tensor]], rank: int = 0, *, shard: int | None = None) -> None:
         self._planes = [tuple(layer) for layer in planes]
-        self._folder = tempfile.mkdtemp(prefix="gdscache-rank-")  # mode 0700
-        self.address = RankAddress(os.path.join(self._folder, "socket"), rank, rank if shard is None else shard)
+        name = f"gdscache-rank-{secrets.token_hex(16)}"
+        self.address = RankAddress(name, rank, rank if shard is None else shard)
         self._service: Service | None = None
         self._layout: PageLayout | None = None  # of the last leader's model
         self._closed = False
         self._over = Flag()
         with contextlib.ExitStack() as undo:
-            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
             try:
                 self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
                 undo.callback(self._listening.close)
-                self._listening.bind(self.address.path)
+                self._listening.bind(socket_of(self.address))
                 self._listening.listen(4)
             except OSError as error:
                 raise RankError(
-                    f"no socket for rank {rank}: {error.strerror}", "set TMPDIR to a shorter path"
+                    f"no socket for rank {rank}: {error.strerror}", "allow more open files (ulimit -n)"
                 ) from error
             self._thread = threading.Thread(target=self._serve, name="gdscache-rank", daemon=True)
             start([self._thread], self._stop)
@@ -115,7 +112,6 @@ class Rank:
             self._closed = True
             self._stop()
             self._thread.join()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Rank:
         if self._closed:

@@ -432,6 +432,7 @@ class Service:
             for mark in self._marks.values():
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
+            self._channel.send(wire.pack({"closed": True}))
             with self._lock:
                 in_time = self._lock.wait_for(lambda: not self._late, CLOSE_S)
             if not in_time:

@@ -67,6 +67,8 @@ def unpack(data: bytes | memoryview) -> Message:
         arrays = []
         for kind, shape in told:
             dtype, count = _TYPES[kind], math.prod(shape)
+            if min(shape, default=0) < 0 or count * dtype.itemsize > len(data) - at:
+                raise ValueError(f"an array of {shape} elements is not there")
             arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape))
             at += -(-count * dtype.itemsize // 8) * 8
     except (ValueError, TypeError, KeyError, RecursionError) as error:

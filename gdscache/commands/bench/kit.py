@@ -258,7 +258,7 @@ def quick(report: Report) -> bool:
 
 def _gpus(machine: Report) -> str:
     """Each kind once, with its number where there are several."""
-    return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter(machine["gpus"]).items())
+    return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter[str](machine["gpus"]).items())
 
 
 def _above(report: Report) -> list[str]:

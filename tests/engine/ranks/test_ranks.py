@@ -138,6 +138,43 @@ def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(ranks_host: Open, how
     assert host.load_all(kept)
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_rank_that_dies_between_a_load_and_its_order_costs_no_time(ranks_host: Open, ordered: bool) -> None:
+    host, tokens = ranks_host([0, 1], deadline=30.0), prompt(1, 4)
+    host.store(tokens)
+    hit = host.engine.lookup(tokens)
+    load = host.engine.load(hit, [*range(len(hit.pages))])
+    host.ranks[1].kill()
+    until(lambda: host.engine.stats()["ranks"][1]["state"] == "lost", "the rank is missed")
+    began = time.monotonic()
+    if ordered:
+        host.ranks[0].tell("load", load.order, [], [], 5.0)
+        assert host.ranks[0].hear() is not None
+    assert GOOD not in load.result(WAIT).pages
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_is_closed_first_finishes_what_it_has(ranks_host: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """As Ctrl-C ends processes: it takes leave, and is not missed."""
+    host, tokens = ranks_host([0, 1]), prompt(1, 4)
+    keys = [page.key for page in host.engine.pages(tokens)]
+    host.every("compute", [*range(4)], keys)
+    handle = host.engine.store(tokens, [*range(4)])
+    host.every("store", handle.order)
+    for rank in host.ranks:
+        rank.line.close()
+        rank.process.join(WAIT)
+    until(lambda: {rank["state"] for rank in host.engine.stats()["ranks"]} == {"lost"}, "the ranks have left")
+    told = [record for record in caplog.records if record.name == "gdscache.ranks"]
+    assert [record.levelname for record in told] == ["WARNING"] * 2
+    assert all("was closed" in record.getMessage() for record in told)
+    stored = 4 - len(handle.result(WAIT).dropped)
+    host.engine.close()
+    host.start_ranks()
+    host.engine = host.open()
+    assert host.engine.lookup(tokens).tokens == stored * host.layout.page_tokens
+
+
 def test_a_leader_that_dies_leaves_ranks_that_serve_the_next(ranks_host: Open) -> None:
     host = ranks_host([0, 1])
     host.store(prompt(1, 4))
