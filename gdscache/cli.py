@@ -18,7 +18,6 @@ from gdscache.commands.flags import App
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
-from gdscache.commands.timeline.command import show_timeline
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.start import init, print_shipped
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
@@ -40,7 +39,6 @@ app.add_typer(bench_app, name="bench")
 app.command("replay")(replay)
 app.command("make-trace")(make_trace)
 app.command("plan")(plan_tiers)
-app.command("timeline")(show_timeline)
 
 
 def _show_version(wanted: bool) -> None:

@@ -11,19 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 
-from gdscache.commands import console
-from gdscache.commands.bench import bare, geometry, index, kit, lookup, machine, measure, memory, rows, ssd_tier
+from gdscache.commands.bench import bare, geometry, kit, machine, measure, memory, rows, ssd_tier
 from gdscache.commands.bench.measure import ChildDiedError
 from gdscache.commands.console import Table
 from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
-from gdscache.pages.keys import page_keys
 from gdscache.storage.base import Op
-from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
@@ -201,9 +197,9 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("index", "--dir", "{}/none"), "not a directory"),
-        (("index", "--dir", "{}", "--json", "{}"), "--json"),
-        (("index", "--dir", "{}", "--resume", "{}/none"), "cannot be read"),
+        (("io", "--dir", "{}/none"), "not a directory"),
+        (("io", "--dir", "{}", "--json", "{}"), "--json"),
+        (("io", "--dir", "{}", "--resume", "{}/none"), "cannot be read"),
         (("io", "--dir", "{}", "--json", "{}/none/r.json"), "--json"),
         (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
         (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
@@ -358,89 +354,6 @@ def test_memory_is_what_two_children_say(tmp_path: Path) -> None:
     assert held["resident_bytes"] > held["pool_bytes"] + held["torch_bytes"]  # pools were touched
     assert held["resident_bytes"] <= held["peak_bytes"]
     assert held["met"] == (held["beyond_bytes"] <= 150 * MIB)
-
-
-# -- bench index -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def index_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The report of a quick run, and what a terminal of 80 columns showed."""
-    path = tmp_path_factory.mktemp("index")
-    files = "--dir", str(path), "--json", str(path / "r.json")
-    command = "-W", "error", "-m", "gdscache", "bench", "index", "--quick", "--pages", "3000", "--layers", "33", *files
-    status, shown = on_terminal(command)
-    assert status == 0, shown
-    assert [p.name for p in path.iterdir()] == ["r.json"]
-    return read(path / "r.json"), shown
-
-
-def check_series(series: dict[str, Any], rounds: int) -> None:
-    values = series["values"]
-    assert len(values) == rounds
-    assert all(value > 0 for value in values)
-    assert (series["min"], series["max"]) == (min(values), max(values))
-    assert series["median"] == pytest.approx(float(np.median(values)))
-
-
-def test_tables_of_a_bench_are_whole_on_80_columns(index_run: tuple[dict[str, Any], str]) -> None:
-    report, shown = index_run
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "…" not in shown
-    assert "lookup, numpy tokens" in shown
-    assert console.duration(report["lookup"]["numpy_seconds"]["median"]) in shown
-    assert console.figure(report["memory"]["bytes_per_page"], "bytes") in shown
-    assert "met" not in shown.split()
-    assert "MISSED" not in shown
-
-
-def test_the_index_s_report_has_every_figure(index_run: tuple[dict[str, Any], str]) -> None:
-    index_report, _ = index_run
-    own = ["lookup", "reopen", "memory"]
-    head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
-    assert list(index_report) == ["schema", "machine", "settings", *head, *own]
-    assert index_report["done"] == own
-    settings = {"profile": "quick", "pages": 3000, "layers": 33, "repeat": 1, "lookup_pages": 2048}
-    assert index_report["settings"] == settings
-    found = index_report["lookup"]
-    assert (found["tokens"], found["pages"], found["tiers"]) == (131_072, 2048, ["gpu", "cpu", "ssd"])
-    check_series(found["hash_seconds"], 20)
-    assert found["ratio"] == pytest.approx(found["numpy_seconds"]["median"] / found["hash_seconds"]["median"])
-    check_series(found["again_seconds"], 20)
-    assert found["met"] == (found["ratio"] <= 3)
-    assert index_report["reopen"]["pages"] == 3000
-    check_series(index_report["reopen"]["seconds"], 1)
-    held = index_report["memory"]
-    # keys and parents, and 33 checksums of 8 bytes once they were read
-    assert held["bytes_per_page_opened"] > 64
-    assert held["bytes_per_page"] > held["bytes_per_page_opened"]
-
-
-def test_lookups_that_are_timed_hash_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-
-    def counted(namespace: bytes, tokens: Any, page_tokens: int, parent: bytes | None = None) -> list[bytes]:
-        hashed.append(len(tokens) // page_tokens)
-        return page_keys(namespace, tokens, page_tokens, parent)
-
-    monkeypatch.setattr("gdscache.pages.keys.page_keys", counted)
-    lookup.lookup(tmp_path, pages=8, rounds=2)
-    # stored; 3 rounds of two ways and 2 timed ones; 16 and 2 in a row; those that are looked up again are not
-    assert hashed.count(8) == 1 + 2 * (3 + 2) + (16 + 2)
-
-
-def test_the_hash_loop_is_what_makes_keys() -> None:
-    tokens = np.arange(5 * lookup.PAGE_TOKENS, dtype=np.uint32)
-    namespace = bytes(range(32))
-    assert lookup.hash_loop(namespace, tokens.tobytes()) == page_keys(namespace, tokens, lookup.PAGE_TOKENS)[-1]
-
-
-def test_a_tier_that_lost_pages_is_no_figure(tmp_path: Path) -> None:
-    with index.filled(20, 2, directory=tmp_path) as path:
-        assert index.reopen(path, 20, 2, 1)["pages"] == 20
-        with pytest.raises(RuntimeError, match="20 of 21"):
-            index.reopen(path, 21, 2, 1)
-    assert not list(tmp_path.iterdir())
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

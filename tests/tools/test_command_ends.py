@@ -133,7 +133,7 @@ def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Pa
 
 
 @pytest.mark.suite
-@pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("timeline",), ("replay", "TRACE", "--config")])
+@pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("replay", "TRACE", "--config")])
 def test_a_file_without_an_end_is_refused(run: Run, requests: Path, command: tuple[str, ...]) -> None:
     refused(run(*(requests if part == "TRACE" else part for part in command), "/dev/zero"), "/dev/zero")
 
@@ -182,7 +182,7 @@ def test_input_that_is_nested_too_deeply_is_refused(
     text = begin + begin[begin.rfind("\n") + 1 :].removeprefix("b: ") * depth
     file = tmp_path / "deep"
     file.write_text(text)
-    for command in (("config", "check", file), ("replay", file), ("timeline", file)):
+    for command in (("config", "check", file), ("replay", file)):
         refused(run(*command), str(file))
     if "\n" not in text:
         refused(run("replay", requests, "--cpu", "1GiB", "--set", f"store.queue={text[:5000]}"), "--set")
@@ -192,7 +192,7 @@ def test_input_that_is_nested_too_deeply_is_refused(
 def test_input_that_is_something_else_is_refused(run: Run, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    for command in (("config", "check"), ("replay",), ("timeline",)):
+    for command in (("config", "check"), ("replay",)):
         status, said = run(*command, file)
         assert status == EXIT_REFUSED, (command, said)
         assert "Traceback" not in said
@@ -202,7 +202,7 @@ def test_input_that_is_something_else_is_refused(run: Run, tmp_path: Path, conte
 
 @pytest.mark.parametrize("name", ["a\0b", "~nobody-of-this-name/x", "", "x" * 5000, "\ud800", "/proc/self/mem"])
 def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
-    for command in (("config", "check"), ("replay",), ("timeline",)):
+    for command in (("config", "check"), ("replay",)):
         status, said = run(*command, name)
         assert (status, "Traceback" in said) == (EXIT_REFUSED, False), (command, said[-500:])
 

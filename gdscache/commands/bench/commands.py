@@ -42,28 +42,6 @@ def bench() -> None:
     logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # their configurations are odd on purpose
 
 
-@bench_app.command("index")
-def index(
-    directory: Dir = Path(),
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of the catalogue. Default: 1,000,000.")] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Layers of a page. Each has a checksum. Default: 32.")
-    ] = None,
-    repeat: Repeat = None,
-    resume: Resume = None,
-    json_file: Json = None,
-    quick: Quick = False,
-) -> None:
-    """Measure lookups against a bare hash loop, the time to reopen a large catalogue, and the memory of the index.
-
-    The bench reserves 4 KiB of disk for each page (more for more than 32 layers) and does not write them.
-    """
-    from gdscache.commands.bench.index import BENCH, Settings
-
-    settings = _replaced(Settings.of(_profile(quick=quick)), {"pages": pages, "layers": layers, "repeat": repeat})
-    BENCH.command(settings, directory, json_file, None, resume)
-
-
 @bench_app.command("copy")
 def copy(
     total: Annotated[str | None, typer.Option(help="Bytes that a run moves each way. Default: 1GiB.")] = None,
@@ -169,28 +147,6 @@ def ttft(
     settings = _replaced(settings, {"preset": preset, "repeat": repeat})
     settings.check()
     measured.BENCH.command(settings, measured.place(directory), json_file, plot, resume)
-
-
-@bench_app.command("pool")
-def pool(
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that a round moves. Default: 128.")] = None,
-    repeat: Repeat = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    quick: Quick = False,
-) -> None:
-    """Measure puts and gets of the mooncake tier on loopback, and the cost of a dead master.
-
-    Puts and gets are compared with a bare loop of the same calls. Lookups and loads of pages in this process are
-    measured after the master was killed, against an engine without the tier.
-
-    Needs the extra mooncake. The bench starts a mooncake_master and an owner of memory. Their ports listen on all
-    network interfaces until the bench ends.
-    """
-    from gdscache.commands.bench.pool import BENCH, Settings
-
-    settings = _replaced(Settings.of(_profile(quick=quick)), {"pages": pages, "repeat": repeat})
-    BENCH.command(settings, Path(), json_file, plot)
 
 
 def _profile(*, full: bool = False, quick: bool) -> str:
