@@ -16,7 +16,6 @@ from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.console import Table, progress_bar, show
 from gdscache.commands.flags import App
 from gdscache.commands.replay.commands import replay
-from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.start import init, print_shipped
@@ -37,7 +36,6 @@ config_app.command("init")(init)
 config_app.command("print")(print_shipped)
 app.add_typer(bench_app, name="bench")
 app.command("replay")(replay)
-app.command("make-trace")(make_trace)
 app.command("plan")(plan_tiers)
 
 

@@ -1,8 +1,7 @@
-"""Eviction orders in lists by level: LFU with aging, and LRU with credit. See `policies`."""
+"""An eviction order in lists by level, for the order by lifetimes."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -117,59 +116,3 @@ class _Level:
         self.number = number
         self.aside = aside
         self.uses: OrderedDict[bytes, int] = OrderedDict()
-
-
-class _ByUses(Levels):
-    """A new page is on the level of now, and a use raises it. Uses and new pages tick."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def _rise(self, level: int, uses: int) -> tuple[int, int]:
-        """The level of a page that is used now, and its uses from now on; `level`, `uses`: until now."""
-
-    def _insert(self, key: bytes, parent: bytes) -> None:
-        self._put(key, self._now, 0)
-        self._tick()
-
-    def _touch(self, key: bytes) -> bool:
-        level = self._at.get(key)
-        if level is None:
-            return False
-        self._move(key, level, *self._rise(level.number, level.uses[key]))
-        self._tick()
-        return True
-
-
-class LFU(_ByUses):
-    """Least frequently used first, in lists by frequency (Shah, Mitra, Matani: An O(1) Algorithm for Implementing the
-    LFU Cache Eviction Scheme, 2010), with aging (Arlitt, Cherkasova, Dilley, Friedrich, Jin: Evaluating Content
-    Management Techniques for Web Proxy Caches, 2000).
-
-    The age is a clock, not the last victim's frequency: in each period of as many uses as there are pages, a page loses
-    one use. More than `USES` are not counted.
-    """
-
-    USES = 15
-    __slots__ = ()
-
-    def _rise(self, level: int, uses: int) -> tuple[int, int]:
-        return min(max(level, self._now) + 1, self._now + self.USES), 0
-
-
-class CreditLRU(_ByUses):
-    """LRU in which each use of a page counts as if it came `CREDIT / STEPS` periods later, up to `USES` of them.
-
-    A point between recency and frequency, as in LRFU (Lee et al.: LRFU: A Spectrum of Policies that Subsumes the Least
-    Recently Used and Least Frequently Used Policies, 2001), kept in a calendar queue (Brown: Calendar Queues, 1988)
-    and not in a heap. A period is as many uses as there are pages.
-    """
-
-    STEPS = 32
-    CREDIT = 16
-    USES = 8
-    __slots__ = ()
-
-    def _rise(self, level: int, uses: int) -> tuple[int, int]:
-        uses = min(uses + 1, self.USES)
-        return self._now + self.CREDIT * uses, uses

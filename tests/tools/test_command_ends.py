@@ -87,11 +87,6 @@ def test_a_full_disk_behind_stdout_is_said_and_the_status_is_no_verdict(
         refused(run(*command, stdout=full), "No space left")
 
 
-def test_a_full_disk_behind_a_file_that_a_command_writes_names_the_file(run: Run, requests: Path) -> None:
-    refused(run("make-trace", "chat", "/dev/full", "--references", "300"), "/dev/full", "No space left")
-    refused(run("make-trace", "chat", "/proc/nowhere.gz", "--references", "300"), "/proc/nowhere.gz")
-
-
 @pytest.mark.suite
 def test_nothing_is_said_when_the_process_ends_with_a_full_stdout() -> None:
     """What was buffered is not written again at the interpreter's end, where nobody could catch it."""
@@ -211,7 +206,7 @@ def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
     "capacity", ["9" * 30, "1e999999999", "1e30%", "-1", "nan", "inf%", "1e-999999999", "x" * 5000]
 )
 def test_capacities_that_no_tier_has_are_refused(run: Run, requests: Path, capacity: str) -> None:
-    refused(run("replay", requests, f"--capacity={capacity}"), "capacity")
+    refused(run("replay", requests, f"--cpu={capacity}"), "--cpu")
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
