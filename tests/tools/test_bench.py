@@ -209,6 +209,7 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
         (("ttft", "--dir", "{}", "--full", "--quick"), "choose one"),
         (("ttft", "--dir", "{}", "--preset", "90b"), "unknown preset '90b'"),
+        (("ttft", "--dir", "{}", "--engine", "mine"), "unknown engine 'mine'"),
         (("copy", "--total", "much"), "--total 'much'"),
         (("copy", "--pin", "all"), "--pin 'all'"),
     ],
