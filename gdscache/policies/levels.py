@@ -13,12 +13,10 @@ from gdscache.policies.base import AfterRestored
 class Levels(AfterRestored):
     """Pages on levels, lowest level first, within a level the one that came to it first.
 
-    `_now` is the level of this moment; it rises by one each time that as many pages as are present / `STEPS` ticked.
-    Pages that nobody uses stay where they are and are overtaken: nothing is ever recounted. Deferred pages keep their
-    level's number, aside.
+    `_now` is the level of this moment, which a subclass lets rise. Pages that nobody uses stay where they are and are
+    overtaken: nothing is ever recounted. Deferred pages keep their level's number, aside.
     """
 
-    STEPS = 1
     __slots__ = ("_aside", "_at", "_levels", "_now", "_numbers", "_ticks")
 
     def _clear(self) -> None:
@@ -99,12 +97,6 @@ class Levels(AfterRestored):
         else:
             self._take(key, level)
             self._put(key, number, uses)
-
-    def _tick(self) -> None:
-        self._ticks += 1
-        if self._ticks * self.STEPS >= self._pages:
-            self._ticks = 0
-            self._now += 1
 
 
 class _Level:

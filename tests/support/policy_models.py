@@ -51,29 +51,12 @@ class SlowLRU(Undeferred):
 class SlowLevels:
     """Pages sorted by (level, when they came to it), deferred ones behind; those that were hastened came first."""
 
-    steps = 1
-
     def __init__(self, restored: Sequence[bytes] = ()) -> None:
         self.restored = list(restored)
         self.pages: dict[bytes, tuple[int, int]] = {}
         self.uses: dict[bytes, int] = {}
         self.deferred: set[bytes] = set()
         self.moves = self.now = self.ticks = 0
-
-    def rise(self, key: bytes) -> int:
-        raise NotImplementedError
-
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self.uses[key] = 0
-        self._place(key, self.now)
-
-    def touch(self, key: bytes) -> None:
-        if key in self.restored:
-            self.pages[key] = (self.now, 0)  # as many pages as before
-            self.restored.remove(key)
-            self.insert(key)
-        self.uses[key] += 1
-        self._place(key, self.rise(key))
 
     def remove(self, key: bytes) -> None:
         if key in self.restored:
@@ -99,15 +82,6 @@ class SlowLevels:
 
     def order(self) -> list[bytes]:
         return self.restored + sorted(self.pages, key=lambda key: (key in self.deferred, self.pages[key]))
-
-    def _place(self, key: bytes, level: int) -> None:
-        self.deferred.discard(key)
-        self.moves += 1
-        self.pages[key] = (level, self.moves)
-        self.ticks += 1
-        if self.ticks >= len(self.order()) / self.steps:
-            self.ticks = 0
-            self.now += 1
 
 
 class SlowLifetime(SlowLevels):

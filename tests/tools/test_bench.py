@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from gdscache.commands.bench import bare, geometry, kit, machine, measure, memory, rows, ssd_tier
+from gdscache.commands.bench import bare, geometry, kit, machine, measure, memory, rows
 from gdscache.commands.bench.measure import ChildDiedError
 from gdscache.commands.console import Table
 from gdscache.config import ModelConfig
@@ -259,35 +259,6 @@ def test_children_get_their_arguments_and_environment() -> None:
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[ssd_tier.TierUnderTest]:
-    with ssd_tier.TierUnderTest(tmp_path, MIB, 6 * MIB, 2) as tier:
-        yield tier
-
-
-def test_the_tier_under_test_moves_real_bytes(tier: ssd_tier.TierUnderTest) -> None:
-    before = tier._cpu.extents.rows[: tier.pages].clone()
-    assert tier.store() > 0
-    tier._cpu.extents.rows.zero_()
-    assert tier.load() > 0
-    after = tier._cpu.extents.rows[: tier.pages]
-    assert sorted(bytes(row[:64].numpy()) for row in after) == sorted(bytes(row[:64].numpy()) for row in before)
-    assert len(tier._cpu.index) == 0  # forgotten, so that the next load reads again
-
-
-def test_a_load_of_damaged_bytes_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
-    tier.store()
-    tier.slab.write_bytes(bytes(tier.slab.stat().st_size))
-    with pytest.raises(IOFailedError, match="were to come from the SSD"):
-        tier.load()
-
-
-def test_a_store_that_is_dropped_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
-    tier._writer.begin_close(drain=False)
-    with pytest.raises(IOFailedError, match="closed"):
-        tier.store()
 
 
 def test_the_bare_loop_touches_every_part_once(tmp_path: Path) -> None:

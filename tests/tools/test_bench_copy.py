@@ -509,7 +509,7 @@ def report(found: dict[str, Any]) -> dict[str, Any]:
             "ratio_high": 0.5, "coverage": 0.75, "pairs": 3, "target": 0.5, "met": True,
         },
     }  # fmt: skip
-    head = {"schema": "gdscache.bench.copy/2", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
+    head = {"schema": "gdscache.bench.copy/3", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
     return {**head, **found, **startup}
 
 
@@ -564,16 +564,6 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
         assert row["copy"]["ratio"] == pytest.approx(0.99 if row["sums"] else 0.98, abs=0.01)
 
 
-def test_a_load_runs_beside_threads_of_python(found: dict[str, Any]) -> None:
-    rows = found["beside_python"]
-    assert [(r["beside"], r["target"]) for r in rows] == [("drawn", 0.96), ("busy", 0.55)]
-    for row in rows:
-        assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
-        assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"]) == 2
-        assert row["against"] == "alone"
-        assert row["ratio"] > 0
-
-
 class Interrupted(Stand):
     """Ctrl-C in the second pool."""
 
@@ -597,7 +587,7 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) ->
     assert {row["page_tokens"] for row in first["copies"]} == {64}
     assert first["beside"]
     titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
-    assert titles[-2:] == ["Beside a model's work", "Beside threads of Python"]
+    assert titles[-1] == "Beside a model's work"
     gpu = Stand()
     again = copy.bench(gpu, startup=False).run(settings(), done=json.loads(json.dumps(first)))
     assert again["complete"]
@@ -670,7 +660,7 @@ def printed(report: dict[str, Any], width: int) -> str:
 def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = printed(report, width)
     judged = measure.judged(report)
-    assert len(judged) == 2 * 42 + 8 + 2 + 3
+    assert len(judged) == 2 * 42 + 8 + 3
     assert text.count("MISSED") == len([r for r in judged if not r["met"]])
     assert text.count("met:") == len([r for r in judged if r["met"]])
     for row in (*report["copies"], *report["checksums"]):
@@ -741,7 +731,7 @@ def test_the_command_writes_what_was_measured(
     assert asked[0].profile == "default"
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
-    sections = ["mover", "copies", "checksums", "beside", "beside_python", "kernel_build", "pinning"]
+    sections = ["mover", "copies", "checksums", "beside", "kernel_build", "pinning"]
     assert list(written) == ["schema", "machine", "settings", *head, *sections]
     assert (written["settings"]["total"], written["settings"]["pairs"]) == (16 * MIB, 3)
     assert written["mover"]["copy_engine"] == "batch_13"
@@ -779,7 +769,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert len(report["copies"]) == len(copy_cells.cells())
     assert len(report["checksums"]) == 42
     assert len(report["beside"]) == 4
-    for section in ("copies", "checksums", "beside", "beside_python", "kernel_build", "pinning"):
+    for section in ("copies", "checksums", "beside", "kernel_build", "pinning"):
         for path, number in numbers(report[section], section):
             free = path.endswith((".coverage", ".thread_blocks.load", ".thread_blocks.store"))
             assert np.isfinite(number), path

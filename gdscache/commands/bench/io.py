@@ -32,7 +32,6 @@ LEAST = 16 * MIB
 RAM_DISK = "/dev/shm"
 ENGINE_THREADS = int(SsdConfig.model_fields["threads"].default)
 RAM_THREADS = max(ENGINE_THREADS, 12)  # a RAM disk is as fast as the cores that copy its bytes
-TIER_PAGES = (1 * MIB, 4 * MIB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,9 +137,8 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
         cause = f"{ram} has less than {about(needed)} free"
     found = [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
     sized: list[tuple[str, Callable[..., list[Row]], Sequence[int], bool]] = [
-        ("SSD tier", io_rows.ssd_tier, TIER_PAGES, False),
         ("loads from a RAM disk", io_rows_engine.loads_from_memory, tuple(io_rows_engine.ONWARD_TARGETS), True),
-        ("a file a page", io_rows.file_per_page, settings.pages, False),
+        ("a file a page", io_rows_engine.file_per_page, settings.pages, False),
         ("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS), False),
         ("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS), False),
     ]
@@ -317,4 +315,4 @@ SECTIONS: dict[str, Any] = {
     "memory": None,
     "cells": [],
 }
-BENCH = kit.Bench("io", "gdscache.bench.io/2", SECTIONS, measure, tables, plot, details, bottom)
+BENCH = kit.Bench("io", "gdscache.bench.io/3", SECTIONS, measure, tables, plot, details, bottom)
