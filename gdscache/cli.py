@@ -203,7 +203,7 @@ def _table(meaning: dict[str, Any]) -> Table:
     table.add_row("model", f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}")
     for plane in meaning["planes"]:
         table.add_row("plane", plane)
-    table.add_row("page", f"{meaning['page_tokens']} tokens of {meaning['token_bytes']:,} bytes")
+    table.add_row("page", f"{meaning['page_tokens']} tokens, each of {meaning['token_bytes']:,} bytes")
     table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
     table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
     for name, tier in meaning["tiers"].items():

@@ -198,9 +198,9 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("io", "--dir", "{}/none"), "not a directory"),
-        (("io", "--dir", "{}", "--json", "{}"), "--json"),
+        (("io", "--dir", "{}", "--report", "{}"), "--report"),
         (("io", "--dir", "{}", "--resume", "{}/none"), "cannot be read"),
-        (("io", "--dir", "{}", "--json", "{}/none/r.json"), "--json"),
+        (("io", "--dir", "{}", "--report", "{}/none/r.json"), "--report"),
         (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
         (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
         (("io", "--dir", "{}", "--way", "gds"), "unknown way 'gds'"),

@@ -709,7 +709,7 @@ def gdscache(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
 
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gdscache(monkeypatch, "--json", tmp_path / "r.json") == 2
+    assert gdscache(monkeypatch, "--report", tmp_path / "r.json") == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert "bench copy needs a CUDA GPU" in err
@@ -726,7 +726,7 @@ def test_the_command_writes_what_was_measured(
     monkeypatch.setattr(copy_gpu, "Gpu", Interrupted)
     asked: list[copy.Settings] = []
     monkeypatch.setattr(copy.Settings, "of", lambda profile: asked.append(settings(profile=profile)) or asked[-1])
-    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
+    files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
     assert gdscache(monkeypatch, "--total", "16MiB", "--pairs", "3", *files) == 130
     assert asked[0].profile == "default"
     written = json.loads((tmp_path / "r.json").read_text())
@@ -760,7 +760,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     if not (find_spec("cupy") or find_spec("cuda.core")):
         pytest.skip("neither cuda-core nor CuPy is installed")
     command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick"]
-    command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    command += ["--report", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())

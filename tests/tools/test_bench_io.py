@@ -58,7 +58,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--all", "--dir", str(path)
-        status, shown = on_terminal([*line, "--json", str(path / "r.json"), "--plot", str(path / "r.svg")])
+        status, shown = on_terminal([*line, "--report", str(path / "r.json"), "--plot", str(path / "r.svg")])
     finally:
         os.environ.pop("CUDA_VISIBLE_DEVICES")
         os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})

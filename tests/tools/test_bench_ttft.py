@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
     path = tmp_path_factory.mktemp("ttft")
-    files = ("--dir", str(path), "--json", str(path / "r.json"), "--plot", str(path / "r.svg"))
+    files = ("--dir", str(path), "--report", str(path / "r.json"), "--plot", str(path / "r.svg"))
     line = (
         "-W",
         "error",

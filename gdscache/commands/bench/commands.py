@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 bench_app = App()
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure. The bench deletes its files.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+Json = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report to this file, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 Quick = Annotated[
     bool,
     typer.Option("--quick", help="Small sizes, a minute or two. Shows that everything runs; judges no figure."),
 ]
 Resume = Annotated[
-    Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --json if that is given.")
+    Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --report if that is given.")
 ]
 Everything = Annotated[bool, typer.Option("--all", help="Show what only developers of gdscache read, too.")]
 Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]

@@ -211,7 +211,7 @@ class Bench:
         check_writable(plot, "--plot")
         if not directory.is_dir():
             raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
-        check_writable(json_file, "--json")
+        check_writable(json_file, "--report")
         done = None if resume is None else self.resumed(resume, settings, directory)
         written = json_file or resume
         head = {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
@@ -254,7 +254,7 @@ class Bench:
             if found[part].get(key) != here[part][key]:
                 raise InvalidValueError(
                     f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
-                    "give the options of the first run, on the same machine; or begin a new report with --json",
+                    "give the options of the first run, on the same machine; or begin a new report with --report",
                 )
         return found
 
