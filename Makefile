@@ -153,7 +153,6 @@ wheels: $(VENV)/.installed
 	$(BIN)/python tools/wheels.py dist $(PYTHONS)
 
 bench: native
-	$(BIN)/gdscache bench index
 	$(BIN)/gdscache bench io
 
 install: native

@@ -16,9 +16,7 @@ from gdscache.commands.bench.commands import bench_app
 from gdscache.commands.console import Table, progress_bar, show
 from gdscache.commands.flags import App
 from gdscache.commands.replay.commands import replay
-from gdscache.commands.replay.make_command import make_trace
 from gdscache.commands.replay.plan_commands import plan_tiers
-from gdscache.commands.timeline.command import show_timeline
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.start import init, print_shipped
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
@@ -38,9 +36,7 @@ config_app.command("init")(init)
 config_app.command("print")(print_shipped)
 app.add_typer(bench_app, name="bench")
 app.command("replay")(replay)
-app.command("make-trace")(make_trace)
 app.command("plan")(plan_tiers)
-app.command("timeline")(show_timeline)
 
 
 def _show_version(wanted: bool) -> None:
@@ -207,7 +203,7 @@ def _table(meaning: dict[str, Any]) -> Table:
     table.add_row("model", f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}")
     for plane in meaning["planes"]:
         table.add_row("plane", plane)
-    table.add_row("page", f"{meaning['page_tokens']} tokens of {meaning['token_bytes']:,} bytes")
+    table.add_row("page", f"{meaning['page_tokens']} tokens, each of {meaning['token_bytes']:,} bytes")
     table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
     table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
     for name, tier in meaning["tiers"].items():

@@ -107,15 +107,7 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-def _kept_order(value: object) -> object:
-    """Orders that engines had, and that are only replayed now."""
-    if value in ("slru", "s3fifo", "lfu", "credit_lru"):
-        raise ValueError("is no longer an engine's order, because no measurement chose it: set lifetime or lru")
-    return value
-
-
 EvictionOrder = Literal["lru", "lifetime"]
-Eviction = Annotated[EvictionOrder, BeforeValidator(_kept_order)]
 Device = Annotated[str, AfterValidator(_device), WithJsonSchema({"type": "string", "pattern": f"^({_DEVICE})$"})]
 Transport = Annotated[
     str, AfterValidator(_transport), WithJsonSchema({"type": "string", "pattern": f"^({_TRANSPORT})$"})
@@ -259,7 +251,7 @@ class Config(ConfigSection):
         description="size of the bounce reserve in host memory, for pages that cannot stay in the CPU tier; "
         "half for loads, half for stores",
     )
-    eviction: Eviction = Field(
+    eviction: EvictionOrder = Field(
         default="lifetime",
         description="order in which a full tier evicts pages: lifetime (learned, its loss bounded by LRU) or lru",
     )

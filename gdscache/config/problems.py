@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from gdscache.config.gone import GONE
 from gdscache.errors import CapacityError, ConfigError, GeometryError, InvalidValueError, UnknownKeyError
 
 # A misspelt key also looks like a missing one, so it is reported first.
@@ -152,10 +151,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _nearest(loc: tuple[int | str, ...], known: list[str], model: type[BaseModel]) -> str:
-    """What was probably meant: what took a key's place, or a key of the same section, else one of another section, else
-    the nearest of the list."""
-    if there_was := GONE.get(re.sub(r"\[\d+\]", "[]", dotted(loc))):
-        return there_was
+    """What was probably meant: a key of the same section, else one of another section, else the nearest of the list."""
     key, parent = str(loc[-1]), dotted(loc[:-1])
     prefix = f"{parent}." if parent else ""
     if near := difflib.get_close_matches(key, known, n=1):

@@ -1,8 +1,7 @@
-"""Eviction orders in lists by level: LFU with aging, and LRU with credit. See `policies`."""
+"""An eviction order in lists by level, for the order by lifetimes."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -14,12 +13,10 @@ from gdscache.policies.base import AfterRestored
 class Levels(AfterRestored):
     """Pages on levels, lowest level first, within a level the one that came to it first.
 
-    `_now` is the level of this moment; it rises by one each time that as many pages as are present / `STEPS` ticked.
-    Pages that nobody uses stay where they are and are overtaken: nothing is ever recounted. Deferred pages keep their
-    level's number, aside.
+    `_now` is the level of this moment, which a subclass lets rise. Pages that nobody uses stay where they are and are
+    overtaken: nothing is ever recounted. Deferred pages keep their level's number, aside.
     """
 
-    STEPS = 1
     __slots__ = ("_aside", "_at", "_levels", "_now", "_numbers", "_ticks")
 
     def _clear(self) -> None:
@@ -101,12 +98,6 @@ class Levels(AfterRestored):
             self._take(key, level)
             self._put(key, number, uses)
 
-    def _tick(self) -> None:
-        self._ticks += 1
-        if self._ticks * self.STEPS >= self._pages:
-            self._ticks = 0
-            self._now += 1
-
 
 class _Level:
     """Pages of one level, each with its uses as far as they count, or what else its policy knows of it."""
@@ -117,59 +108,3 @@ class _Level:
         self.number = number
         self.aside = aside
         self.uses: OrderedDict[bytes, int] = OrderedDict()
-
-
-class _ByUses(Levels):
-    """A new page is on the level of now, and a use raises it. Uses and new pages tick."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def _rise(self, level: int, uses: int) -> tuple[int, int]:
-        """The level of a page that is used now, and its uses from now on; `level`, `uses`: until now."""
-
-    def _insert(self, key: bytes, parent: bytes) -> None:
-        self._put(key, self._now, 0)
-        self._tick()
-
-    def _touch(self, key: bytes) -> bool:
-        level = self._at.get(key)
-        if level is None:
-            return False
-        self._move(key, level, *self._rise(level.number, level.uses[key]))
-        self._tick()
-        return True
-
-
-class LFU(_ByUses):
-    """Least frequently used first, in lists by frequency (Shah, Mitra, Matani: An O(1) Algorithm for Implementing the
-    LFU Cache Eviction Scheme, 2010), with aging (Arlitt, Cherkasova, Dilley, Friedrich, Jin: Evaluating Content
-    Management Techniques for Web Proxy Caches, 2000).
-
-    The age is a clock, not the last victim's frequency: in each period of as many uses as there are pages, a page loses
-    one use. More than `USES` are not counted.
-    """
-
-    USES = 15
-    __slots__ = ()
-
-    def _rise(self, level: int, uses: int) -> tuple[int, int]:
-        return min(max(level, self._now) + 1, self._now + self.USES), 0
-
-
-class CreditLRU(_ByUses):
-    """LRU in which each use of a page counts as if it came `CREDIT / STEPS` periods later, up to `USES` of them.
-
-    A point between recency and frequency, as in LRFU (Lee et al.: LRFU: A Spectrum of Policies that Subsumes the Least
-    Recently Used and Least Frequently Used Policies, 2001), kept in a calendar queue (Brown: Calendar Queues, 1988)
-    and not in a heap. A period is as many uses as there are pages.
-    """
-
-    STEPS = 32
-    CREDIT = 16
-    USES = 8
-    __slots__ = ()
-
-    def _rise(self, level: int, uses: int) -> tuple[int, int]:
-        uses = min(uses + 1, self.USES)
-        return self._now + self.CREDIT * uses, uses

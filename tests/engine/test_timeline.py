@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.commands.timeline.summary import (
-    MODEL_STREAM,
-    Trace,
-    TraceSpan,
-    both,
-    computing,
-    length,
-    read_trace_file,
-    summary,
-    union,
-    without,
-)
-from gdscache.commands.toy_engine import EngineOptions, InferenceEngine, KVPool, ModelShape, fingerprint, random_model
 from gdscache.errors import InvalidValueError
 from gdscache.kernels.gpu import CopyRoute
 from gdscache.load import run as load_run
@@ -45,7 +30,6 @@ from gdscache.tracing.tracks import lanes
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
-from tests.support.places import ROOT
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 SIX = MHA | {"layers": 6, "head_dim": 72}  # of 4,608 bytes each, read in four groups
@@ -149,6 +133,17 @@ def check_schema(data: dict[str, Any]) -> None:
     assert len(set(names.values())) == len(names)
 
 
+def track_names(data: dict[str, Any]) -> dict[int, str]:
+    """The names of a file's tracks by their number; Perfetto shows the least number on top."""
+    return {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+
+
+def tracks_by_kind(data: dict[str, Any]) -> dict[str, str]:
+    """The name of the track that the spans of each kind are on."""
+    names = track_names(data)
+    return {e["cat"]: names[e["tid"]] for e in data["traceEvents"] if e["ph"] == "X"}
+
+
 def layers_of(event: dict[str, Any]) -> range:
     return range(event["args"]["first_layer"], event["args"]["last_layer"] + 1)
 
@@ -197,9 +192,9 @@ def test_tracks_have_the_names_of_what_they_do(traced: Callable[..., Host], tmp_
     stored(host, prompt(1, PAGES))
     host.load(prompt(1, PAGES))
     settle(host.engine)
-    trace = read_trace_file(timeline.write(tmp_path / "t.json"))
-    by_kind = {span.kind: span.track for span in trace.spans}
-    assert by_kind["wait"] == trace.tracks[0] == "model thread"
+    data = json.loads(timeline.write(tmp_path / "t.json").read_text())
+    by_kind = tracks_by_kind(data)
+    assert by_kind["wait"] == track_names(data)[min(track_names(data))] == "model thread"
     assert by_kind["lookup"] == by_kind["plan"] == "model thread"  # who calls carries it out
     assert by_kind["load"].startswith("load thread ")
     assert by_kind["read"].startswith("SSD reads")
@@ -267,8 +262,7 @@ def test_what_the_streams_of_a_gpu_did(
     stored(host, prompt(1, PAGES))
     host.load(prompt(1, PAGES))
     settle(host.engine)
-    spans = read_trace_file(timeline.write(tmp_path / "t.json")).spans
-    tracks = {span.kind: span.track for span in spans}
+    tracks = tracks_by_kind(timeline.describe())
     for way in ("load", "store"):
         assert tracks[f"{way} copies"] == f"{way}s: copy stream"
         assert tracks[f"{way} kernel"] == f"{way}s: kernel stream"
@@ -447,22 +441,6 @@ def test_spans_that_overlap_get_lanes(spans: list[tuple[int, int]]) -> None:
     assert len(tracks) <= max(1, max(points) + sum(n == 0 for _, n in spans))
 
 
-SETS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda p: (float(p[0]), float(p[0] + p[1]))))
-
-
-@given(SETS, SETS)
-def test_sets_of_intervals(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> None:
-    def points(intervals: Sequence[tuple[float, float]]) -> set[int]:
-        return {at for at in range(40) if any(start <= at < end for start, end in intervals)}
-
-    a, b = union(one), union(other)
-    assert points(a) == points(one)
-    assert all(x[1] < y[0] for x, y in itertools.pairwise(a))
-    assert points(both(a, b)) == points(one) & points(other)
-    assert points(without(a, b)) == points(one) - points(other)
-    assert length(a) == len(points(one))
-
-
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
@@ -599,201 +577,6 @@ def test_torch_without_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
         NvtxTimeline()
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
-class Served:
-    """A small model whose cache tells a timeline; `ask` answers a prompt."""
-
-    def __init__(self, path: Path, timeline: Timeline) -> None:
-        shape = ModelShape("m", 4, 32, 4, 2, 16, 48, 61)
-        self.layers = shape.layers
-        self.model = random_model(shape, torch.device("cpu"), torch.float32, seed=3)
-        self.pool = KVPool(shape, 64, 4, torch.device("cpu"), torch.float32)
-        geometry = shape.cache_geometry("float32")
-        config = {
-            "model": {"name": "m", "weights": fingerprint(self.model), "page_tokens": 8, **geometry},
-            "gpu": {"device": "cpu", "staging": "16MiB"},
-            "cpu": {"capacity": "1MiB"},
-            "ssd": {"path": str(path), "capacity": "2MiB", "threads": 2, "transport": FAULTY},
-            "host_buffer": "1MiB",
-            "deadline": WAIT,
-        }  # fmt: skip
-        self.cache = CacheEngine.from_config(config, planes=self.pool.planes, timeline=timeline)
-
-    def ask(self, tokens: list[int]) -> list[int]:
-        engine = InferenceEngine(self.model, self.pool, self.cache, EngineOptions(16, 4, True, share=False))
-        request = engine.submit(tokens, 3)
-        engine.run()
-        engine.close()
-        self.cache.drain(WAIT)
-        return list(request.generated)
-
-
-@pytest.fixture
-def served_trace(tmp_path: Path) -> Path:
-    """A file of two requests of one prompt, the second with an SSD hit whose later reads are slow."""
-    timeline = TraceTimeline(tmp_path / "trace.json")
-    served = Served(tmp_path / "cache", timeline)
-    with served.cache:
-        tokens = [i * 7 % 61 for i in range(49)]
-        cold = served.ask(tokens)
-        drop_from(served.cache, "cpu")
-        with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02, skip=6):
-            assert served.ask(tokens) == cold
-    return timeline.write()
-
-
-def test_a_span_for_each_layer_of_each_step(served_trace: Path) -> None:
-    check_schema(json.loads(served_trace.read_text()))
-    trace = read_trace_file(served_trace)
-    steps = [span for span in trace.spans if span.kind == "step"]
-    layers = [span for span in trace.spans if span.kind == "layer"]
-    assert len(layers) == 4 * len(steps)
-    assert [span.layer for span in layers] == [0, 1, 2, 3] * len(steps)
-    for number, step in enumerate(steps):
-        own = layers[4 * number : 4 * number + 4]
-        assert step.start <= own[0].start
-        assert own[-1].end <= step.end
-    waits = [span for span in trace.spans if span.kind == "wait"]
-    assert [span.layer for span in waits] == [0, 1, 2, 3]
-    for wait in waits:  # within its layer
-        assert any(s.layer == wait.layer and s.start <= wait.start and wait.end <= s.end for s in layers)
-
-
-def test_the_summary_counts_what_runs_under_layers(served_trace: Path) -> None:
-    trace = read_trace_file(served_trace)
-    report = summary(trace)
-    rows = {(row["track"], row["kind"]): row for row in report["rows"]}
-    reads = rows["SSD reads", "read"]
-    assert reads["spans"] == len([s for s in trace.spans if s.kind == "read"]) > 0
-    assert 0 <= reads["under_layers"] <= 1
-    model = computing(trace)
-    busy = [(s.start, s.end) for s in trace.spans if s.kind == "read"]
-    assert reads["busy_ms"] * 1000 == pytest.approx(length(union(busy)))
-    assert reads["under_layers"] == pytest.approx(length(both(union(busy), model)) / length(union(busy)))
-    waits = [(s.start, s.end) for s in trace.spans if s.kind == "wait"]
-    assert not both(model, union(waits)), "a wait counts as computing"
-    assert rows["model thread", "layer"]["under_layers"] is None
-    assert report["computing_ms"] <= rows["model thread", "layer"]["busy_ms"]
-    (load,) = {s.about["load"] for s in trace.spans if s.kind == "load"}
-    part = trace.of_load(load)
-    assert 0 < len(part.spans) < len(trace.spans)
-    assert {s.kind for s in part.spans} >= {"load", "read", "scatter", "wait", "layer"}
-    assert not [s for s in part.spans if s.kind == "write"]
-
-
-def test_the_longest_load_is_the_one_with_the_most_time_from_begin_to_end() -> None:
-    def span(load: int | None, start: float, end: float) -> TraceSpan:
-        return TraceSpan("read", "read", "SSD reads", start, end, {} if load is None else {"load": load})
-
-    spans = (span(None, 0, 100), span(1, 10, 30), span(2, 12, 13), span(1, 30, 31), span(2, 40, 41), span(3, 50, 60))
-    assert Trace(("SSD reads",), spans, 0).longest_load == 2
-    assert Trace(("SSD reads",), spans[:1], 0).longest_load is None
-
-
-def test_stream_times_of_a_model_count_before_those_of_its_thread(tmp_path: Path) -> None:
-    timeline = TraceTimeline()
-    with timeline.span("layer", layer=0):
-        pass
-    timeline._events.append(("layer", (MODEL_STREAM, 0), 10**9, 2 * 10**9, {"layer": 0}))
-    trace = read_trace_file(timeline.write(tmp_path / "t.json"))
-    assert length(computing(trace)) == pytest.approx(1e6)
-
-
-def test_the_example_writes_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    spec = importlib.util.spec_from_file_location("engine", ROOT / "examples" / "engine.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "engine", module)
-    spec.loader.exec_module(module)
-    few = [
-        "--requests",
-        "1",
-        "--prefix",
-        "64",
-        "--suffix",
-        "3",
-        "--new-tokens",
-        "1",
-        "--layers",
-        "2",
-        "--device",
-        "cpu",
-    ]
-    assert module.main([*few, "--trace", str(tmp_path / "none" / "t.json")]) == 2
-    assert "create it first" in capsys.readouterr().err
-    assert module.main([*few, "--trace", str(tmp_path / "t.json")]) == 0
-    check_schema(json.loads((tmp_path / "t.json").read_text()))
-    trace = read_trace_file(tmp_path / "t.json")
-    assert {span.layer for span in trace.spans if span.kind == "layer"} == {0, 1}
-    loads = [span for span in trace.spans if span.kind == "load"]
-    assert [span.about["pages"] for span in loads] == [1, 1]  # from the CPU tier, and after the restart from the SSD
-    (read,) = {span.about["load"] for span in trace.spans if span.kind == "read"}
-    assert read == loads[1].about["load"]
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gdscache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    from gdscache import cli
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["gdscache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        read = capsys.readouterr()
-        return int(caught.value.code or 0), read.out + read.err
-
-    return run
-
-
-def test_the_command(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
-    status, text = gdscache("timeline", served_trace)
-    assert status == 0
-    for word in ("model thread", "load thread", "SSD reads", "under layers", "Load 1: ", "the model computed"):
-        assert word in text
-    status, text = gdscache("timeline", served_trace, "--json", "--load", 1)
-    assert status == 0
-    trace = read_trace_file(served_trace)
-    report = {"load": 1, **summary(trace.of_load(1))}
-    assert json.loads(text) == report
-    assert json.loads(gdscache("timeline", served_trace, "--json")[1]) == report  # the longest, and the only one
-    assert json.loads(gdscache("timeline", served_trace, "--json", "--whole")[1]) == {"load": None, **summary(trace)}
-
-
-@pytest.mark.suite
-def test_the_plot(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    for name in ("t.png", "t.svg"):
-        assert gdscache("timeline", served_trace, "--plot", tmp_path / name, "--load", 1)[0] == 0
-    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "t.svg").read_text()
-
-
-def test_what_the_command_refuses(gdscache: Callable[..., tuple[int, str]], served_trace: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    for text in ("", "[]", "{}", '{"otherData": {}}', '{"otherData": {"format": 1}, "traceEvents": [{"ph": "X"}]}'):
-        other.write_text(text)
-        status, said = gdscache("timeline", other)
-        assert (status, "is no timeline of gdscache" in said) == (2, True)
-        assert "Error" not in said, "a Python exception's name tells a reader nothing"
-    other.write_text('{"otherData": {"format": 99}}')
-    cases: list[tuple[list[object], str]] = [
-        ([other], "has format 99"),
-        ([tmp_path / "none.json"], "cannot be read"),
-        ([served_trace, "--load", 99], "no span is of load 99"),
-        ([served_trace, "--plot", tmp_path / "t.txt"], "no plot can be written"),
-    ]
-    for arguments, message in cases:
-        status, said = gdscache("timeline", *arguments)
-        assert status == 2
-        assert message in said
-
-
 # -- times on streams, with a GPU that is made up ----------------------------------------------------------------------
 
 
@@ -899,10 +682,10 @@ def test_computing_is_a_span_of_the_thread_and_of_the_stream(monkeypatch: pytest
     gpu.now += 10_000_000
     data = timeline.describe()
     check_schema(data)
-    tracks = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    tracks = track_names(data)
     found = sorted((e["name"], tracks[e["tid"]]) for e in data["traceEvents"] if e["ph"] == "X")
     host = "model thread"
-    assert found == [("layer 2", MODEL_STREAM), ("layer 2", host), ("layer 3", host), ("layer 4", host)]
+    assert found == [("layer 2", "model stream"), ("layer 2", host), ("layer 3", host), ("layer 4", host)]
     assert not timeline.stack
 
 
@@ -921,7 +704,7 @@ def test_times_on_streams(traced: Callable[..., Host]) -> None:
     data = timeline.describe()
     check_schema(data)
     assert data["otherData"]["stream_spans_unresolved"] == 0
-    names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+    names = track_names(data)
     spans = [e for e in data["traceEvents"] if e["ph"] == "X"]
     kernels = [e for e in spans if names[e["tid"]].startswith("loads: kernel stream")]
     on_copies = [e for e in spans if names[e["tid"]].startswith("loads: copy stream")]
@@ -934,7 +717,7 @@ def test_times_on_streams(traced: Callable[..., Host]) -> None:
     assert kernels or on_copies
     for copy, kernel in zip(on_copies, kernels, strict=False):  # a chunk's kernel comes after its copies
         assert copy["ts"] + copy["dur"] <= kernel["ts"] + kernel["dur"] + slack
-    waits = [e for e in spans if names[e["tid"]] == MODEL_STREAM and e["cat"] == "wait"]
+    waits = [e for e in spans if names[e["tid"]] == "model stream" and e["cat"] == "wait"]
     assert [e["args"]["layer"] for e in waits] == list(range(6))
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
 
+from gdscache.cuda.host_memory import HostBuffer
+from gdscache.pool.client import MooncakeClient, PoolAddress
+from gdscache.pool.io import BATCH_PAGES, TRAILER_BYTES
 from gdscache.tiers.mooncake import MooncakeTier
 from tests.support.helpers import Host, drop_from, prompt, quiet
 
@@ -67,6 +72,28 @@ class Child:
             self.host.give(blocks)
         return {name: float(np.percentile(some, 99)) for name, some in took.items()}
 
+    def rates(self, master: str, pages: int, rounds: int) -> dict[str, list[float]]:
+        """GB/s of puts and gets of pages by the tier, and by a bare loop of the same calls, in turns."""
+        engine, extent = self.host.engine, self.host.layout.extent_bytes
+        nbytes, found = pages * (extent + TRAILER_BYTES), dict[str, list[float]]()
+        blocks = self.host.take(pages)
+        with BareLoop(master, pages, extent) as bare:
+            for number in range(rounds + 1):
+                engine.clear()
+                tokens = np.random.default_rng(number).integers(0, 1 << 30, pages * self.tokens, dtype=np.uint32)
+                engine.store(tokens, blocks).result(60)
+                took = {"tier put": _seconds(lambda: engine.flush(60)), "bare put": bare.put()}
+                assert len(engine.manager.tiers["mooncake"].index) == pages
+                self.forget()
+                took["bare get"] = bare.get()
+                begun = time.perf_counter()
+                assert engine.prefetch(tokens).result(60).pages == {"loaded": pages}
+                took["tier get"] = time.perf_counter() - begun
+                for name, seconds in took.items() if number else ():  # the first round makes connections
+                    found.setdefault(name, []).append(nbytes / seconds / 1e9)
+        self.host.give(blocks)
+        return found
+
     def state(self) -> dict[str, Any]:
         told = self.host.engine.stats()["tiers"]["mooncake"]
         return {name: told[name] for name in ("state", "opened", "calls", "moved", "pages", "longest_call_s", "asked")}
@@ -80,6 +107,53 @@ class Child:
 
     def close(self) -> None:
         self.host.engine.close()
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+class BareLoop:
+    """The calls that the tier makes for its pages, and nothing else. Seconds of one pass over all of them."""
+
+    def __init__(self, master: str, pages: int, extent: int) -> None:
+        self._client = MooncakeClient(PoolAddress(master))
+        self._extent, self._numbers = extent, itertools.count()
+        self._names = [""] * pages
+        self._extents = HostBuffer(pages * extent, "off")
+        self._trailers = HostBuffer(BATCH_PAGES * TRAILER_BYTES, "off")
+        self._extents.tensor.random_()
+        for buffer in (self._extents, self._trailers):
+            self._client.register(buffer.address, buffer.nbytes)
+
+    def put(self) -> float:
+        if self._names[0]:
+            self._client.remove(self._names)
+        self._names = [f"bare/{next(self._numbers)}" for _ in self._names]
+        return _seconds(lambda: self._move(self._client.put, 0))
+
+    def get(self) -> float:
+        return _seconds(lambda: self._move(self._client.get, self._extent + TRAILER_BYTES))
+
+    def _move(self, call: Callable[..., list[int]], code: int) -> None:
+        at_once = max(1, min(BATCH_PAGES, (32 << 20) // self._extent))
+        for at in range(0, len(self._names), at_once):
+            names = self._names[at : at + at_once]
+            pieces = [
+                [(self._extents.address + (at + n) * self._extent, self._extent), (place, TRAILER_BYTES)]
+                for n, place in enumerate(self._trailers.address + n * TRAILER_BYTES for n in range(len(names)))
+            ]
+            assert set(call(names, pieces)) == {code}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in (self._extents, self._trailers):
+            self._client.unregister(buffer.address)
+        self._client.close()
 
 
 def main() -> None:

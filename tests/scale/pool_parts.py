@@ -185,13 +185,24 @@ class RealPool:
         until(lambda: "owner 0" in log.read_text(errors="replace"), "an owner")
         return owner
 
-    def new_engine(self, *, cpu: int = 160, pool: bool = True, **options: Any) -> Engine:
+    def new_engine(
+        self, *, cpu: int = 160, pool: bool = True, large: bool = False, store: str = "write_through", **options: Any
+    ) -> Engine:
+        """`pool`: with the shared tier. `large`: pages of 1 MiB. `store`: store.write_policy."""
         entry = {
             "tier": "gdscache.tiers.mooncake:MooncakeTier",
-            "capacity": 512 * EXTENT,
+            "capacity": 512 * (8 if large else 1) * EXTENT,
             "options": {"master": self.address} | options,
         }
-        config = make_config(model=MODEL, cpu=cpu, ssd=None, bounce=16, queue=256, tiers=[entry] if pool else [])
+        config = make_config(
+            model=MODEL | {"layers": 32} if large else MODEL,
+            cpu=cpu,
+            ssd=None,
+            bounce=16,
+            queue=256,
+            store={"write_policy": store},
+            tiers=[entry] if pool else [],
+        )
         engine = Engine(self.path / f"engine{len(self.processes)}.log", config)
         self.processes.append(engine)
         return engine

@@ -25,7 +25,7 @@ from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.columns import KEY
 from gdscache.pages.keys import Page
-from gdscache.policies import new_policy
+from gdscache.policies.base import LRU, EvictionPolicy
 from tests.support.policy_models import MODELS, Model, Undeferred
 
 NAMESPACE = b"n" * 32
@@ -80,21 +80,21 @@ class IndexMachine(RuleBasedStateMachine):
     """A tree of pages in an index of few slots. `order` is the coldest first, by the policy's slow model."""
 
     SLOTS = 6
-    policy_name = "lru"
+    policy: type[EvictionPolicy] = LRU
     names = Bundle("names")
     leases = Bundle("leases")
     held = Bundle("held")
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PageIndex(self.SLOTS, new_policy(self.policy_name))
+        self.index = PageIndex(self.SLOTS, self.policy())
         self.model = self.new_model()
         self.known: dict[bytes, Known] = {}
         self.gone: list[Entry] = []  # dropped, still leased
         self.taken: list[int] = []
 
     def new_model(self) -> Model:
-        return MODELS[self.policy_name]()
+        return MODELS[self.policy]()
 
     def put(self, page: Page, slot: int, state: PageState) -> None:
         self.index.insert(page, slot, state)
@@ -113,7 +113,7 @@ class IndexMachine(RuleBasedStateMachine):
     def victims(self, n: int) -> list[Known]:
         """As `_one_by_one`; with an order that defers pages, as `_in_turn`, by which pages that stay are deferred."""
         found, passed = self._in_turn(n)
-        if issubclass(MODELS[self.policy_name], Undeferred):
+        if issubclass(MODELS[self.policy], Undeferred):
             assert found == self._one_by_one(n)
         for known in passed:
             self.model.defer(known.page.key)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from gdscache.policies import ROUND, S3FIFO, SLRU
-from gdscache.policies.levels import LFU, CreditLRU
+from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
 
 
@@ -49,100 +48,8 @@ class SlowLRU(Undeferred):
         return list(self.keys)
 
 
-class SlowSLRU(Undeferred):
-    def __init__(self, restored: Sequence[bytes] = ()) -> None:
-        self.restored = list(restored)
-        self.probation: list[bytes] = []
-        self.protected: list[bytes] = []
-
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self.probation.append(key)
-
-    def touch(self, key: bytes) -> None:
-        self._take(key)
-        self.protected.append(key)
-        self._limit()
-
-    def remove(self, key: bytes) -> None:
-        self._take(key)
-        self._limit()
-
-    def order(self) -> list[bytes]:
-        return self.restored + self.probation + self.protected
-
-    def _take(self, key: bytes) -> None:
-        next(keys for keys in (self.restored, self.probation, self.protected) if key in keys).remove(key)
-
-    def _limit(self) -> None:
-        while len(self.protected) > SLRU.PROTECTED * len(self.order()):
-            self.probation.append(self.protected.pop(0))
-
-
-class SlowS3FIFO(Undeferred):
-    def __init__(self, restored: Sequence[bytes] = ()) -> None:
-        self.restored = list(restored)
-        self.small: list[bytes] = []
-        self.main: list[bytes] = []
-        self.ghosts: list[bytes] = []
-        self.uses: dict[bytes, int] = {}
-
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        (self.main if key in self.ghosts else self.small).append(key)
-        self.uses[key] = 0
-
-    def touch(self, key: bytes) -> None:
-        if key in self.restored:
-            self.restored.remove(key)
-            self.insert(key)
-        self.uses[key] = min(self.uses[key] + 1, S3FIFO.USES)
-
-    def remove(self, key: bytes) -> None:
-        if key in self.restored:
-            self.restored.remove(key)
-        elif key in self.small:
-            self.small = self._without(key, self.small)
-            while self.small and self.uses[self.small[0]] > 1:
-                self.uses[self.small[0]] = 0
-                self.main.append(self.small.pop(0))
-            if key not in self.ghosts:
-                self.ghosts.append(key)
-        else:
-            self.main = self._without(key, self.main)
-            while self.main and self.uses[self.main[0]]:
-                self.uses[self.main[0]] -= 1
-                self.main.append(self.main.pop(0))
-        self.ghosts = self.ghosts[max(0, len(self.ghosts) - len(self.order())) :]
-
-    def _without(self, key: bytes, queue: list[bytes]) -> list[bytes]:
-        n = min(ROUND, queue.index(key))
-        queue = queue[n:] + queue[:n]
-        queue.remove(key)
-        return queue
-
-    def order(self) -> list[bytes]:
-        """Evict one page after the other, as the paper does."""
-        small, main, uses, out = list(self.small), list(self.main), dict(self.uses), list(self.restored)
-        while small or main:
-            if small and (not main or len(small) > S3FIFO.SMALL * (len(small) + len(main))):
-                key = small.pop(0)
-                if uses[key] > 1:
-                    uses[key] = 0
-                    main.append(key)
-                    continue
-            else:
-                key = main.pop(0)
-                if uses[key]:
-                    uses[key] -= 1
-                    main.append(key)
-                    continue
-            out.append(key)
-        return out
-
-
 class SlowLevels:
     """Pages sorted by (level, when they came to it), deferred ones behind; those that were hastened came first."""
-
-    steps = 1
 
     def __init__(self, restored: Sequence[bytes] = ()) -> None:
         self.restored = list(restored)
@@ -150,21 +57,6 @@ class SlowLevels:
         self.uses: dict[bytes, int] = {}
         self.deferred: set[bytes] = set()
         self.moves = self.now = self.ticks = 0
-
-    def rise(self, key: bytes) -> int:
-        raise NotImplementedError
-
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self.uses[key] = 0
-        self._place(key, self.now)
-
-    def touch(self, key: bytes) -> None:
-        if key in self.restored:
-            self.pages[key] = (self.now, 0)  # as many pages as before
-            self.restored.remove(key)
-            self.insert(key)
-        self.uses[key] += 1
-        self._place(key, self.rise(key))
 
     def remove(self, key: bytes) -> None:
         if key in self.restored:
@@ -190,27 +82,6 @@ class SlowLevels:
 
     def order(self) -> list[bytes]:
         return self.restored + sorted(self.pages, key=lambda key: (key in self.deferred, self.pages[key]))
-
-    def _place(self, key: bytes, level: int) -> None:
-        self.deferred.discard(key)
-        self.moves += 1
-        self.pages[key] = (level, self.moves)
-        self.ticks += 1
-        if self.ticks >= len(self.order()) / self.steps:
-            self.ticks = 0
-            self.now += 1
-
-
-class SlowLFU(SlowLevels):
-    def rise(self, key: bytes) -> int:
-        return min(max(self.pages[key][0], self.now) + 1, self.now + LFU.USES)
-
-
-class SlowCreditLRU(SlowLevels):
-    steps = CreditLRU.STEPS
-
-    def rise(self, key: bytes) -> int:
-        return self.now + CreditLRU.CREDIT * min(self.uses[key], CreditLRU.USES)
 
 
 class SlowLifetime(SlowLevels):
@@ -387,12 +258,5 @@ class SlowShadow:
         return order
 
 
-# `lifetime`, which is `unguarded` or LRU by turns, has tests of its own: test_guarded.py.
-MODELS: dict[str, type[SlowLRU | SlowSLRU | SlowS3FIFO | SlowLevels]] = {
-    "lru": SlowLRU,
-    "slru": SlowSLRU,
-    "s3fifo": SlowS3FIFO,
-    "lfu": SlowLFU,
-    "credit_lru": SlowCreditLRU,
-    "unguarded": SlowLifetime,
-}
+# The order `lifetime`, which is `Lifetime` or LRU by turns, has tests of its own: test_guarded.py.
+MODELS: dict[type[EvictionPolicy], type[SlowLRU | SlowLevels]] = {LRU: SlowLRU, Lifetime: SlowLifetime}

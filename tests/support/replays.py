@@ -33,7 +33,7 @@ def make(cpu: int | None = 4, ssd: int | None = 8, gpu: int = 1, row: int = 8, *
 
 
 def work_of(*prompts: list[int], tokens: int | None = None) -> Workload:
-    return expand([request(blocks, tokens) for blocks in prompts], partial=False)
+    return expand([request(blocks, tokens) for blocks in prompts])
 
 
 def run(

@@ -7,23 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 
-from gdscache.commands import console
-from gdscache.commands.bench import bare, geometry, index, kit, lookup, machine, measure, memory, rows, ssd_tier
+from gdscache.commands.bench import bare, geometry, kit, machine, measure, memory, rows
 from gdscache.commands.bench.measure import ChildDiedError
 from gdscache.commands.console import Table
 from gdscache.config import ModelConfig
 from gdscache.errors import CapacityError, InvalidValueError, IOFailedError
-from gdscache.pages.keys import page_keys
 from gdscache.storage.base import Op
-from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
@@ -201,10 +197,10 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("index", "--dir", "{}/none"), "not a directory"),
-        (("index", "--dir", "{}", "--json", "{}"), "--json"),
-        (("index", "--dir", "{}", "--resume", "{}/none"), "cannot be read"),
-        (("io", "--dir", "{}", "--json", "{}/none/r.json"), "--json"),
+        (("io", "--dir", "{}/none"), "not a directory"),
+        (("io", "--dir", "{}", "--report", "{}"), "--report"),
+        (("io", "--dir", "{}", "--resume", "{}/none"), "cannot be read"),
+        (("io", "--dir", "{}", "--report", "{}/none/r.json"), "--report"),
         (("io", "--dir", "{}", "--plot", "{}/r.doc"), "r.doc"),
         (("io", "--dir", "{}", "--plot", "{}/none/r.png"), "--plot"),
         (("io", "--dir", "{}", "--way", "gds"), "unknown way 'gds'"),
@@ -213,6 +209,7 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
         (("ttft", "--dir", "{}", "--full", "--quick"), "choose one"),
         (("ttft", "--dir", "{}", "--preset", "90b"), "unknown preset '90b'"),
+        (("ttft", "--dir", "{}", "--engine", "mine"), "unknown engine 'mine'"),
         (("copy", "--total", "much"), "--total 'much'"),
         (("copy", "--pin", "all"), "--pin 'all'"),
     ],
@@ -262,35 +259,6 @@ def test_children_get_their_arguments_and_environment() -> None:
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[ssd_tier.TierUnderTest]:
-    with ssd_tier.TierUnderTest(tmp_path, MIB, 6 * MIB, 2) as tier:
-        yield tier
-
-
-def test_the_tier_under_test_moves_real_bytes(tier: ssd_tier.TierUnderTest) -> None:
-    before = tier._cpu.extents.rows[: tier.pages].clone()
-    assert tier.store() > 0
-    tier._cpu.extents.rows.zero_()
-    assert tier.load() > 0
-    after = tier._cpu.extents.rows[: tier.pages]
-    assert sorted(bytes(row[:64].numpy()) for row in after) == sorted(bytes(row[:64].numpy()) for row in before)
-    assert len(tier._cpu.index) == 0  # forgotten, so that the next load reads again
-
-
-def test_a_load_of_damaged_bytes_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
-    tier.store()
-    tier.slab.write_bytes(bytes(tier.slab.stat().st_size))
-    with pytest.raises(IOFailedError, match="were to come from the SSD"):
-        tier.load()
-
-
-def test_a_store_that_is_dropped_is_no_figure(tier: ssd_tier.TierUnderTest) -> None:
-    tier._writer.begin_close(drain=False)
-    with pytest.raises(IOFailedError, match="closed"):
-        tier.store()
 
 
 def test_the_bare_loop_touches_every_part_once(tmp_path: Path) -> None:
@@ -358,89 +326,6 @@ def test_memory_is_what_two_children_say(tmp_path: Path) -> None:
     assert held["resident_bytes"] > held["pool_bytes"] + held["torch_bytes"]  # pools were touched
     assert held["resident_bytes"] <= held["peak_bytes"]
     assert held["met"] == (held["beyond_bytes"] <= 150 * MIB)
-
-
-# -- bench index -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def index_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The report of a quick run, and what a terminal of 80 columns showed."""
-    path = tmp_path_factory.mktemp("index")
-    files = "--dir", str(path), "--json", str(path / "r.json")
-    command = "-W", "error", "-m", "gdscache", "bench", "index", "--quick", "--pages", "3000", "--layers", "33", *files
-    status, shown = on_terminal(command)
-    assert status == 0, shown
-    assert [p.name for p in path.iterdir()] == ["r.json"]
-    return read(path / "r.json"), shown
-
-
-def check_series(series: dict[str, Any], rounds: int) -> None:
-    values = series["values"]
-    assert len(values) == rounds
-    assert all(value > 0 for value in values)
-    assert (series["min"], series["max"]) == (min(values), max(values))
-    assert series["median"] == pytest.approx(float(np.median(values)))
-
-
-def test_tables_of_a_bench_are_whole_on_80_columns(index_run: tuple[dict[str, Any], str]) -> None:
-    report, shown = index_run
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "…" not in shown
-    assert "lookup, numpy tokens" in shown
-    assert console.duration(report["lookup"]["numpy_seconds"]["median"]) in shown
-    assert console.figure(report["memory"]["bytes_per_page"], "bytes") in shown
-    assert "met" not in shown.split()
-    assert "MISSED" not in shown
-
-
-def test_the_index_s_report_has_every_figure(index_run: tuple[dict[str, Any], str]) -> None:
-    index_report, _ = index_run
-    own = ["lookup", "reopen", "memory"]
-    head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
-    assert list(index_report) == ["schema", "machine", "settings", *head, *own]
-    assert index_report["done"] == own
-    settings = {"profile": "quick", "pages": 3000, "layers": 33, "repeat": 1, "lookup_pages": 2048}
-    assert index_report["settings"] == settings
-    found = index_report["lookup"]
-    assert (found["tokens"], found["pages"], found["tiers"]) == (131_072, 2048, ["gpu", "cpu", "ssd"])
-    check_series(found["hash_seconds"], 20)
-    assert found["ratio"] == pytest.approx(found["numpy_seconds"]["median"] / found["hash_seconds"]["median"])
-    check_series(found["again_seconds"], 20)
-    assert found["met"] == (found["ratio"] <= 3)
-    assert index_report["reopen"]["pages"] == 3000
-    check_series(index_report["reopen"]["seconds"], 1)
-    held = index_report["memory"]
-    # keys and parents, and 33 checksums of 8 bytes once they were read
-    assert held["bytes_per_page_opened"] > 64
-    assert held["bytes_per_page"] > held["bytes_per_page_opened"]
-
-
-def test_lookups_that_are_timed_hash_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-
-    def counted(namespace: bytes, tokens: Any, page_tokens: int, parent: bytes | None = None) -> list[bytes]:
-        hashed.append(len(tokens) // page_tokens)
-        return page_keys(namespace, tokens, page_tokens, parent)
-
-    monkeypatch.setattr("gdscache.pages.keys.page_keys", counted)
-    lookup.lookup(tmp_path, pages=8, rounds=2)
-    # stored; 3 rounds of two ways and 2 timed ones; 16 and 2 in a row; those that are looked up again are not
-    assert hashed.count(8) == 1 + 2 * (3 + 2) + (16 + 2)
-
-
-def test_the_hash_loop_is_what_makes_keys() -> None:
-    tokens = np.arange(5 * lookup.PAGE_TOKENS, dtype=np.uint32)
-    namespace = bytes(range(32))
-    assert lookup.hash_loop(namespace, tokens.tobytes()) == page_keys(namespace, tokens, lookup.PAGE_TOKENS)[-1]
-
-
-def test_a_tier_that_lost_pages_is_no_figure(tmp_path: Path) -> None:
-    with index.filled(20, 2, directory=tmp_path) as path:
-        assert index.reopen(path, 20, 2, 1)["pages"] == 20
-        with pytest.raises(RuntimeError, match="20 of 21"):
-            index.reopen(path, 21, 2, 1)
-    assert not list(tmp_path.iterdir())
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -509,7 +509,7 @@ def report(found: dict[str, Any]) -> dict[str, Any]:
             "ratio_high": 0.5, "coverage": 0.75, "pairs": 3, "target": 0.5, "met": True,
         },
     }  # fmt: skip
-    head = {"schema": "gdscache.bench.copy/2", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
+    head = {"schema": "gdscache.bench.copy/3", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
     return {**head, **found, **startup}
 
 
@@ -564,16 +564,6 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
         assert row["copy"]["ratio"] == pytest.approx(0.99 if row["sums"] else 0.98, abs=0.01)
 
 
-def test_a_load_runs_beside_threads_of_python(found: dict[str, Any]) -> None:
-    rows = found["beside_python"]
-    assert [(r["beside"], r["target"]) for r in rows] == [("drawn", 0.96), ("busy", 0.55)]
-    for row in rows:
-        assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
-        assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"]) == 2
-        assert row["against"] == "alone"
-        assert row["ratio"] > 0
-
-
 class Interrupted(Stand):
     """Ctrl-C in the second pool."""
 
@@ -597,7 +587,7 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) ->
     assert {row["page_tokens"] for row in first["copies"]} == {64}
     assert first["beside"]
     titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
-    assert titles[-2:] == ["Beside a model's work", "Beside threads of Python"]
+    assert titles[-1] == "Beside a model's work"
     gpu = Stand()
     again = copy.bench(gpu, startup=False).run(settings(), done=json.loads(json.dumps(first)))
     assert again["complete"]
@@ -670,7 +660,7 @@ def printed(report: dict[str, Any], width: int) -> str:
 def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = printed(report, width)
     judged = measure.judged(report)
-    assert len(judged) == 2 * 42 + 8 + 2 + 3
+    assert len(judged) == 2 * 42 + 8 + 3
     assert text.count("MISSED") == len([r for r in judged if not r["met"]])
     assert text.count("met:") == len([r for r in judged if r["met"]])
     for row in (*report["copies"], *report["checksums"]):
@@ -719,7 +709,7 @@ def gdscache(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
 
 def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gdscache(monkeypatch, "--json", tmp_path / "r.json") == 2
+    assert gdscache(monkeypatch, "--report", tmp_path / "r.json") == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert "bench copy needs a CUDA GPU" in err
@@ -736,12 +726,12 @@ def test_the_command_writes_what_was_measured(
     monkeypatch.setattr(copy_gpu, "Gpu", Interrupted)
     asked: list[copy.Settings] = []
     monkeypatch.setattr(copy.Settings, "of", lambda profile: asked.append(settings(profile=profile)) or asked[-1])
-    files = ("--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
+    files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
     assert gdscache(monkeypatch, "--total", "16MiB", "--pairs", "3", *files) == 130
     assert asked[0].profile == "default"
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
-    sections = ["mover", "copies", "checksums", "beside", "beside_python", "kernel_build", "pinning"]
+    sections = ["mover", "copies", "checksums", "beside", "kernel_build", "pinning"]
     assert list(written) == ["schema", "machine", "settings", *head, *sections]
     assert (written["settings"]["total"], written["settings"]["pairs"]) == (16 * MIB, 3)
     assert written["mover"]["copy_engine"] == "batch_13"
@@ -770,7 +760,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     if not (find_spec("cupy") or find_spec("cuda.core")):
         pytest.skip("neither cuda-core nor CuPy is installed")
     command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick"]
-    command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    command += ["--report", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
@@ -779,7 +769,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert len(report["copies"]) == len(copy_cells.cells())
     assert len(report["checksums"]) == 42
     assert len(report["beside"]) == 4
-    for section in ("copies", "checksums", "beside", "beside_python", "kernel_build", "pinning"):
+    for section in ("copies", "checksums", "beside", "kernel_build", "pinning"):
         for path, number in numbers(report[section], section):
             free = path.endswith((".coverage", ".thread_blocks.load", ".thread_blocks.store"))
             assert np.isfinite(number), path

@@ -7,9 +7,7 @@ import itertools
 import json
 import os
 import re
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +20,7 @@ from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_wa
 from gdscache.commands.bench import io_rows_engine as engine_rows
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_files import FilePerPage, KvikioPerPage
+from gdscache.commands.bench.io_files import FilePerPage
 from gdscache.commands.bench.io_rows import Metered, Place
 from gdscache.commands.bench.io_sweep import OPS, Sweep, measure_way
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS, OpenWay
@@ -59,8 +57,8 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     path, before = tmp_path_factory.mktemp("io"), os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--dir", str(path)
-        status, shown = on_terminal([*line, "--json", str(path / "r.json"), "--plot", str(path / "r.svg")])
+        line = "-W", "error", "-m", "gdscache", "bench", "io", "--quick", "--all", "--dir", str(path)
+        status, shown = on_terminal([*line, "--report", str(path / "r.json"), "--plot", str(path / "r.svg")])
     finally:
         os.environ.pop("CUDA_VISIBLE_DEVICES")
         os.environ.update({} if before is None else {"CUDA_VISIBLE_DEVICES": before})
@@ -79,7 +77,7 @@ def report(quick: tuple[Path, str]) -> dict[str, Any]:
 
 
 def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
-    assert report["schema"] == "gdscache.bench.io/2"
+    assert report["schema"] == "gdscache.bench.io/3"
     assert (report["complete"], report["left"], report["failed"]) == (True, 0, [])
     assert [way["way"] for way in report["ways"]] == [way.name for way in WAYS]
     measured = {cell["way"] for cell in report["cells"]}
@@ -102,7 +100,6 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     rows = {(r["what"], r["against"].partition(",")[0]): r for r in report["comparisons"]}
     targets = {(r["case"], r["target"]) for r in measure.judged(report["comparisons"])}
     assert {("a file a page, 256KiB pages", 2.0), ("a file a page, 256KiB pages", 1.5)} <= targets
-    assert {("SSD tier, 1MiB pages", 0.85), ("SSD tier, 4MiB pages", 0.85)} <= targets
     on_disk = report["machine"]["storage"]["file_system"] not in io_cache.IN_MEMORY
     assert (("host reads", 0.95) in targets) == on_disk
     beside = {
@@ -130,14 +127,39 @@ def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str],
     assert {p.name for p in path.iterdir()} == {"r.json", "r.svg"}
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
-    for words in ("Comparisons", "Ceilings", "Memory of an engine", "Cannot be measured here", "no CUDA device"):
+    for words in (
+        "This cache",
+        "Details",
+        "Ceilings",
+        "Memory of an engine",
+        "Cannot be measured here",
+        "no CUDA device",
+    ):
         assert words in shown
     assert not {"met:", "MISSED:", "Failed"} & set(shown.split())
     for row in report["comparisons"]:
         assert console.figure(row["ratio"]) in shown, row["what"]
     drawn = (path / "r.svg").read_text()
     assert "host only" in drawn
-    assert drawn.count("<!-- SSD tier, ") == 4
+    assert drawn.count("<!-- random 256KiB pages, load -->") == 1
+
+
+def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, Any]) -> None:
+    _, shown = quick
+    [said] = io.bottom(report)
+    assert " ".join(shown.split()).endswith(said)
+    speeds = {}
+    for r in report["comparisons"]:
+        if r["case"].startswith("stores and loads") and r["unit"] == "GB/s" and "copies" not in r["against"]:
+            kind = r["what"].split(",")[0]
+            speeds[kind] = max(speeds.get(kind, 0.0), r["figure"]["median"])
+    assert f"Loads from the SSD tier move {console.figure(speeds['cold load'])} GB/s" in said
+    assert f"Stores to the SSD tier move {console.figure(speeds['store'])} GB/s" in said
+    assert "of memory beside its pools" in said
+    assert io.bottom({**report, "comparisons": [], "memory": None}) == []
+    usual = [line for table in io.tables(report) for line in table.lines(80)]
+    assert len(usual) < 60
+    assert not any(word in line for line in usual for word in ("beside Python", "checksums", "host only"))
 
 
 def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,46 +419,6 @@ def test_a_file_a_page(tmp_path: Path) -> None:
         files.read()
 
 
-def fake_kvikio(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Any], object] = lambda view: None) -> dict[str, Any]:
-    """A stand-in for the module that reads at once; the settings that it was given."""
-    settings: dict[str, Any] = {}
-
-    class CuFile:
-        def __init__(self, path: Path, flags: str) -> None:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115
-
-        def pread(self, view: torch.Tensor, size: int, offset: int) -> Any:
-            self._file.seek(offset)
-            moved = self._file.readinto(view.numpy().data)
-            damage(view)
-            return types.SimpleNamespace(get=lambda: moved)
-
-        def close(self) -> None:
-            self._file.close()
-
-    defaults = types.SimpleNamespace(set=settings.update)
-    module = types.SimpleNamespace(CuFile=CuFile, CompatMode=types.SimpleNamespace(ON="on"), defaults=defaults)
-    monkeypatch.setitem(sys.modules, "kvikio", module)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)
-    return settings
-
-
-def test_kvikio_once_a_page(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = fake_kvikio(monkeypatch)
-    memory = torch.zeros(io_ways.CHECK_BYTES, dtype=torch.uint8)
-    with KvikioPerPage(file, memory, 256 * KIB, 7) as kvikio:
-        assert settings["num_threads"] == 7
-        assert settings["compat_mode"] == "on"
-        assert kvikio.read() > 0
-        kvikio.check()
-        memory[-1] ^= 1
-        with pytest.raises(IOFailedError, match="other bytes than the file"):
-            kvikio.check()
-        os.truncate(file, MIB)
-        with pytest.raises(ShortIOError):
-            kvikio.read()
-
-
 @pytest.fixture
 def cold(tmp_path: Path) -> Iterator[ColdEngine]:
     with ColdEngine(tmp_path, MIB, 6 * MIB, 2, CPU) as engine:
@@ -452,6 +434,15 @@ def test_cold_loads_come_from_the_disk(cold: ColdEngine) -> None:
         cold.check()
     assert cold.copy() > 0
     assert torch.equal(cold.flat(), cold._cpu.extents.rows.view(-1)[: cold.nbytes])
+
+
+def test_scattered_loads_bring_every_page(cold: ColdEngine) -> None:
+    cold.blank()
+    assert cold.load_scattered() > 0
+    cold.check()
+    cold.slab.write_bytes(bytes(cold.slab.stat().st_size))
+    with pytest.raises(IOFailedError, match="were to come from the ssd tier"):
+        cold.load_scattered()
 
 
 def test_loads_without_checksums_take_none(cold: ColdEngine) -> None:
@@ -478,8 +469,7 @@ def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatc
         (row,) = io_rows.host_reads(place(tmp_path))
         assert row["transport"] == wanted
         assert row["threads"] in io_rows.HOST_THREADS
-        assert {r["transport"] for r in io_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
-        assert {r["transport"] for r in io_rows.ssd_tier(place(tmp_path), MIB)} == {wanted}
+        assert {r["transport"] for r in engine_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
         assert {r["transport"] for r in engine_rows.cold_loads(place(tmp_path))} == {wanted}
 
 
@@ -507,8 +497,7 @@ def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
     return Place(directory, directory / "io.bin", nbytes, 1, 2, CPU, console.silent, 5)
 
 
-def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_kvikio(monkeypatch)
+def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path) -> None:
     rows = engine_rows.loads_from_memory(place(tmp_path), 256 * KIB)
     assert [r["what"] for r in rows[:4]] == 2 * ["RAM disk → GPU via CPU, 256KiB pages"] + 2 * [
         "RAM disk → GPU via CPU, 256KiB pages that pass the CPU tier by"
@@ -519,22 +508,12 @@ def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path, monkey
         assert row["target"] == 0.80
         assert row["against_figure"]["median"] > 0
     assert all(r["against"] == "a page-locked copy" and "target" not in r for r in (rows[1], rows[3]))
-    assert [(r["against"], r["target"]) for r in rows[4:]] == [
-        ("kvikio, one call a page", 2.0),
-        ("kvikio, one call a page", 0.5),
-    ]
-    assert [r["unit"] for r in rows] == [*["GB/s"] * 5, "CPU s/GiB"]
+    assert len(rows) == 4
     assert all((r["transport"], r["threads"]) == (engine_transport(tmp_path), 2) for r in rows)
     rows = engine_rows.loads_from_memory(place(tmp_path), MIB)
     assert [r["target"] for r in rows if "target" in r] == [0.90, 0.90, 0.97]
     assert rows[-1]["against"] == "without checksums"
     assert not list(tmp_path.iterdir())
-
-
-def test_kvikio_with_wrong_bytes_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_kvikio(monkeypatch, lambda view: view.fill_(7))
-    with pytest.raises(IOFailedError, match="kvikio gave other bytes"):
-        engine_rows.loads_from_memory(place(tmp_path), 256 * KIB)
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -625,7 +604,8 @@ def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -
         figure = matplotlib.figure.Figure()
         io.plot({**report, **part}, figure)
         figure.savefig(tmp_path / "part.svg")
-        assert all(len(line) <= 80 for table in io.tables({**report, **part}) for line in table.lines(80))
+        shown = (*io.tables({**report, **part}), *io.details({**report, **part}))
+        assert all(len(line) <= 80 for table in shown for line in table.lines(80))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

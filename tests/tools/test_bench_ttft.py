@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,15 @@ from gdscache.commands.bench import ttft, ttft_cells, ttft_report
 from gdscache.commands.bench.ttft import BENCH
 from gdscache.commands.bench.ttft_answers import Answer, compare, worst
 from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
-from gdscache.commands.bench.ttft_client import EngineClient
 from gdscache.commands.bench.ttft_report import verdicts
+from gdscache.commands.bench.ttft_transformers import TransformersClient
 from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
 from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
-SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, block_tokens=8, repeat=1)
+SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, repeat=1)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
     "model", "cells", "waits", "not_run", "verdicts",
@@ -47,8 +49,22 @@ def _one_thread() -> Iterator[None]:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     """A quick run on the CPU: its directory, its report and what a terminal of 80 columns showed."""
     path = tmp_path_factory.mktemp("ttft")
-    files = ("--dir", str(path), "--json", str(path / "r.json"), "--plot", str(path / "r.svg"))
-    line = ("-W", "error", "-m", "gdscache", "bench", "ttft", "--quick", "--device", "cpu", "--repeat", "1", *files)
+    files = ("--dir", str(path), "--report", str(path / "r.json"), "--plot", str(path / "r.svg"))
+    line = (
+        "-W",
+        "error",
+        "-m",
+        "gdscache",
+        "bench",
+        "ttft",
+        "--all",
+        "--quick",
+        "--device",
+        "cpu",
+        "--repeat",
+        "1",
+        *files,
+    )
     status, shown = on_terminal(line)
     assert status == 0, shown
     return path, json.loads((path / "r.json").read_text()), shown
@@ -57,7 +73,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/3", True, 0)
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/4", True, 0)
     wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
     listed = [row["what"] for name in ("cannot", "failed", "not_run") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
@@ -103,10 +119,28 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
     (waits,) = report["waits"]
     assert (waits["requests"], waits["wait_seconds"]["count"]) == (4, 4)
     assert not any("met" in row for row in report["verdicts"])  # the targets are those of a GPU
-    assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss", "beside"}
-    beside = [row for row in report["verdicts"] if row["name"] == "beside"]
-    assert len(beside) == len({row["what"] for row in beside}) == 3 * 2
-    assert all(row["value"] > 0 for row in beside)
+    assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss"}
+
+
+def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, Any], str]) -> None:
+    _, report, printed = quick
+    [said] = ttft_report.bottom(report)
+    assert " ".join(printed.split()).endswith(said)
+    some = [row for row in report["cells"] if row["overlap"] and not row["gate"]]
+    rows = {row["where"]: row for row in some if row["cached_percent"] == 90}
+    for where, words in (("cpu", "from the CPU tier"), ("ssd_via_cpu", "from the SSD")):
+        assert f"{duration(rows[where]['ttft_seconds']['median'])} {words}" in said
+    assert f"{duration(rows['cpu']['recompute_seconds']['median'])} where all of it is computed" in said
+    assert "A prompt that hits nothing takes" in said
+    assert ttft_report.bottom({**report, "cells": []}) == []
+
+
+def test_details_are_shown_on_request_alone(quick: tuple[Path, dict[str, Any], str]) -> None:
+    _, report, _ = quick
+    shown = [line for table in ttft_report.tables(report) for line in table.lines(80)]
+    assert len(shown) < 40
+    assert not any("gate" in line for line in shown)
+    assert any("gate" in line for table in ttft_report.details(report) for line in table.lines(80))
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -136,15 +170,15 @@ def test_it_goes_on_where_it_was_ended(
     wanted = [a_cell(NOWHERE, 0), a_cell(), a_cell("mixed"), a_cell("ssd_via_cpu", 90), a_cell("gpu", 99)]
     some(*wanted)
     measured: list[Cell] = []
-    plain, kept = EngineClient.hit, []
+    plain, kept = TransformersClient.hit, []
 
-    def hit(self: EngineClient, cell: Cell) -> Answer:
+    def hit(self: TransformersClient, cell: Cell) -> Answer:
         measured.append(cell)
         if cell.cached == 90 and not kept:
             raise KeyboardInterrupt
         return plain(self, cell)
 
-    monkeypatch.setattr(EngineClient, "hit", hit)
+    monkeypatch.setattr(TransformersClient, "hit", hit)
     found = BENCH.run(SMALL, tmp_path)
     assert (found["interrupted"], found["complete"], found["left"]) == (True, False, 2)
     assert {cell_of(row) for row in found["cells"]} == set(wanted[:3])
@@ -173,9 +207,9 @@ def test_other_tokens_and_errors_are_failures(
 ) -> None:
     wrong, broken, good, elsewhere = a_cell("cpu"), a_cell("mixed"), a_cell("ssd_via_cpu"), a_cell("cpu", overlap=False)
     some(wrong, elsewhere, good, broken)
-    plain = EngineClient.hit
+    plain = TransformersClient.hit
 
-    def hit(self: EngineClient, cell: Cell) -> Answer:
+    def hit(self: TransformersClient, cell: Cell) -> Answer:
         if cell == broken:
             raise IOFailedError("the disk is on fire", "leave")
         found = plain(self, cell)
@@ -183,7 +217,7 @@ def test_other_tokens_and_errors_are_failures(
             return dataclasses.replace(found, tokens=tuple(token + 1 for token in found.tokens))
         return dataclasses.replace(found, sources={"ssd": 48}) if cell == elsewhere else found
 
-    monkeypatch.setattr(EngineClient, "hit", hit)
+    monkeypatch.setattr(TransformersClient, "hit", hit)
     found = BENCH.run(SMALL, tmp_path)
     causes = {row["what"]: row["cause"] for row in found["failed"]}
     assert causes == {
@@ -193,7 +227,7 @@ def test_other_tokens_and_errors_are_failures(
     }
     assert found["complete"]
     assert {cell_of(row) for row in found["cells"]} == {wrong, good, elsewhere}
-    monkeypatch.setattr(EngineClient, "hit", plain)
+    monkeypatch.setattr(TransformersClient, "hit", plain)
     mended = BENCH.run(SMALL, tmp_path, done=found)
     assert (mended["failed"], len(mended["cells"])) == ([], 4)
     assert [row["tokens"] for row in mended["cells"]] == ["same"] * 4
@@ -208,15 +242,15 @@ def test_a_failing_baseline_fails_its_cells(
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(EngineClient, step, fail)
+    monkeypatch.setattr(TransformersClient, step, fail)
     found = BENCH.run(SMALL, tmp_path)
     assert [row["cause"] for row in found["failed"]] == ["out of memory"] * 2
     assert (found["cells"], found["left"]) == ([], 0)
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[EngineClient]:
-    made = EngineClient(SMALL, 96, tmp_path)
+def client(tmp_path: Path) -> Iterator[TransformersClient]:
+    made = TransformersClient(SMALL, 96, tmp_path)
     try:
         made.open_cache("via_cpu")
         assert made.prime(96) > 0
@@ -225,7 +259,7 @@ def client(tmp_path: Path) -> Iterator[EngineClient]:
         made.close()
 
 
-def test_the_gates_learn_and_decide(client: EngineClient) -> None:
+def test_the_gates_learn_and_decide(client: TransformersClient) -> None:
     client.learn(96)
     for overlap in (True, False):
         client.install(overlap=overlap, gate=True)
@@ -244,7 +278,7 @@ def test_the_gates_learn_and_decide(client: EngineClient) -> None:
     assert client.hit(a_cell(overlap=True)).sources == {"cpu": 48}
 
 
-def test_a_miss_finds_nothing_and_leaves_nothing(client: EngineClient) -> None:
+def test_a_miss_finds_nothing_and_leaves_nothing(client: TransformersClient) -> None:
     before = client.cache.manager.stats()["tiers"]["cpu"]["pages"]
     for cached in (True, False):
         answer = client.miss(a_cell(NOWHERE, 0), cached=cached)
@@ -255,12 +289,53 @@ def test_a_miss_finds_nothing_and_leaves_nothing(client: EngineClient) -> None:
     assert client.cache.stats()["gate"]["hits"]["unmeasured"] == 0
 
 
-def test_pages_that_are_not_where_they_are_needed(client: EngineClient) -> None:
+def test_pages_that_are_not_where_they_are_needed(client: TransformersClient) -> None:
     tokens, cached = client.of(a_cell())
     assert cached == 48
     client.cache.clear()
     with pytest.raises(IOFailedError, match="pages are not where ssd_via_cpu needs them"):
         client.place(tokens, cached, "ssd_via_cpu")
+
+
+def test_tokens_depend_on_the_pages(client: TransformersClient) -> None:
+    """Else comparing them would prove nothing."""
+    cell = a_cell("gpu")
+    plain = client.plain(cell)
+    assert compare([client.resident(cell)], [plain], 0.0) == "same"
+    differ = 0
+    for page in range(6):
+        block = client._document[page]
+        for planes in client.planes:
+            for plane in planes:
+                plane[block].neg_()
+        differ += client.resident(cell).tokens != plain.tokens
+        for planes in client.planes:
+            for plane in planes:
+                plane[block].neg_()
+    assert differ >= 4
+
+
+def test_a_bad_page_is_said(client: TransformersClient) -> None:
+    """The forward pass that read it is no figure: `bench ttft` lists the cell as failed."""
+    tokens, cached = client.of(a_cell())
+    client.place(tokens, cached, "cpu")
+    cpu = client.cache.manager.cpu
+    assert cpu is not None
+    for page in client.cache.pages(tokens)[2:3]:
+        entry = cpu.index.get(page.key)
+        assert entry is not None
+        cpu.extents.memory(entry.slot)[100] ^= 64
+    answer = client._load_and_compute(tokens, overlap=True)
+    assert answer.recomputed == cached - 16
+
+
+def test_without_transformers_it_names_the_extra(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['transformers'] = None; from gdscache.exits import main; main()"
+    command = [sys.executable, "-c", code, "bench", "ttft", "--quick", "--device", "cpu", "--dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: bench ttft measures transformers, which cannot be imported")
+    assert "install gdscache[hf]" in done.stderr
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -281,7 +356,7 @@ def test_what_the_profiles_measure() -> None:
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (8192, 32768, 131072)
     whole = cells(Settings.of("full", "cuda:0"))
-    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2) + 3 * 2)
+    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2))
     assert [cell_of(cell.describe()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
     assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece
@@ -403,6 +478,9 @@ def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, An
 
 def test_settings_that_measure_nothing() -> None:
     SMALL.check()
+    for change, words in ({"preset": "90b"}, "unknown preset '90b'"), ({"engine": "mine"}, "unknown engine 'mine'"):
+        with pytest.raises(InvalidValueError, match=words):
+            dataclasses.replace(SMALL, **change).check()
     with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
         dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
     assert np.isfinite(Settings().budget_seconds or 0.0)

@@ -87,11 +87,6 @@ def test_a_full_disk_behind_stdout_is_said_and_the_status_is_no_verdict(
         refused(run(*command, stdout=full), "No space left")
 
 
-def test_a_full_disk_behind_a_file_that_a_command_writes_names_the_file(run: Run, requests: Path) -> None:
-    refused(run("make-trace", "chat", "/dev/full", "--references", "300"), "/dev/full", "No space left")
-    refused(run("make-trace", "chat", "/proc/nowhere.gz", "--references", "300"), "/proc/nowhere.gz")
-
-
 @pytest.mark.suite
 def test_nothing_is_said_when_the_process_ends_with_a_full_stdout() -> None:
     """What was buffered is not written again at the interpreter's end, where nobody could catch it."""
@@ -133,7 +128,7 @@ def test_what_the_output_cannot_encode_is_written_escaped(run: Run, tmp_path: Pa
 
 
 @pytest.mark.suite
-@pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("timeline",), ("replay", "TRACE", "--config")])
+@pytest.mark.parametrize("command", [("config", "check"), ("replay",), ("replay", "TRACE", "--config")])
 def test_a_file_without_an_end_is_refused(run: Run, requests: Path, command: tuple[str, ...]) -> None:
     refused(run(*(requests if part == "TRACE" else part for part in command), "/dev/zero"), "/dev/zero")
 
@@ -182,7 +177,7 @@ def test_input_that_is_nested_too_deeply_is_refused(
     text = begin + begin[begin.rfind("\n") + 1 :].removeprefix("b: ") * depth
     file = tmp_path / "deep"
     file.write_text(text)
-    for command in (("config", "check", file), ("replay", file), ("timeline", file)):
+    for command in (("config", "check", file), ("replay", file)):
         refused(run(*command), str(file))
     if "\n" not in text:
         refused(run("replay", requests, "--cpu", "1GiB", "--set", f"store.queue={text[:5000]}"), "--set")
@@ -192,7 +187,7 @@ def test_input_that_is_nested_too_deeply_is_refused(
 def test_input_that_is_something_else_is_refused(run: Run, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)
-    for command in (("config", "check"), ("replay",), ("timeline",)):
+    for command in (("config", "check"), ("replay",)):
         status, said = run(*command, file)
         assert status == EXIT_REFUSED, (command, said)
         assert "Traceback" not in said
@@ -202,7 +197,7 @@ def test_input_that_is_something_else_is_refused(run: Run, tmp_path: Path, conte
 
 @pytest.mark.parametrize("name", ["a\0b", "~nobody-of-this-name/x", "", "x" * 5000, "\ud800", "/proc/self/mem"])
 def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
-    for command in (("config", "check"), ("replay",), ("timeline",)):
+    for command in (("config", "check"), ("replay",)):
         status, said = run(*command, name)
         assert (status, "Traceback" in said) == (EXIT_REFUSED, False), (command, said[-500:])
 
@@ -211,7 +206,7 @@ def test_names_that_no_file_has_are_refused(run: Run, name: str) -> None:
     "capacity", ["9" * 30, "1e999999999", "1e30%", "-1", "nan", "inf%", "1e-999999999", "x" * 5000]
 )
 def test_capacities_that_no_tier_has_are_refused(run: Run, requests: Path, capacity: str) -> None:
-    refused(run("replay", requests, f"--capacity={capacity}"), "capacity")
+    refused(run("replay", requests, f"--cpu={capacity}"), "--cpu")
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------

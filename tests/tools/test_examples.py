@@ -47,7 +47,6 @@ def test_every_example_is_tested() -> None:
     here = [
         "attach_engine",
         "demo",
-        "engine",
         "gds_throughput",
         "quickstart",
         "tensor_parallel",

@@ -14,7 +14,7 @@ from tests.support.terminal import on_terminal
 
 def test_two_ranks_are_measured(tmp_path: Path) -> None:
     file, plot = tmp_path / "links.json", tmp_path / "links.png"
-    options = ["--quick", "--ranks", "2", "--json", str(file), "--plot", str(plot)]
+    options = ["--quick", "--ranks", "2", "--report", str(file), "--plot", str(plot)]
     status, shown = on_terminal(["-m", "gdscache", "bench", "links", *options])
     assert status == 0, shown
     report = json.loads(file.read_text())

@@ -16,7 +16,7 @@ import pytest
 
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.plan import HOST_PRICE, SCHEMA, Limits, cost, grid, mean_of, plan
+from gdscache.commands.replay.plan import DRIVE_WRITES, HOST_PRICE, SCHEMA, Limits, cost, grid, mean_of, plan
 from gdscache.commands.replay.setup import Asked, setups
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
@@ -25,7 +25,7 @@ from tests.support.traces import line, request, write
 pytestmark = pytest.mark.suite
 
 PAGE = 4096  # bytes
-GEOMETRY = Asked(page_bytes=str(PAGE), eviction=("lru",))
+GEOMETRY = Asked(page_bytes=str(PAGE), sets=("eviction=lru",))
 MACHINE = MachineModel(ssd_read=1e9, ssd_write=1e9, link=10e9, prefill=1000.0)
 WORKING_SET = 24  # pages
 
@@ -55,7 +55,7 @@ def tree(seed: int = 1, requests: int = 120) -> tuple[Workload, list[float]]:
 
 
 def of(prompts: Sequence[Sequence[int]]) -> tuple[Workload, list[float]]:
-    return expand([request(blocks) for blocks in prompts], partial=False), [float(i) for i in range(len(prompts))]
+    return expand([request(blocks) for blocks in prompts]), [float(i) for i in range(len(prompts))]
 
 
 NO_LIMITS = Limits()
@@ -147,7 +147,7 @@ def test_an_ssd_that_is_slower_than_the_prefill_is_said_and_not_taken() -> None:
 
 def test_a_full_queue_is_said() -> None:
     slow = dataclasses.replace(MACHINE, ssd_write=PAGE / 4)
-    asked = dataclasses.replace(GEOMETRY, sets=(f"store.queue={4 * PAGE}", "store.admission=all"))
+    asked = dataclasses.replace(GEOMETRY, sets=("eviction=lru", f"store.queue={4 * PAGE}", "store.admission=all"))
     report = planned(loop(), Limits(cpu=8 * PAGE), machine=slow, asked=asked)
     assert report["recommended"]["ssd_refused_pages"].get("queue_full", 0) == 0 or "ssd_write" in report["binds"]
     assert not {"queue", "ssd_write"} & set(planned(loop(), Limits(cpu=8 * PAGE))["binds"])
@@ -173,6 +173,18 @@ def test_wear_is_that_of_the_simulation() -> None:
     assert report["no_cache_first_token_seconds"] == pytest.approx(found["first_token_seconds_no_cache"])
 
 
+def test_a_plan_that_wears_a_drive_out_says_so() -> None:
+    work, times = loop()
+    hot = planned((work, times), Limits(cpu=8 * PAGE), points=2)
+    assert hot["recommended"]["drive_writes_per_day"] > DRIVE_WRITES
+    [warning] = hot["warnings"]
+    assert f"{hot['recommended']['drive_writes_per_day']:.0f} times a day" in warning
+    assert "--writes-a-day" in warning
+    cool = planned((work, [1e6 * at for at in times]), Limits(cpu=8 * PAGE), points=2)
+    assert cool["recommended"]["drive_writes_per_day"] <= DRIVE_WRITES
+    assert cool["warnings"] == planned((work, times), Limits(ssd=0))["warnings"] == []
+
+
 def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
     free = planned(loop(), Limits(cpu=8 * PAGE), points=2)
     written = free["recommended"]["ssd_written_bytes_per_day"]
@@ -182,7 +194,9 @@ def test_a_limit_of_wear_is_kept_and_says_that_it_binds() -> None:
     none = planned(loop(), Limits(cpu=8 * PAGE, written=PAGE), points=2)
     assert none["recommended"]["ssd_pages"] == 0
     assert "wear" in none["binds"]
-    fixed = dataclasses.replace(GEOMETRY, sets=("store.admission=tinylfu", "store.admission=second_offer"))
+    fixed = dataclasses.replace(
+        GEOMETRY, sets=("eviction=lru", "store.admission=tinylfu", "store.admission=second_offer")
+    )
     some = planned(loop(), Limits(cpu=8 * PAGE, written=int(written)), points=2, asked=fixed)
     assert {row["admission"] for row in some["candidates"] if row["ssd_pages"]} == {"second_offer", "tinylfu"}
 
@@ -247,7 +261,7 @@ def options(tmp_path: Path) -> tuple[str | Path, ...]:
 def test_the_command_prints_a_plan(command: Command, trace: Path, options: tuple[str, ...]) -> None:
     status, out, err = command(trace, *options)
     assert (status, err) == (0, "")
-    for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "binds", "infinite"):
+    for word in ("CPU pool", "SSD", "tokens hit", "TTFT mean", "TTFT p99", "target", "limited by", "infinite"):
         assert word in out
     assert len(out.splitlines()) < 50
 
@@ -266,7 +280,7 @@ def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, .
     keys = {"cpu_bytes", "ssd_bytes", "hit_rate", "token_hit_rate", "ssd_written_bytes_per_day", "within_limits"}
     assert keys <= set(chosen)
     assert all(keys <= set(row) for row in report["candidates"])
-    for key in ("traces", "machine", "infinite", "binds", "target_seconds", "met"):
+    for key in ("traces", "machine", "infinite", "binds", "warnings", "target_seconds", "met"):
         assert key in report
 
 

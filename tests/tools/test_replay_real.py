@@ -68,7 +68,7 @@ def conversations(requests: int, seed: int = 0) -> list[Request]:
 
 def agree(requests: Sequence[Request], sets: Sequence[str], directory: Path, cpu: str, ssd: str) -> RealOutcome:
     """Replay both ways, and hold every request of one against the other."""
-    work = expand(requests, partial=False)
+    work = expand(requests)
     # the first five keys say which tiers there are, and come last
     [setup] = setups(
         Asked(page_bytes="4KiB", cpu=(cpu,), ssd=(ssd,), sets=("ssd.transport=posix", *sets)), len(work.names)
@@ -129,7 +129,7 @@ def test_the_first_requests_of_the_conversation_trace(tmp_path: Path) -> None:
 
 
 def test_pages_have_the_keys_of_their_tokens(tmp_path: Path) -> None:
-    work = expand([request([7, 8]), request([7, 9, 10])], 256, partial=False)
+    work = expand([request([7, 8]), request([7, 9, 10])], 256)
     [setup] = setups(Asked(page_bytes="4KiB", page_tokens=256, cpu=("8",)), 10)
     named = with_keys(work, namespace_of(setup.config))
     planes = [[torch.zeros((8, 256, 16), dtype=torch.uint8)]]
@@ -140,7 +140,7 @@ def test_pages_have_the_keys_of_their_tokens(tmp_path: Path) -> None:
 
 def test_bytes_that_are_not_what_was_stored_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the engine's own checks blinded, the replay's comparison still sees a flipped bit."""
-    work = expand([request([1, 2]), request([1, 2])], partial=False)
+    work = expand([request([1, 2]), request([1, 2])])
     [setup] = setups(Asked(page_bytes="4KiB", cpu=("8",)), len(work.names))
     inner = CacheEngine.load
 
@@ -165,7 +165,7 @@ def test_a_config_of_its_own_geometry(tmp_path: Path) -> None:
         "ssd": {"path": "elsewhere", "capacity": 500 * 72 * 1024, "transport": "posix"},
     }
     config = Config.from_dict(fields)
-    work: Workload = expand(conversations(50), 128, partial=False)
+    work: Workload = expand(conversations(50), 128)
     work = with_keys(work, namespace_of(config))
     outcome = replay_real(work, config, tmp_path)
     modelled = reports.tiers(work, [0.0] * 50, Setup(config, {}), MachineModel(), serial=True)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from gdscache.commands.replay import clock
 from gdscache.commands.replay import report as reports
+from gdscache.commands.replay.bounds import infinite, optimum
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
-from gdscache.commands.replay.setup import SWEPT_CAPACITIES, Asked, Setup, page_tokens_of, pages_of, setups
-from gdscache.commands.replay.simulate import infinite, optimum, simulate
+from gdscache.commands.replay.setup import Asked, Setup, page_tokens_of, pages_of, setups
 from gdscache.commands.replay.trace import read_trace
 from gdscache.commands.replay.traffic import Found, Traffic
 from gdscache.commands.replay.workload import Workload, expand
@@ -28,6 +28,7 @@ from gdscache.limits import EngineLimits
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES
 from tests.support.interpreters import PACKAGE, python
+from tests.support.one_tier import simulate
 from tests.support.places import ROOT
 from tests.support.replays import INSTANT, PAGE, make, run, work_of
 from tests.support.traces import line, request, workloads, write
@@ -177,7 +178,7 @@ def test_misses_have_their_cause() -> None:
 
 def test_a_load_takes_the_time_of_its_bytes_and_the_rest_is_computed() -> None:
     machine = MachineModel(ssd_read=4 * PAGE, ssd_write=math.inf, link=8 * PAGE, latency=0.0, prefill=512.0)
-    work = expand([request([1, 2], tokens=1024 + 256), request([3, 4]), request([1, 2, 5])], partial=False)
+    work = expand([request([1, 2], tokens=1024 + 256), request([3, 4]), request([1, 2, 5])])
     _, outcome = run(work, make(cpu=2, ssd=8), machine)
     # the third reads two pages (0.5 s), copies them at once (0.25 s) and computes one
     assert outcome.first_token == pytest.approx([2.5, 2.0, 0.5 + 0.25 + 1.0])
@@ -348,7 +349,6 @@ def test_everything_adds_up(
     serial: bool,
     own_pool: bool,
 ) -> None:
-    work = work._replace(partial=False)
     times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
     tiers, outcome = run(work, config, machine, times, serial=serial, own_pool=own_pool, limits=limits)
     assert tiers.problems() == []
@@ -379,21 +379,20 @@ def test_everything_adds_up(
 
 @settings(max_examples=100, deadline=None)
 @given(workloads(requests=30, depth=4), st.integers(1, 12), st.sampled_from(sorted(get_args(EvictionOrder))))
-def test_one_tier_in_series_is_the_replay_without_time(work: Workload, capacity: int, policy: str) -> None:
-    work = work._replace(partial=False)
+def test_one_tier_in_series_is_the_index_without_time(work: Workload, capacity: int, policy: str) -> None:
     tiers, outcome = run(work, make(cpu=capacity, ssd=None, eviction=policy))
     plain = simulate(work, capacity, POLICIES[policy]())
     assert outcome.hits("cpu") == plain.hits
     assert dict(outcome.misses) == {k: n for k, n in (("cold", plain.cold), ("absent", plain.absent)) if n}
     assert tiers.moved.written["cpu"] == plain.written
-    assert tiers.ledger.dropped["cpu_full"] == plain.unstored
+    assert tiers.ledger.dropped["cpu_full"] == plain.cold + plain.absent - plain.written
     assert tiers.manager.tiers["cpu"].index.evictions == plain.evictions
 
 
 @settings(max_examples=50, deadline=None)
 @given(workloads(requests=20, depth=4), st.booleans())
 def test_tiers_that_hold_everything_find_everything(work: Workload, own_pool: bool) -> None:
-    work = expand([request(p.pages, 512 * len(p.pages) + 1) for p in work.prompts], partial=False)
+    work = expand([request(p.pages, 512 * len(p.pages) + 1) for p in work.prompts])
     unique = len(work.names)
     _, outcome = run(work, make(cpu=unique, ssd=unique, gpu=2 * unique + 2), own_pool=own_pool)
     assert sum(outcome.hits(name) for name in ("gpu", "cpu", "ssd")) == infinite(work).hits
@@ -416,10 +415,12 @@ def test_other_capacities_are_refused(text: str) -> None:
 
 
 def test_runs_are_the_product_of_what_is_given() -> None:
-    asked = Asked(page_bytes="4KiB", cpu=("10",), ssd=("10%", "50"), write=("write_back", "write_through"))
-    found = setups(asked, 1000)
+    sets = ("store.write_policy=write_back", "store.write_policy=write_through", "store.write_policy=write_back")
+    found = setups(Asked(page_bytes="4KiB", cpu=("10",), ssd=("10%", "50"), sets=sets), 1000)
     assert [setup.varied for setup in found] == [
-        {"ssd": size, "write": policy} for size in ("10%", "50") for policy in ("write_back", "write_through")
+        {"ssd": size, "store.write_policy": policy}
+        for size in ("10%", "50")
+        for policy in ("write_back", "write_through")
     ]
     assert [setup.config.ssd and setup.config.ssd.capacity // PAGE for setup in found] == [100, 100, 50, 50]
     assert {setup.config.cpu and setup.config.cpu.capacity // PAGE for setup in found} == {10}
@@ -450,27 +451,6 @@ def test_the_frontier_against_its_definition(figures: list[tuple[int, int, int, 
         assert row["frontier"] is not any(h >= hits and w <= written and (h, w) != (hits, written) for h, w in same)
 
 
-def test_a_sweep_varies_one_policy_at_a_time() -> None:
-    found = setups(Asked(cpu=("10",), ssd=("5%", "10%"), eviction=("lru",), sweep=True), 1000)
-    rows = [tuple(setup.varied.values()) for setup in found]
-    assert [setup.varied.keys() for setup in found] == [{"ssd", "write", "admission"}] * len(found)
-    base = ("write_through", "all")
-    others = [
-        ("write_through_selective", "all"),
-        ("write_back", "all"),
-        (base[0], "second_offer"),
-        (base[0], "tinylfu"),
-    ]
-    assert rows == [(size, *row) for size in ("5%", "10%") for row in [base, *others]]
-
-
-def test_a_sweep_is_over_the_lowest_tier() -> None:
-    assert {setup.varied["ssd"] for setup in setups(Asked(cpu=("10",), sweep=True), 1000)} == set(SWEPT_CAPACITIES)
-    found = setups(Asked(ssd=("none",), eviction=("lru",), sweep=True), 1000)
-    assert [setup.varied["cpu"] for setup in found] == list(SWEPT_CAPACITIES)
-    assert all(setup.config.ssd is None for setup in found)
-
-
 def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -486,7 +466,7 @@ def test_a_config_is_taken_as_it_is_and_keys_can_be_set(tmp_path: Path) -> None:
     assert (setup.config.ssd.capacity, setup.config.ssd.endurance) == (2 << 30, 1 << 40)
     assert setup.config.store.admission == "tinylfu"
     with pytest.raises(ConfigError, match=r"store\.admission"):
-        setups(Asked(config=path, admission=("some",)), 1000)
+        setups(Asked(config=path, sets=("store.admission=some",)), 1000)
     with pytest.raises(InvalidValueError, match="has no value"):
         setups(Asked(config=path, sets=("store.queue",)), 1000)
 
@@ -505,8 +485,15 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
     status, out, err = gdscache("replay", trace, *options, "--prefill-tokens-per-second", "5120")
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert report["mode"] == "simulate"
-    assert report["workload"]["pages"] == 9
+    assert report["schema"] == "gdscache.replay/4"
+    assert report["workload"] == {
+        "requests": 5,
+        "page_tokens": 512,
+        "pages": 9,
+        "unique_pages": 5,
+        "tokens": 4608,
+        "seconds": 4.0,
+    }
     [found] = report["runs"]
     assert found["hit_pages"] == found["lookup_pages"] - 5 == 4
     assert found["hit_pages"] == sum(tier["hit_pages"] for tier in found["tiers"].values())
@@ -519,20 +506,47 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
 
 
 def test_the_tables_name_every_run(gdscache, trace: Path) -> None:
-    status, out, err = gdscache("replay", trace, "--cpu", "3", "--ssd", "3,5", "--policy", "lru,lifetime")
+    status, out, err = gdscache(
+        "replay", trace, "--cpu", "3", "--ssd", "3,5", "--set", "eviction=lru", "--set", "eviction=lifetime"
+    )
     assert (status, err) == (0, "")
     for label in ("infinite", "optimum", "plain LRU", "ssd, eviction", "3, lru", "5, lifetime"):
         assert label in out
     assert "TTFT" not in out
+    assert "no other order of writes finds as much" in out
+    assert " *" in gdscache("replay", trace, "--cpu", "3", "--ssd", "3,5")[1]
+    assert " *" not in gdscache("replay", trace, "--cpu", "3", "--ssd", "5")[1], "a star that nothing explains"
+
+
+def test_without_a_tier_it_is_the_cpu_tier_of_a_tenth(gdscache, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", *[line([i], timestamp=i) for i in range(40)])
+    [run] = json.loads(gdscache("replay", path, "--json")[1])["runs"]
+    assert {name: tier["capacity_pages"] for name, tier in run["tiers"].items()} == {"cpu": 4}
 
 
 def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     drawn = tmp_path / "tiers.svg"
-    options = ["--cpu", "2", "--ssd", "2,4", "--write", "write_back,write_through", "--plot", drawn]
+    options = [
+        "--cpu",
+        "2",
+        "--ssd",
+        "2,4",
+        "--set",
+        "store.write_policy=write_back",
+        "--set",
+        "store.write_policy=write_through",
+        "--plot",
+        drawn,
+    ]
     assert gdscache("replay", trace, *options)[0] == 0
     text = drawn.read_text()
-    for label in ("optimum (Belady)", "infinite cache", "write write_back", "write write_through"):
+    for label in (
+        "optimum (Belady)",
+        "infinite cache",
+        "store.write_policy write_back",
+        "store.write_policy write_through",
+    ):
         assert f"<!-- {label} -->" in text
     assert "GB written to the SSD" in text
 
@@ -541,9 +555,9 @@ def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--cpu", "much"], "is no capacity"),
-        (["--cpu", "4", "--capacity", "4"], "--capacity is that of one tier"),
         (["--cpu", "none"], "there is no tier"),
-        (["--cpu", "4", "--write", "sometimes"], "store.write_policy"),
+        (["--cpu", "4", "--set", "store.write_policy=sometimes"], "store.write_policy"),
+        (["--plot", "hits.txt"], "no plot can be written"),
         (["--cpu", "4", "--model", "unknown"], "no model is named"),
         (["--cpu", "4", "--page-bytes", "1000"], "no whole number of bytes"),
         (["--cpu", "4", "--speed", "0"], "--speed is 0"),
@@ -558,14 +572,32 @@ def test_what_cannot_be_is_refused(gdscache, trace: Path, arguments: list[str], 
     assert said in err
 
 
+def test_a_trace_without_a_full_page_is_refused(gdscache, tmp_path: Path) -> None:
+    status, _, err = gdscache("replay", write(tmp_path / "short.jsonl", line([1], tokens=100)))
+    assert status == 2
+    assert "full page of 512 tokens" in err
+
+
+def test_a_bad_trace_is_a_message_with_its_line(gdscache, trace: Path) -> None:
+    trace.write_text(trace.read_text() + "oops\n")
+    status, out, err = gdscache("replay", trace)
+    assert (status, out) == (2, "")
+    assert f"{trace}:6: not JSON" in err
+
+
+def test_no_trace_is_refused(gdscache) -> None:
+    status, _, err = gdscache("replay")
+    assert (status, "no trace is named" in err) == (2, True)
+
+
 @pytest.mark.skipif(
     TRACE is None, reason="GDSCACHE_CONVERSATION_TRACE does not name Mooncake's conversation_trace.jsonl"
 )
 def test_the_conversation_trace_takes_seconds() -> None:
     assert TRACE is not None
     requests = read_trace([Path(TRACE)])
-    work = expand(requests, partial=False)
-    asked = Asked(page_bytes="4KiB", cpu=("2000",), ssd=("17000",), eviction=("lru",))
+    work = expand(requests)
+    asked = Asked(page_bytes="4KiB", cpu=("2000",), ssd=("17000",), sets=("eviction=lru",))
     [setup] = setups(asked, len(work.names))
     machine = MachineModel(6e9, 3e9, 50e9, 1e-4, 20000.0)
     begun = time.process_time()

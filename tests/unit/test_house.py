@@ -146,7 +146,6 @@ def test_nothing_of_the_engine_imports_a_command() -> None:
 TWICE = {
     "Place": "of an event; of a page in a row of bench io",
     "Pool": "beyond one machine; of planes in bench copy",
-    "Span": "of a timeline; of tokens in the toy engine",
     "Way": "of pages from space to space; of a bench's bytes",
 }
 

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 bench_app = App()
 
 Dir = Annotated[Path, typer.Option("--dir", help="Directory on the device to measure. The bench deletes its files.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+Json = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report to this file, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Small sizes, a few seconds. Shows that everything runs; judges no figure.")
+    bool,
+    typer.Option("--quick", help="Small sizes, a minute or two. Shows that everything runs; judges no figure."),
 ]
 Resume = Annotated[
-    Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --json if that is given.")
+    Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --report if that is given.")
 ]
+Everything = Annotated[bool, typer.Option("--all", help="Show what only developers of gdscache read, too.")]
 Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
 
@@ -40,28 +42,6 @@ def bench() -> None:
     status is 1 if a case failed, and 130 after Ctrl-C.
     """
     logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # their configurations are odd on purpose
-
-
-@bench_app.command("index")
-def index(
-    directory: Dir = Path(),
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of the catalogue. Default: 1,000,000.")] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Layers of a page. Each has a checksum. Default: 32.")
-    ] = None,
-    repeat: Repeat = None,
-    resume: Resume = None,
-    json_file: Json = None,
-    quick: Quick = False,
-) -> None:
-    """Measure lookups against a bare hash loop, the time to reopen a large catalogue, and the memory of the index.
-
-    The bench reserves 4 KiB of disk for each page (more for more than 32 layers) and does not write them.
-    """
-    from gdscache.commands.bench.index import BENCH, Settings
-
-    settings = _replaced(Settings.of(_profile(quick=quick)), {"pages": pages, "layers": layers, "repeat": repeat})
-    BENCH.command(settings, directory, json_file, None, resume)
 
 
 @bench_app.command("copy")
@@ -114,6 +94,7 @@ def io(
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
+    everything: Everything = False,
     quick: Quick = False,
 ) -> None:
     """Measure stores and loads of this cache, an engine's memory, and every way between disk and memory.
@@ -135,7 +116,7 @@ def io(
     }
     settings = _replaced(Settings.of(_profile(quick=quick)), given)
     settings.check()
-    BENCH.command(settings, directory, json_file, plot, resume)
+    BENCH.command(settings, directory, json_file, plot, resume, everything=everything)
 
 
 @bench_app.command("ttft")
@@ -143,16 +124,22 @@ def ttft(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk.")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Shape of the model. Default: 8b, and tiny without a GPU.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine that computes: transformers.")] = "transformers",
+    preset: Annotated[
+        str | None, typer.Option(help="Shape of the model: tiny, 1b or 8b. Default: 8b, and tiny without a GPU.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:N.")] = "auto",
     repeat: Repeat = None,
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
     full: Annotated[bool, typer.Option("--full", help="Measure every prompt, share, place, overlap and gate.")] = False,
+    everything: Everything = False,
     quick: Quick = False,
 ) -> None:
     """Measure the time to first token of hits, against recomputing and against the ideal, and the cost of a miss.
+
+    The engine is transformers (the extra hf), with a Llama of random weights: nothing is downloaded.
 
     The bench ends after about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB
     of GPU memory, 12 GiB of host memory and 12 GiB of disk; with --full 75, 40 and 45 GiB. A RAM disk takes host memory
@@ -160,37 +147,13 @@ def ttft(
     """
     from gdscache.commands.bench import ttft as measured
     from gdscache.commands.bench.ttft_cells import Settings
-    from gdscache.commands.toy_engine import PRESETS
     from gdscache.cuda.streams import resolve_device
 
-    if preset is not None and preset not in PRESETS:
-        raise InvalidValueError(f"unknown preset {preset!r}", f"choose of {', '.join(PRESETS)}")
     settings = Settings.of(_profile(full=full, quick=quick), str(resolve_device(device)))
-    settings = _replaced(settings, {"preset": preset, "repeat": repeat})
+    settings = _replaced(settings, {"engine": engine, "preset": preset, "repeat": repeat})
     settings.check()
-    measured.BENCH.command(settings, measured.place(directory), json_file, plot, resume)
-
-
-@bench_app.command("pool")
-def pool(
-    pages: Annotated[int | None, typer.Option(min=1, help="Pages of 1 MiB that a round moves. Default: 128.")] = None,
-    repeat: Repeat = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    quick: Quick = False,
-) -> None:
-    """Measure puts and gets of the mooncake tier on loopback, and the cost of a dead master.
-
-    Puts and gets are compared with a bare loop of the same calls. Lookups and loads of pages in this process are
-    measured after the master was killed, against an engine without the tier.
-
-    Needs the extra mooncake. The bench starts a mooncake_master and an owner of memory. Their ports listen on all
-    network interfaces until the bench ends.
-    """
-    from gdscache.commands.bench.pool import BENCH, Settings
-
-    settings = _replaced(Settings.of(_profile(quick=quick)), {"pages": pages, "repeat": repeat})
-    BENCH.command(settings, Path(), json_file, plot)
+    place = measured.place(directory)
+    measured.BENCH.command(settings, place, json_file, plot, resume, everything=everything)
 
 
 @bench_app.command("links")

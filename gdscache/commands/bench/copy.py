@@ -17,7 +17,6 @@ from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
-from gdscache.commands.bench.neighbours import BESIDE_TARGETS, LABELS, beside
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, duration, figure, verdict
 from gdscache.errors import InvalidValueError
@@ -68,12 +67,11 @@ def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
         "copies": [],
         "checksums": [],
         "beside": [],
-        "beside_python": [],
         "kernel_build": None,
         "pinning": None,
     }
     measured = functools.partial(measure, gpu=gpu, startup=startup)
-    return kit.Bench("copy", "gdscache.bench.copy/2", sections, measured, tables, plot)
+    return kit.Bench("copy", "gdscache.bench.copy/3", sections, measured, tables, plot)
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
@@ -105,7 +103,7 @@ def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Seq
 
 def measure_cell(settings: Settings, gpu: Gpu, pool: Pool, mover: Mover, cell: Cell) -> dict[str, list[dict[str, Any]]]:
     """The rows of one cell: against a plain copy; with checksums against without; and for one layout also beside a
-    model's work, and beside threads of Python."""
+    model's work."""
     copies, limit = Copies(pool, cell), cell.target
     assert limit is not None, "a cell has a target"
     copies.check(mover)
@@ -116,7 +114,6 @@ def measure_cell(settings: Settings, gpu: Gpu, pool: Pool, mover: Mover, cell: C
         "copies": [compare(ours, copies.plain(), MEMCPY, limit, sums=False)],
         "checksums": [compare(with_sums, ours, NO_SUMS, SUMS_TARGET, sums=True)],
         "beside": _beside(settings, gpu, mover, cell, copies) if here else [],
-        "beside_python": _beside_python(settings, gpu, cell, copies, ours) if here else [],
     }
 
 
@@ -183,19 +180,6 @@ def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copi
     return rows
 
 
-def _beside_python(settings: Settings, gpu: Gpu, cell: Cell, copies: Copies, ours: Way) -> list[dict[str, Any]]:
-    """A load beside a thread of Python, in turns with the same alone."""
-    rows = []
-    for kind, limit in BESIDE_TARGETS.items():
-        mine, alone = turns(beside(kind, lambda: timed(gpu, ours)), lambda: timed(gpu, ours), settings.pairs)
-        found = paired([run.seconds for run in alone], [run.seconds for run in mine])
-        own = {"beside": kind, "path": settings.path, "bytes": copies.moved_bytes, "against": "alone"}
-        rates = {"gb_per_second": mine, "against_gb_per_second": alone}
-        measured = {name: _rates(copies.moved_bytes, runs) for name, runs in rates.items()}
-        rows.append({**cell.describe(), **own, **measured, **found, **target(found["ratio"], limit, at_least=True)})
-    return rows
-
-
 def label(cell: Cell) -> str:
     """A cell in a few words."""
     return what(cell.describe())
@@ -223,13 +207,7 @@ def tables(report: kit.Report) -> list[Table]:
         )
     ]
     worked = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=judged)
-    python = [Line.of(f"{what(r)}, beside {LABELS[r['beside']]}", r, **names) for r in report["beside_python"]]
-    return [
-        *found,
-        worked,
-        lines_table("Beside threads of Python", python, judged=judged),
-        _startup(report, judged=judged),
-    ]
+    return [*found, worked, _startup(report, judged=judged)]
 
 
 def _beside_lines(rows: Sequence[Row]) -> list[Line]:

@@ -19,6 +19,7 @@ from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
 from gdscache.commands.bench.io_sweep import OPS, SIZES
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS
+from gdscache.commands.bench.measure import judged
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, figure, verdict
 from gdscache.config import SsdConfig
@@ -31,7 +32,6 @@ LEAST = 16 * MIB
 RAM_DISK = "/dev/shm"
 ENGINE_THREADS = int(SsdConfig.model_fields["threads"].default)
 RAM_THREADS = max(ENGINE_THREADS, 12)  # a RAM disk is as fast as the cores that copy its bytes
-TIER_PAGES = (1 * MIB, 4 * MIB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +137,8 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
         cause = f"{ram} has less than {about(needed)} free"
     found = [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
     sized: list[tuple[str, Callable[..., list[Row]], Sequence[int], bool]] = [
-        ("SSD tier", io_rows.ssd_tier, TIER_PAGES, False),
         ("loads from a RAM disk", io_rows_engine.loads_from_memory, tuple(io_rows_engine.ONWARD_TARGETS), True),
-        ("a file a page", io_rows.file_per_page, settings.pages, False),
+        ("a file a page", io_rows_engine.file_per_page, settings.pages, False),
         ("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS), False),
         ("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS), False),
     ]
@@ -215,22 +214,51 @@ def require_gds(directory: Path, device: torch.device) -> str:
 
 
 def tables(report: kit.Report) -> list[Table]:
-    """What was measured, also a part of it."""
-    judged = not kit.quick(report)
-    found = [lines_table("Comparisons", [_line(r) for r in report["comparisons"]], judged=judged)]
+    """What this cache makes of the disk, also a part of it."""
+    with_targets = not kit.quick(report)
+    found = [lines_table("This cache", [_line(r) for r in report["comparisons"] if _plain(r)], judged=with_targets)]
     if (held := report["memory"]) is not None:
         table = Table(
-            f"Memory of an engine, {held['pages']:,} pages", "what", "resident", *(["target"] if judged else [])
+            f"Memory of an engine, {held['pages']:,} pages", "what", "resident", *(["target"] if with_targets else [])
         )
-        said = [verdict(held, "at most", about)] if judged else []
+        said = [verdict(held, "at most", about)] if with_targets else []
         table.add_row("beyond its pools and an interpreter with torch", about(held["beyond_bytes"]), *said)
         found.append(table)
+    return found
+
+
+def details(report: kit.Report) -> list[Table]:
+    """Beside threads of Python, CPU seconds, checksums; and the disk by every way that bytes can go."""
+    others = [_line(r) for r in report["comparisons"] if not _plain(r)]
     loops = Table("Ceilings: the bare loop", "what", "GB/s", "best way", "")
     for name, r in (report["ceilings"] or {}).items():
         rates, way = r["gb_per_second"], f"{r['threads']} threads x {about(r['io_bytes'])}"
         spread = f"{figure(rates['median'])} ({figure(rates['min'])} to {figure(rates['max'])})"
         loops.add_row(name, spread, way, "O_DIRECT" if r["direct"] else "through the page cache")
-    return [*found, loops, _swept(report)]
+    return [lines_table("Details", others, judged=not kit.quick(report)), loops, _swept(report)]
+
+
+def bottom(report: kit.Report) -> list[str]:
+    """What an engine's user has of it: speeds of loads and stores beside the disk's own, and the memory."""
+    found = []
+    for what, words in (("cold load", "Loads from the SSD tier move"), ("store", "Stores to the SSD tier move")):
+        own = [r for r in report["comparisons"] if r["case"].startswith("stores and loads") and "loop," in r["against"]]
+        some = [r for r in own if r["what"].startswith(what) and "copies" not in r["against"]]
+        if some:
+            r = max(some, key=lambda row: row["figure"]["median"])
+            rate, least = figure(r["figure"]["median"]), figure(r["against_figure"]["median"])
+            found.append(f"{words} {rate} GB/s here; the bare disk moves {least} GB/s ({figure(r['ratio'])} of it).")
+    if (held := report["memory"]) is not None:
+        found.append(f"An engine takes {about(held['beyond_bytes'])} of memory beside its pools.")
+    missed = sum(not part["met"] for part in judged(report))
+    if missed and not kit.quick(report):
+        found.append(f"{missed} figures miss their target; docs/performance.md says what the targets are.")
+    return [" ".join(found)] if found else []
+
+
+def _plain(row: kit.Report) -> bool:
+    """Whether a comparison is one of speeds with nothing beside it."""
+    return row["unit"] == "GB/s" and "beside" not in row["what"] and not row["what"].startswith("checksums")
 
 
 def _line(row: kit.Report) -> Line:
@@ -255,9 +283,9 @@ def _swept(report: kit.Report) -> Table:
 
 def plot(report: kit.Report, drawn: Any) -> None:
     """Throughput by size, a panel an operation; and the comparisons that have a target, as bars."""
-    judged = [_line(r) for r in report["comparisons"] if "target" in r]
-    drawn.set_size_inches(13, 5 + 0.22 * len(judged))
-    top, bottom = drawn.subfigures(2, 1, height_ratios=(4.5, 0.5 + 0.22 * len(judged)))
+    lines = [_line(r) for r in report["comparisons"] if "target" in r]
+    drawn.set_size_inches(13, 5 + 0.22 * len(lines))
+    top, below = drawn.subfigures(2, 1, height_ratios=(4.5, 0.5 + 0.22 * len(lines)))
     for axes, op in zip(top.subplots(1, len(OPS)), OPS, strict=True):
         cells = [cell for cell in report["cells"] if cell["op"] == op]
         for way in WAYS:
@@ -276,7 +304,7 @@ def plot(report: kit.Report, drawn: Any) -> None:
         axes.set_ylabel("GB/s")
         if axes.lines:
             axes.legend(fontsize=7)
-    bars(bottom.subplots(1, 1), judged, judged=not kit.quick(report))
+    bars(below.subplots(1, 1), lines, judged=not kit.quick(report))
 
 
 SECTIONS: dict[str, Any] = {
@@ -287,4 +315,4 @@ SECTIONS: dict[str, Any] = {
     "memory": None,
     "cells": [],
 }
-BENCH = kit.Bench("io", "gdscache.bench.io/2", SECTIONS, measure, tables, plot)
+BENCH = kit.Bench("io", "gdscache.bench.io/3", SECTIONS, measure, tables, plot, details, bottom)

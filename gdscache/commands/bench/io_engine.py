@@ -16,7 +16,6 @@ import torch
 from gdscache import CacheEngine
 from gdscache.commands.bench.geometry import model_of
 from gdscache.commands.bench.measure import Closeable, rate
-from gdscache.commands.bench.ssd_tier import forget
 from gdscache.config import Config
 from gdscache.cuda.streams import Event
 from gdscache.errors import IOFailedError
@@ -88,6 +87,7 @@ class ColdEngine(Closeable):
             self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
             self._flat: torch.Tensor | None = None
             self._hit: Hit | None = None
+            self._random = np.random.default_rng(3)
             self._undo = undo.pop_all()
 
     @property
@@ -110,7 +110,7 @@ class ColdEngine(Closeable):
 
     def prepare(self) -> Hit:
         """What a load needs: nothing in the CPU tier, and a lookup."""
-        forget(self.engine.manager, self._cpu)
+        self._forget_cpu()
         self._hit = self.engine.lookup(self._tokens)
         return self._hit
 
@@ -131,6 +131,31 @@ class ColdEngine(Closeable):
         if not unchecked.moves:
             raise IOFailedError("a load without checksums took some", "please report it")
         return found
+
+    def load_scattered(self) -> float:
+        """Load every page from the SSD, each a request of its own, in random order; GB/s from the call to the verdict.
+
+        The lookups do not count.
+        """
+        self._forget_cpu()
+        size, tokens = self._page_tokens, self._tokens
+        order = self._random.permutation(self.pages).tolist()
+        requests = [(self.engine.lookup(tokens[: (n + 1) * size], n * size), self._slots[n : n + 1]) for n in order]
+        start = time.perf_counter()
+        sources = self.engine.load_many(requests).result(600.0).bytes_by_tier
+        elapsed = time.perf_counter() - start
+        if sources != {"ssd": self.nbytes}:
+            raise IOFailedError(f"{self.nbytes} bytes were to come from the ssd tier: {sources}", "see the log")
+        return rate(self.nbytes, elapsed)
+
+    def _forget_cpu(self) -> None:
+        """Drop the CPU tier's pages, so that the next load comes from the SSD."""
+        with self.engine.manager.lock:
+            index = self._cpu.index
+            for key in index.select(None):
+                entry = index.find(key)
+                if entry is not None:
+                    index.drop(entry)
 
     def forget_all(self) -> None:
         """What a store needs: no page anywhere."""

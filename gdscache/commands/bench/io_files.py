@@ -1,21 +1,18 @@
-"""What `gdscache bench io` compares pages with: a file a page, kvikio called once a page."""
+"""What `gdscache bench io` compares an engine with: a file a page."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from gdscache.commands.bench import io_cache
-from gdscache.commands.bench.io_ways import CALL_BYTES
-from gdscache.commands.bench.measure import Closeable, rate
-from gdscache.errors import IOFailedError, ShortIOError, TransportUnavailableError
+from gdscache.commands.bench.measure import rate
+from gdscache.errors import IOFailedError, ShortIOError
 
 
 class FilePerPage:
@@ -81,54 +78,3 @@ class FilePerPage:
 
     def _file(self, number: int) -> Path:
         return self.directory / f"{number:08x}.bin"
-
-
-class KvikioPerPage(Closeable):
-    """Reads the pages of a file into GPU memory with one kvikio call a page, without cuFile; all calls in flight.
-
-    Sets kvikio's settings for the whole process. Raises `TransportUnavailableError` where kvikio is missing.
-    """
-
-    def __init__(self, path: Path, memory: torch.Tensor, page_bytes: int, threads: int) -> None:
-        try:
-            import kvikio
-            import kvikio.defaults
-        except (ImportError, RuntimeError, OSError) as error:
-            raise TransportUnavailableError(
-                f"kvikio cannot be imported: {error}", "install gdscache[cuda13]"
-            ) from error
-        settings: dict[str, object] = {
-            "compat_mode": kvikio.CompatMode.ON,
-            "num_threads": threads,
-            "task_size": CALL_BYTES,
-            "gds_threshold": 0,
-            "auto_direct_io_read": True,
-        }
-        kvikio.defaults.set(settings)
-        self._path, self._memory, self._page_bytes = path, memory, page_bytes
-        self._file: Any = kvikio.CuFile(path, "r")
-        self._views: Sequence[torch.Tensor] = [memory[at : at + page_bytes] for at in range(0, len(memory), page_bytes)]
-
-    def read(self) -> float:
-        """GB/s of one pass."""
-        start = time.perf_counter()
-        begun = [self._file.pread(view, len(view), i * self._page_bytes) for i, view in enumerate(self._views)]
-        moved = [future.get() for future in begun]  # all of them: kvikio keeps no reference to the memory
-        if self._memory.is_cuda:
-            torch.cuda.synchronize(self._memory.device)
-        elapsed = time.perf_counter() - start
-        if sum(moved) != len(self._memory):
-            raise ShortIOError(f"kvikio read {sum(moved)} of {len(self._memory)} bytes")
-        return rate(len(self._memory), elapsed)
-
-    def check(self) -> None:
-        """The last read must have given what is in the file. Raises `IOFailedError`."""
-        found = self._memory.cpu().numpy()
-        with self._path.open("rb") as file:
-            for at in range(0, len(found), CALL_BYTES):
-                part = found[at : at + CALL_BYTES]
-                if file.read(len(part)) != part.tobytes():
-                    raise IOFailedError(f"kvikio gave other bytes than the file has, at {at}", "please report it")
-
-    def close(self) -> None:
-        self._file.close()

@@ -1,9 +1,9 @@
-"""Comparisons of `gdscache bench io` that need no engine. Each part gives rows, of figures that took turns."""
+"""What comparisons of `gdscache bench io` share, and reads without an engine. Each part gives rows, of figures that
+took turns."""
 
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,20 +14,14 @@ import torch
 
 from gdscache.commands.bench import io_cache, machine
 from gdscache.commands.bench.bare import BareLoop, best
-from gdscache.commands.bench.io_files import FilePerPage
 from gdscache.commands.bench.io_ways import OpenWay, engine_way
 from gdscache.commands.bench.measure import Series, interleave, rate
 from gdscache.commands.bench.rows import compared
-from gdscache.commands.bench.ssd_tier import TierUnderTest
 from gdscache.commands.console import Progress
-from gdscache.sizes import GIB, MIB, format_size
+from gdscache.sizes import GIB, MIB
 from gdscache.storage.base import Op
 
 HOST_TARGET = 0.95
-TIER_TARGET = 0.85
-FILE_READ_TARGET = 2.0
-FILE_WRITE_TARGET = 1.5
-CPU_TARGET = 0.5
 HOST_THREADS = (4, 8, 16)  # that are tried
 SUBMIT_PAGES = 128  # of one submit, as in a load
 
@@ -152,98 +146,3 @@ def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[
     assert isinstance(ours, Metered)
     assert isinstance(other, Metered)
     return ours.cpu_per_gib, against, other.cpu_per_gib
-
-
-def ssd_tier(place: Place, page_bytes: int) -> list[Row]:
-    """Stores into the SSD tier, whose slab is full, and loads from it into the CPU tier, against the bare loop."""
-    rows, size = [], format_size(page_bytes)
-    with (
-        tempfile.TemporaryDirectory(dir=place.directory) as name,
-        TierUnderTest(Path(name), page_bytes, place.nbytes, place.threads) as tier,
-        BareLoop(tier.slab, tier.nbytes) as bare,
-    ):
-        for _ in range(2):  # the slab's blocks are written once before any timing
-            tier.store()
-        cache = io_cache.state([tier.slab], direct=tier.direct)
-        for what, action, op in (("store", tier.store, Op.WRITE), ("load", tier.load, Op.READ)):
-            label = f"SSD tier, {what}, {size} pages"
-            tier.store()
-            chosen = bare.scout(op, place.progress)
-            if op is Op.READ:
-                tier.store()  # the loop wrote over every page
-                tier.load()
-            found = interleave({"tier": action, **bare.runs(op, chosen)}, place.repeat, place.progress, label)
-            way = best(chosen, found)
-            figures = found["tier"], f"bare loop, {way.label}", found[way.label]
-            more: dict[str, Any] = {"nbytes": tier.nbytes, "transport": tier.transport, "cache": cache}
-            rows.append(row(place, label, page_bytes, figures, TIER_TARGET, **more))
-    return rows
-
-
-class RandomTier(TierUnderTest):
-    """Loads its pages in random order."""
-
-    _rounds = 0
-
-    def load(self) -> float:
-        self._rounds += 1
-        np.random.default_rng(self._rounds).shuffle(self._names)
-        return super().load()
-
-
-def file_per_page(place: Place, page_bytes: int) -> list[Row]:
-    """The SSD tier against one file a page: stores until on the device, and cold loads of random pages."""
-    label = f"{format_size(page_bytes)} pages"
-    pages = max(1, place.nbytes // page_bytes)
-    with (
-        tempfile.TemporaryDirectory(dir=place.directory) as ours,
-        tempfile.TemporaryDirectory(dir=place.directory) as theirs,
-        RandomTier(Path(ours), page_bytes, pages * page_bytes, place.threads) as tier,
-    ):
-        files = FilePerPage(Path(theirs), pages, page_bytes)
-        returned: list[float] = []
-
-        def store() -> float:
-            seconds = tier.nbytes / tier.store() / 1e9
-            start = time.perf_counter()
-            io_cache.sync(place.directory)
-            return rate(tier.nbytes, seconds + time.perf_counter() - start)
-
-        def write() -> float:
-            until_return, until_device = files.write()
-            returned.append(until_return)
-            return until_device
-
-        def load() -> float:
-            if not tier.direct:
-                io_cache.drop([tier.slab])
-            return tier.load()
-
-        for warm_up in (store, store, write):
-            warm_up()
-        returned.clear()
-        stored = interleave({"ours": store, "files": write}, place.repeat, place.progress, f"{label}: stores, files")
-        io_cache.drop(files.files)
-        state = io_cache.state(files.files, direct=False)
-        ways = {"ours": load, "files": files.read, "threads": lambda: files.read(place.threads)}
-        loaded = interleave(ways, place.repeat, place.progress, f"{label}: loads, files")
-        files.check()
-        transport = tier.transport
-    more: dict[str, Any] = {"nbytes": tier.nbytes, "transport": transport, "cache": state}
-    many = f"a file a page, {place.threads} threads"
-    early = Series(tuple(returned))
-    read = loaded["ours"], "a file a page", loaded["files"]
-    written = stored["ours"], "a file a page, until on the device", stored["files"]
-    return [
-        row(place, f"random {label}, load", page_bytes, read, FILE_READ_TARGET, **more),
-        row(place, f"{label}, store", page_bytes, written, FILE_WRITE_TARGET, **more),
-        row(place, f"random {label}, load", page_bytes, (loaded["ours"], many, loaded["threads"]), None, **more),
-        row(
-            place,
-            f"{label}, store",
-            page_bytes,
-            (stored["ours"], "a file a page, until it returns", early),
-            None,
-            **more,
-        ),
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,17 @@ from typing import Any
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_files import KvikioPerPage
-from gdscache.commands.bench.io_rows import CPU_TARGET, Metered, Place, Row, cpu_figures, extents, row
+from gdscache.commands.bench.io_files import FilePerPage
+from gdscache.commands.bench.io_rows import Place, Row, extents, row
 from gdscache.commands.bench.io_ways import OpenWay
-from gdscache.commands.bench.measure import interleave
+from gdscache.commands.bench.measure import Series, interleave, rate
 from gdscache.commands.bench.neighbours import LABELS, beside
 from gdscache.sizes import KIB, MIB, format_size
 from gdscache.storage.base import Op
 
 COLD_TARGET = 0.93
 ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop that copies on
-KVIKIO_PAGE, KVIKIO_TARGET = 256 * KIB, 2.0
+FILE_READ_TARGET, FILE_WRITE_TARGET = 2.0, 1.5  # against a file a page
 SUMS_TARGET = 0.97
 SUMS_PAGE = 1 * MIB
 DIRECT_TARGET, DIRECT_BESIDE_TARGET = 0.95, 0.55
@@ -36,7 +37,7 @@ def cold_loads(place: Place) -> list[Row]:
     with opened(place, page_bytes) as engine:
         with BareLoop(engine.slab, engine.nbytes) as bare:
             chosen = bare.scout(Op.READ, place.progress)
-            ways = {"ours": _cold(engine, engine.load), "plain": _cold(engine, engine.load_unchecked)}
+            ways = {"ours": cold(engine, engine.load), "plain": cold(engine, engine.load_unchecked)}
             found = interleave({**ways, **bare.runs(Op.READ, chosen)}, place.repeat, place.progress, what)
             way, more = best(chosen, found), facts(engine, direct=bare.direct)
         _check(engine)
@@ -53,19 +54,19 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
     """RAM disk → GPU against the bare loop that reads with as many threads and copies on, and one page-locked copy.
 
     Once with pages that stay in the CPU tier, and once with pages that pass it by, through the bounce reserve: then the
-    loop has as much memory as loads have of that. Pages of 256 KiB also against kvikio called once a page.
+    loop has as much memory as loads have of that.
     """
     what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
     with opened(place, page_bytes) as engine, BareLoop(engine.slab, engine.nbytes) as bare:
         loops = _onward(place, engine, bare)
         ways: dict[str, Callable[[], float]] = {
-            "ours": _cold(engine, engine.load),
-            "passing": _cold(engine, engine.load_passing),
+            "ours": cold(engine, engine.load),
+            "passing": cold(engine, engine.load_passing),
             "copy": engine.copy,
             **{name: run for some in loops.values() for name, run in some.items()},
         }
         if page_bytes == SUMS_PAGE:
-            ways["plain"] = _cold(engine, engine.load_unchecked)
+            ways["plain"] = cold(engine, engine.load_unchecked)
         for measure in ways.values():
             measure()
         found = interleave(ways, place.repeat, place.progress, what)
@@ -81,8 +82,6 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
         if "plain" in found:
             sums = found["ours"], "without checksums", found["plain"]
             rows.append(row(place, f"checksums, {what}", page_bytes, sums, SUMS_TARGET, **more))
-        if page_bytes == KVIKIO_PAGE:
-            rows += _against_kvikio(place, engine, what)
     return rows
 
 
@@ -98,21 +97,54 @@ def _onward(place: Place, engine: ColdEngine, bare: BareLoop) -> dict[str, dict[
     return found
 
 
-def _against_kvikio(place: Place, engine: ColdEngine, what: str) -> list[Row]:
-    against, nbytes = "kvikio, one call a page", engine.nbytes
-    with KvikioPerPage(engine.slab, engine.flat(), KVIKIO_PAGE, place.threads) as kvikio:
-        kvikio.read()
-        kvikio.check()
-        ways: dict[str, Callable[[], float]] = {
-            "ours": Metered(engine.load, nbytes, engine.prepare),
-            "kvikio": Metered(kvikio.read, nbytes),
-        }
-        found = interleave(ways, place.repeat, place.progress, f"{what}, against kvikio")
-    more = facts(engine)
-    rates = found["ours"], against, found["kvikio"]
+def file_per_page(place: Place, page_bytes: int) -> list[Row]:
+    """An engine against one file a page: stores until on the device, and cold loads of pages in random order."""
+    label = f"{format_size(page_bytes)} pages"
+    with (
+        opened(place, page_bytes) as engine,
+        tempfile.TemporaryDirectory(dir=place.directory) as theirs,
+    ):
+        files = FilePerPage(Path(theirs), engine.pages, page_bytes)
+        returned: list[float] = []
+
+        def store() -> float:
+            seconds = engine.nbytes / engine.store() / 1e9
+            start = time.perf_counter()
+            io_cache.sync(place.directory)
+            return rate(engine.nbytes, seconds + time.perf_counter() - start)
+
+        def write() -> float:
+            until_return, until_device = files.write()
+            returned.append(until_return)
+            return until_device
+
+        for warm_up in (store, store, write):
+            warm_up()
+        returned.clear()
+        stored = interleave({"ours": store, "files": write}, place.repeat, place.progress, f"{label}: stores, files")
+        io_cache.drop(files.files)
+        state = io_cache.state(files.files, direct=False)
+        ways = {"ours": cold(engine, engine.load_scattered), "files": files.read}
+        ways["threads"] = lambda: files.read(place.threads)
+        loaded = interleave(ways, place.repeat, place.progress, f"{label}: loads, files")
+        files.check()
+        more = facts(engine) | {"cache": state}
+    many = f"a file a page, {place.threads} threads"
+    early = Series(tuple(returned))
+    read = loaded["ours"], "a file a page", loaded["files"]
+    written = stored["ours"], "a file a page, until on the device", stored["files"]
     return [
-        row(place, what, KVIKIO_PAGE, rates, KVIKIO_TARGET, **more),
-        row(place, f"CPU, {what}", KVIKIO_PAGE, cpu_figures(ways, against), CPU_TARGET, unit="CPU s/GiB", **more),
+        row(place, f"random {label}, load", page_bytes, read, FILE_READ_TARGET, **more),
+        row(place, f"{label}, store", page_bytes, written, FILE_WRITE_TARGET, **more),
+        row(place, f"random {label}, load", page_bytes, (loaded["ours"], many, loaded["threads"]), None, **more),
+        row(
+            place,
+            f"{label}, store",
+            page_bytes,
+            (stored["ours"], "a file a page, until it returns", early),
+            None,
+            **more,
+        ),
     ]
 
 
@@ -160,7 +192,7 @@ def facts(engine: ColdEngine, *, direct: bool = True) -> dict[str, Any]:
     return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}
 
 
-def _cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
+def cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
     """The load, with the slab dropped from the page cache before where the transport fills it."""
 
     def once() -> float:

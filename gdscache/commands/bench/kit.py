@@ -9,8 +9,9 @@
 * **The report** grows with each case, and is written in one step after each. A case that fails is listed with its
   cause, and the others go on; a case that cannot run here is listed too. After Ctrl-C the report has what was measured
   until then, and `--resume` goes on: cases that are done are not measured again, cases that failed are.
-* **Tables and bars.** `tables(report)` and `plot(report, figure)` draw a report, also a part of one. With `--quick` no
-  figure is held against its target: it only shows that everything runs.
+* **Tables and bars.** `tables(report)`, `details(report)` (with `--all`), `bottom(report)` (what it comes to, in
+  sentences) and `plot(report, figure)` show a report, also a part of one. With `--quick` no figure is held against its
+  target: it only shows that everything runs.
 * **The exit status** is 0, 1 where a case failed, 130 after Ctrl-C, 2 where nothing was measured at all.
 
 Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (cases that are planned and not
@@ -165,7 +166,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A bench. `sections`: its keys of a report, and what they begin with: a list of rows, or None for one value."""
+    """A bench. `sections`: its keys of a report, and what they begin with: a list of rows, or None for one value.
+
+    `details`: tables that `--all` shows, for who works on gdscache. `bottom`: what it comes to, in sentences.
+    """
 
     name: str
     schema: str
@@ -173,6 +177,8 @@ class Bench:
     measure: Callable[[Run, Any, Path], None]
     tables: Callable[[Report], Sequence[Table]]
     plot: Callable[[Report, Any], None] | None = None
+    details: Callable[[Report], Sequence[Table]] = lambda report: ()
+    bottom: Callable[[Report], Sequence[str]] = lambda report: ()
 
     def run(
         self,
@@ -198,13 +204,15 @@ class Bench:
         json_file: Path | None = None,
         plot: Path | None = None,
         resume: Path | None = None,
+        *,
+        everything: bool = False,
     ) -> None:
         """The command: a progress bar, tables, the JSON file, the plot, the exit status."""
         matplotlib = None if plot is None else require_matplotlib(plot)
         check_writable(plot, "--plot")
         if not directory.is_dir():
             raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
-        check_writable(json_file, "--json")
+        check_writable(json_file, "--report")
         done = None if resume is None else self.resumed(resume, settings, directory)
         written = json_file or resume
         head = {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
@@ -216,7 +224,8 @@ class Bench:
         with progress_bar() as progress:
             found = self.run(settings, directory, progress, keep, done)
         report = {**head, **found}
-        show(*_above(report), *self.tables(report), *_below(report))
+        details = self.details(report) if everything else ()
+        show(*_above(report), *self.tables(report), *details, *_below(report), *self.bottom(report))
         if written is not None:
             write_json(written, report)
         if matplotlib is not None and self.plot is not None:
@@ -246,7 +255,7 @@ class Bench:
             if found[part].get(key) != here[part][key]:
                 raise InvalidValueError(
                     f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
-                    "give the options of the first run, on the same machine; or begin a new report with --json",
+                    "give the options of the first run, on the same machine; or begin a new report with --report",
                 )
         return found
 

@@ -1,4 +1,4 @@
-"""What the engine and its index keep resident, measured in fresh interpreters: one child process a figure."""
+"""What an engine keeps resident, measured in fresh interpreters: one child process a figure."""
 
 from __future__ import annotations
 
@@ -97,25 +97,3 @@ def engine_with_pages(directory: str, pages: int) -> dict[str, int]:
                     sequence.commit()
         pools = engine.gpu.capacity + cpu.capacity + HOST_BUFFER
         return {"resident": resident(), "peak": peak(), "pools": pools, "pages": len(engine.gpu.index)}
-
-
-def index_of_catalog(directory: str, pages: int, layers: int) -> dict[str, int]:
-    """The growth of an interpreter that opens the SSD tier of a filled directory, then reads every checksum."""
-    import threading
-
-    from gdscache.commands.bench import index
-    from gdscache.tiers.ssd import SsdTier
-
-    layout, config = index.tier_of(Path(directory), pages, layers)
-    before = resident()
-    tier = SsdTier(layout, config, "cpu", threading.RLock())
-    try:
-        opened = resident() - before
-        entries = list(tier.index)
-        for at in range(0, len(entries), 1024):
-            tier.checksums(entries[at : at + 1024])
-        del entries
-        touched = resident() - before
-        return {"pages": len(tier.index), "opened": opened, "touched": touched, "peak": peak() - before}
-    finally:
-        tier.close()

@@ -10,19 +10,21 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gdscache.commands.bench import io_cache, kit, ttft_report, ttft_waits
+from gdscache.commands.bench import io_cache, kit, ttft_report
 from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
 from gdscache.commands.bench.ttft_answers import Answer, compare, percentiles, series_of, worst
 from gdscache.commands.bench.ttft_ceilings import Ceilings
 from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds
-from gdscache.commands.bench.ttft_client import EngineClient
-from gdscache.commands.toy_engine.report import NEAR_TIE
 from gdscache.errors import CapacityError, GdsCacheError
 from gdscache.sizes import about
 
+if TYPE_CHECKING:
+    from gdscache.commands.bench.ttft_transformers import TransformersClient
+
 RAM_DISK = Path("/dev/shm")
+NEAR_TIE = 0.05  # in 16 bits, logits nearer to each other than this may change places from one batch to another
 _ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 
 
@@ -58,10 +60,12 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _client(settings: Settings, directory: Path, longest: int) -> Iterator[EngineClient]:
+def _client(settings: Settings, directory: Path, longest: int) -> Iterator[TransformersClient]:
+    from gdscache.commands.bench.ttft_transformers import TransformersClient  # another engine has a client of its own
+
     with (
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name,
-        contextlib.closing(EngineClient(settings, longest, Path(name))) as client,
+        contextlib.closing(TransformersClient(settings, longest, Path(name))) as client,
     ):
         ssd, free = client.config("via_cpu").ssd, shutil.disk_usage(directory).free
         needed = 0 if ssd is None else ssd.capacity
@@ -70,7 +74,7 @@ def _client(settings: Settings, directory: Path, longest: int) -> Iterator[Engin
         yield client
 
 
-def _route(run: kit.Run, client: EngineClient, route: str, cells: Sequence[Cell]) -> None:
+def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence[Cell]) -> None:
     """Everything that one cache can serve, one length of prompt after another."""
     try:
         client.open_cache(route)
@@ -99,7 +103,7 @@ def _route(run: kit.Run, client: EngineClient, route: str, cells: Sequence[Cell]
 # -- cells -------------------------------------------------------------------------------------------------------------
 
 
-def _miss(run: kit.Run, client: EngineClient, cells: Sequence[Cell], _: Ceilings) -> None:
+def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ceilings) -> None:
     """A request that hits nothing, with a cache and without, in turns; the time includes the call of `store`.
 
     What is looked for is a hundredth of the time, so short prompts have more rounds: as many tokens in all as the
@@ -126,7 +130,7 @@ def _miss(run: kit.Run, client: EngineClient, cells: Sequence[Cell], _: Ceilings
     run.add(cell.label, {"cells": [row]})
 
 
-def _hits(run: kit.Run, client: EngineClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
+def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
     """Cells that differ in place, overlap and gate, in turns with their baselines and ceilings."""
     first, repeat = cells[0], client.settings.repeat
     answers: dict[Any, list[Answer]] = {"plain": [], "resident": [], **{cell: [] for cell in cells}}
@@ -150,12 +154,13 @@ def _hits(run: kit.Run, client: EngineClient, cells: Sequence[Cell], ceilings: C
             run.fail(cell.label, broken[cell])
         else:
             row = _row(client, cell, answers, counted, ceilings.loops)
-            waits = [ttft_waits.measure(client, cell)] if ttft_waits.after(cell) else []
+            once = cell.where == "cpu" and cell.cached == 50 and cell.overlap and not cell.gate  # a length of prompt
+            waits = [client.wait_many(cell)] if once else []
             run.add(cell.label, {"cells": [row], "waits": waits}, wrong=_wrong(cell, row, answers[cell]))
 
 
 def _row(
-    client: EngineClient,
+    client: TransformersClient,
     cell: Cell,
     answers: Mapping[Any, Sequence[Answer]],
     rates: Mapping[str, Series],
@@ -204,4 +209,5 @@ def near_tie(settings: Settings) -> float:
 
 
 SECTIONS: dict[str, Any] = {"model": None, "cells": [], "waits": [], "not_run": [], "verdicts": []}
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/3", SECTIONS, measure, ttft_report.tables, ttft_report.plot)
+_SHOWN = ttft_report.tables, ttft_report.plot, ttft_report.details, ttft_report.bottom
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/4", SECTIONS, measure, *_SHOWN)

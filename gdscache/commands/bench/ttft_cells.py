@@ -5,34 +5,62 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.neighbours import LABELS, Kind
 from gdscache.errors import InvalidValueError
 
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
 NOWHERE = "none"
-BESIDE_CACHED, BESIDE_PLACES = 90, ("gpu", "cpu", "ssd_via_cpu")  # what is measured beside threads of Python, too
+ENGINES = ("transformers",)
+PRESETS: dict[str, dict[str, int]] = {  # shapes of Llama models, as `LlamaConfig` has them
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128_256,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+    },
+}
 SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """How much is measured. `prompts`: tokens, short, middle and long; `preset` the shape of the model.
+    """How much is measured. `engine`: which one; `prompts`: tokens, short, middle and long; `preset` the model's shape.
 
     The default profile measures the middle prompt wholly and `SHORT_PLACES` of the short one, the full one everything.
     A cell has `repeat` rounds, and after `budget_seconds` no further group of cells is begun. `new_tokens` are
     compared with those of a run without a cache. `ceiling_bytes` are moved at most for a figure of a ceiling.
     """
 
+    engine: str = "transformers"
     preset: str = "8b"
     device: str = "cuda"
     dtype: str = "bfloat16"
     prompts: tuple[int, ...] = (8 << 10, 32 << 10, 128 << 10)
     page_tokens: int = 64
-    block_tokens: int = 16
     repeat: int = 5
     new_tokens: int = 2
     ceiling_bytes: int = 1 << 30
@@ -57,10 +85,21 @@ class Settings(kit.Settings):
         if device.startswith("cuda"):
             return cls(profile, device=device, budget_seconds=budget)
         prompts = (512, 2048, 8192)
-        return cls(profile, "tiny", device, _dtype(device), prompts, budget_seconds=budget)
+        return cls(
+            profile,
+            preset="tiny",
+            device=device,
+            dtype=_dtype(device),
+            prompts=prompts,
+            budget_seconds=budget,
+        )
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings that measure nothing."""
+        for value, known in ((self.engine, ENGINES), (self.preset, PRESETS)):
+            if value not in known:
+                what = "preset" if known is PRESETS else "engine"
+                raise InvalidValueError(f"unknown {what} {value!r}", f"choose of {', '.join(known)}")
         for tokens in self.prompts:
             if tokens < 4 * self.page_tokens:
                 raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * self.page_tokens}")
@@ -79,7 +118,6 @@ class Cell:
     where: str
     overlap: bool
     gate: bool
-    beside: Kind | Literal[""] = ""  # the thread of Python beside the request
 
     @property
     def route(self) -> str:
@@ -97,8 +135,6 @@ class Cell:
         words = [f"{self.prompt:,} tokens", f"{self.cached} % cached", self.where.replace("_", " ")]
         if self.where in SWITCHED:
             words += ["overlap" if self.overlap else "no overlap", *(["gate"] if self.gate else [])]
-        if self.beside:
-            words.append(f"beside {LABELS[self.beside]}")
         return ", ".join(words)
 
     def describe(self) -> dict[str, Any]:
@@ -109,13 +145,12 @@ class Cell:
             "where": self.where,
             "overlap": self.overlap,
             "gate": self.gate,
-            "beside": self.beside,
         }
 
 
 def cell_of(row: Any) -> Cell:
     """The cell that a row of a report is about."""
-    return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"], row["beside"])
+    return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"])
 
 
 def cells(settings: Settings) -> list[Cell]:
@@ -129,9 +164,6 @@ def cells(settings: Settings) -> list[Cell]:
             cell = Cell(prompt, cached, where, overlap, gate)
             if cell.route == route and (where in SWITCHED or (overlap and not gate)):
                 found.append(cell)
-        if (route, cached) == ("via_cpu", BESIDE_CACHED):
-            for where, kind in itertools.product(BESIDE_PLACES, LABELS):
-                found.append(Cell(prompt, cached, where, overlap=True, gate=False, beside=kind))
     return found
 
 
@@ -152,7 +184,7 @@ def chosen(settings: Settings) -> tuple[list[Cell], dict[Cell, str]]:
 
 def _usual(prompts: Collection[int], cell: Cell) -> bool:
     short, middle = sorted(prompts)[:2] if len(prompts) > 1 else (0, *prompts)
-    return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES and not cell.beside)
+    return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES)
 
 
 def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:

@@ -26,9 +26,8 @@ def verdicts(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool, ram: b
 
     A row has `name`, `what`, `value`, `relation` (`at least` or `at most`), and where it is judged `target` and `met`.
     """
-    beside, cells = [row for row in cells if row["beside"]], [row for row in cells if not row["beside"]]
     found = [*_ideals(cells, judged=judged, ram=ram), *_overlaps(cells, judged=judged)]
-    found += [*_gates(cells, judged=judged), *_waits(cells, waits, judged=judged), *_beside(beside, cells)]
+    found += [*_gates(cells, judged=judged), *_waits(cells, waits, judged=judged)]
     for row in (row for row in cells if row["where"] == NOWHERE):
         found.append(_row("miss", _label(row), row["added"], MISS_TARGET, judged, at_least=False))
     return found
@@ -84,16 +83,6 @@ def _waits(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool) -> Itera
         yield _row("wait", what, row["wait_seconds"]["median"], WAIT_TARGET, judged, at_least=False)
 
 
-def _beside(rows: Sequence[Row], alone: Sequence[Row]) -> Iterable[dict[str, Any]]:
-    """Beside threads of Python, against the same alone. Not judged: these slow the model's own thread down, too."""
-    plain = {_key(row): row["ttft_seconds"]["median"] for row in alone if row["overlap"] and not row["gate"]}
-    for row in rows:
-        if (other := plain.get(_key(row))) is not None:
-            yield _row(
-                "beside", f"{_label(row)}, / alone", row["ttft_seconds"]["median"] / other, 0, False, at_least=False
-            )
-
-
 def _key(row: Row) -> tuple[int, int, str]:
     return row["prompt_tokens"], row["cached_percent"], row["where"]
 
@@ -106,22 +95,31 @@ def _label(row: Row) -> str:
 
 
 def tables(report: Row) -> list[Table]:
-    """What was measured, also a part of it."""
-    hits = Table(
-        "Time to first token; c: with the prefix in the pool, t: its bytes over the ceiling, ideal: max(c, t) / TTFT",
-        *("cell", "TTFT", "recomputed", "c", "t", "ideal", "wait", "tokens"),
-    )
-    misses = Table("Nothing cached: looked up and stored", "cell", "takes", "without a cache", "added")
-    for r in report["cells"]:
+    """First tokens by what is cached and where, beside computing; also of a part of the cells."""
+    hits = Table("Time to first token", "prompt", "cached", "from", "first token", "computed", "speed-up")
+    for r in _usual(report):
         takes, recomputed = (duration(r[key]["median"]) for key in ("ttft_seconds", "recompute_seconds"))
-        if r["where"] == NOWHERE:
-            misses.add_row(_label(r), takes, recomputed, percent(r["added"]))
-            continue
+        cached, where = f"{r['cached_percent']} %", r["where"].replace("_", " ")
+        hits.add_row(f"{r['prompt_tokens']:,} tokens", cached, where, takes, recomputed, figure(r["speed_up"]))
+    misses = Table("Nothing cached: looked up and stored", "prompt", "takes", "without a cache", "added")
+    for r in (r for r in report["cells"] if r["where"] == NOWHERE):
+        takes, recomputed = (duration(r[key]["median"]) for key in ("ttft_seconds", "recompute_seconds"))
+        misses.add_row(f"{r['prompt_tokens']:,} tokens", takes, recomputed, percent(r["added"]))
+    return [hits, misses]
+
+
+def details(report: Row) -> list[Table]:
+    """Every cell beside the ideal, and what the figures come to."""
+    hits = Table(
+        "c: with the prefix in the planes, t: its bytes over the ceiling, ideal: max(c, t) / TTFT",
+        *("cell", "TTFT", "c", "t", "ideal", "wait", "tokens"),
+    )
+    for r in (r for r in report["cells"] if r["where"] != NOWHERE):
         ideal = "" if r["ideal_ratio"] is None else figure(r["ideal_ratio"])
         transfer = "" if r["transfer_seconds"] is None else duration(r["transfer_seconds"])
         waited = "" if r["wait_seconds"] is None else duration(r["wait_seconds"]["median"])
-        resident = duration(r["resident_seconds"]["median"])
-        hits.add_row(_label(r), takes, recomputed, resident, transfer, ideal, waited, r["tokens"])
+        takes, resident = (duration(r[key]["median"]) for key in ("ttft_seconds", "resident_seconds"))
+        hits.add_row(_label(r), takes, resident, transfer, ideal, waited, r["tokens"])
     judged = any("target" in r for r in report["verdicts"])
     held = Table("What the figures come to", "row", "what", "value", *(["target"] if judged else []))
     for r in report["verdicts"]:
@@ -129,7 +127,37 @@ def tables(report: Row) -> list[Table]:
         limit = duration if r["name"] == "wait" else figure
         said = [verdict(r, r["relation"], limit) if "target" in r else ""] if judged else []
         held.add_row(r["name"], r["what"], value, *said)
-    return [hits, misses, held]
+    return [hits, held]
+
+
+def bottom(report: Row) -> list[str]:
+    """What a user has of the cache: the longest prompt, 90 % cached, beside computing it; and what a miss costs."""
+    found, some = [], [r for r in _usual(report) if r["cached_percent"] == _TOLD]
+    longest = max((r["prompt_tokens"] for r in some), default=0)
+    some = [r for r in some if r["prompt_tokens"] == longest and r["where"] in _TOLD_PLACES]
+    if some:
+        said = []
+        for r in some:
+            took, times = duration(r["ttft_seconds"]["median"]), figure(r["speed_up"])
+            said.append(f"{took} from {_TOLD_PLACES[r['where']]} ({times} times as fast)")
+        computed = duration(some[0]["recompute_seconds"]["median"])
+        found.append(
+            f"A prompt of {longest:,} tokens has its first token after {computed} where all of it is computed. With "
+            f"{_TOLD} % of it cached, it has it after {' and '.join(said)}."
+        )
+    misses = [r for r in report["cells"] if r["where"] == NOWHERE]
+    if misses:
+        added = max(misses, key=lambda row: row["prompt_tokens"])["added"]
+        found.append(f"A prompt that hits nothing takes {percent(added)} longer, with its pages stored.")
+    return [" ".join(found)] if found else []
+
+
+_TOLD, _TOLD_PLACES = 90, {"cpu": "the CPU tier", "ssd_via_cpu": "the SSD"}
+
+
+def _usual(report: Row) -> list[Row]:
+    """Hits as an engine has them: loads run under the forward pass, and no gate decides."""
+    return [r for r in report["cells"] if r["where"] != NOWHERE and r["overlap"] and not r["gate"]]
 
 
 _LOOKS = {
@@ -142,7 +170,7 @@ _LOOKS = {
 
 def plot(report: Row, drawn: Any) -> None:
     """A panel a length of prompt: bars in groups by place and share that is cached, as much as was measured."""
-    cells = [r for r in report["cells"] if r["where"] != NOWHERE and not r["beside"]]
+    cells = [r for r in report["cells"] if r["where"] != NOWHERE]
     lengths = sorted({r["prompt_tokens"] for r in cells}) or [0]
     drawn.set_size_inches(14, 1.5 + 3.5 * len(lengths))
     for axes, length in zip(drawn.subplots(len(lengths), 1, squeeze=False)[:, 0], lengths, strict=True):

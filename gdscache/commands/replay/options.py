@@ -13,6 +13,7 @@ import typer
 
 from gdscache.commands.console import Progress, progress_bar
 from gdscache.commands.replay.setup import TOKEN_BYTES
+from gdscache.errors import InvalidValueError
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 
 TIERS, MACHINE = "Tiers", "The machine of the simulation"
@@ -21,7 +22,8 @@ MODEL = next(iter(TOKEN_BYTES))
 Traces = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="TRACE...", help="Files of one trace in Mooncake's format, plain or gzip; or synthetic:FAMILY[:SEED]."
+        metavar="TRACE...",
+        help="Files of one trace of requests in Mooncake's format, plain or gzip: see docs/replay.md.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -38,7 +40,10 @@ Model = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", rich_help_panel=TIERS, help="Set a key of the configuration. May be repeated."
+        "--set",
+        metavar="KEY=VALUE",
+        rich_help_panel=TIERS,
+        help="Set a key of the configuration. May be repeated; so may a key: then its values are compared.",
     ),
 ]
 SsdRead = Annotated[
@@ -59,6 +64,12 @@ Prefill = Annotated[
         help="Speed of the prefill of one request. Gives the time to first token.",
     ),
 ]
+
+
+def check_named(traces: list[Path] | None) -> None:
+    """Raises `InvalidValueError` where no trace is named."""
+    if not traces:
+        raise InvalidValueError("no trace is named", "name a file of requests; docs/replay.md has its format")
 
 
 def listed(texts: list[str] | None) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay import report
+from gdscache.commands.replay.bounds import infinite
 from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.setup import Asked, Setup, setups
-from gdscache.commands.replay.simulate import infinite
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.limits import LIMITS
@@ -28,7 +28,7 @@ HOST_PRICE = 20.0  # what a byte of host memory costs, in bytes of the SSD
 _NEAR = 1.15  # sizes that differ by less are not told apart
 _REFINED = 3  # runs for each tier, after the grid
 _SOME = 0.01  # share of the pages that find no room, which is worth a word
-_DAY = 86_400.0
+DRIVE_WRITES = 3  # a day, for five years: what drives for servers are rated at
 
 Row = Mapping[str, Any]
 
@@ -87,7 +87,10 @@ def plan(
     search.run(cpu, ssd)
     chosen, forever = search.chosen, search.forever
     counts = infinite(workload)
-    everything = {"hit_rate": counts.hits / workload.references, "token_hit_rate": counts.hit_tokens / workload.tokens}
+    everything = {
+        "hit_rate": counts.hits / workload.references,
+        "token_hit_rate": counts.hits * workload.page_tokens / workload.tokens,
+    }
     progress(1, 1, "done")
     return {
         "schema": SCHEMA,
@@ -105,6 +108,7 @@ def plan(
         "target_seconds": search.target,
         "met": search.met,
         "binds": _binds(search, extent / workload.page_tokens),
+        "warnings": _warnings(chosen),
         "candidates": search.rows,
         "problems": sorted({text for row in (*search.rows, forever) for text in row["problems"]}),
         "seconds": time.process_time() - begun,
@@ -148,13 +152,9 @@ class _Search:
     def configs(self, cpu: int, ssd: int) -> list[Setup]:
         """One for each setting that is searched at these sizes: every admission where wear is limited."""
         fixed = self.limits.written is None or any(text.startswith("store.admission=") for text in self._asked.sets)
-        asked = dataclasses.replace(
-            self._asked,
-            cpu=(str(cpu),),
-            ssd=(str(ssd) if ssd else "none",),
-            admission=() if fixed or not ssd else tuple(ADMISSIONS),
-            sets=tuple(text for text in self._asked.sets if ssd or not text.startswith("ssd.")),
-        )
+        sets = [text for text in self._asked.sets if ssd or not text.startswith("ssd.")]
+        sets += [f"store.admission={name}" for name in (() if fixed or not ssd else ADMISSIONS)]
+        asked = dataclasses.replace(self._asked, cpu=(str(cpu),), ssd=(str(ssd) if ssd else "none",), sets=tuple(sets))
         return setups(asked, len(self._work.names))
 
     def _candidates(self, cpu: int, ssd: int, text: str) -> list[dict[str, Any]]:
@@ -246,6 +246,18 @@ class _Search:
             reaches = self._reaching(self._candidates(*middle, "smaller sizes"))
             low, high = (low, middle) if reaches else (middle, high)
         return high
+
+
+def _warnings(chosen: Row) -> list[str]:
+    """What somebody who follows the recommendation would regret."""
+    a_day = chosen["drive_writes_per_day"]
+    if a_day is None or a_day <= DRIVE_WRITES:
+        return []
+    return [
+        f"This traffic would write the whole SSD {a_day:.0f} times a day, and drives are built for about 1 to "
+        f"{DRIVE_WRITES} drive writes a day, for five years. Limit the writes with --writes-a-day, or replay the trace "
+        "with store.admission: second_offer or tinylfu."
+    ]
 
 
 def _binds(search: _Search, token_bytes: float) -> list[str]:

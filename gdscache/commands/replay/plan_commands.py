@@ -17,6 +17,16 @@ from gdscache.errors import InvalidValueError
 from gdscache.sizes import about, parse_size
 
 _LIMITS = "Limits"
+_BINDS = {  # what `binds` of the report means
+    "cpu_budget": "--cpu-budget",
+    "ssd_budget": "--ssd-budget",
+    "wear": "--writes-a-day",
+    "target": "no pair of sizes that was tried reaches the target",
+    "queue": "store.queue is full at times",
+    "ssd_write": "the SSD takes writes too slowly",
+    "ssd_read": "the SSD reads slower than the prefill computes",
+    "traffic": "the traffic: more capacity would bring few more hits",
+}
 
 
 def plan_tiers(
@@ -48,8 +58,7 @@ def plan_tiers(
     The trace is replayed in virtual time through pairs of sizes. Among the pairs within the limits whose mean time to
     first token (TTFT) is nearly that of infinite tiers, the cheapest is recommended. This takes some minutes.
     """
-    if not traces:
-        raise InvalidValueError("no trace is named", "name a file, or synthetic:FAMILY")
+    options.check_named(traces)
     if prefill is None:
         raise InvalidValueError(
             "nothing is known of the prefill, so nothing of TTFT",
@@ -63,16 +72,16 @@ def plan_tiers(
     def planned(progress: Progress) -> dict[str, Any]:
         from gdscache.commands.replay.plan import Limits, plan
 
-        requests = read_trace(traces)
-        workload = expand(requests, page_tokens_of(asked), partial=False)
+        requests = read_trace(traces or ())
+        workload = expand(requests, page_tokens_of(asked))
         times = [request.timestamp / 1000 for request in requests]
         return plan(workload, times, asked, machine, Limits(cpu, ssd, written, ttft_target), progress=progress)
 
-    report = {"traces": [str(path) for path in traces], **options.watched(planned, "there is no plan")}
+    report = {"traces": [str(path) for path in traces or ()], **options.watched(planned, "there is no plan")}
     if as_json:
         options.print_json(report)
     else:
-        show(_table(report))
+        show(_table(report), *report["warnings"])
     options.end(report["problems"])
 
 
@@ -106,5 +115,5 @@ def _table(report: Mapping[str, Any]) -> Table:
             f"if all of it is as these {w['seconds']:,.0f} s",
         )
     plan.add_row("target", f"a mean of {duration(report['target_seconds'])}" + ("" if report["met"] else ", not met"))
-    plan.add_row("binds", ", ".join(report["binds"]))
+    plan.add_row("limited by", "; ".join(_BINDS[name] for name in report["binds"]))
     return plan

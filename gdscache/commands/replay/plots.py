@@ -37,8 +37,6 @@ def replay_plot(report: Row, path: Path) -> None:
 
 
 def _label(run: Row) -> str:
-    if "policy" in run:
-        return str(run["policy"])
     return ", ".join(f"{k} {v}" for k, v in run["varied"].items() if k not in _SIZES) or "as configured"
 
 
@@ -91,37 +89,3 @@ def _apart(values: list[float]) -> list[float]:
         if not found or value >= found[-1] * (values[-1] / values[0]) ** 0.06:
             found.append(value)
     return found
-
-
-def suite_plot(report: Row, path: Path) -> None:
-    """Draw, for each order and family, the worst ratio beside the geometric mean; what does not fit has its number.
-
-    Raises as `replay_plot` does.
-    """
-    matplotlib = require_matplotlib(path)
-    names = list(report["policies"])
-    figure = matplotlib.figure.Figure(figsize=(11, 2 + 2.4 * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
-    for axes, name in zip(panels, names, strict=True):
-        parts = {"all": report["policies"][name], **report["families"][name]}
-        drawn = [label for label, part in parts.items() if part is not None]
-        for shift, key, label in ((-0.2, "worst", "worst"), (0.2, "geometric_mean", "geometric mean")):
-            values = [parts[family][key] or 1.0 for family in drawn]
-            axes.bar([i + shift for i in range(len(drawn))], [v - 1 for v in values], 0.38, bottom=1.0, label=label)
-            for i, value in enumerate(values):
-                if not _LOW < value < _HIGH:
-                    at = {"ha": "center", "va": "bottom" if value < 1 else "top", "fontsize": 7}
-                    axes.text(i + shift, _LOW if value < 1 else _HIGH, f"{value:.2f}", **at)
-        axes.axhline(1.0, color="0.3", linewidth=0.8)
-        axes.set_xticks(range(len(drawn)), drawn, rotation=30)
-        axes.set_ylim(_LOW, _HIGH)
-        axes.set_ylabel("hits, of plain LRU's")
-        axes.set_title(f"{name} (default)" if name == report["default"] else name, fontsize=10)
-        axes.grid(axis="y", alpha=0.3)
-    panels[0].legend(loc="upper left", ncols=2, fontsize=8)
-    first, seeds = report["settings"]["seed"], report["settings"]["seeds"]
-    figure.suptitle(f"Drawn traffic, seeds {first} to {first + seeds - 1}; 1 % of the references added to hits")
-    figure.savefig(path, dpi=120)
-
-
-_LOW, _HIGH = 0.5, 1.5  # of the ratios that are drawn

@@ -1,79 +1,90 @@
-"""Runs of a trace beside what they are compared with, as plain data. Behind `gdscache replay`."""
+"""Runs of a trace beside what they are compared with, as plain data. Behind `gdscache replay` and `plan`."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from gdscache.commands.console import Progress, silent
+from gdscache.commands.replay.bounds import Counts, infinite, optimum, plain_lru
 from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.hierarchy import Hierarchy
-from gdscache.commands.replay.setup import Setup, pages_of
-from gdscache.commands.replay.simulate import Counts, infinite, optimum, plain_lru, simulate
+from gdscache.commands.replay.setup import Setup
 from gdscache.commands.replay.traffic import TIERS, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
-from gdscache.policies import POLICIES
 
-SCHEMA = "gdscache.replay/3"
+SCHEMA = "gdscache.replay/4"
 _STEP = 1000  # of the progress of one run
 _DAY = 86_400.0
 
 
-class Run(NamedTuple):
-    """A replay to come: what it is called, the pages of all its tiers, and what gives its row of the report."""
-
-    label: str
-    pages: int
-    row: Callable[[Progress], dict[str, Any]]
-
-
 @uncollected()
-def compare(workload: Workload, runs: Sequence[Run], progress: Progress = silent) -> dict[str, Any]:
-    """All runs, beside an infinite tier, the optimum and plain LRU of a single tier as large as all of theirs.
+def replay(
+    workload: Workload,
+    times: Sequence[float],
+    setups: Sequence[Setup],
+    machine: MachineModel,
+    *,
+    serial: bool = False,
+    own_pool: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """A run of each setup, as `tiers` has it, beside infinite tiers, the optimum and plain LRU of one tier as large as
+    all of the run's.
 
-    `progress(done, total, text)` is called now and then. Raises `InvalidValueError` for a workload without a page.
+    `progress(done, total, text)` is called now and then. Of the runs with an SSD, `frontier` says that no other one of
+    as many pages, with the same order of eviction, writes less at its hits or more. Raises `InvalidValueError` for a
+    workload without a page, and for a setup without a tier.
     """
     check(workload)
-    sizes = sorted({run.pages for run in runs})
-    total = _STEP * (len(sizes) + len(runs))
+    pages = [slots(setup.config, own_pool=own_pool) for setup in setups]
+    total = _STEP * (len(set(pages)) + len(setups))
     bounds: dict[int, tuple[Counts, Counts]] = {}
-    for size in sizes:
+    for size in sorted(set(pages)):
         progress(_STEP * len(bounds), total, f"optimum, {size:,} pages")
         bounds[size] = optimum(workload, size), plain_lru(workload, size)
 
-    def row(number: int, run: Run) -> dict[str, Any]:
-        def step(done: int, of: int, _: str) -> None:
-            progress(_STEP * (len(sizes) + number) + _STEP * done // max(1, of), total, run.label)
+    def row(number: int, setup: Setup, size: int) -> dict[str, Any]:
+        label = ", ".join(f"{name} {value}" for name, value in setup.varied.items()) or "all tiers"
 
-        best, base = (counts.hits for counts in bounds[run.pages])
-        found = run.row(step)
+        def step(done: int, of: int, _: str) -> None:
+            progress(_STEP * (len(bounds) + number) + _STEP * done // max(1, of), total, label)
+
+        found = tiers(workload, times, setup, machine, serial=serial, own_pool=own_pool, progress=step)
+        del found["found"]
         gc.collect()  # its tiers refer to themselves
+        best, base = (counts.hits for counts in bounds[size])
         hits = found["hit_pages"]
         compared = {
             "of_optimum": hits / best if best else None,
             "of_plain_lru": hits / base if base else None,
             "gap_closed": (hits - base) / (best - base) if best != base else None,
         }
-        return {**found, **_size(workload, run.pages), **compared}
+        return {**found, **_size(workload, size), **compared}
 
     gc.freeze()  # the names and prompts: a collection need not look at what stays
     try:
-        rows = [row(number, run) for number, run in enumerate(runs)]
+        rows = [row(number, setup, size) for number, (setup, size) in enumerate(zip(setups, pages, strict=True))]
     finally:
         gc.unfreeze()
     progress(total, total, "done")
+    mark_frontier(rows)
     return {
+        "schema": SCHEMA,
+        "workload": describe_workload(workload, times),
+        "machine": machine.describe(),
+        "serial": serial,
+        "own_pool": own_pool,
         "infinite": _counted(infinite(workload), workload),
         "optimum": [{**_size(workload, n), **_counted(best, workload)} for n, (best, _) in bounds.items()],
-        "plain_lru": [{**_size(workload, n), **_pages(base, workload)} for n, (_, base) in bounds.items()],
+        "plain_lru": [{**_size(workload, n), **_counted(base, workload)} for n, (_, base) in bounds.items()],
         "runs": rows,
     }
 
@@ -84,76 +95,6 @@ def check(workload: Workload) -> None:
         raise InvalidValueError(
             f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "use smaller pages"
         )
-
-
-def one_tier(
-    workload: Workload, capacities: Iterable[str], policies: Iterable[str], progress: Progress = silent
-) -> dict[str, Any]:
-    """A tier of each capacity with each order of `POLICIES`, without time. Raises `InvalidValueError`.
-
-    It is the index and the order alone, in half the time of all that an engine decides; a CPU tier alone, in series,
-    finds the same pages. `seconds` of a run are of the processor.
-    """
-
-    def row(pages: int, name: str, progress: Progress) -> dict[str, Any]:
-        begun = time.process_time()
-        counts = simulate(workload, pages, POLICIES[name](), progress)
-        return {"policy": name, **_counted(counts, workload), "seconds": time.process_time() - begun}
-
-    policies = list(policies)
-    for name in policies:
-        if name not in POLICIES:
-            raise InvalidValueError(f"no policy is named {name!r}", f"--policy is one of {', '.join(POLICIES)}")
-    sizes = sorted({pages_of(text, len(workload.names), None, "--capacity") for text in capacities})
-    runs = [Run(f"{name}, {n:,} pages", n, partial(row, n, name)) for n in sizes for name in policies]
-    return {
-        "schema": SCHEMA,
-        "mode": "one_tier",
-        "workload": describe_workload(workload),
-        **compare(workload, runs, progress),
-    }
-
-
-def all_tiers(
-    workload: Workload,
-    times: Sequence[float],
-    setups: Iterable[Setup],
-    machine: MachineModel,
-    *,
-    serial: bool = False,
-    own_pool: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Tiers of each setup under a workload of full pages, as `tiers` has them. Raises `InvalidValueError`.
-
-    Of the runs with an SSD, `frontier` says that no other one of as many pages, with the same order of eviction, writes
-    less at its hits or more.
-    """
-
-    def row(setup: Setup, progress: Progress) -> dict[str, Any]:
-        found = tiers(workload, times, setup, machine, serial=serial, own_pool=own_pool, progress=progress)
-        del found["found"]
-        return found
-
-    runs = [
-        Run(
-            ", ".join(f"{name} {value}" for name, value in setup.varied.items()) or "all tiers",
-            slots(setup.config, own_pool=own_pool),
-            partial(row, setup),
-        )
-        for setup in setups
-    ]
-    found = compare(workload, runs, progress)
-    mark_frontier(found["runs"])
-    return {
-        "schema": SCHEMA,
-        "mode": "simulate",
-        "workload": describe_workload(workload, times),
-        "machine": machine.describe(),
-        "serial": serial,
-        "own_pool": own_pool,
-        **found,
-    }
 
 
 def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
@@ -290,16 +231,14 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(seconds)), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
 
 
-def describe_workload(workload: Workload, times: Sequence[float] = ()) -> dict[str, Any]:
+def describe_workload(workload: Workload, times: Sequence[float]) -> dict[str, Any]:
     return {
         "requests": len(workload.prompts),
         "page_tokens": workload.page_tokens,
-        "partial_pages": workload.partial,
         "pages": workload.references,
         "unique_pages": len(workload.names),
-        "blocks": workload.blocks,
         "tokens": workload.tokens,
-        "seconds": times[-1] - times[0] if times else 0.0,
+        "seconds": times[-1] - times[0],
     }
 
 
@@ -323,21 +262,12 @@ def _size(workload: Workload, pages: int) -> dict[str, Any]:
     return {"capacity_pages": pages, "capacity_percent": 100 * pages / len(workload.names)}
 
 
-def _pages(counts: Counts, workload: Workload) -> dict[str, Any]:
+def _counted(counts: Counts, workload: Workload) -> dict[str, Any]:
     return {
         "hit_rate": counts.hits / workload.references,
         "hit_pages": counts.hits,
+        "token_hit_rate": counts.hits * workload.page_tokens / workload.tokens,
         "miss_pages": {"cold": counts.cold, "absent": counts.absent},
         "written_pages": counts.written,
         "evictions": counts.evictions,
-    }
-
-
-def _counted(counts: Counts, workload: Workload) -> dict[str, Any]:
-    return {
-        **_pages(counts, workload),
-        "hit_blocks": counts.hit_blocks,
-        "hit_tokens": counts.hit_tokens,
-        "token_hit_rate": counts.hit_tokens / workload.tokens,
-        "unstored_pages": counts.unstored,
     }

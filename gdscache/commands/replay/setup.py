@@ -6,19 +6,18 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from gdscache.arguments import shown
 from gdscache.commands.replay.trace import BLOCK_TOKENS
-from gdscache.config import Config, EvictionOrder, ModelConfig, StoreConfig
+from gdscache.config import Config, ModelConfig, StoreConfig
 from gdscache.config.file import read_mapping
 from gdscache.errors import InvalidValueError
-from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import GIB, MIB, parse_size
 
 TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
@@ -27,16 +26,7 @@ TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
     "qwen3-32b": 2 * 2 * 64 * 8 * 128,
     "deepseek-v3": 2 * 61 * (512 + 64),
 }
-SWEPT_CAPACITIES = ("1%", "2%", "5%", "10%", "25%", "50%")
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 _MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
-_KEYS = {  # what is varied, and the keys of a config that it sets
-    "cpu": ("cpu.capacity",),
-    "ssd": ("ssd.capacity",),
-    "eviction": ("eviction",),
-    "write": ("store.write_policy",),
-    "admission": ("store.admission",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +41,8 @@ class Setup:
 class Asked:
     """What the options ask for. Capacities are texts: `4GiB`, pages (`5000`), percent of the unique pages (`10%`).
 
-    A tier's tuple is empty where nothing was said of it; `none` is no such tier. So are the tuples of policies: then
-    the config decides. `sets`: keys of the config, with values as in YAML (`store.queue=8GiB`); a key that is given
-    several times is varied.
+    A tier's tuple is empty where nothing was said of it; `none` is no such tier. `sets`: keys of the config, with
+    values as in YAML (`store.queue=8GiB`); a key that is given several times is varied.
     """
 
     config: Path | None = None
@@ -63,11 +52,7 @@ class Asked:
     gpu: str | None = None
     cpu: tuple[str, ...] = ()
     ssd: tuple[str, ...] = ()
-    eviction: tuple[str, ...] = ()
-    write: tuple[str, ...] = ()
-    admission: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
-    sweep: bool = False
 
     def base(self) -> dict[str, Any]:
         """The config that everything else is set in."""
@@ -87,47 +72,23 @@ def page_tokens_of(asked: Asked) -> int:
 def setups(asked: Asked, unique: int) -> list[Setup]:
     """All runs that are asked for: every combination of what is given several times.
 
-    With `sweep`, what is not given is varied too: the capacity of the lowest tier in every run (the SSD, unless there
-    is none), and the policies one at a time, the others staying as they are in the config. `unique`: pages of the trace
-    that differ.
-    Raises a `ConfigError` for a config that an engine would refuse, and `InvalidValueError`.
+    `unique`: pages of the trace that differ. Raises a `ConfigError` for a config that an engine would refuse, and
+    `InvalidValueError`.
     """
     base = asked.base()
-    given: dict[str, tuple[str, ...]] = {name: getattr(asked, name) for name in _KEYS}
+    given: dict[str, tuple[str, ...]] = {"cpu": asked.cpu, "ssd": asked.ssd}
     for text in asked.sets:
         key, equals, value = text.partition("=")
         if not equals:
             raise InvalidValueError(f"--set {shown(text)} has no value", "write --set store.queue=8GiB")
-        name = f"={key.strip()}"  # no name of `_KEYS`
-        given[name] = (*given.get(name, ()), value)
-    others: list[dict[str, str]] = [{}]
-    if asked.sweep:
-        no_ssd = asked.config is not None and not (asked.ssd or base.get("ssd"))
-        lowest = "cpu" if "none" in asked.ssd or no_ssd else "ssd"
-        given[lowest] = given[lowest] or SWEPT_CAPACITIES
-        swept: dict[str, Sequence[str]] = {"eviction": get_args(EvictionOrder)}
-        if lowest == "ssd":
-            swept |= {"write": WRITE_POLICIES, "admission": tuple(ADMISSIONS)}
-        others += [{name: value} for name, values in swept.items() if not given[name] for value in values]
-    found: dict[tuple[str, ...], Setup] = {}
+        name = f"={key.strip()}"  # `--set cpu=null` is not `--cpu`
+        given[name] = tuple(dict.fromkeys((*given.get(name, ()), value)))
+    varied = [name for name, values in given.items() if len(values) > 1]
+    found = []
     for values in itertools.product(*(several or (None,) for several in given.values())):
-        for other in others:
-            run = {**dict(zip(given, values, strict=True)), **other}
-            config = _config(asked, base, run, unique)
-            texts = {**run, **_policies(config)} | {name: text for name, text in run.items() if text is not None}
-            named = {name: text or "as configured" for name, text in texts.items()}
-            found.setdefault(tuple(named.values()), Setup(config, named))
-    varied = [name for name in given if len({setup.varied[name] for setup in found.values()}) > 1]
-    return [Setup(s.config, {name.lstrip("="): s.varied[name] for name in varied}) for s in found.values()]
-
-
-def _policies(config: Config) -> dict[str, str]:
-    """What a config has where nothing is said."""
-    return {
-        "eviction": config.eviction,
-        "write": config.store.write_policy,
-        "admission": config.store.admission if config.ssd else "none",
-    }
+        run = dict(zip(given, values, strict=True))
+        found.append(Setup(_config(asked, base, run, unique), {name.lstrip("="): str(run[name]) for name in varied}))
+    return found
 
 
 def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None], unique: int) -> Config:
@@ -145,11 +106,6 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
             path = {"path": "simulated"} if name == "ssd" else {}
             room = None if value == "none" else extent * pages_of(value, unique, extent, f"--{name}")
             fields[name] = None if room is None else {**path, **(fields.get(name) or {}), "capacity": room}
-        elif name in _KEYS:
-            for key in _KEYS[name]:
-                section = key.split(".")[0]
-                if section in ("gpu", "store") or fields.get(section):
-                    _set(fields, key, value)
         else:
             try:
                 _set(fields, name.lstrip("="), yaml.safe_load(value))
@@ -173,7 +129,7 @@ def _set(fields: dict[str, Any], key: str, value: object) -> None:
     fields[last] = value
 
 
-def pages_of(text: str, unique: int, extent: int | None, option: str) -> int:
+def pages_of(text: str, unique: int, extent: int, option: str) -> int:
     """Pages that a capacity means: `5000`, `12.5%` of `unique` pages (rounded down), or, of pages of `extent` bytes,
     `4GiB`; at least one. Raises `InvalidValueError`.
     """
@@ -183,15 +139,14 @@ def pages_of(text: str, unique: int, extent: int | None, option: str) -> int:
         value = Decimal(digits.removesuffix("%"))
     except InvalidOperation:
         with contextlib.suppress(ValueError):
-            pages = 0 if extent is None else max(1, parse_size(digits) // extent)
+            pages = max(1, parse_size(digits) // extent)
     else:
         if value.is_finite() and 0 < value <= _MOST_PAGES and (percent or value == int(value)):
             pages = max(1, int(value * unique / 100) if percent else int(value))
     if not pages:
-        size = "" if extent is None else f"{option} 64GiB, "
         raise InvalidValueError(
             f"{option} {shown(text)} is no capacity",
-            f"write {size}{option} 5000 (pages) or {option} 10%; at most {_MOST_PAGES:,} pages",
+            f"write {option} 64GiB, {option} 5000 (pages) or {option} 10%; at most {_MOST_PAGES:,} pages",
         )
     return pages
 

@@ -13,15 +13,13 @@ Row = Mapping[str, Any]
 
 def tables(report: Row) -> list[Table | str]:
     """What was replayed beside what it is compared with."""
-    if report["mode"] == "one_tier":
-        return [_one_tier(report)]
     runs = report["runs"]
-    return [_all_tiers(report), *map(_details, runs if len(runs) == 1 else ()), *_notes(report)]
+    return [_runs(report), *map(_details, runs if len(runs) == 1 else ()), *_notes(report)]
 
 
 def _title(report: Row) -> str:
     w = report["workload"]
-    pages = f"{w['pages']:,} {'' if w['partial_pages'] else 'full '}pages of {w['page_tokens']} tokens"
+    pages = f"{w['pages']:,} full pages of {w['page_tokens']} tokens"
     return f"{w['requests']:,} requests, {pages}, {w['unique_pages']:,} unique"
 
 
@@ -36,51 +34,41 @@ def _compared(report: Row) -> Iterator[tuple[str, Row]]:
                 yield "", run
 
 
-def _one_tier(report: Row) -> Table:
-    names = ("pages", "%", "hits", "tokens hit", "of optimum", "gap closed", "written", "seconds")
-    table = Table(_title(report), "policy", *names)
-    for name, row in _compared(report):
-        table.add_row(
-            name or row["policy"],
-            *_capacity(row),
-            _rate(row["hit_rate"]),
-            *(_rate(row.get(key)) for key in ("token_hit_rate", "of_optimum", "gap_closed")),
-            f"{row['written_pages']:,}",
-            f"{row['seconds']:.2f}" if "seconds" in row else "",
-        )
-    return table
-
-
-def _all_tiers(report: Row) -> Table:
+def _runs(report: Row) -> Table:
     timed = report["machine"]["prefill"] is not None
     varied = ", ".join(report["runs"][0]["varied"]) or "tiers"
     names = [name for name in ("gpu", "cpu", "ssd") if any(name in run["tiers"] for run in report["runs"])]
     ttft = ("mean", "p50", "p99") if timed else ()
+    starred = len(report["runs"]) > 1 and any(run["frontier"] for run in report["runs"])
     table = Table(
         _title(report),
-        *(varied, "pages", "hits", "tokens hit", *names, "of optimum", "SSD written", "dropped"),
+        *(varied, "pages", "hits", "tokens hit", *names, "of optimum", "of plain LRU", "SSD written", "dropped"),
         *(f"TTFT {name}" for name in ttft),
-        caption="* no other order of writes finds as much and writes less" if len(report["runs"]) > 1 else "",
+        caption="* no other order of writes finds as much and writes less" if starred else "",
     )
     for name, row in _compared(report):
-        cells = [_capacity(row)[0], _rate(row["hit_rate"]), _rate(row.get("token_hit_rate"))]
+        pages = f"{row['capacity_pages']:,}" if "capacity_pages" in row else ""
+        cells = [pages, _rate(row["hit_rate"]), _rate(row["token_hit_rate"])]
         if name:
             table.add_row(name, *cells)
             continue
         shares = [row["tiers"].get(tier, {}).get("hit_tokens", 0) / report["workload"]["tokens"] for tier in names]
-        written = about(row["ssd"]["written_bytes"]) + (" *" if row["frontier"] else "") if row["ssd"] else ""
+        written = about(row["ssd"]["written_bytes"]) if row["ssd"] else ""
+        if starred and row["frontier"]:
+            written += " *"
         table.add_row(
             ", ".join(row["varied"].values()) or "as configured",
             *cells,
             *map(_rate, shares),
             _rate(row["of_optimum"]),
+            _rate(row["of_plain_lru"]),
             written,
             f"{sum(row['stores']['dropped_pages'].values()):,}",
             *(duration(row["first_token_seconds"][name]) for name in ttft),
         )
     if timed:
         without = report["runs"][0]["first_token_seconds_no_cache"]
-        table.add_row("no cache", *[""] * (6 + len(names)), *(duration(without[name]) for name in ttft))
+        table.add_row("no cache", *[""] * (7 + len(names)), *(duration(without[name]) for name in ttft))
     return table
 
 
@@ -105,6 +93,8 @@ def _details(run: Row) -> Table:
 
 
 def _notes(report: Row) -> Iterator[str]:
+    if report["machine"]["prefill"] is None:
+        return
     slow = [r for r in report["runs"] if r["first_token_seconds"]["p50"] > r["first_token_seconds_no_cache"]["p50"]]
     if slow:
         yield (
@@ -112,12 +102,6 @@ def _notes(report: Row) -> Iterator[str]:
             "for the SSD or the link. Try --overlap, or faster rates; an engine with load.gate: enforcing computes "
             "what would load more slowly, which is not simulated."
         )
-
-
-def _capacity(row: Row) -> tuple[str, str]:
-    if "capacity_pages" not in row:
-        return "", ""
-    return f"{row['capacity_pages']:,}", f"{row['capacity_percent']:.3g}"
 
 
 def _rate(value: float | None) -> str:

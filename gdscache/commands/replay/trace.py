@@ -1,4 +1,4 @@
-"""Reading and writing request traces in the open Mooncake format: JSON lines, plain or gzip, in one file or several.
+"""Reading request traces in the open Mooncake format: JSON lines, plain or gzip, in one file or several.
 
 A line is one request: `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, one id for each
 block of 512 tokens of the input, the last of which may be partial. Equal ids mean equal prefixes: an id stands for its
@@ -18,7 +18,6 @@ from gdscache.commands.replay.garbage import uncollected
 from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
-SYNTHETIC = "synthetic:"  # what the name of made-up traffic begins with
 MAX_LINE_BYTES = 16 << 20  # 512 such blocks a KiB: far beyond any prompt
 MAX_TRACE_BYTES = 1 << 30  # of a file, unpacked: what is endless is a device or a pipe
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -41,19 +40,10 @@ class Request(NamedTuple):
 def read_trace(paths: Sequence[Path]) -> list[Request]:
     """The requests of all files in the order of their timestamps; equal ones as the files have them.
 
-    A path `synthetic:FAMILY` or `synthetic:FAMILY:SEED` is no file but an hour of drawn traffic, given alone.
-
     Several files are parts of one trace: equal ids mean equal prefixes across them. Raises `TraceError` for a file that
     cannot be read, a line that is no request, an id that follows different blocks in different places, and for files
     that hold no block at all.
     """
-    made_up = [path for path in paths if str(path).startswith(SYNTHETIC)]
-    if made_up:
-        from gdscache.commands.replay.families import named
-
-        if len(paths) > 1:
-            raise TraceError(f"{made_up[0]} beside other traces", "write it to a file, or replay it alone")
-        return named(str(made_up[0]))
     before: dict[int, int | None] = {}  # the block that each block follows
     requests: list[Request] = []
     for path in paths:
@@ -78,29 +68,6 @@ def read_trace(paths: Sequence[Path]) -> list[Request]:
     return requests
 
 
-def write_trace(path: Path, requests: Sequence[Request]) -> None:
-    """Write requests as a trace that `read_trace` reads: JSON lines, packed where the name ends with .gz.
-
-    Raises `TraceError` where the file cannot be written.
-    """
-    lines = (
-        json.dumps(
-            {
-                "timestamp": request.timestamp,
-                "input_length": request.input_tokens,
-                "output_length": request.output_tokens,
-                "hash_ids": request.blocks,
-            }
-        )
-        for request in requests
-    )
-    text = "".join(f"{line}\n" for line in lines).encode()
-    try:
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror}", "name a file elsewhere") from error
-
-
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = total = 0
     try:
@@ -118,7 +85,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                         )
                     yield number, line
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read after line {number}: {error}", "give a readable file") from error
+        after = f" after line {number}" if number else ""
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"{path}: cannot be read{after}: {reason}", "give a readable file") from error
 
 
 def _request(where: str, line: bytes) -> Request:

@@ -24,7 +24,6 @@ class Workload(NamedTuple):
     """Prompts in the order of their arrival. Page `i` is named `names[i]`, in the order of first use."""
 
     page_tokens: int
-    partial: bool
     prompts: list[Prompt]
     names: list[Page]
     namespace: bytes
@@ -38,20 +37,13 @@ class Workload(NamedTuple):
     def tokens(self) -> int:
         return sum(prompt.tokens for prompt in self.prompts)
 
-    @property
-    def blocks(self) -> int:
-        """Blocks of all prompts, each use counted, partial ones included."""
-        return sum(-(-prompt.tokens // BLOCK_TOKENS) for prompt in self.prompts)
-
 
 @uncollected()
-def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS, *, partial: bool = True) -> Workload:
-    """The pages of `page_tokens` tokens of every request.
+def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS) -> Workload:
+    """The full pages of `page_tokens` tokens of every request: those that an engine stores.
 
     The key of a page is BLAKE2b-256 of the key before it, the block's id and the page's place in the block: it names
-    the whole prefix, as keys of tokens do. `partial` counts what is left at a prompt's end as a page, as published
-    figures do with blocks; an engine stores full pages only. Raises `InvalidValueError` for a `page_tokens` that does
-    not divide a block.
+    the whole prefix, as keys of tokens do. Raises `InvalidValueError` for a `page_tokens` that does not divide a block.
     """
     if page_tokens < 1 or BLOCK_TOKENS % page_tokens:
         raise InvalidValueError(
@@ -65,9 +57,9 @@ def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS, *, part
     prompts = []
     for request in requests:
         pages: list[int] = []
-        left = request.input_tokens if partial else request.input_tokens // page_tokens * page_tokens
+        left = request.input_tokens // page_tokens * page_tokens
         for block in request.blocks:
-            wanted = -(-min(left, BLOCK_TOKENS) // page_tokens)
+            wanted = min(left, BLOCK_TOKENS) // page_tokens
             left -= min(left, BLOCK_TOKENS)
             known = numbers.setdefault(block, [])
             for place in range(len(known), wanted):
@@ -78,4 +70,4 @@ def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS, *, part
                 names.append(Page(digest.digest(), parent, namespace))
             pages += known if len(known) == wanted else known[:wanted]
         prompts.append(Prompt(pages, request.input_tokens))
-    return Workload(page_tokens, partial, prompts, names, namespace)
+    return Workload(page_tokens, prompts, names, namespace)

@@ -28,6 +28,7 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.planner import LoadPlanner
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
+from gdscache.policies.base import EvictionPolicy
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
 from gdscache.tiers.expiry import Expiry
@@ -134,7 +135,7 @@ def test_times_of_pages_that_are_gone_are_forgotten() -> None:
 class ByPriority:
     """A model of each priority's order."""
 
-    def __init__(self, policy: str, retention: dict[bytes, Retention]) -> None:
+    def __init__(self, policy: type[EvictionPolicy], retention: dict[bytes, Retention]) -> None:
         self.retention = retention
         self.models: dict[int, Model] = {priority: MODELS[policy]() for priority in PRIORITIES}
 
@@ -175,7 +176,7 @@ class RetentionMachine(IndexMachine):
 
     def new_model(self) -> Model:
         self.retention.clear()
-        return ByPriority(self.policy_name, self.retention)
+        return ByPriority(self.policy, self.retention)
 
     def put(self, page: Page, slot: int, state: PageState) -> None:
         self.index.insert(page, slot, state, self.asked)
@@ -258,8 +259,8 @@ class RetentionMachine(IndexMachine):
 
 
 @pytest.mark.parametrize("policy", MODELS)
-def test_an_index_with_retentions_is_its_model(policy: str) -> None:
-    machine = type("Machine", (RetentionMachine,), {"policy_name": policy})
+def test_an_index_with_retentions_is_its_model(policy: type[EvictionPolicy]) -> None:
+    machine = type("Machine", (RetentionMachine,), {"policy": policy})
     suppressed = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     run_state_machine_as_test(machine, settings=settings(deadline=None, suppress_health_check=suppressed))
 

@@ -22,7 +22,6 @@ from pydantic import BaseModel
 import gdscache.config
 from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
 from gdscache.config.file import read_mapping
-from gdscache.config.gone import GONE
 from gdscache.config.problems import known_keys, section_of
 from gdscache.errors import (
     CapacityError,
@@ -367,24 +366,6 @@ def test_a_rounded_size_is_near(size: int) -> None:
 )
 def test_an_unknown_key_names_the_file_the_key_and_the_nearest(data: dict[str, Any], key: str, nearest: str) -> None:
     refused(UnknownKeyError, f"unknown key {key}", nearest, **data)
-
-
-@pytest.mark.parametrize("key", GONE)
-def test_a_key_that_there_was_says_what_took_its_place(key: str) -> None:
-    *sections, name = key.split(".")
-    data: dict[str, Any] = {"model": MHA, "ssd": {"path": "x"}}
-    inner: Any = data
-    for section in sections:
-        if section == "tiers[]":
-            data["tiers"] = [{"tier": "a:B"}]
-            inner = data["tiers"][0]
-        else:
-            inner = data[section] = dict(data.get(section, {}))
-    inner[name] = {"chunk": 1} if name == "prefetch" else 1
-    refused(UnknownKeyError, f"unknown key `{key.replace('[]', '[0]')}`", GONE[key], **data)
-    known = dict(known_keys(Config))
-    assert key not in known
-    assert all(word.rstrip(":") in known for word in re.findall(r"set `([\w.]+)`", GONE[key]))
 
 
 def test_every_key_misspelt_is_recognised() -> None:

@@ -17,6 +17,8 @@ from gdscache.index.retention import DEFAULT, Expiries, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.pages.keys import Page
 from gdscache.policies import POLICIES, new_policy
+from gdscache.policies.base import EvictionPolicy
+from gdscache.policies.lifetime import Lifetime
 from tests.support.index_machine import NAMESPACE, IndexMachine, chain, name, put, restore, retentions, state
 from tests.support.policy_models import MODELS
 
@@ -170,7 +172,7 @@ def test_a_tail_counts_once_when_heads_have_to_go() -> None:
 
 @pytest.mark.parametrize("dropped", [True, False])
 def test_a_page_that_was_passed_over_goes_next_when_its_last_follower_is_gone(dropped: bool) -> None:
-    index = PageIndex(5, new_policy("lfu"))
+    index = PageIndex(5, Lifetime())
     head, follower = chain(1, 2)
     others = [chain(number, 1)[0] for number in (2, 3, 4)]
     put(index, [head, others[0], follower, *others[1:]])
@@ -440,8 +442,8 @@ def test_a_run_of_pages_is_pinned_up_to_the_first_that_is_not_visible(kinds: lis
 
 
 @pytest.mark.parametrize("policy", MODELS)
-def test_an_index_is_its_model(policy: str) -> None:
-    machine = type("Machine", (IndexMachine,), {"policy_name": policy})
+def test_an_index_is_its_model(policy: type[EvictionPolicy]) -> None:
+    machine = type("Machine", (IndexMachine,), {"policy": policy})
     run_state_machine_as_test(machine, settings=settings(deadline=None))
 
 
@@ -544,7 +546,7 @@ def test_a_watcher_is_told_of_what_becomes_visible_and_not_before() -> None:
 
 @pytest.mark.parametrize("priority", [0, 1])
 def test_a_page_whose_followers_were_miscounted_is_a_tail_again_when_the_index_is_mended(priority: int) -> None:
-    index = PageIndex(6, new_policy("lfu"))
+    index = PageIndex(6, Lifetime())
     cold, warm = chain(1, 2), chain(2, 3)
     put(index, cold)
     put(index, warm)
@@ -586,7 +588,7 @@ def test_times_that_nobody_expires_at_are_forgotten() -> None:
 
 
 def test_what_is_passed_over_and_leased_then_stays_when_its_last_tail_goes() -> None:
-    index = PageIndex(6, new_policy("lfu"))
+    index = PageIndex(6, Lifetime())
     cold, warm = chain(1, 2), chain(2, 3)
     put(index, cold)
     put(index, warm)

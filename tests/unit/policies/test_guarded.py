@@ -12,7 +12,6 @@ from hypothesis import given, settings, target
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gdscache.commands.replay.simulate import simulate
 from gdscache.commands.replay.trace import Request
 from gdscache.commands.replay.workload import Prompt, Workload, expand
 from gdscache.policies.base import LRU
@@ -20,6 +19,7 @@ from gdscache.policies.guarded import Bets, Guarded
 from gdscache.policies.levels import Levels
 from gdscache.policies.lifetime import Lifetime
 from gdscache.policies.shadow import LRUShadow
+from tests.support.one_tier import simulate
 from tests.support.policy_models import SlowShadow
 
 

@@ -1,7 +1,7 @@
-"""One tier under a trace: the real index with a policy, pages without bytes. And what the tier is compared with.
+"""What a replay is compared with: infinite tiers, plain LRU, and the most hits that any policy can have.
 
-For all of them a request is one step: its lookup, which counts as hits the consecutive pages from the first on that are
-there; then its store. A page's place may be taken only after the lookup, and never by a page of the same request.
+A request is one step: its lookup, which counts as hits the consecutive pages from the first on that are there; then its
+store. A page's place may be taken only after the lookup, and never by a page of the same request.
 """
 
 from __future__ import annotations
@@ -10,16 +10,9 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from gdscache.commands.console import Progress, silent
-from gdscache.commands.replay.trace import BLOCK_TOKENS
 from gdscache.commands.replay.workload import Workload
 from gdscache.errors import InvalidValueError
-from gdscache.index.index import PageIndex
-from gdscache.index.retention import DEFAULT
-from gdscache.index.table import PageState
-from gdscache.policies.base import EvictionPolicy
 
-_REPORT_EVERY = 256  # requests between two reports of progress
 _NEVER = 1 << 62
 
 
@@ -30,70 +23,17 @@ class Counts:
     hits: int = 0
     cold: int = 0  # never seen before
     absent: int = 0  # seen before: evicted since then, or not stored
-    hit_blocks: int = 0  # blocks whose pages all hit
-    hit_tokens: int = 0
     written: int = 0  # pages
     evictions: int = 0
-    unstored: int = 0  # pages that found no slot
-
-    def hit(self, workload: Workload, pages: int, length: int, tokens: int) -> None:
-        """Count the first `pages` of a prompt of `length` pages and `tokens` tokens as hits."""
-        self.hits += pages
-        covered = min(pages * workload.page_tokens, tokens)
-        self.hit_tokens += covered
-        whole = pages == length and covered == tokens
-        self.hit_blocks += -(-tokens // BLOCK_TOKENS) if whole else covered // BLOCK_TOKENS
-
-
-def simulate(workload: Workload, capacity: int, policy: EvictionPolicy, progress: Progress = silent) -> Counts:
-    """Replay a trace on one tier of `capacity` pages with the real `PageIndex` and an empty `policy`.
-
-    A request touches the pages that it hits, tail first, and stores the others as a store of the engine does: it
-    evicts tails before heads, never a page of its own prefix, and what finds no slot is cut from the tail.
-    """
-    _check(capacity)
-    counts = Counts()
-    index = PageIndex(capacity, policy)
-    names = workload.names
-    seen = bytearray(len(names))
-    total = len(workload.prompts)
-    for done, (pages, tokens) in enumerate(workload.prompts):
-        if done % _REPORT_EVERY == 0:
-            progress(done, total, "replaying")
-        prompt = [names[page] for page in pages]
-        keys = [page.key for page in prompt]
-        hits = index.visible(keys).find(0)
-        hits = len(pages) if hits < 0 else hits
-        counts.hit(workload, hits, len(pages), tokens)
-        index.touch(keys[:hits][::-1])
-        lacking = pages[hits:]  # no page is in the tier without those before it: tails go before heads
-        for page in lacking:
-            if seen[page]:
-                counts.absent += 1
-            else:
-                counts.cold += 1
-                seen[page] = 1
-        if not lacking:
-            continue
-        slots = index.allocate_some(len(lacking), keep=set(keys))
-        stored = prompt[hits : hits + len(slots)]
-        entries = index.insert_all(stored, slots, PageState.PENDING, [DEFAULT] * len(slots), leases=1)
-        index.commit_all(entries)
-        index.release_all(entries)
-        counts.written += len(slots)
-        counts.unstored += len(lacking) - len(slots)
-    counts.evictions = index.evictions
-    progress(total, total, "replaying")
-    return counts
 
 
 def infinite(workload: Workload) -> Counts:
     """A tier that keeps everything."""
     counts = Counts()
     seen = bytearray(len(workload.names))
-    for pages, tokens in workload.prompts:
+    for pages, _ in workload.prompts:
         hits = next((i for i, page in enumerate(pages) if not seen[page]), len(pages))
-        counts.hit(workload, hits, len(pages), tokens)
+        counts.hits += hits
         for page in pages[hits:]:
             seen[page] = 1
         counts.cold += len(pages) - hits
@@ -105,7 +45,7 @@ def plain_lru(workload: Workload, capacity: int) -> Counts:
     """The textbook's LRU, page reference by page reference, blind to prefixes: the baseline of published figures.
 
     Each reference hits or takes the place of the page that was used least recently, in the middle of a prompt too; a
-    page behind a missing one counts as a hit. Blocks and tokens of hits are not counted.
+    page behind a missing one counts as a hit.
     """
     _check(capacity)
     counts = Counts()
@@ -143,9 +83,9 @@ def optimum(workload: Workload, capacity: int) -> Counts:
     seen = bytearray(len(workload.names))
     kept: dict[int, tuple[int, int]] = {}  # page -> (request that needs it next, its place there), both negative
     heap: list[tuple[int, int, int]] = []  # the one needed last first; some are outdated
-    for (pages, tokens), needs in zip(workload.prompts, following, strict=True):
+    for (pages, _), needs in zip(workload.prompts, following, strict=True):
         hits = next((i for i, page in enumerate(pages) if page not in kept), len(pages))
-        counts.hit(workload, hits, len(pages), tokens)
+        counts.hits += hits
         fresh = set()
         for place, (page, need) in enumerate(zip(pages, needs, strict=True)):
             if page not in kept:
@@ -186,4 +126,4 @@ def _next_uses(workload: Workload) -> list[list[int]]:
 
 def _check(capacity: int) -> None:
     if capacity < 1:
-        raise InvalidValueError(f"a tier of {capacity} pages holds none", "set --capacity to at least one page")
+        raise InvalidValueError(f"a tier of {capacity} pages holds none", "give it room for one page at least")

@@ -3,19 +3,22 @@
 A seed draws the figures of a trace first, each from a wide range, most of them evenly in their logarithm, and then the
 trace. A request is a prompt in whole pages. A family decides the order of the requests; their times are drawn evenly
 from an hour. Equal seeds give equal traces on every machine that has the same Python.
+
+    python -m tests.support.families chat 0 > chat.jsonl     # a trace for `gdscache replay`
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import math
 import random
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice
 
-from gdscache.commands.replay.trace import BLOCK_TOKENS, SYNTHETIC, Request
-from gdscache.errors import InvalidValueError
+from gdscache.commands.replay.trace import BLOCK_TOKENS, Request
 
 Piece = tuple[object, int]  # a text of a prompt: its name, and its pages
 Prompt = tuple[Piece, ...]
@@ -207,14 +210,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def drawn(family: str, seed: int, references: int = REFERENCES) -> list[Request]:
-    """Requests of a family until they have `references` pages, a block each; parameters and traffic follow from `seed`.
-
-    Raises `InvalidValueError` for a name that is not in `FAMILIES`, and for less than one page.
-    """
-    if family not in FAMILIES:
-        raise InvalidValueError(f"no family of traffic is named {family!r}", f"it is one of {', '.join(FAMILIES)}")
-    if references < 1:
-        raise InvalidValueError(f"a trace of {references} pages has no request", "give at least one page")
+    """Requests of a family until they have `references` pages, a block each. All of it follows from `seed`."""
     ids: Ids = {}
     prompts: list[tuple[int, ...]] = []
     for prompt in FAMILIES[family](random.Random(f"{family} {seed}")):
@@ -234,19 +230,6 @@ def blocks_of(prompt: Prompt, ids: Ids) -> tuple[int, ...]:
         for page in range(pages):
             blocks.append(ids.setdefault((blocks[-1] if blocks else -1, name, page), len(ids)))
     return tuple(blocks)
-
-
-def named(name: str) -> list[Request]:
-    """The traffic that `synthetic:FAMILY` or `synthetic:FAMILY:SEED` names.
-
-    Raises `InvalidValueError` for a family that does not exist and a seed that is no whole number.
-    """
-    family, _, seed = name.removeprefix(SYNTHETIC).partition(":")
-    try:
-        number = int(seed or "0")
-    except ValueError:
-        raise InvalidValueError(f"seed {seed!r} is no whole number", f"write {SYNTHETIC}{family}:7") from None
-    return drawn(family, number)
 
 
 def _sessions(draw: random.Random, rate: float, session: Callable[[int], Iterator[Step]]) -> Iterator[Prompt]:
@@ -298,3 +281,14 @@ def _zipf(draw: random.Random, n: int) -> Callable[[], int]:
     skew = draw.uniform(0.2, 1.3)
     sums = list(accumulate((i + 1) ** -skew for i in range(n)))
     return lambda: min(bisect_left(sums, draw.random() * sums[-1]), n - 1)
+
+
+def main(family: str, seed: str) -> None:
+    """Print a trace in Mooncake's format."""
+    for r in drawn(family, int(seed)):
+        fields = {"timestamp": r.timestamp, "input_length": r.input_tokens, "output_length": r.output_tokens}
+        print(json.dumps({**fields, "hash_ids": r.blocks}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

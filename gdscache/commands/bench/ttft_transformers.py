@@ -1,0 +1,457 @@
+"""What `gdscache bench ttft --engine transformers` asks: a Llama of random weights, whose planes have a cache attached.
+
+Prompts of one length begin with the same document, as much of it as is to be cached, and go on with tokens of their
+own. The document is computed and stored once. It stays in blocks of the planes too, for runs with the prefix resident.
+transformers concatenates the keys and values of a layer, so a forward pass begins each layer with a copy out of the
+planes: of a hit's pages once they are there, or of the resident ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdscache import CacheEngine, Config, LayerwiseLoad
+from gdscache.commands.bench import io_cache
+from gdscache.commands.bench.io import RAM_THREADS
+from gdscache.commands.bench.ttft_answers import Answer, percentiles, stored_bytes
+from gdscache.commands.bench.ttft_cells import CACHED, PRESETS, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
+from gdscache.errors import IOFailedError, MissingPackageError
+from gdscache.gate.costs import Costs
+from gdscache.gate.gate import Gate
+from gdscache.pages.layout import PageLayout
+from gdscache.sizes import MIB
+from gdscache.store.handle import StoreHandle
+
+try:
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+    from transformers.cache_utils import DynamicLayer
+
+    from gdscache.integrations.transformers import model_section
+except ImportError as error:
+    raise MissingPackageError(
+        f"bench ttft measures transformers, which cannot be imported: {error}", "install gdscache[hf]"
+    ) from error
+
+Planes = Sequence[torch.Tensor]
+_DEADLINE_S = 600.0
+_LEARNT_PARTS = (8, 4, 2, 1)  # of a prompt: lengths that the gate learns from, as many as it needs
+_MANY = 4  # requests in one load
+_CHUNKS = 4  # of a miss, so that three of them are stored during the next one
+
+
+class TransformersClient:
+    """The model and its planes, for as long as it is open; and one cache after another (`open_cache`)."""
+
+    def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
+        """`longest`: tokens of the longest prompt."""
+        self.settings, self.device = settings, torch.device(settings.device)
+        self._directory, self._longest = directory, longest
+        self._cache: CacheEngine | None = None
+        self._gates: dict[tuple[bool, bool], Gate] = {}
+        self._misses = itertools.count()
+        self._route = ""
+        self.model = _model(settings, self.device)
+        name, dtype = settings.preset, settings.dtype
+        weights, size = f"random, seed {settings.seed}", settings.page_tokens
+        self._section = model_section(self.model.config, dtype=dtype, name=name, weights=weights, page_tokens=size)
+        self._vocab = self.model.config.vocab_size
+        layout = Config.from_dict({"model": self._section}).model.layout()
+        pages = -(-longest // settings.page_tokens)
+        self._request, self._document = list(range(pages)), list(range(pages, 2 * pages))
+        self.planes = _planes(layout, 2 * pages, self.device)
+
+    @property
+    def cache(self) -> CacheEngine:
+        """The cache that is open."""
+        assert self._cache is not None, "no cache is open"
+        return self._cache
+
+    def describe(self) -> dict[str, Any]:
+        """The model, as plain data."""
+        return {"engine": "transformers", "name": self.settings.preset, **PRESETS[self.settings.preset]}
+
+    # -- caches ----------------------------------------------------------------------------------------------------
+
+    def config(self, route: str) -> Config:
+        """A cache with room for two of the longest prompts on each tier; without a CPU tier on the direct route."""
+        extent = Config.from_dict({"model": self._section}).model.layout().extent_bytes
+        pages = self._longest // self.settings.page_tokens
+        room, ring = (2 * pages + pages // 8 + 16) * extent, max(256 * MIB, 8 * extent)
+        ssd = {"path": str(self._directory / route), "capacity": room + room // 4, "route": route}
+        if io_cache.in_memory(self._directory):
+            ssd["threads"] = RAM_THREADS
+        if route == "via_cpu":
+            ssd["gds"] = "off"
+        return Config.from_dict(
+            {
+                "model": self._section,
+                "gpu": {"device": str(self.device), "staging": ring, "capacity": room},
+                "cpu": {"capacity": room} if route == "via_cpu" else None,
+                "ssd": ssd,
+                "host_buffer": ring,
+                "store": {"queue": room},
+                "deadline": _DEADLINE_S,
+                "load": {"gate": "off"},
+            },
+            source="the configuration made for this run",
+        )
+
+    def open_cache(self, route: str) -> None:
+        """Open an empty cache in place of the one before. Raises what opening raises: some routes need hardware."""
+        self.close_cache()
+        self._route = route
+        self._cache = CacheEngine.from_config(self.config(route), planes=self.planes)
+        layout = self._cache.layout
+        costs = {overlap: Costs() for overlap in (True, False)}
+        self._gates = {
+            (overlap, gate): Gate("enforcing" if gate else "off", costs[overlap], layout.page_tokens, layout.page_bytes)
+            for overlap in costs
+            for gate in (True, False)
+        }
+
+    def close_cache(self) -> None:
+        """Close the cache, and delete its files."""
+        if self._cache is not None:
+            self._cache.close(drain=False)
+            self._cache = None
+        if self._route:
+            shutil.rmtree(self._directory / self._route, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the cache and give the memory back."""
+        self.close_cache()
+        del self.model, self.planes
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def install(self, *, overlap: bool, gate: bool) -> None:
+        """A gate has figures of its own for each way of running: what one learns is wrong for the other."""
+        self.cache.judge_by(self._gates[overlap, gate])
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def prompt(self, length: int, cached: int, other: int = 0) -> list[int]:
+        """`length` tokens, the first `cached` of them those of the document for prompts of this length."""
+        draw, vocab = torch.Generator().manual_seed(self.settings.seed + length), self._vocab
+        document = torch.randint(0, vocab, (length,), generator=draw)
+        own = torch.randint(0, vocab, (length,), generator=draw)
+        own[cached:][:1] = (document[cached:][:1] + 1 + other) % vocab  # no page of the document goes on with it
+        return [*document[:cached].tolist(), *own[cached:].tolist()]
+
+    def of(self, cell: Cell) -> tuple[list[int], int]:
+        """The prompt of a cell, and how many tokens of it are cached."""
+        cached = cached_tokens(cell.prompt, cell.cached, self.settings.page_tokens)
+        return self.prompt(cell.prompt, cached), cached
+
+    def prime(self, length: int) -> int:
+        """Compute and store the document for prompts of a length, and keep it in the planes; the pages' bytes.
+
+        Raises `IOFailedError` where not all of it reaches every tier.
+        """
+        cached = cached_tokens(length, max(CACHED), self.settings.page_tokens)
+        self.install(overlap=True, gate=False)
+        tokens = self.prompt(length, cached)[:cached]
+        layers = self._layers((), 0)
+        self._forward(self._ids(tokens), layers)
+        self._keep(layers, 0, self._document[: cached // self.settings.page_tokens])
+        self.cache.store(tokens, self._document[: cached // self.settings.page_tokens]).result(_DEADLINE_S)
+        self.cache.drain(_DEADLINE_S)
+        return stored_bytes(self.cache, tokens)
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    def plain(self, cell: Cell) -> Answer:
+        """The cell's prompt, all of it computed, without a cache."""
+        return self._compute(self.of(cell)[0])
+
+    def resident(self, cell: Cell) -> Answer:
+        """The same with the cached tokens in the planes: what is left to compute, and nothing else."""
+        tokens, cached = self.of(cell)
+        blocks = self._document[: cached // self.settings.page_tokens]
+        layers = self._layers([blocks], cached)
+        return self._compute(tokens, layers, sources={"pool": cached})
+
+    def hit(self, cell: Cell) -> Answer:
+        """The cell's request, its cached tokens being where the cell says."""
+        if cell.where not in SWITCHED:
+            return self.resident(cell)
+        tokens, cached = self.of(cell)
+        self.place(tokens, cached, cell.where)
+        self.install(overlap=cell.overlap, gate=cell.gate)
+        return self._load_and_compute(tokens, overlap=cell.overlap)
+
+    def miss(self, cell: Cell, *, cached: bool) -> Answer:
+        """A request that hits nothing, in chunks, and is stored meanwhile; or, not `cached`, without a cache."""
+        tokens, _ = self.of(cell)
+        size = self.settings.page_tokens
+        salt, handles, layers = f"miss {next(self._misses)}", list[StoreHandle](), self._layers((), 0)
+        if cached:
+            self.install(overlap=True, gate=False)
+        self.idle()
+        begun, kept = time.perf_counter(), 0
+        if cached:
+            assert not self.cache.lookup(tokens, salt=salt).tokens, "a miss that hits"
+        ids, step = self._ids(tokens), max(1, len(tokens) // _CHUNKS)
+        for at in range(0, len(tokens), step):
+            logits = self._forward(ids[at : at + step], layers)
+            if cached and (ready := min(at + step, len(tokens)) // size) > kept:
+                blocks = self._request[kept:ready]
+                self._keep(layers, kept * size, blocks)
+                handles.append(self.cache.store(tokens[: ready * size], blocks, kept * size, salt))
+                kept = ready
+        token, margin = _best(logits)
+        ended = time.perf_counter() - begun
+        if cached:
+            for handle in handles:
+                handle.result(_DEADLINE_S)
+            self.cache.drain(_DEADLINE_S)
+            self.cache.invalidate(self.cache.namespace(salt))
+        return Answer(ended, ended, (token,), (margin,), {}, (), 0)
+
+    def wait_many(self, cell: Cell) -> dict[str, Any]:
+        """Host time of `wait` for a layer when several hits of the CPU tier are one load, by `load_many`.
+
+        Each request has a part of the cell's cached tokens, and about as many behind them. Plain data: `prompt_tokens`,
+        `requests`, `cached_tokens` and `tokens` of each, and the seconds of a wait.
+        """
+        size = self.settings.page_tokens
+        tokens, cached = self.of(cell)
+        part = max(size, cached // _MANY // size * size)
+        more = min(part, len(tokens) - part)
+        self.place(tokens, part, "cpu")
+        self.install(overlap=True, gate=False)
+        waits: list[float] = []
+        pages = part // size
+        rows = [self._request[n * pages : (n + 1) * pages] for n in range(_MANY)]
+        for number in range(self.settings.repeat + 1):
+            counted = waits if number else []
+            ids = self._ids(tokens[part : part + more])
+            self.idle()
+            load = self.cache.load_many([(self.cache.lookup(tokens[:part]), blocks) for blocks in rows])
+            layers = self._layers(rows, part, functools.partial(_waited, load, counted))
+            self._forward(ids, layers)
+            load.result(_DEADLINE_S)
+            self.idle()
+        figures = {"requests": _MANY, "cached_tokens": part, "tokens": more, "wait_seconds": percentiles(waits)}
+        return {"prompt_tokens": cell.prompt, **figures}
+
+    def learn(self, length: int) -> None:
+        """Show the gates what prefills and loads take: misses and hits of several lengths, with overlap and without."""
+        size = self.settings.page_tokens
+        places = ("ssd_direct",) if self._route == "direct" else SWITCHED[:2]
+        most = cached_tokens(length, max(CACHED), size)
+        for overlap, part in itertools.product((True, False), _LEARNT_PARTS):
+            self.install(overlap=overlap, gate=False)
+            salt = f"miss {next(self._misses)}"
+            self._load_and_compute(self.prompt(max(2, length // part), 0), overlap=overlap, salt=salt)
+            cached = most // part // size * size
+            for where in places if cached else ():
+                tokens = self.prompt(length, cached, other=part)[: cached + max(2, length // 8)]
+                self.place(tokens, cached, where)
+                self._load_and_compute(tokens, overlap=overlap)
+
+    def place(self, tokens: Sequence[int], cached: int, where: str) -> None:
+        """See to it that the cached pages are found where they are to be hit, the rest of `mixed` on the SSD."""
+        manager, some = self.cache.manager, self.cache.pages(tokens)[: cached // self.settings.page_tokens]
+        if where in ("cpu", "mixed") and set(manager.peek(some)) != {"cpu"}:
+            self.install(overlap=True, gate=False)
+            hit = self.cache.lookup(tokens[:cached])  # a load leaves its pages in the CPU tier
+            self.cache.load(hit, self._request[: len(hit.pages)]).release_event.synchronize(_DEADLINE_S)
+        if manager.cpu is not None and where != "cpu":
+            with manager.lock:
+                gone = some[len(some) // 2 if where == "mixed" else 0 :]
+                manager.cpu.index.drop_all([page.key for page in gone], some[0].namespace)
+        if where != "cpu" and not self.direct:
+            io_cache.drop(self.slabs())
+        if manager.peek(some) != expected_tiers(where, len(some)):
+            raise IOFailedError(f"pages are not where {where} needs them", "see the log")
+
+    @property
+    def direct(self) -> bool:
+        """Whether the transport bypasses the page cache."""
+        return bool(self.cache.stats()["tiers"]["ssd"]["transport"]["direct"])
+
+    def slabs(self) -> list[Path]:
+        """The files of the SSD tier's bytes."""
+        ssd = self.cache.manager.ssd
+        return [] if ssd is None else sorted(ssd.path.glob("slab-*.bin"))
+
+    def idle(self) -> None:
+        """Wait for everything on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _load_and_compute(self, tokens: Sequence[int], *, overlap: bool, salt: str = "") -> Answer:
+        """A request with what the cache has of it; the gate is told what its prefill took."""
+        cache, waits = self.cache, list[float]()
+        self.idle()
+        begun = time.perf_counter()
+        ids = self._ids(tokens)
+        hit = cache.lookup(tokens, salt=salt)
+        pages = min(len(hit.pages), (len(tokens) - 1) // self.settings.page_tokens)  # a token is always computed
+        if not pages:
+            answer = self._compute(tokens, begun=begun, ids=ids)
+            cache.observe_prefill(len(tokens), 0, answer.ttft)
+            return answer
+        blocks = self._request[:pages]
+        load = cache.load(hit, blocks)
+        if not overlap:
+            load.result(_DEADLINE_S)
+        layers = self._layers([blocks], load.tokens, functools.partial(_waited, load, waits) if overlap else None)
+        lead = time.perf_counter() - begun
+        answer = self._compute(tokens, layers, begun=begun, ids=ids, load=load, waits=waits)
+        report = load.result(_DEADLINE_S)
+        if report.tokens == load.tokens:
+            seconds, beside = (answer.ttft, report.seconds) if overlap else (answer.ttft - lead, None)
+            cache.observe_prefill(len(tokens) - load.tokens, load.tokens, seconds, beside)
+        load.release_event.synchronize(_DEADLINE_S)
+        return answer
+
+    def _compute(
+        self,
+        tokens: Sequence[int],
+        layers: _Layers | None = None,
+        *,
+        begun: float | None = None,
+        ids: torch.Tensor | None = None,
+        load: LayerwiseLoad | None = None,
+        waits: Sequence[float] = (),
+        sources: dict[str, int] | None = None,
+    ) -> Answer:
+        """The rest of a prompt and the first answered tokens. `begun`: when the request came, None for now; `load`: its
+        verdict comes before the first token."""
+        layers = self._layers((), 0) if layers is None else layers
+        if begun is None:
+            self.idle()
+            begun = time.perf_counter()
+        ids = self._ids(tokens) if ids is None else ids
+        found = [_best(self._forward(ids[layers.get_seq_length() :], layers))]
+        recomputed = 0
+        if load is not None:
+            report, page = load.result(_DEADLINE_S), self.cache.layout
+            recomputed = load.tokens - report.tokens
+            sources = {tier: n // page.page_bytes * page.page_tokens for tier, n in report.bytes_by_tier.items() if n}
+        first = time.perf_counter() - begun
+        while len(found) < self.settings.new_tokens:
+            found.append(_best(self._forward(self._ids([found[-1][0]]), layers)))
+        answered, margins = zip(*found, strict=True)
+        whole = time.perf_counter() - begun
+        return Answer(first, whole, answered, margins, sources or {}, tuple(waits), recomputed)
+
+    def _layers(
+        self, rows: Sequence[Sequence[int]], cached: int, ready: Callable[[int], None] | None = None
+    ) -> _Layers:
+        """A cache of transformers whose first `cached` tokens are in blocks of the planes, a list of blocks a row.
+
+        `ready(layer)` returns when (or queues that) they are there.
+        """
+        slots = torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device) if cached else None
+        calls = [None if ready is None else functools.partial(ready, number) for number in range(len(self.planes))]
+        return _Layers([_Layer(p, slots, cached, call) for p, call in zip(self.planes, calls, strict=True)])
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        """int64 (tokens,) on the device. A copy of more than 64 KiB waits for all that loads have queued: call it
+        before a load."""
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
+
+    @torch.inference_mode()
+    def _forward(self, ids: torch.Tensor, layers: _Layers) -> torch.Tensor:
+        """Logits of the last of these tokens, int64 (tokens,), which all rows have: float32 (rows, vocabulary)."""
+        out = self.model(
+            input_ids=ids.expand(layers.own[0].rows, -1), past_key_values=layers, use_cache=True, logits_to_keep=1
+        )
+        logits: torch.Tensor = out.logits[:, -1].float()
+        return logits
+
+    @torch.inference_mode()
+    def _keep(self, layers: _Layers, start: int, blocks: Sequence[int]) -> None:
+        """Copy computed pages from token `start` on into blocks of the planes."""
+        size, slots = self.settings.page_tokens, torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        for layer, planes in zip(layers.own, self.planes, strict=True):
+            for plane, states in zip(planes, (layer.keys, layer.values), strict=True):
+                rows = states[0, :, start : start + len(blocks) * size].transpose(0, 1)
+                plane[slots] = rows.reshape(len(blocks), size, *plane.shape[2:])
+
+
+class _Layers(DynamicCache):
+    def __init__(self, layers: Sequence[_Layer]) -> None:
+        super().__init__()
+        self.layer_class_to_replicate = None
+        self.own = list(layers)
+        self.layers = list(layers)
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer of the model's cache whose first tokens are in planes until the layer is computed."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(
+        self, planes: Planes, slots: torch.Tensor | None, cached: int, ready: Callable[[], None] | None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._planes, self._slots, self._cached, self._ready = planes, slots, cached, ready
+        self.rows = 1 if slots is None else len(slots)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            if self._slots is not None:
+                if self._ready is not None:
+                    self._ready()
+                self.keys, self.values = (plane[self._slots].flatten(1, 2).transpose(1, 2) for plane in self._planes)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self.is_initialized else self._cached
+
+
+def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(settings.seed)
+    shape: dict[str, Any] = {**PRESETS[settings.preset], "max_position_embeddings": 1 << 18}
+    shape |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    shape["initializer_range"] = 2 / math.sqrt(shape["hidden_size"])  # so that tokens attend to some others, not to all
+    config = LlamaConfig.from_dict(shape)
+    with device:
+        model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, settings.dtype))  # type: ignore[no-untyped-call]
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def _planes(layout: PageLayout, blocks: int, device: torch.device) -> list[list[torch.Tensor]]:
+    """K and V of each layer, (blocks, page_tokens, heads, head_dim)."""
+    return [
+        [
+            torch.zeros((blocks, layout.page_tokens, *p.shape), dtype=getattr(torch, p.dtype), device=device)
+            for p in layer
+        ]
+        for layer in layout.layers
+    ]
+
+
+def _waited(load: LayerwiseLoad, waits: list[float], layer: int) -> None:
+    """Wait for a layer, and note how long the host did."""
+    start = time.perf_counter()
+    load.wait(layer)
+    waits.append(time.perf_counter() - start)
+
+
+def _best(logits: torch.Tensor) -> tuple[int, float]:
+    """The best token of the first row, and its logit less the second best. Waits for the device."""
+    values, tokens = logits[0].topk(2)
+    best, second = values.tolist()
+    return int(tokens[0]), best - second

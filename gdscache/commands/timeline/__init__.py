@@ -1,1 +1,0 @@
-"""The command `gdscache timeline`: a trace file read back, in figures and as a picture."""

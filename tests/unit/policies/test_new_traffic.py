@@ -1,0 +1,169 @@
+"""The default order on traffic that nobody tuned it to, held against plain LRU. `-m soak -s` prints the figures.
+
+docs/replay.md has them, and says how they are compared.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import pytest
+
+from gdscache.commands.replay.bounds import optimum, plain_lru
+from gdscache.commands.replay.workload import expand
+from gdscache.policies import POLICIES
+from gdscache.policies.base import LRU, EvictionPolicy
+from gdscache.policies.guarded import Guarded
+from tests.support.families import FAMILIES, LONGEST, REFERENCES, drawn
+from tests.support.one_tier import simulate
+
+SEED = int(os.environ.get("GDSCACHE_SEED", "0"))
+PERCENT = (1, 2, 5, 10, 25, 50)  # of the unique pages
+LEAST_PAGES = 200
+SLACK = 0.01  # of the page references: added to hits before they are compared, so that few hits of few do not count
+DECIDED = 1.01  # where the optimum is not above this, LRU is as good as it: only the worst counts
+WORST, FIFTH = 0.98, 0.995
+
+
+class Row(NamedTuple):
+    """A trace in a tier of `pages`. Ratios to plain LRU: of hits, of the optimum's hits, of the pages written."""
+
+    family: str
+    seed: int
+    pages: int
+    ratio: float
+    optimum: float
+    written: float
+
+
+class Worth(NamedTuple):
+    """What rows come to: the worst of all; of those in which there is something to gain, the others."""
+
+    pairs: int
+    worst: Row
+    fifth_percentile: float
+    geometric_mean: float
+    optimum: float
+    written: float
+
+
+def rows_of(
+    policy: type[EvictionPolicy],
+    seeds: Iterable[int],
+    families: Iterable[str] = tuple(FAMILIES),
+    percent: Iterable[int] = PERCENT,
+    references: int = REFERENCES,
+) -> list[Row]:
+    found = []
+    for seed in seeds:
+        for family in families:
+            work = expand(drawn(family, seed, references))
+            sizes = {max(LEAST_PAGES, len(work.names) * n // 100) for n in percent}
+            for pages in sorted(size for size in sizes if size < len(work.names)):
+                ours, base, best = simulate(work, pages, policy()), plain_lru(work, pages), optimum(work, pages)
+                slack = SLACK * work.references
+                ratios = [(counts.hits + slack) / (base.hits + slack) for counts in (ours, best)]
+                found.append(Row(family, seed, pages, *ratios, ours.written / base.written))
+    return found
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def worth(rows: list[Row]) -> Worth:
+    some = [row for row in rows if row.optimum > DECIDED]
+    ratios = sorted(row.ratio for row in some)
+    found = Worth(
+        len(rows),
+        min(rows, key=lambda row: row.ratio),
+        ratios[int(0.05 * (len(ratios) - 1))],
+        mean(ratios),
+        mean(row.optimum for row in some),
+        mean(row.written for row in rows),
+    )
+    print(f"\n{found}")
+    return found
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_drawn_from_its_seed(family: str) -> None:
+    first = drawn(family, 5, 3000)
+    assert first == drawn(family, 5, 3000)
+    assert first != drawn(family, 6, 3000)
+    pages = [len(request.blocks) for request in first]
+    assert 3000 <= sum(pages) < 3000 + pages[-1]
+    assert max(pages) <= 2 * LONGEST
+    times = [request.timestamp for request in first]
+    assert times == sorted(times)
+    before: dict[int, int | None] = {}
+    for request in first:  # an id stands for its whole prefix
+        above = None
+        for block in request.blocks:
+            assert before.setdefault(block, above) == above
+            above = block
+
+
+def test_in_its_best_case_lru_is_good_and_in_its_worst_it_finds_nothing() -> None:
+    for family, low, high in (("best", 0.5, 1.0), ("worst", 0.0, 0.2)):
+        work = expand(drawn(family, 0, 20_000))
+        pages = len(work.names) // 10
+        assert low <= plain_lru(work, pages).hits / optimum(work, pages).hits <= high
+
+
+# -- the default ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.suite
+def test_the_default_does_not_lose_to_lru_on_traffic_that_is_drawn() -> None:
+    """Few traces, of every family, short ones: losing is a matter of a few pages there."""
+    found = worth(rows_of(Guarded, [1000], percent=(5, 25), references=15_000))
+    assert found.worst.ratio >= WORST
+    assert found.fifth_percentile >= 0.99
+    assert found.geometric_mean > 1.02
+
+
+class MRU(LRU):
+    """Gives up what was used last."""
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(list(super().__iter__())[::-1])
+
+
+@pytest.mark.suite
+def test_an_order_that_loses_is_found() -> None:
+    """What the test above is against."""
+    found = worth(rows_of(MRU, [0], families=("best", "turns"), percent=(5, 25), references=5_000))
+    assert found.worst.ratio < 0.9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_default_meets_its_targets_on_fixed_seeds(policy: str) -> None:
+    found = worth(rows_of(POLICIES[policy], [0, 1]))
+    assert found.worst.ratio >= WORST
+    assert found.fifth_percentile >= FIFTH
+    assert policy != "lifetime" or found.geometric_mean >= 1.08
+
+
+@pytest.mark.soak
+def test_the_default_meets_its_targets_on_fresh_seeds() -> None:
+    seed = random.Random(SEED).randrange(1 << 30)
+    found = worth(rows_of(Guarded, range(seed, seed + 4)))
+    assert found.worst.ratio >= WORST, (seed, found)
+    assert found.fifth_percentile >= FIFTH, (seed, found)
+
+
+@pytest.mark.soak
+def test_lru_in_the_index_is_lru() -> None:
+    """What stands for LRU here, the textbook's, and the order `lru` differ by tails before heads alone."""
+    for row in rows_of(LRU, [SEED], references=20_000):
+        assert row.ratio >= 0.99, row
