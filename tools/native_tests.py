@@ -79,7 +79,7 @@ def build(kind: str, work: Path) -> list[Path]:
     if "-static" in command:
         print(f"{kind}: no tests of a GPU, which open a driver: a static binary opens nothing")
         tests = [test for test in TESTS if "gpu" not in test.stem]
-    sources = [*sorted(SOURCES.glob("*.cc")), *tests]
+    sources = [*sorted(SOURCES.glob("*.cc")), SOURCES / "tests" / "faulty_disk.cc", *tests]
     objects = [work / f"{source.stem}.o" for source in sources]
     command = [*command, *standard_headers(command, sources, work)]
     jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]

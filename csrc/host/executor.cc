@@ -169,11 +169,6 @@ bool Executor::forget(int64_t move) {
     return true;
 }
 
-bool Executor::take_io(int32_t disk, IoJob* job) {
-    const Held held(*this);
-    return moves_.take_io(disk, job);
-}
-
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
     Held held(*this);
     CopyJob job;
@@ -183,11 +178,6 @@ const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waite
     *waited = wait_for(held, called, until, [&] { return moves_.take_copy(hands, &job); });
     if (*waited != Waited::kHappened) return nullptr;
     return &copying_.emplace(job.id, std::move(job)).first->second;
-}
-
-bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
-    const Held held(*this);
-    return moves_.io_ended(job, ends, count);
 }
 
 bool Executor::copy_queued(int64_t job, int64_t point) {
@@ -204,11 +194,6 @@ bool Executor::copy_ended(int64_t job, const uint64_t* found, const char* broken
     copying_.erase(ended);
     moves_.copy_ended(job, found, broken);
     return true;
-}
-
-void Executor::expire(Nanoseconds time) {
-    const Held held(*this);
-    moves_.expire(time);
 }
 
 std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most,

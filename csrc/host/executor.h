@@ -61,8 +61,8 @@ enum class Waited { kHappened, kTimeout, kClosed };
 
 class Executor {
 public:
-    // `pool`: planes in host memory, or null. `disks`: null where the I/O of one is taken from outside, as tests do.
-    // `threads`: that copy; none: all is foreign, and `expire` is called from outside.
+    // `pool`: planes in host memory, or null. `disks`: of one that is null nothing is read or written. `threads`: that
+    // copy, and see deadlines pass; none: all is foreign.
     Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
              Reserve reserve, const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
     ~Executor();
@@ -83,11 +83,8 @@ public:
 
     // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why.
     const CopyJob* take_copy(Hands hands, Nanoseconds until, Waited* waited);
-    bool take_io(int32_t disk, IoJob* job);  // of a disk that is null; false where nothing may begin now
-    bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     bool copy_queued(int64_t job, int64_t point);
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
-    void expire(Nanoseconds now);
 
     // Late pages that have ended since the last call; waits for one until then, or until `stop`.
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most, Waited* waited);
@@ -109,6 +106,7 @@ public:
     int32_t reserve_space() const { return reserve_space_; }
 
 private:
+    friend class ExecutorHooks;  // of the tests' build
     struct Flight;
     struct Share;
     class Held;

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -169,6 +170,13 @@ void bind_disk(nb::module_& module);
 void bind_gpu(nb::module_& module);
 void bind_cufile(nb::module_& module);
 void bind_executor(nb::module_& module);
+
+class Disk;
+
+// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes between
+// an executor and its first disk.
+[[gnu::weak, gnu::visibility("default")]] void bind_hooks(nb::module_& module);
+[[gnu::weak, gnu::visibility("default")]] std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk);
 
 }  // namespace gdscache
 

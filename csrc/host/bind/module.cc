@@ -86,4 +86,5 @@ NB_MODULE(_native, module) {
     gdscache::bind_cufile(module);
     gdscache::bind_gpu(module);
     gdscache::bind_executor(module);
+    if (gdscache::bind_hooks) gdscache::bind_hooks(module);
 }

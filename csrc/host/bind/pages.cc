@@ -13,47 +13,6 @@ namespace gdscache {
 
 namespace {
 
-const Arm& arm_of(const Text& name) {
-    const Arm* const found = name ? find_arm(name->c_str()) : &best_arm();
-    require(found, "this processor has no such arm");
-    return *found;
-}
-
-uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    const nb::gil_scoped_release others;
-    return xxh3(data.data(), static_cast<size_t>(data.bytes()), of);
-}
-
-// Of chunks that follow each other, through the stream; copied to `out` on the way.
-uint64_t sum_of_chunks(const Array<const std::byte>& data, const Array<const int64_t>& sizes,
-                       const Array<std::byte>& out, bool stream, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    int64_t left = data.bytes();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        require(sizes[n] >= 0 && sizes[n] <= left, "chunks of more bytes than there are");
-        left -= sizes[n];
-    }
-    require(out.none() || out.bytes() >= data.bytes() - left, "no room for the chunks");
-    const nb::gil_scoped_release others;
-    Xxh3 hash(of);
-    const std::byte* in = data.data();
-    std::byte* to = out.data();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        const auto size = static_cast<size_t>(sizes[n]);
-        if (!size) continue;
-        if (to) {
-            hash.update_copy(to, in, size, stream);
-            to += size;
-        } else {
-            hash.update(in, size);
-        }
-        in += size;
-    }
-    if (to && stream) stream_fence();
-    return hash.digest();
-}
-
 nb::object layer_sums(const Array<const uint64_t>& extents, const Array<const int64_t>& bounds) {
     const int64_t layers = bounds.shape(0);
     require(bounds.has(layers, 2), "bounds are two numbers a layer");
@@ -121,10 +80,6 @@ nb::object move_pages(const HostPool& from, const Array<const int64_t>& blocks, 
 
 void bind_pages(nb::module_& module) {
     module.def("best_arm", [] { return best_arm().name; });
-    module.def("has_arm", [](const char* name) { return find_arm(name) != nullptr; }, nb::arg("name"));
-    module.def("xxh3", &sum_of, nb::arg("data"), nb::arg("arm").none() = nb::none());
-    module.def("xxh3_chunks", &sum_of_chunks, nb::arg("data"), nb::arg("sizes"), nb::arg("out").none() = nb::none(),
-               nb::arg("stream") = false, nb::arg("arm").none() = nb::none());
     module.def("layer_sums", &layer_sums, nb::arg("extents"), nb::arg("bounds"));
 
     using Numbers = const Array<const int64_t>&;

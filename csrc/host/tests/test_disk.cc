@@ -21,7 +21,7 @@
 #include <thread>
 
 #include "../disk.h"
-#include "../faulty_disk.h"
+#include "faulty_disk.h"
 #include "../threads_disk.h"
 #include "check.h"
 

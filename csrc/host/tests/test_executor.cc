@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../faulty_disk.h"
+#include "faulty_disk.h"
 #include "executor_caller.h"
 
 using namespace gdscache;

@@ -1,7 +1,7 @@
 // The executor whose foreign copies a GPU does: round trips by all routes, copies that fail, moves that are cancelled or
 // abandoned while their copies are under way.
 
-#include "../faulty_disk.h"
+#include "faulty_disk.h"
 #include "gpu_copier.h"
 
 using namespace gdscache;
