@@ -148,7 +148,7 @@ class Disk:
         """Wait for what is under way; again is fine."""
 
 class CuFiles:
-    """cuFile (cufile_files.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
+    """cuFile (cufile.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
 
     Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
     CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
@@ -169,7 +169,7 @@ class CuFiles:
         """Bytes that one call has moved to or from known memory, or an error (`error_text`) below 0."""
 
     def run_bare(self, file: int, address: int, nbytes: int, piece_bytes: int, threads: int, *, write: bool) -> float:
-        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare_cufile.h."""
+        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare.h."""
 
     def close(self) -> None:
         """Nobody uses it any more but disks and executors that are open; again is fine."""

@@ -1,9 +1,5 @@
 #include "cuda.h"
 
-#include <dlfcn.h>
-
-#include <memory>
-
 namespace gdscache {
 
 namespace {
@@ -44,69 +40,36 @@ using Batch12 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, 
 }  // namespace
 
 struct Cuda::Functions {
-    int (*push)(void*);
-    int (*pop)(void**);
-    int (*priorities)(int*, int*);
-    int (*stream_create)(CudaStream*, unsigned, int);
-    int (*stream_destroy)(CudaStream);
-    int (*stream_synchronize)(CudaStream);
-    int (*stream_wait)(CudaStream, CudaEvent, unsigned);
-    int (*event_create)(CudaEvent*, unsigned);
-    int (*event_destroy)(CudaEvent);
-    int (*event_record)(CudaEvent, CudaStream);
-    int (*event_query)(CudaEvent);
-    int (*event_synchronize)(CudaEvent);
-    int (*event_elapsed)(float*, CudaEvent, CudaEvent);
-    int (*allocate)(uint64_t*, size_t);
-    int (*free)(uint64_t);
-    int (*host_allocate)(void**, size_t, unsigned);
-    int (*host_free)(void*);
-    int (*copy)(uint64_t, uint64_t, size_t, CudaStream);
-    int (*copy_rows)(const Copy2D*, CudaStream);
-    int (*copy_to_host)(void*, uint64_t, size_t);
+    const Library<CudaError> driver;
+    int (*push)(void*) = driver["cuCtxPushCurrent_v2"];
+    int (*pop)(void**) = driver["cuCtxPopCurrent_v2"];
+    int (*priorities)(int*, int*) = driver["cuCtxGetStreamPriorityRange"];
+    int (*stream_create)(CudaStream*, unsigned, int) = driver["cuStreamCreateWithPriority"];
+    int (*stream_destroy)(CudaStream) = driver["cuStreamDestroy_v2"];
+    int (*stream_synchronize)(CudaStream) = driver["cuStreamSynchronize"];
+    int (*stream_wait)(CudaStream, CudaEvent, unsigned) = driver["cuStreamWaitEvent"];
+    int (*event_create)(CudaEvent*, unsigned) = driver["cuEventCreate"];
+    int (*event_destroy)(CudaEvent) = driver["cuEventDestroy_v2"];
+    int (*event_record)(CudaEvent, CudaStream) = driver["cuEventRecord"];
+    int (*event_query)(CudaEvent) = driver["cuEventQuery"];
+    int (*event_synchronize)(CudaEvent) = driver["cuEventSynchronize"];
+    int (*event_elapsed)(float*, CudaEvent, CudaEvent) = driver["cuEventElapsedTime"];
+    int (*allocate)(uint64_t*, size_t) = driver["cuMemAlloc_v2"];
+    int (*free)(uint64_t) = driver["cuMemFree_v2"];
+    int (*host_allocate)(void**, size_t, unsigned) = driver["cuMemHostAlloc"];
+    int (*host_free)(void*) = driver["cuMemFreeHost"];
+    int (*copy)(uint64_t, uint64_t, size_t, CudaStream) = driver["cuMemcpyAsync"];
+    int (*copy_rows)(const Copy2D*, CudaStream) = driver["cuMemcpy2DAsync_v2"];
+    int (*copy_to_host)(void*, uint64_t, size_t) = driver["cuMemcpyDtoH_v2"];
     int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
-                  void**);
-    int (*address)(const char*, void**, int, uint64_t, int*);
-    int (*error_name)(int, const char**);
-    int (*capture_mode)(int*);
+                  void**) = driver["cuLaunchKernel"];
+    int (*address)(const char*, void**, int, uint64_t, int*) = driver.find("cuGetProcAddress_v2");  // since CUDA 12
+    int (*error_name)(int, const char**) = driver["cuGetErrorName"];
+    int (*capture_mode)(int*) = driver["cuThreadExchangeStreamCaptureMode"];
 };
 
-template <typename Pointer>
-void Cuda::find(Pointer* function, const char* name) {
-    void* const found = dlsym(library_, name);
-    if (found == nullptr) throw CudaError(std::string("the CUDA driver has no function ") + name);
-    *function = reinterpret_cast<Pointer>(found);
-}
-
-Cuda::Cuda(const char* library, void* context) : context_(context) {
-    library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    if (library_ == nullptr) throw CudaError(std::string("there is no CUDA driver: ") + dlerror());
-    auto made = std::make_unique<Functions>();
-    functions_ = made.get();
-    find(&made->push, "cuCtxPushCurrent_v2");
-    find(&made->pop, "cuCtxPopCurrent_v2");
-    find(&made->priorities, "cuCtxGetStreamPriorityRange");
-    find(&made->stream_create, "cuStreamCreateWithPriority");
-    find(&made->stream_destroy, "cuStreamDestroy_v2");
-    find(&made->stream_synchronize, "cuStreamSynchronize");
-    find(&made->stream_wait, "cuStreamWaitEvent");
-    find(&made->event_create, "cuEventCreate");
-    find(&made->event_destroy, "cuEventDestroy_v2");
-    find(&made->event_record, "cuEventRecord");
-    find(&made->event_query, "cuEventQuery");
-    find(&made->event_synchronize, "cuEventSynchronize");
-    find(&made->event_elapsed, "cuEventElapsedTime");
-    find(&made->allocate, "cuMemAlloc_v2");
-    find(&made->free, "cuMemFree_v2");
-    find(&made->host_allocate, "cuMemHostAlloc");
-    find(&made->host_free, "cuMemFreeHost");
-    find(&made->copy, "cuMemcpyAsync");
-    find(&made->copy_rows, "cuMemcpy2DAsync_v2");
-    find(&made->copy_to_host, "cuMemcpyDtoH_v2");
-    find(&made->launch, "cuLaunchKernel");
-    find(&made->error_name, "cuGetErrorName");
-    find(&made->capture_mode, "cuThreadExchangeStreamCaptureMode");
-    made->address = reinterpret_cast<decltype(made->address)>(dlsym(library_, "cuGetProcAddress_v2"));  // since CUDA 12
+Cuda::Cuda(const char* library, void* context)
+    : context_(context), functions_(new Functions{{"the CUDA driver", library}}) {
     const struct {
         const char* name;
         int version;
@@ -114,16 +77,15 @@ Cuda::Cuda(const char* library, void* context) : context_(context) {
     for (const auto& form : forms) {
         void* found = nullptr;
         int status = 0;
-        if (!made->address || made->address("cuMemcpyBatchAsync", &found, form.version, 0, &status) != 0) continue;
+        if (!functions_->address || functions_->address("cuMemcpyBatchAsync", &found, form.version, 0, &status) != 0) continue;
         if (found == nullptr || status != 0) continue;
         batch_ = found;
         api_ = form.name;
         break;
     }
-    functions_ = made.release();
 }
 
-Cuda::~Cuda() { delete functions_; }  // the driver stays loaded: it is everybody's
+Cuda::~Cuda() = default;
 
 void Cuda::check(const char* name, int code) const {
     if (code == 0) return;

@@ -5,16 +5,17 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "error.h"
 
 namespace gdscache {
 
 // What a function of the driver refused; or that there is none.
-class CudaError : public std::runtime_error {
-public:
-    using std::runtime_error::runtime_error;
+struct CudaError : Error {
+    explicit CudaError(const std::string& why) : Error(EIO, why) {}
 };
 
 using CudaStream = void*;    // CUstream
@@ -60,16 +61,14 @@ public:
     // `library`: of the driver; `context`: the device's primary one, which stays the caller's.
     Cuda(const char* library, void* context);
     ~Cuda();
-    Cuda(const Cuda&) = delete;
-    Cuda& operator=(const Cuda&) = delete;
+    Cuda(Cuda&&) = delete;
 
     // While this lives the context is the calling thread's current one.
     class Entered {
     public:
         explicit Entered(const Cuda& cuda);
         ~Entered();
-        Entered(const Entered&) = delete;
-        Entered& operator=(const Entered&) = delete;
+        Entered(Entered&&) = delete;
 
     private:
         const Cuda& cuda_;
@@ -111,15 +110,26 @@ public:
 private:
     struct Functions;
 
-    template <typename Pointer>
-    void find(Pointer* function, const char* name);
     void check(const char* name, int code) const;
 
-    void* library_ = nullptr;
     void* const context_;
-    Functions* functions_;
+    std::unique_ptr<const Functions> functions_;
     void* batch_ = nullptr;
     const char* api_ = "single";
 };
+
+// What is closed when nobody has it any more, within its context.
+template <typename T, void (Cuda::*kClose)(T) const noexcept>
+struct CudaClose {
+    using pointer = T;
+    void operator()(T one) const noexcept { (cuda->*kClose)(one); }
+    const Cuda* cuda = nullptr;
+};
+using OwnStream = std::unique_ptr<void, CudaClose<CudaStream, &Cuda::close_stream>>;
+using OwnEvent = std::unique_ptr<void, CudaClose<CudaEvent, &Cuda::close_event>>;
+using OwnHostMemory = std::unique_ptr<void, CudaClose<void*, &Cuda::free_host>>;
+
+inline OwnStream own_stream(const Cuda& cuda, bool urgent) { return {cuda.open_stream(urgent), {&cuda}}; }
+inline OwnEvent own_event(const Cuda& cuda, EventUse use) { return {cuda.open_event(use), {&cuda}}; }
 
 }  // namespace gdscache

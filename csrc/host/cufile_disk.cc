@@ -46,7 +46,7 @@ public:
     CuFileCaller(std::shared_ptr<const CuFiles> files, int64_t batched, std::shared_ptr<std::atomic<int>> free)
         : files_(std::move(files)), batched_(batched), free_(std::move(free)) {}
     ~CuFileCaller() override {
-        if (batch_) files_->cufile().close_batch(batch_);
+        if (batch_) files_->close_batch(batch_);
     }
 
     int64_t transfer(const Piece& piece, const Call& call) override;
@@ -94,7 +94,7 @@ int64_t CuFileCaller::move(const Piece& piece, const Stretch& stretch, int64_t o
     const CuFileHandle file = files_->file(piece.fd);
     if (!file) return -EBADF;
     if (!enter()) return -EIO;
-    return files_->cufile().move(piece.op == Op::kWrite, file, *stretch.base, static_cast<size_t>(stretch.bytes), offset,
+    return files_->move(piece.op == Op::kWrite, file, *stretch.base, static_cast<size_t>(stretch.bytes), offset,
                                  static_cast<int64_t>(stretch.address - *stretch.base));
 }
 
@@ -171,17 +171,16 @@ void CuFileCaller::transfer_all(std::span<const Piece> pieces, const Told& told)
 
 // False where nothing of it is under way; then this thread makes no more batches.
 bool CuFileCaller::submit(Batch& batch) {
-    const CuFile& cufile = files_->cufile();
     const auto count = static_cast<unsigned>(batch.entries.size());
     for (size_t n = 0; n < count; ++n) batch.entries[n].cookie = reinterpret_cast<void*>(n + 1);
     try {
-        if (!batch_) batch_ = cufile.open_batch(kMostEntries);
-        if (cufile.submit(batch_, batch.entries.data(), count)) {
+        if (!batch_) batch_ = files_->open_batch(kMostEntries);
+        if (files_->submit(batch_, batch.entries.data(), count)) {
             batch.results.assign(count, 0);
             return true;
         }
-        cufile.cancel(batch_);
-        cufile.close_batch(std::exchange(batch_, nullptr));
+        files_->cancel(batch_);
+        files_->close_batch(std::exchange(batch_, nullptr));
     } catch (const CuFileError&) {
     }
     batched_ = 0;
@@ -194,14 +193,14 @@ void CuFileCaller::reap(Batch& batch, const Told& told) {
     std::vector<bool> over(batch.entries.size(), false);
     for (size_t left = batch.entries.size(); left != 0;) {
         const size_t before = left;
-        const int found = files_->cufile().reap(batch_, events.data(), static_cast<unsigned>(left));
+        const int found = files_->reap(batch_, events.data(), static_cast<unsigned>(left));
         for (int n = 0; n < found; ++n) {
             const CuFileEvent& event = events[static_cast<size_t>(n)];
             const size_t entry = reinterpret_cast<size_t>(event.cookie) - 1;
             if (event.status == CuFileEvent::kWaiting || event.status == CuFileEvent::kPending) continue;
             if (entry >= over.size() || over[entry]) continue;
             over[entry] = true;
-            batch.results[entry] = CuFile::result(event);
+            batch.results[entry] = CuFiles::result(event);
             --left;
             const size_t piece = batch.pieces[entry];
             if (--batch.left[piece] == 0) told(piece, answer(batch, piece));
@@ -230,12 +229,11 @@ int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, cons
     return CuFileCaller(std::move(files), 0, nullptr).transfer(piece, call);
 }
 
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched,
-                                       Refusal& refusal) {
-    const int64_t most = files->cufile().has_batches() ? batched : 0;
+std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched) {
+    const int64_t most = files->has_batches() ? batched : 0;
     const auto free = std::make_shared<std::atomic<int>>(kMostEntries);
     const MakeCaller make = [=] { return std::make_unique<CuFileCaller>(files, most, free); };
-    return open_threads_disk(threads, "cufile", make, refusal);
+    return open_threads_disk(threads, "cufile", make);
 }
 
 }  // namespace gdscache

@@ -98,9 +98,12 @@ void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<E
     alone(piece, next, last, part.start + moved, again);
 }
 
-std::unique_ptr<Disk> open_disk(int workers, int depth, Refusal& refusal) {
-    if (auto ring = open_ring_disk(workers, depth, refusal)) return ring;
-    return open_threads_disk(workers, refusal);
+std::unique_ptr<Disk> open_disk(int workers, int depth) {
+    try {
+        return open_ring_disk(workers, depth);
+    } catch (const Error&) {
+        return open_threads_disk(workers);
+    }
 }
 
 int64_t run_bytes(int64_t total, int ways) {

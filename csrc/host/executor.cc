@@ -47,7 +47,6 @@ void Executor::Held::wake(const Call& call) {
     if (call.late) executor_.late_.notify_all();
     if (call.loads) executor_.loads_.notify_all();
     if (call.stores) executor_.stores_.notify_all();
-    if (call.loads || call.stores) executor_.foreign_copies_.notify_all();
     for (int64_t n = 0; n < call.copies; ++n) executor_.copies_.notify_one();
     for (size_t n = 0; n < executor_.disks_.size(); ++n) {
         if (executor_.disks_[n] && (call.disks >> n & 1) != 0) executor_.disks_[n]->wake();
@@ -90,18 +89,14 @@ Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<
             set_name(threads_.back(), "gds-io", n);
         }
     } catch (...) {
-        stop();
-        {
-            Held held(*this);
-            closing_ = true;
-            held.wake_all();
-        }
-        for (std::thread& thread : threads_) thread.join();
+        end();
         throw;
     }
 }
 
-Executor::~Executor() {
+Executor::~Executor() { end(); }
+
+void Executor::end() {
     stop();
     {
         Held held(*this);
@@ -172,9 +167,7 @@ bool Executor::forget(int64_t move) {
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
     Held held(*this);
     CopyJob job;
-    std::condition_variable& called = hands == Hands::kForeignLoads    ? loads_
-                                      : hands == Hands::kForeignStores ? stores_
-                                                                       : foreign_copies_;
+    std::condition_variable& called = hands == Hands::kForeignStores ? stores_ : loads_;
     *waited = wait_for(held, called, until, [&] { return moves_.take_copy(hands, &job); });
     if (*waited != Waited::kHappened) return nullptr;
     return &copying_.emplace(job.id, std::move(job)).first->second;

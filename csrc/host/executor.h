@@ -81,7 +81,8 @@ public:
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why.
+    // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why. Who waits asks for
+    // those of loads, or those of stores.
     const CopyJob* take_copy(Hands hands, Nanoseconds until, Waited* waited);
     bool copy_queued(int64_t job, int64_t point);
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
@@ -113,6 +114,7 @@ private:
 
     template <typename Ready>
     Waited wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
+    void end();
     void copy_loop();
     void disk_loop(int32_t number);
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
@@ -128,10 +130,10 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign copies (those of loads, those of stores, any), and copies
-    // of ours. A call for nothing costs its caller, too: to signal a condition may wait for threads
-    // that were called before and are not awake yet.
-    std::condition_variable ended_, late_, loads_, stores_, foreign_copies_, copies_;
+    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of ours. A
+    // call for nothing costs its caller, too: to signal a condition may wait for threads that were called before and are
+    // not awake yet.
+    std::condition_variable ended_, late_, loads_, stores_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;
     std::map<int64_t, CopyJob> copying_;

@@ -12,8 +12,7 @@ class MustNotFail {
 public:
     MustNotFail() noexcept { ++depth_; }
     ~MustNotFail() { --depth_; }
-    MustNotFail(const MustNotFail&) = delete;
-    MustNotFail& operator=(const MustNotFail&) = delete;
+    MustNotFail(MustNotFail&&) = delete;
 
     static bool here() noexcept { return depth_ != 0; }
 
@@ -28,8 +27,7 @@ class MayFail {
 public:
     MayFail() noexcept : before_(MustNotFail::depth_) { MustNotFail::depth_ = 0; }
     ~MayFail() { MustNotFail::depth_ = before_; }
-    MayFail(const MayFail&) = delete;
-    MayFail& operator=(const MayFail&) = delete;
+    MayFail(MayFail&&) = delete;
 
 private:
     const int before_;

@@ -1,7 +1,6 @@
 // The disk by io_uring. See disk.h and ring.h.
 
 #include <fcntl.h>
-#include <sys/eventfd.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -29,8 +28,8 @@ constexpr auto kLastWait = std::chrono::seconds(5);
 
 class RingDisk final : public Disk {
 public:
-    RingDisk(std::unique_ptr<Ring> ring, int event, int workers, int depth)
-        : ring_(std::move(ring)), event_(event), workers_(workers), flights_(static_cast<size_t>(depth)) {
+    RingDisk(int workers, int depth)
+        : workers_(static_cast<unsigned>(workers)), flights_(static_cast<size_t>(depth)), ring_(open_ring()) {
         free_.reserve(flights_.size());
         for (size_t n = flights_.size(); n-- > 0;) free_.push_back(static_cast<uint32_t>(n));
     }
@@ -40,28 +39,20 @@ public:
     void submit(std::span<const Piece> pieces) override;
     int reap(std::vector<Ended>& ended, double seconds) override;
 
-    void wake() override {
-        const uint64_t one = 1;
-        while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
-        }
-    }
-
+    void wake() override { event_.signal(); }
     size_t pending() const override { return pending_; }
     size_t depth() const override { return flights_.size(); }
     size_t room() const override { return 2 * flights_.size(); }
     const char* name() const override { return error_ ? "ring (failed)" : "ring"; }
 
 private:
-    struct Flight {
-        Piece piece;
-        Part part;
-        uint32_t number;  // of the piece, in `left_`
-        iovec one;
-    };
     struct Waiting {
         Piece piece;
         Part part;
-        uint32_t number;
+        uint32_t number;  // of the piece, in `left_`
+    };
+    struct Flight : Waiting {
+        iovec one;
     };
 
     // A ring that failed, while the kernel still has something of it.
@@ -70,6 +61,7 @@ private:
         size_t flights;
     };
 
+    std::unique_ptr<Ring> open_ring() const { return Ring::open(static_cast<unsigned>(flights_.size()) + 1, workers_); }
     void listen();
     void fill();
     void begin_one(const Waiting& next);
@@ -81,15 +73,15 @@ private:
     void give_up(std::vector<Ended>& ended);
     int enter(unsigned wait, double seconds);
 
+    const Event event_{0};
+    const unsigned workers_;
+    std::vector<Flight> flights_;
     std::unique_ptr<Ring> ring_;  // null: it failed, and no other can be had
     std::vector<Old> old_;
-    int event_;
-    const int workers_;
     uint64_t signal_ = 0;  // what the read of `event_` writes to
     bool listening_ = false, woken_ = false;
     std::atomic<int> error_{0};  // why there is no ring
     Clock::time_point next_try_{};
-    std::vector<Flight> flights_;
     std::vector<uint32_t> free_;  // of `flights_`
     std::deque<Waiting> queue_, again_;
     std::vector<uint32_t> left_;    // fragments that have not ended, by the number of a piece
@@ -116,11 +108,10 @@ RingDisk::~RingDisk() {
         if (enter(1, -1) < 0) break;
         take(*ring_, false, ended);
     }
-    close(event_);
 }
 
 void RingDisk::listen() {
-    ring_->put(Code::kRead, event_, 0, &signal_, sizeof signal_, kWake, false);
+    ring_->put(Code::kRead, event_.fd, 0, &signal_, sizeof signal_, kWake, false);
     listening_ = true;
 }
 
@@ -160,7 +151,7 @@ void RingDisk::begin_one(const Waiting& next) {
     const uint32_t slot = free_.back();
     free_.pop_back();
     Flight& flight = flights_[slot];
-    flight = {next.piece, next.part, next.number, {}};
+    flight = {next, {}};
     const Call call = next_call(flight.piece, flight.part, flight.one);
     const bool reads = flight.piece.op == Op::kRead;
     // What would have had to wait is not tried again on this thread.
@@ -218,7 +209,7 @@ void RingDisk::failed(int error) {
     while (const uint64_t* const data = ring_->take_back()) {
         if (*data == kWake) continue;
         const Flight& flight = flights_[*data];
-        again_.push_front({flight.piece, flight.part, flight.number});
+        again_.push_front(flight);
         free_.push_back(static_cast<uint32_t>(*data));
         flights--;
     }
@@ -235,13 +226,16 @@ bool RingDisk::open_again() {
     const Clock::time_point now = Clock::now();
     if (now < next_try_) return false;
     next_try_ = now + kOpenAgain;
-    const int event = eventfd(0, EFD_CLOEXEC);  // the old ring reads the other one
-    Refusal refusal;
-    if (event >= 0) ring_ = Ring::open(static_cast<unsigned>(flights_.size()) + 1, static_cast<unsigned>(workers_), refusal);
-    if (ring_ && dup3(event, event_, O_CLOEXEC) < 0) ring_.reset();
-    if (event >= 0) close(event);
-    if (ring_) error_ = 0;
-    return ring_ != nullptr;
+    try {
+        const Event event(0);  // the old ring reads the other one
+        auto ring = open_ring();
+        if (dup3(event.fd, event_.fd, O_CLOEXEC) < 0) return false;
+        ring_ = std::move(ring);
+    } catch (const Error&) {
+        return false;
+    }
+    error_ = 0;
+    return true;
 }
 
 // Nothing can be begun: what waits has failed.
@@ -307,19 +301,9 @@ int RingDisk::reap(std::vector<Ended>& ended, double seconds) {
 
 }  // namespace
 
-std::unique_ptr<Disk> open_ring_disk(int workers, int depth, Refusal& refusal) {
-    if (workers < 1 || depth < 1 || depth > kMostDepth) {
-        refusal = {EINVAL, "no sound number of workers, or of requests"};
-        return nullptr;
-    }
-    auto ring = Ring::open(static_cast<unsigned>(depth) + 1, static_cast<unsigned>(workers), refusal);
-    if (!ring) return nullptr;
-    const int event = eventfd(0, EFD_CLOEXEC);
-    if (event < 0) {
-        refusal = {errno, "eventfd cannot be had"};
-        return nullptr;
-    }
-    return std::make_unique<RingDisk>(std::move(ring), event, workers, depth);
+std::unique_ptr<Disk> open_ring_disk(int workers, int depth) {
+    if (workers < 1 || depth < 1 || depth > kMostDepth) throw Error(EINVAL, "no sound number of workers, or of requests");
+    return std::make_unique<RingDisk>(workers, depth);
 }
 
 }  // namespace gdscache

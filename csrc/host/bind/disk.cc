@@ -2,11 +2,9 @@
 
 #include "disk.h"
 
-#include <cstring>
 #include <optional>
 
 #include "../bare.h"
-#include "../cuda.h"
 
 namespace gdscache {
 
@@ -14,18 +12,11 @@ namespace {
 
 double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, int64_t memory_bytes,
             uint64_t planes, int64_t sum_bytes, const Text& driver, uint64_t context, uint64_t device) {
-    double seconds = 0;
-    int answer = 0;
-    {
-        const nb::gil_scoped_release others;
-        std::optional<Cuda> cuda;
-        if (driver) cuda.emplace(driver->c_str(), at<void>(context));
-        answer = run({file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads, at<uint8_t>(memory), memory_bytes,
-                      at<uint8_t>(planes), sum_bytes, cuda ? &*cuda : nullptr, device},
-                     seconds);
-    }
-    if (answer < 0) throw CallError{std::strerror(-answer), -answer};
-    return seconds;
+    const nb::gil_scoped_release others;
+    std::optional<Cuda> cuda;
+    if (driver) cuda.emplace(driver->c_str(), at<void>(context));
+    return run(BareLoop{{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads}, at<uint8_t>(memory), memory_bytes,
+                at<uint8_t>(planes), sum_bytes, cuda ? &*cuda : nullptr, device});
 }
 
 }  // namespace

@@ -20,27 +20,19 @@ static_assert(sizeof(iovec) == 2 * sizeof(uint64_t), "fragments are given as row
 class OpenDisk {
 public:
     OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const nb::object& transport) {
-        Refusal refusal;
-        if (!transport.is_none()) {
-            disk_ = open_transport_disk(workers, transport, {}, refusal);
-        } else if (cufile) {
-            disk_ = open_cufile_disk(workers, cufile->shared(), cufile->batched, refusal);
-        } else if (!kind) {
-            disk_ = open_disk(workers, depth, refusal);
-        } else if (*kind == "ring") {
-            disk_ = open_ring_disk(workers, depth, refusal);
-        } else {
-            require(*kind == "threads", "there is no such disk");
-            disk_ = open_threads_disk(workers, refusal);
-        }
-        if (!disk_) {
-            const int error = refusal.error ? refusal.error : EIO;
-            throw CallError{refusal.why, error, "allow io_uring, or raise ulimit -n and ulimit -u", "RefusedDiskError"};
+        require(!kind || *kind == "ring" || *kind == "threads", "there is no such disk");
+        try {
+            if (!transport.is_none()) disk_ = open_transport_disk(workers, transport, {});
+            else if (cufile) disk_ = open_cufile_disk(workers, cufile->shared(), cufile->batched);
+            else if (!kind) disk_ = open_disk(workers, depth);
+            else if (*kind == "ring") disk_ = open_ring_disk(workers, depth);
+            else disk_ = open_threads_disk(workers);
+        } catch (const Error& error) {
+            throw CallError{error.what(), error.code, "allow io_uring, or raise ulimit -n and ulimit -u", "RefusedDiskError"};
         }
     }
     ~OpenDisk() { close(); }
-    OpenDisk(const OpenDisk&) = delete;
-    OpenDisk& operator=(const OpenDisk&) = delete;
+    OpenDisk(OpenDisk&&) = delete;
 
     std::string name() const { return open(disk_, "the disk").name(); }
     size_t pending() const { return open(disk_, "the disk").pending(); }

@@ -54,11 +54,11 @@ struct Means {
     bool reaches(uint64_t address, size_t bytes) const {
         return !transport.is_none() || (cufile && cufile->memory(address, bytes));
     }
-    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices, Refusal& refusal) const {
-        if (!transport.is_none()) return open_transport_disk(threads, transport, devices, refusal);
+    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices) const {
+        if (!transport.is_none()) return open_transport_disk(threads, transport, devices);
         const nb::gil_scoped_release others;
-        if (cufile) return open_cufile_disk(threads, cufile, batched, refusal);
-        return uring ? open_disk(threads, kDepth * threads, refusal) : open_threads_disk(threads, refusal);
+        if (cufile) return open_cufile_disk(threads, cufile, batched);
+        return uring ? open_disk(threads, kDepth * threads) : open_threads_disk(threads);
     }
 
     int threads;
@@ -162,10 +162,10 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     }
     if (fence < 0) refused("a reserve outside its memory");
     std::vector<std::unique_ptr<Disk>> opened;
-    Refusal refusal;
-    for (const auto& by : means) {
-        opened.push_back(by ? by->open(devices, refusal) : nullptr);
-        if (by && !opened.back()) refused(refusal.why.c_str(), refusal.error);
+    try {
+        for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
+    } catch (const Error& error) {
+        refused(error.what(), error.code);
     }
     if (!opened.empty() && opened[0]) {
         made->disk = opened[0]->name();

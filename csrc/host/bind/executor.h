@@ -11,7 +11,6 @@
 
 #include "../executor.h"
 #include "../gpu_server.h"
-#include "../pool.h"
 #include "handles.h"
 
 namespace gdscache {
@@ -34,8 +33,7 @@ public:
         closed = opened.closing;
     }
     ~Inside() { --inside_; }
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
+    Inside(Inside&&) = delete;
 
     bool closed;  // it is too late
 
@@ -49,8 +47,7 @@ public:
                  const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool, const OpenGpu* gpu,
                  const nb::sequence& disks, int threads);
     ~OpenExecutor() { close(); }
-    OpenExecutor(const OpenExecutor&) = delete;
-    OpenExecutor& operator=(const OpenExecutor&) = delete;
+    OpenExecutor(OpenExecutor&&) = delete;
 
     Opened& open() const { return gdscache::open(closed_ ? nullptr : opened_, "the executor"); }
     nb::object name_of(int32_t space) const { return names_[space]; }

@@ -42,6 +42,8 @@ void translate(const std::exception_ptr& thrown, void*) {
         raise({error.what(), EIO, "see what the CUDA driver says", "DeviceError"});
     } catch (const CuFileError& error) {
         raise({error.what(), EIO, "see docs/gds.md"});
+    } catch (const Error& error) {
+        raise({error.what(), error.code, "see what it says"});
     } catch (const std::bad_alloc&) {
         raise({"no memory", ENOMEM, "free memory"});
     } catch (const std::length_error&) {

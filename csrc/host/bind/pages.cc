@@ -5,9 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "../pool.h"
 #include "../xxh3.h"
-#include "bind.h"
+#include "handles.h"
 
 namespace gdscache {
 

@@ -27,8 +27,7 @@ struct Shared {
         Py_DECREF(write);
         Py_DECREF(device_memory);
     }
-    Shared(const Shared&) = delete;
-    Shared& operator=(const Shared&) = delete;
+    Shared(Shared&&) = delete;
 
     const DeviceRange* device(uint64_t address) const {
         const auto found = std::find_if(devices.begin(), devices.end(), [&](const DeviceRange& one) {
@@ -129,12 +128,11 @@ int64_t TransportCaller::ask(const Piece& piece, const nb::object& memory, int64
 
 }  // namespace
 
-std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices,
-                                          Refusal& refusal) {
+std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices) {
     const auto shared = std::make_shared<const Shared>(transport, std::move(devices));
     const uint32_t most = nb::cast<bool>(transport.attr("merges")) ? kMostFragments : 1;
     const MakeCaller make = [shared] { return std::make_unique<TransportCaller>(shared); };
-    return open_threads_disk(threads, "transport", make, refusal, most);
+    return open_threads_disk(threads, "transport", make, most);
 }
 
 }  // namespace gdscache

@@ -10,8 +10,7 @@ using namespace gdscache::test;
 namespace {
 
 std::unique_ptr<Disk> disk() {
-    Refusal refusal;
-    return open_threads_disk(3, refusal);
+    return open_threads_disk(3);
 }
 
 struct GpuRig {

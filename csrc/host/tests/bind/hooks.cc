@@ -42,7 +42,7 @@ auto faults_of(const Array<const int64_t>& faults, int64_t numbers, Make make) {
 std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
     if (!faulty_disks) return disk;
     auto made = open_faulty_disk(std::move(disk), {});
-    made->ended = [disk = made.get()] {
+    made->at_end = [disk = made.get()] {
         const std::lock_guard held(lock);
         std::erase_if(faulty, [&](const auto& one) { return one.second == disk; });
     };
