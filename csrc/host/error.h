@@ -19,6 +19,11 @@ struct Error : std::runtime_error {
     int code;
 };
 
+inline void refuse_if(bool unsound, const char* why) {
+    if (unsound) throw Error(EINVAL, why);
+}
+inline void require(bool sound, const char* why) { refuse_if(!sound, why); }
+
 struct Descriptor {
     explicit Descriptor(int opened) : fd(opened) {}
     ~Descriptor() {

@@ -6,7 +6,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -18,21 +17,20 @@
 #include <utility>
 #include <vector>
 
+#include "../error.h"
+
 namespace nb = nanobind;
 
 namespace gdscache {
 
-// Python raises it as the class `kind` of gdscache.errors. `error`: an errno.
-struct CallError {
-    std::string why;
-    int error = EINVAL;
-    const char* hint = "the arguments make no sense together";
-    const char* kind = "NativeCallError";
-};
+// Python raises it as the class `kind` of gdscache.errors.
+struct CallError : Error {
+    CallError(const std::string& why, int number, const char* what_to_do = kHint, const char* of = "NativeCallError")
+        : Error(number, why), hint(what_to_do), kind(of) {}
 
-inline void require(bool sound, const char* why) {
-    if (!sound) throw CallError{why};
-}
+    static constexpr const char* kHint = "see what it says";
+    const char *hint, *kind;
+};
 
 // What is closed has no object any more. `what`: its name.
 template <typename Pointer>

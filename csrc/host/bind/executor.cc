@@ -77,17 +77,14 @@ nb::object range_of(int64_t start, int64_t stop) {
 OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
-    const auto refused = [](const char* why, int error = EINVAL) {
-        if (why) throw CallError{std::string("no executor: ") + why, error, "see what it says"};
-    };
     const auto bytes = [&](const char* name) { return nb::cast<int64_t>(limits.attr(name)); };
     Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
                  {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
                  bytes("foreign_copy")};
-    refused(unsound(sizes));
-    if (spaces.size() < 1 || spaces.size() > 1 << 10) refused("no sound number of spaces");
-    if (threads < 0 || threads > 1 << 10) refused("no sound number of threads");
-    if (nb::len(disks) > 64) refused("no sound number of disks");
+    check(sizes);
+    refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
+    refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
+    refuse_if(nb::len(disks) > 64, "no sound number of disks");
     auto made = std::make_shared<Opened>();
     made->pool = pool ? pool->pool : nullptr;
     made->gpu = gpu ? gpu->copies : nullptr;
@@ -95,7 +92,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     std::vector<std::optional<Means>> means;
     for (const nb::handle about : disks) {
         about.is_none() ? means.emplace_back() : means.emplace_back(about);
-        if (means.back() && means.back()->threads < 1) refused("no sound number of threads");
+        refuse_if(means.back() && means.back()->threads < 1, "no sound number of threads");
     }
     std::vector<DeviceRange> devices;
     std::vector<Space> kinds;
@@ -106,7 +103,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         const std::string kind = nb::cast<std::string>(has("kind"));
         Space space;
         space.kind = kind == "planes" ? Space::Kind::kPlanes : kind == "memory" ? Space::Kind::kMemory : Space::Kind::kFiles;
-        if (space.kind == Space::Kind::kFiles && kind != "files") refused("a space of no kind");
+        refuse_if(space.kind == Space::Kind::kFiles && kind != "files", "a space of no kind");
         space.foreign = nb::cast<bool>(has("foreign"));
         Place place;
         place.slots = nb::cast<int64_t>(has("slots"));
@@ -122,21 +119,21 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         if (space.kind == Space::Kind::kFiles) {
             space.foreign = false;
             space.disk = nb::cast<int32_t>(has("disk"));
-            if (space.disk < 0 || space.disk >= static_cast<int32_t>(means.size())) refused("files without a disk");
+            refuse_if(space.disk < 0 || space.disk >= static_cast<int32_t>(means.size()), "files without a disk");
             for (const nb::handle file : nb::iter(has("files"))) place.files.push_back(nb::cast<int>(file));
             if (const auto& by = means[space.disk]) {
                 const bool asked = !by->transport.is_none();
-                if (place.files.empty()) refused("a space without files");
+                refuse_if(place.files.empty(), "a space without files");
                 place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
                 if (asked) space.io_bytes = nb::cast<int64_t>(by->transport.attr("call_bytes"));
-                if (space.io_bytes < 0 || space.io_bytes > kMostBytes) refused("no sound sizes");
+                refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }
         }
-        refused(unsound(space, place, extent_bytes, made->gpu != nullptr));
-        if (!memory.none() && memory.bytes() < place.slots * extent_bytes) refused("a memory of fewer bytes than its slots");
-        if (!sums.none() && !sums.has(place.slots, sizes.layers)) refused("checksums of other slots");
-        if (space.foreign && made->gpu) refused(unsound(space, place, made->gpu->gpu->planes(), sizes));
-        else if (!space.foreign && space.kind == Space::Kind::kPlanes) refused(unsound(place, planes, sizes));
+        check(space, place, extent_bytes, made->gpu != nullptr);
+        refuse_if(!memory.none() && memory.bytes() < place.slots * extent_bytes, "a memory of fewer bytes than its slots");
+        refuse_if(!sums.none() && !sums.has(place.slots, sizes.layers), "checksums of other slots");
+        if (space.foreign && made->gpu) check(space, place, made->gpu->gpu->planes(), sizes);
+        else if (!space.foreign && space.kind == Space::Kind::kPlanes) check(place, planes, sizes);
         const auto size = static_cast<size_t>(place.slots * extent_bytes);
         const auto address = reinterpret_cast<uint64_t>(place.memory);
         const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
@@ -150,7 +147,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         kinds.push_back(space);
         places.push_back(std::move(place));
     }
-    if (ours && threads < 1) refused("nobody for what is not foreign");
+    refuse_if(ours && threads < 1, "nobody for what is not foreign");
     int32_t reserve_space = -1;
     int64_t first = 0, slots = 0;
     if (!reserve.is_none()) {
@@ -158,15 +155,11 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         first = nb::cast<int64_t>(reserve[1]), slots = nb::cast<int64_t>(reserve[2]);
         const bool inside = kinds[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
                             slots <= places[reserve_space].slots - first;
-        if (!inside) refused("a reserve outside its memory");
+        refuse_if(!inside, "a reserve outside its memory");
     }
-    if (fence < 0) refused("a reserve outside its memory");
+    refuse_if(fence < 0, "a reserve outside its memory");
     std::vector<std::unique_ptr<Disk>> opened;
-    try {
-        for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
-    } catch (const Error& error) {
-        refused(error.what(), error.code);
-    }
+    for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
     if (!opened.empty() && opened[0]) {
         made->disk = opened[0]->name();
         if (between) opened[0] = between(std::move(opened[0]));
@@ -185,7 +178,7 @@ int32_t OpenExecutor::number_of(const nb::object& name) const {
     PyObject* const found = PyDict_GetItemWithError(numbers_.ptr(), name.ptr());
     if (found) return static_cast<int32_t>(PyLong_AsLong(found));
     if (PyErr_Occurred()) throw nb::python_error();
-    throw CallError{"no space is called " + std::string(nb::str(name).c_str())};
+    throw CallError{"no space is called " + std::string(nb::str(name).c_str()), EINVAL};
 }
 
 std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {

@@ -56,7 +56,7 @@ OpenGpu open_gpu(const char* library, const nb::object& spec) {
                               nb::cast<bool>(spec.attr("looks"))};
     const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
     const int64_t staging = number("staging");
-    if (const char* const why = unsound(planes, kernels, sizes, staging)) throw CallError{why};
+    check(planes, kernels, sizes, staging);
     const uint64_t context = address("context");
     const nb::gil_scoped_release others;
     auto made = std::make_shared<GpuCopies>(library, at<void>(context));
@@ -77,7 +77,7 @@ nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t e
     const PageCopies asked{load, static_cast<Route>(route), sums, static_cast<int32_t>(range.start),
                            static_cast<int32_t>(range.stop), slots.size(), memory, slots.data(), blocks.data(), after.data(),
                            static_cast<size_t>(after.size())};
-    if (const char* const why = unsound(asked, planes)) throw CallError{why};
+    check(asked, planes);
     int64_t point, read, ticket;
     {
         const nb::gil_scoped_release others;

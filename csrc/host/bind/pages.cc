@@ -34,12 +34,9 @@ nb::object layer_sums(const Array<const uint64_t>& extents, const Array<const in
 HostPool open_pool(const Array<const int64_t>& planes, const Array<const int32_t>& first_plane, int64_t blocks,
                    int64_t block_tokens, int64_t page_blocks) {
     const int64_t count = planes.shape(0), layers = first_plane.size() - 1;
-    const auto refused = [](const char* why) {
-        if (why) throw CallError{std::string("planes are refused: ") + why, EINVAL, "pass planes in host memory"};
-    };
-    if (!planes.has(count, 4) || count < 1 || count > 1 << 24) refused("no sound number of planes");
-    if (layers < 1 || layers > count) refused("no sound number of layers");
-    if (first_plane[layers] != count) refused("the layers have other planes in all");
+    refuse_if(!planes.has(count, 4) || count < 1 || count > 1 << 24, "no sound number of planes");
+    refuse_if(layers < 1 || layers > count, "no sound number of layers");
+    refuse_if(first_plane[layers] != count, "the layers have other planes in all");
     auto made = std::make_shared<OpenPool>();
     for (int64_t n = 0; n < count; ++n) {
         const int64_t* const row = planes.data() + 4 * n;
@@ -47,7 +44,7 @@ HostPool open_pool(const Array<const int64_t>& planes, const Array<const int32_t
     }
     made->first_plane.assign(first_plane.data(), first_plane.data() + layers + 1);
     made->pool = {made->planes.data(), made->first_plane.data(), layers, blocks, block_tokens, page_blocks};
-    refused(refusal(made->pool));
+    check(made->pool);
     return {std::move(made)};
 }
 

@@ -80,7 +80,7 @@ public:
             limits.bounds.push_back(limits.bounds.back() + row * kTokens * kPageBlocks);
         }
         pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * pages, kTokens, kPageBlocks};
-        CHECK(!refusal(pool));
+        check(pool);
         limits.layers = kLayers;
         limits.page_blocks = kPageBlocks;
         limits.extent_bytes = rounded_up(limits.bounds.back());

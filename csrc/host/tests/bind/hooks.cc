@@ -200,19 +200,16 @@ uint64_t sum_of_chunks(const Array<const std::byte>& data, const Array<const int
     const nb::gil_scoped_release others;
     Xxh3 hash(of);
     const std::byte* in = data.data();
-    std::byte* to = out.data();
+    std::vector<std::byte> own(out.none() ? static_cast<size_t>(data.bytes()) : 0);
+    std::byte* to = out.none() ? own.data() : out.data();
     for (int64_t n = 0; n < sizes.size(); ++n) {
         const auto size = static_cast<size_t>(sizes[n]);
         if (!size) continue;
-        if (to) {
-            hash.update_copy(to, in, size, stream);
-            to += size;
-        } else {
-            hash.update(in, size);
-        }
+        hash.update_copy(to, in, size, stream);
+        to += size;
         in += size;
     }
-    if (to && stream) stream_fence();
+    if (stream) stream_fence();
     return hash.digest();
 }
 
