@@ -1,5 +1,3 @@
-// The bare loops. See bare.h.
-
 #include "bare.h"
 
 #include <unistd.h>
@@ -20,7 +18,6 @@
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;

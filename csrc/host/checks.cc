@@ -6,7 +6,6 @@
 #include <vector>
 
 namespace gdscache {
-
 namespace {
 
 using Kind = Space::Kind;

@@ -1,7 +1,6 @@
 #include "cuda.h"
 
 namespace gdscache {
-
 namespace {
 
 // Values of cuda.h.
@@ -69,7 +68,7 @@ struct Cuda::Functions {
 };
 
 Cuda::Cuda(const char* library, void* context)
-    : context_(context), functions_(new Functions{{"the CUDA driver", library}}) {
+    : context_(context), functions_(new Functions{{"CUDA driver", library}}) {
     const struct {
         const char* name;
         int version;

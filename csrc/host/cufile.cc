@@ -8,7 +8,6 @@
 #include <utility>
 
 namespace gdscache {
-
 namespace {
 
 constexpr const char* kName = "libcufile.so.0";

@@ -12,7 +12,6 @@
 #include "threads_disk.h"
 
 namespace gdscache {
-
 namespace {
 
 // Entries of batches under way, over all threads of a disk. In compat mode each holds one of 64 buffers until it was

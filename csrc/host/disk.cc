@@ -1,5 +1,3 @@
-// What disks share: the checks of pieces, the life of a piece, cutting and merging. See disk.h.
-
 #include "disk.h"
 
 #include <algorithm>
@@ -8,7 +6,6 @@
 #include <numeric>
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kMostBytes = 1 << 30;  // of one call; Linux moves 4,096 less than 2 GiB

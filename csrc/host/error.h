@@ -55,7 +55,7 @@ public:
     Library(const char* what, const char* path, const char* there = nullptr)
         : what_(what), library_(there ? dlopen(there, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) : nullptr) {
         if (!library_) library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        if (!library_) throw Refused(what_ + " cannot be loaded: " + dlerror());
+        if (!library_) throw Refused("there is no " + what_ + ": " + dlerror());
     }
 
     struct Found {

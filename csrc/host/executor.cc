@@ -8,7 +8,6 @@
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
@@ -30,24 +29,20 @@ Nanoseconds now() {
 
 Executor::Held::Call Executor::Held::call() {
     Moves& moves = executor_.moves_;
-    const News news = moves.take_news();
+    News news = moves.take_news();
     if (executor_.traced_ && news.ended) executor_.keep_ready();
-    const bool all = std::exchange(all_, false);
-    const int64_t job = executor_.limits_.copy_bytes, jobs = all ? executor_.idle_ : (news.copies + job - 1) / job;
-    return {all || news.ended,
-            all || news.late,
-            all || news.loads,
-            all || news.stores,
-            (all || news.io ? ~uint64_t{0} : news.room ? moves.crowded() : 0) & ~own_,
-            std::min<int64_t>(jobs, executor_.idle_)};
+    const int64_t job = executor_.limits_.copy_bytes, idle = executor_.idle_;
+    news.copies = std::min((news.copies + job - 1) / job, idle);
+    if (std::exchange(all_, false)) news = {true, true, idle, true, true, true, true};
+    return {news, (news.io ? ~uint64_t{0} : news.room ? moves.crowded() : 0) & ~own_};
 }
 
 void Executor::Held::wake(const Call& call) {
-    if (call.ended) executor_.ended_.notify_all();
-    if (call.late) executor_.late_.notify_all();
-    if (call.loads) executor_.loads_.notify_all();
-    if (call.stores) executor_.stores_.notify_all();
-    for (int64_t n = 0; n < call.copies; ++n) executor_.copies_.notify_one();
+    if (call.news.ended) executor_.ended_.notify_all();
+    if (call.news.late) executor_.late_.notify_all();
+    if (call.news.loads) executor_.loads_.notify_all();
+    if (call.news.stores) executor_.stores_.notify_all();
+    for (int64_t n = 0; n < call.news.copies; ++n) executor_.copies_.notify_one();
     for (size_t n = 0; n < executor_.disks_.size(); ++n) {
         if (executor_.disks_[n] && (call.disks >> n & 1) != 0) executor_.disks_[n]->wake();
     }
@@ -61,7 +56,8 @@ void Executor::Held::let_go() {
 
 bool Executor::Held::woke() {
     const Call some = call();
-    if (!some.any()) return false;
+    const News& news = some.news;
+    if (!news.ended && !news.late && !news.loads && !news.stores && !news.copies && !some.disks) return false;
     lock_.unlock();
     wake(some);
     lock_.lock();

@@ -11,7 +11,6 @@
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that every GPU takes
@@ -44,9 +43,7 @@ void Gpu::leave_captures_alone() const noexcept {
 
 QueuedCopies Gpu::queue(const PageCopies& asked) {
     QueuedCopies queued;
-    queued.pages = asked.pages;
-    queued.first = asked.first;
-    queued.last = asked.last;
+    queued.pages = asked.pages, queued.first = asked.first, queued.last = asked.last;
     queued.sums = asked.sums;
     queued.device = asked.extents.device;
     if (asked.pages == 0 || asked.first == asked.last) return queued;
@@ -58,15 +55,10 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     const bool alone = copies.route == Route::kCopyEngine;
     const int64_t origin = planes_.bounds[copies.first], span = planes_.bounds[copies.last] - origin;
     const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
-    Transfer transfer{copies,
-                      queued,
-                      origin,
-                      span,
-                      up(span, 16) * 16,
-                      std::max(planes_.blocks, copies.extents.slots) > INT32_MAX,
-                      copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks),
-                      kMostStep / copies.extents.stride,
-                      least > 0 ? kMostStep / largest : 0};
+    const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
+    const bool on_gpu = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
+    Transfer transfer{copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu,
+                      kMostStep / copies.extents.stride, least > 0 ? kMostStep / largest : 0};
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;

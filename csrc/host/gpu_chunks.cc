@@ -8,7 +8,6 @@
 #include <string>
 
 namespace gdscache {
-
 namespace {
 
 // Of csrc/pages.cu.

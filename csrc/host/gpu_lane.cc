@@ -5,7 +5,6 @@
 #include <utility>
 
 namespace gdscache {
-
 namespace {
 
 constexpr size_t kAlignment = 4096;

@@ -1,5 +1,3 @@
-// `new` and `delete` of the library, which alone sees them. See memory.h.
-
 #include "memory.h"
 
 #include <time.h>

@@ -1,5 +1,3 @@
-// Pages between planes and extents. See pages.h.
-
 #include "pages.h"
 
 #include <algorithm>
@@ -9,7 +7,6 @@
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kFetched = 1024;  // of the next run: the processor notices a run only when it has begun

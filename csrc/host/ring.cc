@@ -1,5 +1,3 @@
-// io_uring by its system calls. See ring.h.
-
 #include "ring.h"
 
 #include <sys/mman.h>
@@ -12,7 +10,6 @@
 #include <vector>
 
 namespace gdscache {
-
 namespace {
 
 constexpr long kSetup = 425, kEnter = 426, kRegister = 427;  // the same on every architecture

@@ -1,5 +1,3 @@
-// The disk by io_uring. See disk.h and ring.h.
-
 #include <fcntl.h>
 #include <time.h>
 #include <unistd.h>
@@ -13,7 +11,6 @@
 #include "ring.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;

@@ -1,5 +1,3 @@
-// The disk by threads: preadv and pwritev where io_uring is refused, or what a `Caller` does. See disk.h.
-
 #include <poll.h>
 #include <unistd.h>
 
@@ -18,7 +16,6 @@
 #include "threads_disk.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;

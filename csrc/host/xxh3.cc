@@ -1,5 +1,3 @@
-// XXH3-64: the scalar arm, the forms for short inputs, the stream, and the choice of the arm. See xxh3.h.
-
 #include "xxh3.h"
 
 #include <algorithm>

@@ -4,7 +4,6 @@
 #include "handles.h"
 
 namespace gdscache {
-
 namespace {
 
 OpenCuFiles open_files(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t batched) {

@@ -7,7 +7,6 @@
 #include "../bare.h"
 
 namespace gdscache {
-
 namespace {
 
 double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, int64_t memory_bytes,

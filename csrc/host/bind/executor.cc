@@ -21,7 +21,6 @@
 #include "transport.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr Nanoseconds kNever = INT64_MAX;

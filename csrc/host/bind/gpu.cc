@@ -10,7 +10,6 @@
 #include "handles.h"
 
 namespace gdscache {
-
 namespace {
 
 // A call that others may make while the GPU's copies are being closed: `gpu` is null when they are.

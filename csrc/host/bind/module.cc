@@ -11,7 +11,6 @@
 #include "bind.h"
 
 namespace gdscache {
-
 namespace {
 
 // An object of Python's that lives as long as the process: modules may end before what asks for it.

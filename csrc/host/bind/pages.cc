@@ -9,7 +9,6 @@
 #include "handles.h"
 
 namespace gdscache {
-
 namespace {
 
 nb::object layer_sums(const Array<const uint64_t>& extents, const Array<const int64_t>& bounds) {
@@ -48,11 +47,10 @@ HostPool open_pool(const Array<const int64_t>& planes, const Array<const int32_t
     return {std::move(made)};
 }
 
-// `move`: `gather` or `scatter`. The checksums, uint64 (pages, layers); (0, layers) where nobody wants them.
-template <typename Part>
+// `kMove`: `gather` or `scatter`. The checksums, uint64 (pages, layers); (0, layers) where nobody wants them.
+template <typename Part, auto kMove>
 nb::object move_pages(const HostPool& from, const Array<const int64_t>& blocks, const Array<const uint64_t>& parts,
-                      const nb::object& layers, bool streamed, bool summed,
-                      void (*move)(const Pool&, const int64_t*, int64_t, int64_t, Part*, uint64_t*, Store)) {
+                      const nb::object& layers, bool streamed, bool summed) {
     const std::shared_ptr<OpenPool> kept = from.pool;
     const Pool& pool = open(kept, "the pool").pool;
     const Range range(layers);
@@ -65,8 +63,8 @@ nb::object move_pages(const HostPool& from, const Array<const int64_t>& blocks, 
     const Fresh<uint64_t> sums({summed ? pages : 0, count});
     const nb::gil_scoped_release others;
     for (int64_t n = 0; n < pages; ++n) {
-        move(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<uint8_t>(parts[n]),
-             summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
+        kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
+              summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
     }
     if (streamed) stream_fence();
     return sums.array;
@@ -87,17 +85,9 @@ void bind_pages(nb::module_& module) {
                  new (self) HostPool(open_pool(planes, first_plane, blocks, block_tokens, page_blocks));
              },
              nb::arg("planes"), nb::arg("first_plane"), nb::arg("blocks"), nb::arg("block_tokens"), nb::arg("page_blocks"))
-        .def("gather",
-             [](const HostPool& self, Numbers blocks, Addresses parts, const nb::object& layers, bool streamed, bool sums) {
-                 return move_pages<uint8_t>(self, blocks, parts, layers, streamed, sums, gather);
-             },
-             nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
+        .def("gather", &move_pages<uint8_t, gather>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
              nb::arg("sums") = true)
-        .def("scatter",
-             [](const HostPool& self, Numbers blocks, Addresses parts, const nb::object& layers, bool streamed, bool sums) {
-                 return move_pages<const uint8_t>(self, blocks, parts, layers, streamed, sums, scatter);
-             },
-             nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
+        .def("scatter", &move_pages<const uint8_t, scatter>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
              nb::arg("sums") = true)
         .def("close", [](HostPool& self) { self.pool.reset(); });
 }

@@ -9,7 +9,6 @@
 #include "bind.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kKeyBytes = 32;

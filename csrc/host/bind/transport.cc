@@ -7,7 +7,6 @@
 #include "../threads_disk.h"
 
 namespace gdscache {
-
 namespace {
 
 nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }

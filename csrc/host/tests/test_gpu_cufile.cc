@@ -233,7 +233,7 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
     CHECK(refused([&] { rig.files->add_memory(rig.address + (1 << 20), kUnit); }, "5016"));
     CHECK(!rig.files->memory(rig.address + (1 << 20), kUnit));
     fake.release();
-    CHECK(refused([&] { CuFiles(driver.path.c_str(), driver.context(), "/nowhere/libcufile.so.0"); }, "cannot be loaded"));
+    CHECK(refused([&] { CuFiles(driver.path.c_str(), driver.context(), "/nowhere/libcufile.so.0"); }, "no libcufile"));
     CHECK(refused([&] { CuFiles(driver.path.c_str(), driver.context(), driver.path.c_str()); }, "no function"));
     close(other);
     // A context that the driver refuses is an error of the calls that need it.
