@@ -29,11 +29,6 @@ int64_t Points::record(CudaStream stream, int64_t turn) {
     return last_;
 }
 
-int64_t Points::last() const {
-    const std::lock_guard held(lock_);
-    return last_;
-}
-
 void Points::look() {
     while (!marks_.empty() && marks_.front().waiting == 0 && cuda_.happened(marks_.front().event)) {
         reached_ = marks_.front().number;
@@ -49,11 +44,6 @@ bool Points::reached(int64_t point) {
         if (mark.number >= point) return cuda_.happened(mark.event);
     }
     return true;
-}
-
-bool Points::past(int64_t point) const {
-    const std::lock_guard held(lock_);
-    return point <= reached_;
 }
 
 void Points::await(int64_t point) {

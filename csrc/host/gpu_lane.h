@@ -27,10 +27,16 @@ public:
     // queued later has the greater point, in all `Points` that count the same turns.
     int64_t record(CudaStream stream, int64_t turn);
     // The last one; 0 where there is none.
-    int64_t last() const;
+    int64_t last() const {
+        const std::lock_guard held(lock_);
+        return last_;
+    }
     bool reached(int64_t point);
     // The same as far as it is known, without asking the driver.
-    bool past(int64_t point) const;
+    bool past(int64_t point) const {
+        const std::lock_guard held(lock_);
+        return point <= reached_;
+    }
     void await(int64_t point);
     // What `stream` is given from now on comes after a point.
     void follow(CudaStream stream, int64_t point);

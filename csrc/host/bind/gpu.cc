@@ -114,16 +114,11 @@ nb::object finish(const OpenGpu& self, int64_t ticket) {
     return sums.array;
 }
 
-bool reached(const OpenGpu& self, int64_t point) {
+template <bool (Gpu::*kAsk)(int64_t)>
+bool is(const OpenGpu& self, int64_t point) {
     require(point >= 0, "no point");
     const Asking asking(self);
-    return !asking.gpu() || asking.gpu()->reached(point);
-}
-
-bool past(const OpenGpu& self, int64_t point) {
-    require(point >= 0, "no point");
-    const Asking asking(self);
-    return !asking.gpu() || asking.gpu()->past(point);
+    return !asking.gpu() || (asking.gpu()->*kAsk)(point);
 }
 
 void wait(const OpenGpu& self, int64_t point) {
@@ -171,8 +166,8 @@ void bind_gpu(nb::module_& module) {
              nb::arg("load"), nb::arg("sums"))
         .def("finish", &finish, nb::arg("ticket"))
         .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), nb::arg("loads"))
-        .def("reached", &reached, nb::arg("point"))
-        .def("past", &past, nb::arg("point"))
+        .def("reached", &is<&Gpu::reached>, nb::arg("point"))
+        .def("past", &is<&Gpu::past>, nb::arg("point"))
         .def("wait", &wait, nb::arg("point"))
         .def("follow", &follow, nb::arg("stream"), nb::arg("point"))
         .def("close", &close);

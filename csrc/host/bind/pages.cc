@@ -77,7 +77,6 @@ void bind_pages(nb::module_& module) {
     module.def("layer_sums", &layer_sums, nb::arg("extents"), nb::arg("bounds"));
 
     using Numbers = const Array<const int64_t>&;
-    using Addresses = const Array<const uint64_t>&;
     nb::class_<HostPool>(module, "Pool")
         .def("__init__",
              [](HostPool* self, Numbers planes, const Array<const int32_t>& first_plane, int64_t blocks,
@@ -85,10 +84,10 @@ void bind_pages(nb::module_& module) {
                  new (self) HostPool(open_pool(planes, first_plane, blocks, block_tokens, page_blocks));
              },
              nb::arg("planes"), nb::arg("first_plane"), nb::arg("blocks"), nb::arg("block_tokens"), nb::arg("page_blocks"))
-        .def("gather", &move_pages<uint8_t, gather>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
-             nb::arg("sums") = true)
-        .def("scatter", &move_pages<const uint8_t, scatter>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
-             nb::arg("sums") = true)
+        .def("gather", &move_pages<uint8_t, gather>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"),
+             nb::kw_only(), nb::arg("streamed") = true, nb::arg("sums") = true)
+        .def("scatter", &move_pages<const uint8_t, scatter>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"),
+             nb::kw_only(), nb::arg("streamed") = true, nb::arg("sums") = true)
         .def("close", [](HostPool& self) { self.pool.reset(); });
 }
 
