@@ -160,8 +160,7 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
         # The longest first.
         sources = [(theirs, (*known, *_THEIRS)), *((source, known) for source in sorted(BINDINGS.glob("*.cc")))]
         sources += [(source, ()) for source in sorted(SOURCES.glob("*.cc"))]
-        if library.parent == ROOT / "gdscache":
-            hooks = sorted(HOOKS.glob("*.cc"))
+        if library.parent == ROOT / "gdscache" and (hooks := sorted(HOOKS.glob("*.cc"))):
             sources += [*((source, known) for source in hooks), (SOURCES / "tests" / "faulty_disk.cc", ())]
         jobs, plain, bound = [], list[str](), list[str]()
         for n, (source, flags) in enumerate(sources):

@@ -36,7 +36,8 @@ void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
 // A thread's copies to GPU memory, and which parts of its memory they still read.
 class Onward {
 public:
-    Onward(const BareLoop& loop, int64_t slots) : loop_(loop), entered_(*loop.cuda), stream_(own_stream(*loop.cuda, false)) {
+    Onward(const BareLoop& loop, int64_t slots)
+        : loop_(loop), entered_(*loop.cuda), stream_(own_stream(*loop.cuda, false)) {
         for (int64_t n = 0; n < slots; ++n) events_.push_back(own_event(*loop.cuda, EventUse::kOrder));
     }
     ~Onward() {
@@ -139,8 +140,8 @@ void check(const LoopShape& loop, bool sound) {
     constexpr int64_t kMost = int64_t{1} << 40;
     constexpr int kMostThreads = 1024;
     const auto some = [](int64_t count, int64_t most) { return count > 0 && count <= most; };
-    sound = sound && loop.fd >= 0 && some(loop.threads, kMostThreads) && some(loop.bytes, kMost) && some(loop.piece_bytes, kMost);
-    if (!sound) throw Error(EINVAL, "a loop that makes no sense");
+    const bool counts = some(loop.threads, kMostThreads) && some(loop.bytes, kMost) && some(loop.piece_bytes, kMost);
+    require(sound && counts && loop.fd >= 0, "a loop that makes no sense");
 }
 
 // `make(n)`: what thread `n` moves pieces by. Its `move` answers 0 or a negative error.
@@ -190,9 +191,9 @@ double run(const LoopShape& loop, Make make) {
 }  // namespace
 
 double run(const BareLoop& loop) {
-    const bool share = loop.threads < 1 || loop.memory_bytes >= loop.bytes || loop.memory_bytes / loop.threads >= loop.piece_bytes;
+    const int64_t share = loop.memory_bytes / std::max(loop.threads, 1);
     const bool onward = !loop.cuda || (loop.op == Op::kRead && loop.device);
-    check(loop, loop.memory && loop.sum_bytes >= 0 && share && onward);
+    check(loop, loop.memory && loop.sum_bytes >= 0 && (loop.memory_bytes >= loop.bytes || share >= loop.piece_bytes) && onward);
     return run(loop, [&](int number) { return Worker(loop, number); });
 }
 

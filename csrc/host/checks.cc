@@ -198,8 +198,8 @@ void check(const PageCopies& copies, const GpuPlanes& planes) {
     const bool large = extents.stride > kMostBytes / std::max<int64_t>(extents.slots, 1) || extents.origin < -kMostBytes;
     const bool outside = large || extents.address > UINT64_MAX - static_cast<uint64_t>(extents.slots * extents.stride);
     refuse_if(outside, "extents that leave the address space");
-    const bool leaves = extents.origin > planes.bounds[copies.first] || extents.stride < planes.bounds[copies.last] - extents.origin;
-    refuse_if(leaves, "layers that leave their slot");
+    const int64_t first = planes.bounds[copies.first], last = planes.bounds[copies.last];
+    refuse_if(extents.origin > first || extents.stride < last - extents.origin, "layers that leave their slot");
     refuse_if(!within(copies.slots, copies.pages, extents.slots), "a slot that is not there");
     refuse_if(!within(copies.blocks, copies.pages * planes.page_blocks, planes.blocks), "a block that is not there");
     refuse_if(copies.n_after > 1 << 20, "no sound events");

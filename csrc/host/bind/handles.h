@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 
 #include "../cufile_disk.h"
 #include "../gpu.h"

@@ -24,7 +24,8 @@ void raise(const CallError& error) {
     try {
         const nb::object kind = nb::module_::import_("gdscache.errors").attr(error.kind);
         const bool system = std::string_view(error.kind) != "DeviceError" && std::string_view(error.kind) != "InvalidValueError";
-        const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.what(), static_cast<Py_ssize_t>(std::strlen(error.what())), "replace"));
+        const auto bytes = static_cast<Py_ssize_t>(std::strlen(error.what()));
+        const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.what(), bytes, "replace"));
         const nb::object made = system ? kind(why, error.hint, error.code) : kind(why, error.hint);
         PyErr_SetObject(kind.ptr(), made.ptr());
     } catch (nb::python_error& other) {

@@ -3,7 +3,6 @@
 #include "../pages.h"
 
 #include <memory>
-#include <vector>
 
 #include "../xxh3.h"
 #include "handles.h"
