@@ -32,7 +32,11 @@ WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshad
 KINDS = {
     "plain": ("-O1", "-g0"),
     "thread": ("-O1", "-fsanitize=thread"),
-    "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    # Whose check of virtual calls needs a pipe, which a test that uses up all descriptors leaves nobody.
+    "address": (
+        *("-O1", "-fsanitize=address,undefined", "-fno-sanitize=vptr"),
+        *("-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    ),
     "aarch64": ("-O2", "-static"),
 }
 
