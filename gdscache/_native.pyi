@@ -18,7 +18,6 @@ _Int64 = npt.NDArray[np.int64]
 _UInt64 = npt.NDArray[np.uint64]
 
 CUFILE_ERRORS: int  # cuFile's own errors are greater; what is less is an errno
-MOST_FRAGMENTS: int  # of a run
 NEVER: int  # nanoseconds: later than any deadline
 SHORT: int  # of I/O that moved too few bytes, in place of an errno
 GONE: int  # ... of a page that is not where its files keep it
@@ -26,16 +25,6 @@ WRONG: int  # ... of bytes that are not what was stored
 
 def best_arm() -> str:
     """The way of XXH3 that this processor is fastest by: "scalar", "avx2", "avx512" or "neon"."""
-
-def has_arm(name: str) -> bool: ...
-def xxh3(data: _Buffer, arm: str | None = None) -> int:
-    """XXH3-64 of the bytes of an array."""
-
-def xxh3_chunks(
-    data: _Buffer, sizes: _Int64, out: _Buffer | None = None, stream: bool = False, arm: str | None = None
-) -> int:
-    """The same of chunks that follow each other, through the stream; copied to `out` on the way, past the processor's
-    caches where `stream` says so."""
 
 def layer_sums(extents: _UInt64, bounds: _Int64) -> _UInt64:
     """`checksum.layer_checksums` of extents at these addresses in host memory: uint64 (pages, layers).
@@ -62,14 +51,6 @@ def put_rows(table: npt.NDArray[_T], rows: Any, values: npt.NDArray[_T]) -> None
 def take_unbound(stored: _UInt64, rows: Any, keys: bytes) -> _UInt64:
     """`checksum.unbound(stored[rows], keys)`; `keys`: 32 bytes a row. Raises `InvalidValueError` for others."""
 
-def cut_and_merge(requests: _Int64, limit: int, most: int = ...) -> tuple[_Int64, _Int64]:
-    """Requests in the order of their files, cut into parts of at most `limit` bytes, and neighbours merged into runs of
-    at most `limit` bytes and `most` parts.
-
-    `requests`: int64 (requests, 4): descriptor, offset, address, bytes. The answers: parts, int64 (parts, 3): address,
-    bytes, row of the request; and runs, int64 (runs, 5): descriptor, offset, first part, parts, bytes.
-    """
-
 def bare_loop(
     file: int,
     write: bool,
@@ -89,9 +70,6 @@ def bare_loop(
 
 def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
-
-def set_faulty_disks(faulty: bool) -> None:
-    """For tests: whether the disks of executors that are opened from now on fail on order."""
 
 class Pool:
     """Planes in host memory.
@@ -130,8 +108,7 @@ class Disk:
 
     `depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many under
     way as it has threads. `transport`: what they call, whose handles files are then. One thread submits, reaps and
-    closes, and lives as long as anything is under way. Any thread may `wake`. `faults`, for tests: int64 (faults, 3):
-    which piece, what (faulty_disk.h), value.
+    closes, and lives as long as anything is under way. Any thread may `wake`.
     Raises `RefusedDiskError`, with the errno of the system's answer.
     """
 
@@ -141,7 +118,6 @@ class Disk:
         workers: int,
         depth: int,
         cufile: CuFiles | None = None,
-        faults: _Int64 | None = None,
         transport: Transport | None = None,
     ) -> None: ...
     @property
@@ -168,14 +144,11 @@ class Disk:
     def wake(self) -> None:
         """End the wait of a `reap`, the running or else the next."""
 
-    def release(self) -> None:
-        """For tests: let go of everything that hangs, now and later."""
-
     def close(self) -> None:
         """Wait for what is under way; again is fine."""
 
 class CuFiles:
-    """cuFile (cufile_files.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
+    """cuFile (cufile.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
 
     Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
     CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
@@ -196,7 +169,7 @@ class CuFiles:
         """Bytes that one call has moved to or from known memory, or an error (`error_text`) below 0."""
 
     def run_bare(self, file: int, address: int, nbytes: int, piece_bytes: int, threads: int, *, write: bool) -> float:
-        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare_cufile.h."""
+        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare.h."""
 
     def close(self) -> None:
         """Nobody uses it any more but disks and executors that are open; again is fine."""
@@ -254,30 +227,6 @@ class Gpu:
     def close(self) -> None:
         """Wait for what is queued; no executor has it any more. Again is fine."""
 
-class Job:
-    """Copies of some pages, or I/O of a disk that is None. Three arrays tell them, int64 (pages,): `rows` of the move,
-    `slots`, and `at`, where the first byte lies in the memory.
-
-    Of I/O, `kind` is 0 for reads and 1 for writes of the bytes `start` to `stop` of extents of `files`. Of copies it is
-    0 to scatter, 1 to gather, 2 to look only; `blocks`: int64 (pages, blocks a page); where there is a `window`, the
-    slots of the reserve that the pages lie in side by side, a part of an extent each, `slots` are places in that.
-    """
-
-    number: int
-    move: int
-    kind: int
-    sums: bool
-    files: str
-    memory: str
-    layers: range
-    window: range
-    rows: _Int64
-    slots: _Int64
-    at: _Int64
-    blocks: _Int64
-    start: int
-    stop: int
-
 class Executor:
     """Moves between spaces (executor.h). See `moves.library.NativeMoves`."""
 
@@ -329,24 +278,6 @@ class Executor:
     def refuse(self, status: int) -> None:
         """From now on no read begins: its pages have this verdict, a place in `PageStatus`; 0: reads begin again."""
 
-    def take_io(self, disk: int) -> Job | None:
-        """For tests: the next I/O of a disk that is None; None where nothing may begin now."""
-
-    def take_copy(self, seconds: float) -> Job | None:
-        """For tests: the next foreign copy; None where none comes in time. ECANCELED behind `stop`."""
-
-    def io_ended(self, job: int, pages: Sequence[int] | _Int64, error: int = 0) -> None:
-        """Pages of a job that was taken have ended, by their places in it: well, or with `SHORT` or an errno."""
-
-    def copy_queued(self, job: int, point: int) -> None:
-        """A copy is queued, up to a point."""
-
-    def copy_ended(self, job: int, sums: _UInt64 | None, broken: str | None = None) -> None:
-        """A copy is done, or broken by something. `sums`: uint64 (pages, layers), where they were asked for."""
-
-    def expire(self, now: int) -> None:
-        """It is `now`, in nanoseconds: what has not ended by its deadline is late."""
-
     def take_late(self, seconds: float, most: int = 256) -> list[tuple[int, int]]:
         """(move, row) of late pages whose I/O has ended at last; waits for one. ECANCELED behind `stop`."""
 
@@ -362,13 +293,6 @@ class Executor:
     def take_spans(self) -> list[tuple[int, range, int, int, int, int, int]]:
         """What has ended since the last call: a place in `SPAN_KINDS`, layers, move, pages, bytes, and when it began
         and ended, in nanoseconds of CLOCK_MONOTONIC."""
-
-    def fail(self, faults: _Int64) -> None:
-        """For tests: what fails from now on, int64 (n, 5): descriptor (-1: any), first byte, last byte + 1, what
-        (faulty_disk.h), value."""
-
-    def release(self) -> None:
-        """For tests: let go of everything that hangs, now and later."""
 
     def stop(self) -> None:
         """Nobody waits in a call any more, and nobody will."""

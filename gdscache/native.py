@@ -8,7 +8,6 @@ try:
     from gdscache._native import (
         CUFILE_ERRORS,
         GONE,
-        MOST_FRAGMENTS,
         NEVER,
         SHORT,
         WRONG,
@@ -16,22 +15,16 @@ try:
         Disk,
         Executor,
         Gpu,
-        Job,
         Pool,
         bare_loop,
         best_arm,
         blocks_fault,
-        cut_and_merge,
         error_text,
-        has_arm,
         layer_sums,
         narrow_tokens,
         put_rows,
-        set_faulty_disks,
         take_rows,
         take_unbound,
-        xxh3,
-        xxh3_chunks,
     )
 except ImportError as error:
     raise NativeMissingError(
@@ -42,7 +35,6 @@ except ImportError as error:
 __all__ = [
     "CUFILE_ERRORS",
     "GONE",
-    "MOST_FRAGMENTS",
     "NEVER",
     "SHORT",
     "WRONG",
@@ -50,23 +42,17 @@ __all__ = [
     "Disk",
     "Executor",
     "Gpu",
-    "Job",
     "Pool",
     "bare_loop",
     "best_arm",
     "blocks_fault",
-    "cut_and_merge",
     "error_of",
     "error_text",
-    "has_arm",
     "layer_sums",
     "narrow_tokens",
     "put_rows",
-    "set_faulty_disks",
     "take_rows",
     "take_unbound",
-    "xxh3",
-    "xxh3_chunks",
 ]
 
 

@@ -33,6 +33,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc" / "host"
 BINDINGS = SOURCES / "bind"
+HOOKS = SOURCES / "tests" / "bind"  # beside the sources alone: no wheel has them
 MODULE = "_native"
 ZIG = "ziglang>=0.17"
 NANOBIND = "nanobind>=3.1,<4"
@@ -159,6 +160,8 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
         # The longest first.
         sources = [(theirs, (*known, *_THEIRS)), *((source, known) for source in sorted(BINDINGS.glob("*.cc")))]
         sources += [(source, ()) for source in sorted(SOURCES.glob("*.cc"))]
+        if library.parent == ROOT / "gdscache" and (hooks := sorted(HOOKS.glob("*.cc"))):
+            sources += [*((source, known) for source in hooks), (SOURCES / "tests" / "faulty_disk.cc", ())]
         jobs, plain, bound = [], list[str](), list[str]()
         for n, (source, flags) in enumerate(sources):
             made = str(Path(work, f"{n}.o"))
@@ -211,7 +214,7 @@ def _check_glibc(library: Path) -> None:
 
 def is_fresh(library: Path = LIBRARY) -> bool:
     """Whether the library beside the sources is newer than all of them."""
-    inputs = [Path(__file__), *(file for folder in (SOURCES, BINDINGS) for file in folder.glob("*.*"))]
+    inputs = [Path(__file__), *(file for folder in (SOURCES, BINDINGS, HOOKS) for file in folder.glob("*.*"))]
     return library.exists() and library.stat().st_mtime > max(file.stat().st_mtime for file in inputs)
 
 

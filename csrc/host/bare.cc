@@ -1,5 +1,3 @@
-// The bare loop. See bare.h.
-
 #include "bare.h"
 
 #include <unistd.h>
@@ -17,11 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "cuda.h"
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -40,47 +36,36 @@ void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
 // A thread's copies to GPU memory, and which parts of its memory they still read.
 class Onward {
 public:
-    Onward(const BareLoop& loop, int64_t slots) : loop_(loop), entered_(*loop.cuda), stream_(loop.cuda->open_stream(false)) {
-        try {
-            for (int64_t n = 0; n < slots; ++n) events_.push_back(loop.cuda->open_event(EventUse::kOrder));
-        } catch (const CudaError&) {
-            close();
-            throw;
-        }
+    Onward(const BareLoop& loop, int64_t slots)
+        : loop_(loop), entered_(*loop.cuda), stream_(own_stream(*loop.cuda, false)) {
+        for (int64_t n = 0; n < slots; ++n) events_.push_back(own_event(*loop.cuda, EventUse::kOrder));
     }
     ~Onward() {
         try {
             finish();  // where the loop broke off
         } catch (const CudaError&) {  // nothing runs any more
         }
-        close();
     }
-    Onward(const Onward&) = delete;
-    Onward& operator=(const Onward&) = delete;
+    Onward(Onward&&) = delete;
 
     // Until a slot may be read into again.
-    void await(int64_t slot) const { loop_.cuda->await(events_[static_cast<size_t>(slot)]); }
+    void await(int64_t slot) const { loop_.cuda->await(events_[static_cast<size_t>(slot)].get()); }
 
     void copy(int64_t slot, int64_t at, const uint8_t* part, int64_t bytes) {
         list_.clear();
         list_.add(loop_.device + static_cast<uint64_t>(at), reinterpret_cast<uint64_t>(part),
                   static_cast<size_t>(bytes), false);
-        loop_.cuda->copy(list_, 0, 1, stream_, true);
-        if (!events_.empty()) loop_.cuda->record(events_[static_cast<size_t>(slot)], stream_);
+        loop_.cuda->copy(list_, 0, 1, stream_.get(), true);
+        if (!events_.empty()) loop_.cuda->record(events_[static_cast<size_t>(slot)].get(), stream_.get());
     }
 
-    void finish() const { loop_.cuda->synchronize(stream_); }
+    void finish() const { loop_.cuda->synchronize(stream_.get()); }
 
 private:
-    void close() noexcept {
-        for (const CudaEvent event : events_) loop_.cuda->close_event(event);
-        loop_.cuda->close_stream(stream_);
-    }
-
     const BareLoop& loop_;
     const Cuda::Entered entered_;
-    const CudaStream stream_;
-    std::vector<CudaEvent> events_;
+    const OwnStream stream_;
+    std::vector<OwnEvent> events_;
     CopyList list_;
 };
 
@@ -131,20 +116,37 @@ private:
     std::optional<Onward> onward_;
 };
 
-bool is_sound(const BareLoop& loop) {
+class CuFileWorker {
+public:
+    CuFileWorker(const CuFileLoop& loop, CuFileHandle file, uint64_t base)
+        : loop_(loop), entered_(loop.files->cuda()), file_(file), base_(base) {}
+
+    int move(int64_t piece) const {
+        const int64_t at = piece * loop_.piece_bytes, bytes = std::min(loop_.piece_bytes, loop_.bytes - at);
+        const int64_t moved = loop_.files->move(loop_.op == Op::kWrite, file_, base_, static_cast<size_t>(bytes), at,
+                                                         static_cast<int64_t>(loop_.memory - base_) + at);
+        return moved == bytes ? 0 : moved < 0 ? static_cast<int>(moved) : -ENODATA;
+    }
+    void finish() const {}
+
+private:
+    const CuFileLoop& loop_;
+    const Cuda::Entered entered_;
+    const CuFileHandle file_;
+    const uint64_t base_;
+};
+
+void check(const LoopShape& loop, bool sound) {
     constexpr int64_t kMost = int64_t{1} << 40;
     constexpr int kMostThreads = 1024;
     const auto some = [](int64_t count, int64_t most) { return count > 0 && count <= most; };
-    if (loop.fd < 0 || !loop.memory || loop.sum_bytes < 0 || !some(loop.threads, kMostThreads)) return false;
-    if (!some(loop.bytes, kMost) || !some(loop.piece_bytes, kMost)) return false;
-    if (loop.memory_bytes < loop.bytes && loop.memory_bytes / loop.threads < loop.piece_bytes) return false;
-    return !loop.cuda || (loop.op == Op::kRead && loop.device);
+    const bool counts = some(loop.threads, kMostThreads) && some(loop.bytes, kMost) && some(loop.piece_bytes, kMost);
+    require(sound && counts && loop.fd >= 0, "a loop that makes no sense");
 }
 
-}  // namespace
-
-int run(const BareLoop& loop, double& seconds) {
-    if (!is_sound(loop)) return -EINVAL;
+// `make(n)`: what thread `n` moves pieces by. Its `move` answers 0 or a negative error.
+template <typename Make>
+double run(const LoopShape& loop, Make make) {
     const int64_t pieces = (loop.bytes + loop.piece_bytes - 1) / loop.piece_bytes;
     std::atomic<int64_t> next{0};
     std::atomic<int> error{0};
@@ -154,7 +156,7 @@ int run(const BareLoop& loop, double& seconds) {
     const auto work = [&](int number) {
         bool waited = false;
         try {
-            Worker worker(loop, number);
+            auto worker = make(number);
             ready.release();
             go.acquire();
             waited = true;
@@ -180,9 +182,26 @@ int run(const BareLoop& loop, double& seconds) {
     const Clock::time_point begin = Clock::now();
     go.release(static_cast<ptrdiff_t>(threads.size()));
     for (std::thread& thread : threads) thread.join();
-    seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
     if (refused) std::rethrow_exception(refused);
-    return error;
+    if (error) throw Error(-error, cufile_text(-error));
+    return seconds;
+}
+
+}  // namespace
+
+double run(const BareLoop& loop) {
+    const int64_t share = loop.memory_bytes / std::max(loop.threads, 1);
+    const bool onward = !loop.cuda || (loop.op == Op::kRead && loop.device);
+    check(loop, loop.memory && loop.sum_bytes >= 0 && (loop.memory_bytes >= loop.bytes || share >= loop.piece_bytes) && onward);
+    return run(loop, [&](int number) { return Worker(loop, number); });
+}
+
+double run(const CuFileLoop& loop) {
+    const CuFileHandle file = loop.files->file(loop.fd);
+    const auto base = loop.files->memory(loop.memory, static_cast<size_t>(loop.bytes));
+    check(loop, file && base);
+    return run(loop, [&](int) { return CuFileWorker(loop, file, *base); });
 }
 
 }  // namespace gdscache

@@ -1,22 +1,24 @@
-// The bare loop: what the device gives to whoever only reads or writes, and perhaps copies and sums. `gdscache bench`
-// compares with it.
+// Bare loops: what a device, or cuFile, gives to whoever only reads or writes, and perhaps copies and sums. `gdscache bench`
+// compares with them.
 
 #pragma once
 
 #include <cstdint>
 
+#include "cufile.h"
 #include "disk.h"
 
 namespace gdscache {
 
-class Cuda;
-
-struct BareLoop {
+struct LoopShape {
     int fd;
     Op op;
     int64_t bytes;        // from the beginning of the file on
-    int64_t piece_bytes;  // of one system call
+    int64_t piece_bytes;  // of one call
     int threads;
+};
+
+struct BareLoop : LoopShape {
     uint8_t* memory;       // that the file is read into, or written from
     int64_t memory_bytes;  // `bytes`, or less: then each thread uses its share of it again and again
     uint8_t* planes;       // of `bytes`: what was read is copied there, what is written comes from there. Or null
@@ -25,8 +27,14 @@ struct BareLoop {
     uint64_t device = 0;         // of `bytes`, where it goes; `memory` is page-locked then
 };
 
-// Every piece once, by whichever thread is free. Seconds from the first call to the end of the last, copies too, into
-// `seconds`. 0, or a negative errno: -ENODATA where a call moved too little. Throws CudaError where the driver refuses.
-int run(const BareLoop& loop, double& seconds);
+struct CuFileLoop : LoopShape {
+    const CuFiles* files;
+    uint64_t memory;  // `bytes` of a GPU, of which `files` knows
+};
+
+// Every piece once, by whichever thread is free: seconds from the first call to the end of the last, copies too. Throws
+// `Error`, with ENODATA where a call moved too little, and CudaError.
+double run(const BareLoop& loop);
+double run(const CuFileLoop& loop);
 
 }  // namespace gdscache

@@ -6,7 +6,6 @@
 #include <vector>
 
 namespace gdscache {
-
 namespace {
 
 using Kind = Space::Kind;
@@ -76,57 +75,56 @@ bool is_load(const Way& way, const Executor& executor) {
     return spaces[way.target].kind != Kind::kFiles && spaces[way.source].kind != Kind::kPlanes;
 }
 
-const char* unsound(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) {
+void check(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) {
     const bool part = plane.start == end && plane.end > end && plane.end <= planes.extent_bytes && plane.run_bytes > 0;
     const int64_t runs = part ? (plane.end - plane.start) / plane.run_bytes : 0;
     const bool whole = part && runs > 0 && runs * plane.run_bytes == plane.end - plane.start &&
                        runs % planes.page_blocks == 0 && runs / planes.page_blocks == plane.runs_per_block;
-    if (!whole) return "a plane that does not fill its part of a layer";
+    refuse_if(!whole, "a plane that does not fill its part of a layer");
     const auto far = [](int64_t stride, int64_t count) {
         return stride > kMostBytes / count || stride < -kMostBytes / count;
     };
     const bool outside = plane.base < 1 || plane.base > kMostBytes || far(plane.block_stride, planes.blocks) ||
                          (plane.runs_per_block > 1 && far(plane.run_stride, plane.runs_per_block));
-    return outside ? "a plane that leaves the address space" : nullptr;
+    refuse_if(outside, "a plane that leaves the address space");
 }
 
 }  // namespace
 
-const char* unsound(const Limits& limits) {
+void check(const Limits& limits) {
     const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_copy_bytes};
     const bool each = std::all_of(std::begin(bytes), std::end(bytes), [](int64_t one) { return some(one, kMostBytes); });
-    if (!each || !some(limits.extent_bytes, kMostExtent) || !some(limits.page_blocks, kMostLayers)) return "no sound sizes";
-    if (!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes)) return "no sound layers";
-    return nullptr;
+    refuse_if(!each || !some(limits.extent_bytes, kMostExtent) || !some(limits.page_blocks, kMostLayers), "no sound sizes");
+    refuse_if(!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes), "no sound layers");
 }
 
-const char* unsound(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu) {
+void check(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu) {
     const auto memory = reinterpret_cast<uint64_t>(place.memory);
-    if (place.slots < 0 || place.slots >= kMost) return "a space of no sound number of slots";
-    if (space.kind != Kind::kPlanes && place.slots > kMostBytes / extent_bytes) return "a space of too many bytes";
-    if (place.fence < 0) return "a fence of no sound number of slots";
+    refuse_if(place.slots < 0 || place.slots >= kMost, "a space of no sound number of slots");
+    refuse_if(space.kind != Kind::kPlanes && place.slots > kMostBytes / extent_bytes, "a space of too many bytes");
+    refuse_if(place.fence < 0, "a fence of no sound number of slots");
     const auto bytes = static_cast<uint64_t>(place.slots * extent_bytes);
     const bool here = space.kind == Kind::kMemory && (!space.foreign || on_gpu);
-    if (here && !memory) return "a memory without an address";
-    if (here && memory > UINT64_MAX - bytes) return "a memory that leaves the address space";
-    return space.kind == Kind::kFiles && place.stretch < 1 ? "files of no stretch" : nullptr;
+    refuse_if(here && !memory, "a memory without an address");
+    refuse_if(here && memory > UINT64_MAX - bytes, "a memory that leaves the address space");
+    refuse_if(space.kind == Kind::kFiles && place.stretch < 1, "files of no stretch");
 }
 
-const char* unsound(const Place& planes, const Pool* pool, const Limits& limits) {
-    if (!pool) return "planes without a pool";
-    if (planes.slots > pool->blocks) return "more blocks than the pool has";
+void check(const Place& planes, const Pool* pool, const Limits& limits) {
+    refuse_if(!pool, "planes without a pool");
+    refuse_if(planes.slots > pool->blocks, "more blocks than the pool has");
     bool same = pool->n_layers == limits.layers && pool->page_blocks == limits.page_blocks;
     for (int32_t layer = 0; same && layer < limits.layers; ++layer) {
         same = layer_bytes(*pool, layer) == limits.bounds[layer + 1] - limits.bounds[layer];
     }
-    return same ? nullptr : "a pool of other pages";
+    refuse_if(!same, "a pool of other pages");
 }
 
-const char* unsound(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits) {
-    if (space.kind != Kind::kPlanes) return nullptr;
-    if (place.slots > planes.blocks) return "more blocks than the pool has";
+void check(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits) {
+    if (space.kind != Kind::kPlanes) return;
+    refuse_if(place.slots > planes.blocks, "more blocks than the pool has");
     const bool same = planes.page_blocks == limits.page_blocks && planes.bounds == limits.bounds;
-    return same ? nullptr : "a pool of other pages";
+    refuse_if(!same, "a pool of other pages");
 }
 
 bool loads(const std::vector<Way>& ways, const Executor& executor) {
@@ -163,53 +161,48 @@ bool sound(const std::vector<Group>& groups, const Limits& limits) {
     return layer == limits.layers;
 }
 
-const char* unsound(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging) {
-    if (!some(planes.layers, kMostLayers) || !some(planes.page_blocks, kMostLayers) || !some(planes.blocks, kMost)) {
-        return "no sound number of layers or blocks";
-    }
-    if (!some(planes.extent_bytes, kMostExtent) || !some(staging, kMostBytes)) return "no sound sizes";
+void check(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging) {
+    const bool counts = some(planes.layers, kMostLayers) && some(planes.page_blocks, kMostLayers) && some(planes.blocks, kMost);
+    refuse_if(!counts, "no sound number of layers or blocks");
+    refuse_if(!some(planes.extent_bytes, kMostExtent) || !some(staging, kMostBytes), "no sound sizes");
     for (const int64_t bytes : {sizes.moved, sizes.looked, sizes.looked_last, sizes.unbroken}) {
-        if (!some(bytes, kMostBytes)) return "no sound sizes of chunks";
+        refuse_if(!some(bytes, kMostBytes), "no sound sizes of chunks");
     }
-    if (staging / 2 < planes.extent_bytes) return "half of the ring holds no page";
+    refuse_if(staging / 2 < planes.extent_bytes, "half of the ring holds no page");
     const bool all = kernels.gather && kernels.scatter && kernels.gather_sums && kernels.scatter_sums && kernels.table;
-    if (kernels.gather && (!all || kernels.vector < 1 || kernels.vector > 16 || kernels.processors < 1)) {
-        return "half a set of kernels";
-    }
-    if (!ascending(planes.bounds, planes.extent_bytes)) return "no sound layers";
+    const bool whole = all && kernels.vector >= 1 && kernels.vector <= 16 && kernels.processors >= 1;
+    refuse_if(kernels.gather && !whole, "half a set of kernels");
+    refuse_if(!ascending(planes.bounds, planes.extent_bytes), "no sound layers");
     const auto count = static_cast<int64_t>(planes.planes.size());
-    if (planes.first_plane.size() != planes.bounds.size() || planes.first_plane[0] != 0) return "planes of no layer";
-    if (planes.first_plane.back() != count || count > 1 << 24) return "a layer without planes";
+    refuse_if(planes.first_plane.size() != planes.bounds.size() || planes.first_plane[0] != 0, "planes of no layer");
+    refuse_if(planes.first_plane.back() != count || count > 1 << 24, "a layer without planes");
     for (int32_t layer = 0; layer < planes.layers; ++layer) {
         const int32_t first = planes.first_plane[layer], last = planes.first_plane[layer + 1];
-        if (last <= first || last > count) return "a layer without planes";
+        refuse_if(last <= first || last > count, "a layer without planes");
         int64_t end = 0;
         for (int32_t n = first; n < last; ++n) {
-            if (const char* const why = unsound(planes.planes[n], planes, end)) return why;
+            check(planes.planes[n], planes, end);
             end = planes.planes[n].end;
         }
-        if (end != planes.bounds[layer + 1] - planes.bounds[layer]) return "planes that do not fill their layer";
+        refuse_if(end != planes.bounds[layer + 1] - planes.bounds[layer], "planes that do not fill their layer");
     }
-    return nullptr;
 }
 
-const char* unsound(const PageCopies& copies, const GpuPlanes& planes) {
+void check(const PageCopies& copies, const GpuPlanes& planes) {
     const ExtentSlots& extents = copies.extents;
     const auto route = static_cast<int32_t>(copies.route);
-    if (route < 0 || route > static_cast<int32_t>(Route::kCopyEngine)) return "no such route";
-    if (copies.first < 0 || copies.last < copies.first || copies.last > planes.layers) return "no such layers";
-    if (copies.pages >= kMost || extents.slots < 0 || extents.slots >= kMost) return "no sound counts";
-    if (!extents.address || extents.stride < 1 || extents.fence < 0) return "no sound extents";
-    if (extents.stride > kMostBytes / std::max<int64_t>(extents.slots, 1) || extents.origin < -kMostBytes ||
-        extents.address > UINT64_MAX - static_cast<uint64_t>(extents.slots * extents.stride)) {
-        return "extents that leave the address space";
-    }
-    if (extents.origin > planes.bounds[copies.first] || extents.stride < planes.bounds[copies.last] - extents.origin) {
-        return "layers that leave their slot";
-    }
-    if (!within(copies.slots, copies.pages, extents.slots)) return "a slot that is not there";
-    if (!within(copies.blocks, copies.pages * planes.page_blocks, planes.blocks)) return "a block that is not there";
-    return copies.n_after > 1 << 20 ? "no sound events" : nullptr;
+    refuse_if(route < 0 || route > static_cast<int32_t>(Route::kCopyEngine), "no such route");
+    refuse_if(copies.first < 0 || copies.last < copies.first || copies.last > planes.layers, "no such layers");
+    refuse_if(copies.pages >= kMost || extents.slots < 0 || extents.slots >= kMost, "no sound counts");
+    refuse_if(!extents.address || extents.stride < 1 || extents.fence < 0, "no sound extents");
+    const bool large = extents.stride > kMostBytes / std::max<int64_t>(extents.slots, 1) || extents.origin < -kMostBytes;
+    const bool outside = large || extents.address > UINT64_MAX - static_cast<uint64_t>(extents.slots * extents.stride);
+    refuse_if(outside, "extents that leave the address space");
+    const int64_t first = planes.bounds[copies.first], last = planes.bounds[copies.last];
+    refuse_if(extents.origin > first || extents.stride < last - extents.origin, "layers that leave their slot");
+    refuse_if(!within(copies.slots, copies.pages, extents.slots), "a slot that is not there");
+    refuse_if(!within(copies.blocks, copies.pages * planes.page_blocks, planes.blocks), "a block that is not there");
+    refuse_if(copies.n_after > 1 << 20, "no sound events");
 }
 
 }  // namespace gdscache

@@ -1,5 +1,5 @@
 // What of the values that come from outside is sound: nothing reaches beyond a space, and no size overflows. What is not
-// answers why, or false.
+// throws an `Error` with EINVAL, or answers false.
 
 #pragma once
 
@@ -16,14 +16,14 @@ constexpr int64_t kMost = int64_t{1} << 31;        // pages of a way, slots of a
 constexpr int64_t kMostLayers = int64_t{1} << 20;  // and blocks of a page: as many as a pool has
 constexpr int64_t kMostBytes = int64_t{1} << 60;   // of a space, and in flight: twice as many are still a number
 
-const char* unsound(const Limits& limits);
+void check(const Limits& limits);
 
 // A space whose bytes are at `place`. `on_gpu`: what is foreign is a GPU's.
-const char* unsound(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu);
+void check(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu);
 
 // Planes or a memory, for pages with these layers: of the host's pool, or of a GPU's.
-const char* unsound(const Place& planes, const Pool* pool, const Limits& limits);
-const char* unsound(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits);
+void check(const Place& planes, const Pool* pool, const Limits& limits);
+void check(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits);
 
 // Whether ways make sense for these spaces, and together: a store is a store as a whole.
 bool sound(const std::vector<Way>& ways, const Executor& executor, bool on_gpu);
@@ -35,8 +35,8 @@ bool loads(const std::vector<Way>& ways, const Executor& executor);
 bool sound(const std::vector<Group>& groups, const Limits& limits);
 
 // The planes of a GPU: layers without planes, runs that do not fill theirs, and what leaves its layer are refused.
-const char* unsound(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging);
+void check(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging);
 
-const char* unsound(const PageCopies& copies, const GpuPlanes& planes);
+void check(const PageCopies& copies, const GpuPlanes& planes);
 
 }  // namespace gdscache

@@ -1,19 +1,11 @@
 #include "cuda.h"
 
-#include <dlfcn.h>
-
-#include <memory>
-
 namespace gdscache {
-
 namespace {
 
 // Values of cuda.h.
-constexpr int kNotReady = 600;
-constexpr unsigned kNonBlocking = 1, kBlockingSync = 1, kNoTiming = 2, kPortable = 1;
+constexpr unsigned kNonBlocking = 1, kBlockingSync = 1, kNoTiming = 2;
 constexpr int kSourceInStreamOrder = 1;
-constexpr int kRelaxedCapture = 2;
-constexpr int kUnified = 4;
 
 struct Location {
     int type, id;
@@ -24,106 +16,10 @@ struct CopyAttributes {
     unsigned flags;
 };
 
-// CUDA_MEMCPY2D; the driver finds out what an address is of.
-struct Copy2D {
-    struct End {
-        size_t x = 0, y = 0;
-        int type = kUnified;
-        void* host = nullptr;
-        uint64_t address = 0;
-        void* array = nullptr;
-        size_t pitch = 0;
-    };
-    End from, to;
-    size_t width = 0, height = 0;
-};
-
 using Batch13 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, CudaStream);
 using Batch12 = int (*)(uint64_t*, uint64_t*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*, CudaStream);
 
 }  // namespace
-
-struct Cuda::Functions {
-    int (*push)(void*);
-    int (*pop)(void**);
-    int (*priorities)(int*, int*);
-    int (*stream_create)(CudaStream*, unsigned, int);
-    int (*stream_destroy)(CudaStream);
-    int (*stream_synchronize)(CudaStream);
-    int (*stream_wait)(CudaStream, CudaEvent, unsigned);
-    int (*event_create)(CudaEvent*, unsigned);
-    int (*event_destroy)(CudaEvent);
-    int (*event_record)(CudaEvent, CudaStream);
-    int (*event_query)(CudaEvent);
-    int (*event_synchronize)(CudaEvent);
-    int (*event_elapsed)(float*, CudaEvent, CudaEvent);
-    int (*allocate)(uint64_t*, size_t);
-    int (*free)(uint64_t);
-    int (*host_allocate)(void**, size_t, unsigned);
-    int (*host_free)(void*);
-    int (*copy)(uint64_t, uint64_t, size_t, CudaStream);
-    int (*copy_rows)(const Copy2D*, CudaStream);
-    int (*copy_to_host)(void*, uint64_t, size_t);
-    int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
-                  void**);
-    int (*address)(const char*, void**, int, uint64_t, int*);
-    int (*error_name)(int, const char**);
-    int (*capture_mode)(int*);
-};
-
-template <typename Pointer>
-void Cuda::find(Pointer* function, const char* name) {
-    void* const found = dlsym(library_, name);
-    if (found == nullptr) throw CudaError(std::string("the CUDA driver has no function ") + name);
-    *function = reinterpret_cast<Pointer>(found);
-}
-
-Cuda::Cuda(const char* library, void* context) : context_(context) {
-    library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    if (library_ == nullptr) throw CudaError(std::string("there is no CUDA driver: ") + dlerror());
-    auto made = std::make_unique<Functions>();
-    functions_ = made.get();
-    find(&made->push, "cuCtxPushCurrent_v2");
-    find(&made->pop, "cuCtxPopCurrent_v2");
-    find(&made->priorities, "cuCtxGetStreamPriorityRange");
-    find(&made->stream_create, "cuStreamCreateWithPriority");
-    find(&made->stream_destroy, "cuStreamDestroy_v2");
-    find(&made->stream_synchronize, "cuStreamSynchronize");
-    find(&made->stream_wait, "cuStreamWaitEvent");
-    find(&made->event_create, "cuEventCreate");
-    find(&made->event_destroy, "cuEventDestroy_v2");
-    find(&made->event_record, "cuEventRecord");
-    find(&made->event_query, "cuEventQuery");
-    find(&made->event_synchronize, "cuEventSynchronize");
-    find(&made->event_elapsed, "cuEventElapsedTime");
-    find(&made->allocate, "cuMemAlloc_v2");
-    find(&made->free, "cuMemFree_v2");
-    find(&made->host_allocate, "cuMemHostAlloc");
-    find(&made->host_free, "cuMemFreeHost");
-    find(&made->copy, "cuMemcpyAsync");
-    find(&made->copy_rows, "cuMemcpy2DAsync_v2");
-    find(&made->copy_to_host, "cuMemcpyDtoH_v2");
-    find(&made->launch, "cuLaunchKernel");
-    find(&made->error_name, "cuGetErrorName");
-    find(&made->capture_mode, "cuThreadExchangeStreamCaptureMode");
-    made->address = reinterpret_cast<decltype(made->address)>(dlsym(library_, "cuGetProcAddress_v2"));  // since CUDA 12
-    const struct {
-        const char* name;
-        int version;
-    } forms[] = {{"batch_13", 13000}, {"batch_12_8", 12080}};  // the newer one lacks an argument
-    for (const auto& form : forms) {
-        void* found = nullptr;
-        int status = 0;
-        if (!made->address || made->address("cuMemcpyBatchAsync", &found, form.version, 0, &status) != 0) continue;
-        if (found == nullptr || status != 0) continue;
-        batch_ = found;
-        api_ = form.name;
-        break;
-    }
-    functions_ = made.release();
-}
-
-Cuda::~Cuda() { delete functions_; }  // the driver stays loaded: it is everybody's
 
 void Cuda::check(const char* name, int code) const {
     if (code == 0) return;
@@ -132,18 +28,21 @@ void Cuda::check(const char* name, int code) const {
     throw CudaError(std::string(name) + " answered " + std::to_string(code) + " (" + (text ? text : "unknown") + ")");
 }
 
-Cuda::Entered::Entered(const Cuda& cuda) : cuda_(cuda) {
-    cuda.check("cuCtxPushCurrent", cuda.functions_->push(cuda.context_));
-}
-
-Cuda::Entered::~Entered() {
-    void* popped = nullptr;
-    cuda_.functions_->pop(&popped);
-}
-
-void Cuda::leave_captures_alone() const {
-    int mode = kRelaxedCapture;
-    check("cuThreadExchangeStreamCaptureMode", functions_->capture_mode(&mode));
+Cuda::Cuda(const char* library, void* context)
+    : context_(context), functions_(new CudaFunctions{{"CUDA driver", library}}) {
+    const struct {
+        const char* name;
+        int version;
+    } forms[] = {{"batch_13", 13000}, {"batch_12_8", 12080}};  // the newer one lacks an argument
+    for (const auto& form : forms) {
+        void* found = nullptr;
+        int status = 0;
+        if (!functions_->address || functions_->address("cuMemcpyBatchAsync", &found, form.version, 0, &status) != 0) continue;
+        if (found == nullptr || status != 0) continue;
+        batch_ = found;
+        api_ = form.name;
+        break;
+    }
 }
 
 CudaStream Cuda::open_stream(bool urgent) const {
@@ -154,59 +53,12 @@ CudaStream Cuda::open_stream(bool urgent) const {
     return stream;
 }
 
-// What a broken context does not give back goes with the process.
-void Cuda::close_stream(CudaStream stream) const noexcept { functions_->stream_destroy(stream); }
-
-void Cuda::synchronize(CudaStream stream) const {
-    check("cuStreamSynchronize", functions_->stream_synchronize(stream));
-}
-
 CudaEvent Cuda::open_event(EventUse use) const {
     constexpr unsigned kFlags[] = {kNoTiming, kNoTiming | kBlockingSync, 0};
     CudaEvent event = nullptr;
     check("cuEventCreate", functions_->event_create(&event, kFlags[static_cast<int>(use)]));
     return event;
 }
-
-void Cuda::close_event(CudaEvent event) const noexcept { functions_->event_destroy(event); }
-
-void Cuda::record(CudaEvent event, CudaStream stream) const {
-    check("cuEventRecord", functions_->event_record(event, stream));
-}
-
-void Cuda::follow(CudaStream stream, CudaEvent event) const {
-    check("cuStreamWaitEvent", functions_->stream_wait(stream, event, 0));
-}
-
-bool Cuda::happened(CudaEvent event) const {
-    const int code = functions_->event_query(event);
-    if (code != kNotReady) check("cuEventQuery", code);
-    return code == 0;
-}
-
-void Cuda::await(CudaEvent event) const { check("cuEventSynchronize", functions_->event_synchronize(event)); }
-
-double Cuda::seconds(CudaEvent from, CudaEvent to) const {
-    float milliseconds = 0;
-    check("cuEventElapsedTime", functions_->event_elapsed(&milliseconds, from, to));
-    return static_cast<double>(milliseconds) / 1e3;
-}
-
-uint64_t Cuda::allocate(size_t bytes) const {
-    uint64_t address = 0;
-    check("cuMemAlloc", functions_->allocate(&address, bytes));
-    return address;
-}
-
-void Cuda::free(uint64_t address) const noexcept { functions_->free(address); }
-
-void* Cuda::allocate_host(size_t bytes) const {
-    void* memory = nullptr;
-    check("cuMemHostAlloc", functions_->host_allocate(&memory, bytes, kPortable));
-    return memory;
-}
-
-void Cuda::free_host(void* memory) const noexcept { functions_->host_free(memory); }
 
 void Cuda::copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const {
     if (first == last) return;
@@ -230,15 +82,11 @@ void Cuda::copy(const CopyList& list, size_t first, size_t last, CudaStream stre
 }
 
 void Cuda::copy(const CopyRows& rows, CudaStream stream) const {
-    Copy2D copy;
+    CudaCopy2D copy;
     copy.from.address = rows.from, copy.from.pitch = rows.from_step;
     copy.to.address = rows.to, copy.to.pitch = rows.to_step;
     copy.width = rows.bytes, copy.height = rows.rows;
     check("cuMemcpy2DAsync", functions_->copy_rows(&copy, stream));
-}
-
-void Cuda::copy_to_host(void* to, uint64_t from, size_t bytes) const {
-    check("cuMemcpyDtoH", functions_->copy_to_host(to, from, bytes));
 }
 
 void Cuda::launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,

@@ -1,15 +1,12 @@
 #include "cufile.h"
 
-#include <dlfcn.h>
 #include <sys/types.h>
 #include <time.h>
 
 #include <cerrno>
 #include <cstring>
-#include <memory>
 
 namespace gdscache {
-
 namespace {
 
 constexpr const char* kName = "libcufile.so.0";
@@ -78,20 +75,21 @@ std::string cufile_text(int32_t error) {
     return number;
 }
 
-struct CuFile::Functions {
-    Answer (*open)();
-    Answer (*add_file)(CuFileHandle*, Description*);
-    void (*remove_file)(CuFileHandle);
-    Answer (*add_memory)(const void*, size_t, int);
-    Answer (*remove_memory)(const void*);
-    ssize_t (*read)(CuFileHandle, void*, size_t, off_t, off_t);
-    ssize_t (*write)(CuFileHandle, const void*, size_t, off_t, off_t);
-    Answer (*set_text)(int, const char*);  // since 1.14
-    Answer (*open_batch)(CuFileBatch*, unsigned);
-    Answer (*submit)(CuFileBatch, unsigned, CuFileEntry*, unsigned);
-    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*);
-    Answer (*cancel)(CuFileBatch);
-    void (*close_batch)(CuFileBatch);
+struct CuFiles::Functions {
+    const Library<CuFileError> library;
+    Answer (*open)() = library["cuFileDriverOpen"];
+    Answer (*add_file)(CuFileHandle*, Description*) = library["cuFileHandleRegister"];
+    void (*remove_file)(CuFileHandle) = library["cuFileHandleDeregister"];
+    Answer (*add_memory)(const void*, size_t, int) = library["cuFileBufRegister"];
+    Answer (*remove_memory)(const void*) = library["cuFileBufDeregister"];
+    ssize_t (*read)(CuFileHandle, void*, size_t, off_t, off_t) = library["cuFileRead"];
+    ssize_t (*write)(CuFileHandle, const void*, size_t, off_t, off_t) = library["cuFileWrite"];
+    Answer (*set_text)(int, const char*) = library.find("cuFileSetParameterString");  // since 1.14
+    Answer (*open_batch)(CuFileBatch*, unsigned) = library.find("cuFileBatchIOSetUp");
+    Answer (*submit)(CuFileBatch, unsigned, CuFileEntry*, unsigned) = library.find("cuFileBatchIOSubmit");
+    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) = library.find("cuFileBatchIOGetStatus");
+    Answer (*cancel)(CuFileBatch) = library.find("cuFileBatchIOCancel");
+    void (*close_batch)(CuFileBatch) = library.find("cuFileBatchIODestroy");
 };
 
 namespace {
@@ -105,61 +103,89 @@ void check(const char* name, Answer answer) {
 
 }  // namespace
 
-CuFile::CuFile(const char* library) {
-    library_ = dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    if (library_ == nullptr) library_ = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    if (library_ == nullptr) throw CuFileError(std::string("libcufile cannot be loaded: ") + dlerror());
-    auto made = std::make_unique<Functions>();
-    const auto look = [&](auto* function, const char* name) {
-        *function = reinterpret_cast<std::remove_pointer_t<decltype(function)>>(dlsym(library_, name));
-        return *function != nullptr;
-    };
-    const auto find = [&](auto* function, const char* name) {
-        if (!look(function, name)) throw CuFileError(std::string("libcufile has no function ") + name);
-    };
-    find(&made->open, "cuFileDriverOpen");
-    find(&made->add_file, "cuFileHandleRegister");
-    find(&made->remove_file, "cuFileHandleDeregister");
-    find(&made->add_memory, "cuFileBufRegister");
-    find(&made->remove_memory, "cuFileBufDeregister");
-    find(&made->read, "cuFileRead");
-    find(&made->write, "cuFileWrite");
-    look(&made->set_text, "cuFileSetParameterString");
-    batches_ = look(&made->open_batch, "cuFileBatchIOSetUp") && look(&made->submit, "cuFileBatchIOSubmit") &&
-               look(&made->status, "cuFileBatchIOGetStatus") && look(&made->cancel, "cuFileBatchIOCancel") &&
-               look(&made->close_batch, "cuFileBatchIODestroy");
-    functions_ = made.release();
-}
+CuFiles::CuFiles(const char* driver, void* context, const char* library)
+    : cuda_(driver, context), functions_(new Functions{{"libcufile", library, kName}}) {}
 
-CuFile::~CuFile() { delete functions_; }  // the library stays loaded: it is everybody's
+CuFiles::~CuFiles() = default;
 
-void CuFile::open(const char* log_folder) const {
+void CuFiles::open(const char* log_folder) {
+    const Cuda::Entered entered(cuda_);
     // Refused when the driver is open already: then its log is where somebody else had it.
     if (log_folder && functions_->set_text) functions_->set_text(kLogFolder, log_folder);
     const Answer answer = functions_->open();
     if (answer.cufile != kDriverAlreadyOpen) check("cuFileDriverOpen", answer);
 }
 
-CuFileHandle CuFile::add_file(int fd) const {
+void CuFiles::add_file(int fd) {
+    const Cuda::Entered entered(cuda_);
     Description description{};
     description.type = kFileDescriptor;
     description.file.fd = fd;
     CuFileHandle file = nullptr;
     check("cuFileHandleRegister", functions_->add_file(&file, &description));
-    return file;
+    const std::lock_guard held(lock_);
+    files_[fd] = file;
 }
 
-void CuFile::remove_file(CuFileHandle file) const noexcept { functions_->remove_file(file); }
-
-void CuFile::add_memory(uint64_t address, size_t bytes) const {
-    check("cuFileBufRegister", functions_->add_memory(reinterpret_cast<void*>(address), bytes, 0));
+void CuFiles::remove_file(int fd) {
+    std::unique_lock held(lock_);
+    auto node = files_.extract(fd);
+    held.unlock();
+    if (node.empty()) return;
+    const Cuda::Entered entered(cuda_);
+    functions_->remove_file(node.mapped());
 }
 
-void CuFile::remove_memory(uint64_t address) const noexcept {
+void CuFiles::add_memory(uint64_t address, size_t bytes) {
+    const Cuda::Entered entered(cuda_);
+    {
+        const std::lock_guard held(lock_);
+        const auto next = memories_.lower_bound(address);
+        const bool before = next != memories_.begin() && std::prev(next)->first + std::prev(next)->second > address;
+        if (before || (next != memories_.end() && next->first < address + bytes)) {
+            throw CuFileError("some of the memory was added before");
+        }
+        memories_.emplace(address, bytes);
+    }
+    try {
+        check("cuFileBufRegister", functions_->add_memory(reinterpret_cast<void*>(address), bytes, 0));
+    } catch (const CuFileError&) {
+        const std::lock_guard held(lock_);
+        memories_.erase(address);
+        throw;
+    }
+}
+
+void CuFiles::remove_memory(uint64_t address) {
+    std::unique_lock held(lock_);
+    auto node = memories_.extract(address);
+    held.unlock();
+    if (node.empty()) return;
+    const Cuda::Entered entered(cuda_);
     functions_->remove_memory(reinterpret_cast<void*>(address));
 }
 
-int64_t CuFile::move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset,
+CuFileHandle CuFiles::file(int fd) const {
+    const std::lock_guard held(lock_);
+    const auto found = files_.find(fd);
+    return found == files_.end() ? nullptr : found->second;
+}
+
+std::optional<uint64_t> CuFiles::memory(uint64_t address, size_t bytes) const {
+    const std::lock_guard held(lock_);
+    auto next = memories_.upper_bound(address);
+    if (next == memories_.begin()) return std::nullopt;
+    const auto [begin, size] = *--next;
+    if (address - begin > size || size - (address - begin) < bytes) return std::nullopt;
+    return begin;
+}
+
+bool CuFiles::has_batches() const {
+    const Functions& all = *functions_;
+    return all.open_batch && all.submit && all.status && all.cancel && all.close_batch;
+}
+
+int64_t CuFiles::move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset,
                      int64_t base_offset) const {
     errno = 0;
     void* const at = reinterpret_cast<void*>(base);
@@ -170,27 +196,27 @@ int64_t CuFile::move(bool write, CuFileHandle file, uint64_t base, size_t bytes,
     return moved;
 }
 
-CuFileBatch CuFile::open_batch(unsigned entries) const {
+CuFileBatch CuFiles::open_batch(unsigned entries) const {
     CuFileBatch batch = nullptr;
     check("cuFileBatchIOSetUp", functions_->open_batch(&batch, entries));
     return batch;
 }
 
-void CuFile::close_batch(CuFileBatch batch) const noexcept { functions_->close_batch(batch); }
+void CuFiles::close_batch(CuFileBatch batch) const noexcept { functions_->close_batch(batch); }
 
-bool CuFile::submit(CuFileBatch batch, CuFileEntry* entries, unsigned count) const {
+bool CuFiles::submit(CuFileBatch batch, CuFileEntry* entries, unsigned count) const {
     return functions_->submit(batch, count, entries, 0).cufile == 0;
 }
 
-void CuFile::cancel(CuFileBatch batch) const noexcept { functions_->cancel(batch); }
+void CuFiles::cancel(CuFileBatch batch) const noexcept { functions_->cancel(batch); }
 
-int CuFile::reap(CuFileBatch batch, CuFileEvent* events, unsigned room) const {
+int CuFiles::reap(CuFileBatch batch, CuFileEvent* events, unsigned room) const {
     unsigned found = room;
     if (functions_->status(batch, 1, &found, events, nullptr).cufile != 0) return -1;
     return found <= room ? static_cast<int>(found) : -1;
 }
 
-int64_t CuFile::result(const CuFileEvent& event) {
+int64_t CuFiles::result(const CuFileEvent& event) {
     if (event.status == CuFileEvent::kComplete) return event.result == -1 ? -EIO : event.result;
     return event.result < -1 ? event.result : -EIO;
 }

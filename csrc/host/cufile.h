@@ -7,15 +7,19 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+
+#include "cuda.h"
 
 namespace gdscache {
 
 // What cuFile refused; or that there is none.
-class CuFileError : public std::runtime_error {
-public:
-    using std::runtime_error::runtime_error;
+struct CuFileError : Error {
+    explicit CuFileError(const std::string& why) : Error(EIO, why) {}
 };
 
 constexpr int32_t kCuFileErrors = 5000;  // cuFile's own are greater; what is less is an errno
@@ -47,31 +51,37 @@ struct CuFileEvent {
 };
 static_assert(sizeof(CuFileEvent) == 24 && offsetof(CuFileEvent, result) == 16);
 
-// The library's calls. Those that answer nothing throw `CuFileError`. The memory's context is the calling thread's
-// current one.
-class CuFile {
+// Files, and memory of a GPU, between which cuFile moves bytes: what a transport has told, for the disks that use it.
+// Thread-safe; nothing is under way on a file or a memory that is taken out.
+class CuFiles {
 public:
-    // `library`: the path of libcufile; one that the process has open already is taken in its place, since two of them
-    // would share a driver.
-    explicit CuFile(const char* library);
-    ~CuFile();
-    CuFile(const CuFile&) = delete;
-    CuFile& operator=(const CuFile&) = delete;
+    // The driver's name and the context of the memory's device. `library`: the path of libcufile; one that the process has
+    // open already is taken in its place, since two of them would share a driver.
+    CuFiles(const char* driver, void* context, const char* library);
+    ~CuFiles();
+    CuFiles(CuFiles&&) = delete;
 
-    // Open the driver, which can hang: without /proc/modules it does. It is not closed again, since it is the process's,
-    // and others may use it (kvikio does). `log_folder`: where cuFile's log goes, or null: as its environment and its
-    // configuration say.
-    void open(const char* log_folder) const;
+    const Cuda& cuda() const { return cuda_; }
 
-    CuFileHandle add_file(int fd) const;
-    void remove_file(CuFileHandle file) const noexcept;
-    void add_memory(uint64_t address, size_t bytes) const;
-    void remove_memory(uint64_t address) const noexcept;
+    // These throw CuFileError or CudaError, and enter the context themselves. `open`, before all others, opens the driver,
+    // which can hang: without /proc/modules it does. It is not closed again, since it is the process's, and others may use it
+    // (kvikio does). `log_folder`: where cuFile's log goes, or null: as its environment and its configuration say.
+    void open(const char* log_folder);
+    void add_file(int fd);
+    void remove_file(int fd);
+    void add_memory(uint64_t address, size_t bytes);
+    void remove_memory(uint64_t address);
 
-    // Bytes that were moved, or a negative error. `base`: of registered memory.
+    // Null for a file that was not added.
+    CuFileHandle file(int fd) const;
+    // Where the memory begins that has all of these bytes; none where they are the host's, or nobody's.
+    std::optional<uint64_t> memory(uint64_t address, size_t bytes) const;
+
+    // What follows is for threads that have entered the context. Bytes that were moved, or a negative error. `base`: of
+    // registered memory.
     int64_t move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset, int64_t base_offset) const;
 
-    bool has_batches() const { return batches_; }
+    bool has_batches() const;
     CuFileBatch open_batch(unsigned entries) const;
     void close_batch(CuFileBatch batch) const noexcept;
     // False where it is refused. The entries are read by the time it returns.
@@ -85,9 +95,11 @@ public:
 private:
     struct Functions;
 
-    void* library_ = nullptr;
-    Functions* functions_;
-    bool batches_ = false;
+    const Cuda cuda_;
+    const std::unique_ptr<const Functions> functions_;
+    mutable std::mutex lock_;
+    std::map<int, CuFileHandle> files_;
+    std::map<uint64_t, size_t> memories_;  // bytes, by their first addresses
 };
 
 }  // namespace gdscache

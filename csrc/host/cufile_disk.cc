@@ -12,7 +12,6 @@
 #include "threads_disk.h"
 
 namespace gdscache {
-
 namespace {
 
 // Entries of batches under way, over all threads of a disk. In compat mode each holds one of 64 buffers until it was
@@ -46,13 +45,54 @@ public:
     CuFileCaller(std::shared_ptr<const CuFiles> files, int64_t batched, std::shared_ptr<std::atomic<int>> free)
         : files_(std::move(files)), batched_(batched), free_(std::move(free)) {}
     ~CuFileCaller() override {
-        if (batch_) files_->cufile().close_batch(batch_);
+        if (batch_) files_->close_batch(batch_);
     }
 
-    int64_t transfer(const Piece& piece, const Call& call) override;
+    int64_t transfer(const Piece& piece, const Call& call) override {
+        int64_t moved = 0;
+        for (uint32_t n = 0; n < call.count;) {
+            const Stretch stretch = next_stretch(*files_, call.vectors + n, call.count - n);
+            const int64_t offset = call.offset + moved;
+            const int64_t answer =
+                stretch.base ? move(piece, stretch, offset)
+                             : system_call(piece, {call.vectors + n, stretch.count, offset, stretch.bytes});
+            if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
+            moved += answer;
+            if (answer < stretch.bytes) break;
+            n += stretch.count;
+        }
+        return moved;
+    }
+
     bool in_turn(const Piece& piece) const override { return keeps_lock(piece) && !of_gpu(piece.fragments[0]); }
-    bool small(const Piece& piece) const override;
-    void transfer_all(std::span<const Piece> pieces, const Told& told) override;
+
+    bool small(const Piece& piece) const override {
+        if (!batched_ || piece.count > kMostEntries) return false;
+        int64_t bytes = 0;
+        for (uint32_t n = 0; n < piece.count; ++n) bytes += static_cast<int64_t>(piece.fragments[n].iov_len);
+        if (bytes > batched_) return false;
+        return std::all_of(piece.fragments, piece.fragments + piece.count, [&](const iovec& one) { return of_gpu(one); });
+    }
+
+    void transfer_all(std::span<const Piece> pieces, const Told& told) override {
+        int room = free_->load();
+        while (room > 0 && !free_->compare_exchange_weak(room, 0)) {
+        }
+        room = std::max(room, 0);
+        Batch batch;
+        batch.left.assign(pieces.size(), 0);
+        size_t batched = 0;
+        while (batched < pieces.size() && add(batch, pieces, batched, static_cast<size_t>(room))) ++batched;
+        const int used = static_cast<int>(batch.entries.size());
+        free_->fetch_add(room - used);
+        if (used < kLeastEntries || !enter() || !submit(batch)) batched = 0;
+        else reap(batch, told);
+        free_->fetch_add(used);
+        for (size_t n = batched; n < pieces.size(); ++n) {
+            const Call whole{pieces[n].fragments, pieces[n].count, pieces[n].offset, 0};
+            told(n, transfer(pieces[n], whole));
+        }
+    }
 
 private:
     struct Batch {
@@ -65,12 +105,104 @@ private:
     bool of_gpu(const iovec& one) const {
         return files_->memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len).has_value();
     }
-    bool enter();
-    int64_t move(const Piece& piece, const Stretch& stretch, int64_t offset);
-    bool add(Batch& batch, std::span<const Piece> pieces, size_t piece, size_t room) const;
-    bool submit(Batch& batch);
-    void reap(Batch& batch, const Told& told);
-    static int64_t answer(const Batch& batch, size_t piece);
+
+    // The context, for as long as the thread lives. False where the driver refuses; it is asked again.
+    bool enter() {
+        if (entered_) return true;
+        try {
+            entered_.emplace(files_->cuda());
+            files_->cuda().leave_captures_alone();
+        } catch (const CudaError&) {  // nothing is lost where only the second is refused
+        }
+        return entered_.has_value();
+    }
+
+    int64_t move(const Piece& piece, const Stretch& stretch, int64_t offset) {
+        const CuFileHandle file = files_->file(piece.fd);
+        if (!file) return -EBADF;
+        if (!enter()) return -EIO;
+        return files_->move(piece.op == Op::kWrite, file, *stretch.base, static_cast<size_t>(stretch.bytes), offset,
+                            static_cast<int64_t>(stretch.address - *stretch.base));
+    }
+
+    // A piece's stretches, where there is room for all of them.
+    bool add(Batch& batch, std::span<const Piece> pieces, size_t number, size_t room) const {
+        const Piece& piece = pieces[number];
+        const CuFileHandle file = files_->file(piece.fd);
+        const size_t before = batch.entries.size();
+        int64_t offset = piece.offset;
+        for (uint32_t n = 0; file && n < piece.count;) {
+            const Stretch stretch = next_stretch(*files_, piece.fragments + n, piece.count - n);
+            if (batch.entries.size() == room || !stretch.base) break;
+            batch.entries.push_back({1, reinterpret_cast<void*>(*stretch.base), offset,
+                                     static_cast<int64_t>(stretch.address - *stretch.base),
+                                     static_cast<size_t>(stretch.bytes), file, piece.op == Op::kWrite ? 1 : 0, nullptr});
+            batch.pieces.push_back(number);
+            offset += stretch.bytes;
+            n += stretch.count;
+            if (n == piece.count) {
+                batch.left[number] = static_cast<uint32_t>(batch.entries.size() - before);
+                return true;
+            }
+        }
+        batch.entries.resize(before);
+        batch.pieces.resize(before);
+        return false;
+    }
+
+    // False where nothing of it is under way; then this thread makes no more batches.
+    bool submit(Batch& batch) {
+        const auto count = static_cast<unsigned>(batch.entries.size());
+        for (size_t n = 0; n < count; ++n) batch.entries[n].cookie = reinterpret_cast<void*>(n + 1);
+        try {
+            if (!batch_) batch_ = files_->open_batch(kMostEntries);
+            if (files_->submit(batch_, batch.entries.data(), count)) {
+                batch.results.assign(count, 0);
+                return true;
+            }
+            files_->cancel(batch_);
+            files_->close_batch(std::exchange(batch_, nullptr));
+        } catch (const CuFileError&) {
+        }
+        batched_ = 0;
+        return false;
+    }
+
+    // Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited for.
+    void reap(Batch& batch, const Told& told) {
+        std::vector<CuFileEvent> events(batch.entries.size());
+        std::vector<bool> over(batch.entries.size(), false);
+        for (size_t left = batch.entries.size(); left != 0;) {
+            const size_t before = left;
+            const int found = files_->reap(batch_, events.data(), static_cast<unsigned>(left));
+            for (int n = 0; n < found; ++n) {
+                const CuFileEvent& event = events[static_cast<size_t>(n)];
+                const size_t entry = reinterpret_cast<size_t>(event.cookie) - 1;
+                if (event.status == CuFileEvent::kWaiting || event.status == CuFileEvent::kPending) continue;
+                if (entry >= over.size() || over[entry]) continue;
+                over[entry] = true;
+                batch.results[entry] = CuFiles::result(event);
+                --left;
+                const size_t piece = batch.pieces[entry];
+                if (--batch.left[piece] == 0) told(piece, answer(batch, piece));
+            }
+            if (left == before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
+
+    // What was moved of a piece from its beginning on; or why nothing was.
+    static int64_t answer(const Batch& batch, size_t piece) {
+        int64_t moved = 0;
+        for (size_t n = 0; n < batch.entries.size(); ++n) {
+            if (batch.pieces[n] != piece) continue;
+            const auto bytes = static_cast<int64_t>(batch.entries[n].bytes);
+            const int64_t result = batch.results[n] > bytes ? -EIO : batch.results[n];
+            if (result < 0) return moved ? moved : result;
+            moved += result;
+            if (result < bytes) break;
+        }
+        return moved;
+    }
 
     const std::shared_ptr<const CuFiles> files_;
     int64_t batched_;
@@ -79,150 +211,7 @@ private:
     CuFileBatch batch_ = nullptr;
 };
 
-// The context, for as long as the thread lives. False where the driver refuses; it is asked again.
-bool CuFileCaller::enter() {
-    if (entered_) return true;
-    try {
-        entered_.emplace(files_->cuda());
-        files_->cuda().leave_captures_alone();
-    } catch (const CudaError&) {  // nothing is lost where only the second is refused
-    }
-    return entered_.has_value();
-}
-
-int64_t CuFileCaller::move(const Piece& piece, const Stretch& stretch, int64_t offset) {
-    const CuFileHandle file = files_->file(piece.fd);
-    if (!file) return -EBADF;
-    if (!enter()) return -EIO;
-    return files_->cufile().move(piece.op == Op::kWrite, file, *stretch.base, static_cast<size_t>(stretch.bytes), offset,
-                                 static_cast<int64_t>(stretch.address - *stretch.base));
-}
-
-int64_t CuFileCaller::transfer(const Piece& piece, const Call& call) {
-    int64_t moved = 0;
-    for (uint32_t n = 0; n < call.count;) {
-        const Stretch stretch = next_stretch(*files_, call.vectors + n, call.count - n);
-        const int64_t offset = call.offset + moved;
-        const int64_t answer =
-            stretch.base ? move(piece, stretch, offset)
-                         : system_call(piece, {call.vectors + n, stretch.count, offset, stretch.bytes});
-        if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
-        moved += answer;
-        if (answer < stretch.bytes) break;
-        n += stretch.count;
-    }
-    return moved;
-}
-
 // --- batches
-
-bool CuFileCaller::small(const Piece& piece) const {
-    if (!batched_ || piece.count > kMostEntries) return false;
-    int64_t bytes = 0;
-    for (uint32_t n = 0; n < piece.count; ++n) bytes += static_cast<int64_t>(piece.fragments[n].iov_len);
-    if (bytes > batched_) return false;
-    return std::all_of(piece.fragments, piece.fragments + piece.count, [&](const iovec& one) { return of_gpu(one); });
-}
-
-// A piece's stretches, where there is room for all of them.
-bool CuFileCaller::add(Batch& batch, std::span<const Piece> pieces, size_t number, size_t room) const {
-    const Piece& piece = pieces[number];
-    const CuFileHandle file = files_->file(piece.fd);
-    const size_t before = batch.entries.size();
-    int64_t offset = piece.offset;
-    for (uint32_t n = 0; file && n < piece.count;) {
-        const Stretch stretch = next_stretch(*files_, piece.fragments + n, piece.count - n);
-        if (batch.entries.size() == room || !stretch.base) break;
-        batch.entries.push_back({1, reinterpret_cast<void*>(*stretch.base), offset,
-                                 static_cast<int64_t>(stretch.address - *stretch.base),
-                                 static_cast<size_t>(stretch.bytes), file, piece.op == Op::kWrite ? 1 : 0, nullptr});
-        batch.pieces.push_back(number);
-        offset += stretch.bytes;
-        n += stretch.count;
-        if (n == piece.count) {
-            batch.left[number] = static_cast<uint32_t>(batch.entries.size() - before);
-            return true;
-        }
-    }
-    batch.entries.resize(before);
-    batch.pieces.resize(before);
-    return false;
-}
-
-void CuFileCaller::transfer_all(std::span<const Piece> pieces, const Told& told) {
-    int room = free_->load();
-    while (room > 0 && !free_->compare_exchange_weak(room, 0)) {
-    }
-    room = std::max(room, 0);
-    Batch batch;
-    batch.left.assign(pieces.size(), 0);
-    size_t batched = 0;
-    while (batched < pieces.size() && add(batch, pieces, batched, static_cast<size_t>(room))) ++batched;
-    const int used = static_cast<int>(batch.entries.size());
-    free_->fetch_add(room - used);
-    if (used < kLeastEntries || !enter() || !submit(batch)) batched = 0;
-    else reap(batch, told);
-    free_->fetch_add(used);
-    for (size_t n = batched; n < pieces.size(); ++n) {
-        const Call whole{pieces[n].fragments, pieces[n].count, pieces[n].offset, 0};
-        told(n, transfer(pieces[n], whole));
-    }
-}
-
-// False where nothing of it is under way; then this thread makes no more batches.
-bool CuFileCaller::submit(Batch& batch) {
-    const CuFile& cufile = files_->cufile();
-    const auto count = static_cast<unsigned>(batch.entries.size());
-    for (size_t n = 0; n < count; ++n) batch.entries[n].cookie = reinterpret_cast<void*>(n + 1);
-    try {
-        if (!batch_) batch_ = cufile.open_batch(kMostEntries);
-        if (cufile.submit(batch_, batch.entries.data(), count)) {
-            batch.results.assign(count, 0);
-            return true;
-        }
-        cufile.cancel(batch_);
-        cufile.close_batch(std::exchange(batch_, nullptr));
-    } catch (const CuFileError&) {
-    }
-    batched_ = 0;
-    return false;
-}
-
-// Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited for.
-void CuFileCaller::reap(Batch& batch, const Told& told) {
-    std::vector<CuFileEvent> events(batch.entries.size());
-    std::vector<bool> over(batch.entries.size(), false);
-    for (size_t left = batch.entries.size(); left != 0;) {
-        const size_t before = left;
-        const int found = files_->cufile().reap(batch_, events.data(), static_cast<unsigned>(left));
-        for (int n = 0; n < found; ++n) {
-            const CuFileEvent& event = events[static_cast<size_t>(n)];
-            const size_t entry = reinterpret_cast<size_t>(event.cookie) - 1;
-            if (event.status == CuFileEvent::kWaiting || event.status == CuFileEvent::kPending) continue;
-            if (entry >= over.size() || over[entry]) continue;
-            over[entry] = true;
-            batch.results[entry] = CuFile::result(event);
-            --left;
-            const size_t piece = batch.pieces[entry];
-            if (--batch.left[piece] == 0) told(piece, answer(batch, piece));
-        }
-        if (left == before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-}
-
-// What was moved of a piece from its beginning on; or why nothing was.
-int64_t CuFileCaller::answer(const Batch& batch, size_t piece) {
-    int64_t moved = 0;
-    for (size_t n = 0; n < batch.entries.size(); ++n) {
-        if (batch.pieces[n] != piece) continue;
-        const auto bytes = static_cast<int64_t>(batch.entries[n].bytes);
-        const int64_t result = batch.results[n] > bytes ? -EIO : batch.results[n];
-        if (result < 0) return moved ? moved : result;
-        moved += result;
-        if (result < bytes) break;
-    }
-    return moved;
-}
 
 }  // namespace
 
@@ -230,12 +219,11 @@ int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, cons
     return CuFileCaller(std::move(files), 0, nullptr).transfer(piece, call);
 }
 
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched,
-                                       Refusal& refusal) {
-    const int64_t most = files->cufile().has_batches() ? batched : 0;
+std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched) {
+    const int64_t most = files->has_batches() ? batched : 0;
     const auto free = std::make_shared<std::atomic<int>>(kMostEntries);
     const MakeCaller make = [=] { return std::make_unique<CuFileCaller>(files, most, free); };
-    return open_threads_disk(threads, "cufile", make, refusal);
+    return open_threads_disk(threads, "cufile", make);
 }
 
 }  // namespace gdscache

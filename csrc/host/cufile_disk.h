@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "cufile_files.h"
+#include "cufile.h"
 #include "disk.h"
 
 namespace gdscache {
@@ -16,8 +16,7 @@ constexpr int64_t kBatchedBytes = 64 << 10;
 // `threads` threads of ours: fragments in memory that `files` has go by cuFile, those of the host by preadv and pwritev.
 // Those that follow each other in memory, too, are one call. `batched`: bytes of a piece that may go through a batch; 0:
 // none does.
-std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched,
-                                       Refusal& refusal);
+std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched);
 
 // The bytes of a call, as one of its threads moves them.
 int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, const Call& call);

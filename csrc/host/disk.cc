@@ -1,5 +1,3 @@
-// What disks share: the checks of pieces, the life of a piece, cutting and merging. See disk.h.
-
 #include "disk.h"
 
 #include <algorithm>
@@ -8,7 +6,6 @@
 #include <numeric>
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kMostBytes = 1 << 30;  // of one call; Linux moves 4,096 less than 2 GiB
@@ -98,9 +95,12 @@ void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<E
     alone(piece, next, last, part.start + moved, again);
 }
 
-std::unique_ptr<Disk> open_disk(int workers, int depth, Refusal& refusal) {
-    if (auto ring = open_ring_disk(workers, depth, refusal)) return ring;
-    return open_threads_disk(workers, refusal);
+std::unique_ptr<Disk> open_disk(int workers, int depth) {
+    try {
+        return open_ring_disk(workers, depth);
+    } catch (const Error&) {
+        return open_threads_disk(workers);
+    }
 }
 
 int64_t run_bytes(int64_t total, int ways) {

@@ -12,8 +12,9 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
+
+#include "error.h"
 
 namespace gdscache {
 
@@ -79,21 +80,15 @@ public:
     virtual const char* name() const = 0;
 };
 
-// Why a disk could not be had. `error` is an errno; `why` says what answered so.
-struct Refusal {
-    int error = 0;
-    std::string why;
-};
+// io_uring: `workers` threads of the kernel at most, `depth` pieces under way. Throws `Error` where the kernel or a
+// container's rules do not allow it (EPERM, ENOSYS, EINVAL), or there is no room (EMFILE, ENOMEM).
+std::unique_ptr<Disk> open_ring_disk(int workers, int depth);
 
-// io_uring: `workers` threads of the kernel at most, `depth` pieces under way. Null where the kernel or a container's
-// rules do not allow it (EPERM, ENOSYS, EINVAL), or there is no room (EMFILE, ENOMEM).
-std::unique_ptr<Disk> open_ring_disk(int workers, int depth, Refusal& refusal);
-
-// preadv and pwritev by `threads` threads of ours, each with one piece under way.
-std::unique_ptr<Disk> open_threads_disk(int threads, Refusal& refusal);
+// preadv and pwritev by `threads` threads of ours, each with one piece under way. Throws `Error`.
+std::unique_ptr<Disk> open_threads_disk(int threads);
 
 // The first of the two that can be had.
-std::unique_ptr<Disk> open_disk(int workers, int depth, Refusal& refusal);
+std::unique_ptr<Disk> open_disk(int workers, int depth);
 
 // --- cutting and merging
 

@@ -8,7 +8,6 @@
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
@@ -30,25 +29,20 @@ Nanoseconds now() {
 
 Executor::Held::Call Executor::Held::call() {
     Moves& moves = executor_.moves_;
-    const News news = moves.take_news();
+    News news = moves.take_news();
     if (executor_.traced_ && news.ended) executor_.keep_ready();
-    const bool all = std::exchange(all_, false);
-    const int64_t job = executor_.limits_.copy_bytes, jobs = all ? executor_.idle_ : (news.copies + job - 1) / job;
-    return {all || news.ended,
-            all || news.late,
-            all || news.loads,
-            all || news.stores,
-            (all || news.io ? ~uint64_t{0} : news.room ? moves.crowded() : 0) & ~own_,
-            std::min<int64_t>(jobs, executor_.idle_)};
+    const int64_t job = executor_.limits_.copy_bytes, idle = executor_.idle_;
+    news.copies = std::min((news.copies + job - 1) / job, idle);
+    if (std::exchange(all_, false)) news = {true, true, idle, true, true, true, true};
+    return {news, (news.io ? ~uint64_t{0} : news.room ? moves.crowded() : 0) & ~own_};
 }
 
 void Executor::Held::wake(const Call& call) {
-    if (call.ended) executor_.ended_.notify_all();
-    if (call.late) executor_.late_.notify_all();
-    if (call.loads) executor_.loads_.notify_all();
-    if (call.stores) executor_.stores_.notify_all();
-    if (call.loads || call.stores) executor_.foreign_copies_.notify_all();
-    for (int64_t n = 0; n < call.copies; ++n) executor_.copies_.notify_one();
+    if (call.news.ended) executor_.ended_.notify_all();
+    if (call.news.late) executor_.late_.notify_all();
+    if (call.news.loads) executor_.loads_.notify_all();
+    if (call.news.stores) executor_.stores_.notify_all();
+    for (int64_t n = 0; n < call.news.copies; ++n) executor_.copies_.notify_one();
     for (size_t n = 0; n < executor_.disks_.size(); ++n) {
         if (executor_.disks_[n] && (call.disks >> n & 1) != 0) executor_.disks_[n]->wake();
     }
@@ -62,7 +56,8 @@ void Executor::Held::let_go() {
 
 bool Executor::Held::woke() {
     const Call some = call();
-    if (!some.any()) return false;
+    const News& news = some.news;
+    if (!news.ended && !news.late && !news.loads && !news.stores && !news.copies && !some.disks) return false;
     lock_.unlock();
     wake(some);
     lock_.lock();
@@ -90,18 +85,14 @@ Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<
             set_name(threads_.back(), "gds-io", n);
         }
     } catch (...) {
-        stop();
-        {
-            Held held(*this);
-            closing_ = true;
-            held.wake_all();
-        }
-        for (std::thread& thread : threads_) thread.join();
+        end();
         throw;
     }
 }
 
-Executor::~Executor() {
+Executor::~Executor() { end(); }
+
+void Executor::end() {
     stop();
     {
         Held held(*this);
@@ -169,25 +160,13 @@ bool Executor::forget(int64_t move) {
     return true;
 }
 
-bool Executor::take_io(int32_t disk, IoJob* job) {
-    const Held held(*this);
-    return moves_.take_io(disk, job);
-}
-
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
     Held held(*this);
     CopyJob job;
-    std::condition_variable& called = hands == Hands::kForeignLoads    ? loads_
-                                      : hands == Hands::kForeignStores ? stores_
-                                                                       : foreign_copies_;
+    std::condition_variable& called = hands == Hands::kForeignStores ? stores_ : loads_;
     *waited = wait_for(held, called, until, [&] { return moves_.take_copy(hands, &job); });
     if (*waited != Waited::kHappened) return nullptr;
     return &copying_.emplace(job.id, std::move(job)).first->second;
-}
-
-bool Executor::io_ended(int64_t job, const IoEnd* ends, int64_t count) {
-    const Held held(*this);
-    return moves_.io_ended(job, ends, count);
 }
 
 bool Executor::copy_queued(int64_t job, int64_t point) {
@@ -204,11 +183,6 @@ bool Executor::copy_ended(int64_t job, const uint64_t* found, const char* broken
     copying_.erase(ended);
     moves_.copy_ended(job, found, broken);
     return true;
-}
-
-void Executor::expire(Nanoseconds time) {
-    const Held held(*this);
-    moves_.expire(time);
 }
 
 std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most,

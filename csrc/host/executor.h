@@ -61,8 +61,8 @@ enum class Waited { kHappened, kTimeout, kClosed };
 
 class Executor {
 public:
-    // `pool`: planes in host memory, or null. `disks`: null where the I/O of one is taken from outside, as tests do.
-    // `threads`: that copy; none: all is foreign, and `expire` is called from outside.
+    // `pool`: planes in host memory, or null. `disks`: of one that is null nothing is read or written. `threads`: that
+    // copy, and see deadlines pass; none: all is foreign.
     Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
              Reserve reserve, const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
     ~Executor();
@@ -81,13 +81,11 @@ public:
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why.
+    // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why. Who waits asks for
+    // those of loads, or those of stores.
     const CopyJob* take_copy(Hands hands, Nanoseconds until, Waited* waited);
-    bool take_io(int32_t disk, IoJob* job);  // of a disk that is null; false where nothing may begin now
-    bool io_ended(int64_t job, const IoEnd* ends, int64_t count);
     bool copy_queued(int64_t job, int64_t point);
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
-    void expire(Nanoseconds now);
 
     // Late pages that have ended since the last call; waits for one until then, or until `stop`.
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most, Waited* waited);
@@ -109,12 +107,14 @@ public:
     int32_t reserve_space() const { return reserve_space_; }
 
 private:
+    friend class ExecutorHooks;  // of the tests' build
     struct Flight;
     struct Share;
     class Held;
 
     template <typename Ready>
     Waited wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
+    void end();
     void copy_loop();
     void disk_loop(int32_t number);
     void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
@@ -130,10 +130,10 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign copies (those of loads, those of stores, any), and copies
-    // of ours. A call for nothing costs its caller, too: to signal a condition may wait for threads
-    // that were called before and are not awake yet.
-    std::condition_variable ended_, late_, loads_, stores_, foreign_copies_, copies_;
+    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of ours. A
+    // call for nothing costs its caller, too: to signal a condition may wait for threads that were called before and are
+    // not awake yet.
+    std::condition_variable ended_, late_, loads_, stores_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;
     std::map<int64_t, CopyJob> copying_;

@@ -33,10 +33,8 @@ public:
 
 private:
     struct Call {
-        bool ended, late, loads, stores;
+        News news;       // `copies`: threads
         uint64_t disks;  // a bit each
-        int64_t copies;  // threads
-        bool any() const { return ended || late || loads || stores || disks != 0 || copies != 0; }
     };
     Call call();
     void wake(const Call& call);

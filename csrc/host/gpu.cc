@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <iterator>
 #include <ranges>
 #include <utility>
 
@@ -11,11 +10,16 @@
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that every GPU takes
 constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: then events give milliseconds that are 0.5 us apart
+
+LaneSizes lane_sizes(const GpuPlanes& planes, const ChunkSizes& sizes, size_t share) {
+    const auto row = static_cast<size_t>(8 * (planes.page_blocks + 1));
+    return {share, static_cast<size_t>(planes.extent_bytes), std::max<size_t>({64 << 10, share / 3 / 64, row}),
+            static_cast<size_t>(sizes.unbroken)};
+}
 
 }  // namespace
 
@@ -25,12 +29,8 @@ Gpu::Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const C
       kernels_(kernels),
       sizes_(sizes),
       buffers_(cuda),
-      loads_(cuda, staging / 2, static_cast<size_t>(planes_.extent_bytes),
-             std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}),
-             static_cast<size_t>(sizes_.unbroken), true),
-      stores_(cuda, staging / 2, static_cast<size_t>(planes_.extent_bytes),
-              std::max<size_t>({64 << 10, staging / 2 / 3 / 64, static_cast<size_t>(8 * (planes_.page_blocks + 1))}),
-              static_cast<size_t>(sizes_.unbroken), false) {}
+      loads_(cuda, lane_sizes(planes_, sizes_, staging / 2), true),
+      stores_(cuda, lane_sizes(planes_, sizes_, staging / 2), false) {}
 
 void Gpu::leave_captures_alone() const noexcept {
     try {
@@ -42,9 +42,7 @@ void Gpu::leave_captures_alone() const noexcept {
 
 QueuedCopies Gpu::queue(const PageCopies& asked) {
     QueuedCopies queued;
-    queued.pages = asked.pages;
-    queued.first = asked.first;
-    queued.last = asked.last;
+    queued.pages = asked.pages, queued.first = asked.first, queued.last = asked.last;
     queued.sums = asked.sums;
     queued.device = asked.extents.device;
     if (asked.pages == 0 || asked.first == asked.last) return queued;
@@ -56,15 +54,10 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     const bool alone = copies.route == Route::kCopyEngine;
     const int64_t origin = planes_.bounds[copies.first], span = planes_.bounds[copies.last] - origin;
     const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
-    Transfer transfer{copies,
-                      queued,
-                      origin,
-                      span,
-                      up(span, 16) * 16,
-                      std::max(planes_.blocks, copies.extents.slots) > INT32_MAX,
-                      copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks),
-                      kMostStep / copies.extents.stride,
-                      least > 0 ? kMostStep / largest : 0};
+    const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
+    const bool on_gpu = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
+    Transfer transfer{copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu,
+                      kMostStep / copies.extents.stride, least > 0 ? kMostStep / largest : 0};
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
@@ -141,17 +134,11 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
 
 // --- times
 
-Gpu::~Gpu() {
-    for (const CudaEvent event : all_timed_) cuda_.close_event(event);
-    if (anchor_ != nullptr) cuda_.close_event(anchor_);
-    if (anchors_ != nullptr) cuda_.close_stream(anchors_);
-}
-
 CudaEvent Gpu::timed_event() {
     const std::lock_guard held(times_lock_);
     if (timed_.empty()) {
-        all_timed_.push_back(cuda_.open_event(EventUse::kTime));
-        return all_timed_.back();
+        all_timed_.push_back(own_event(cuda_, EventUse::kTime));
+        return all_timed_.back().get();
     }
     const CudaEvent event = timed_.back();
     timed_.pop_back();
@@ -180,17 +167,17 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
     };
     if (anchored_ == 0 || clock() - anchored_ > kAnchorAge) {
-        if (anchor_ == nullptr) anchor_ = cuda_.open_event(EventUse::kTime);
-        if (anchors_ == nullptr) anchors_ = cuda_.open_stream(true);
+        if (!anchor_) anchor_ = own_event(cuda_, EventUse::kTime);
+        if (!anchors_) anchors_ = own_stream(cuda_, true);
         const int64_t before = clock();
-        cuda_.record(anchor_, anchors_);
-        cuda_.await(anchor_);
+        cuda_.record(anchor_.get(), anchors_.get());
+        cuda_.await(anchor_.get());
         anchored_ = (before + clock()) / 2;
     }
     for (const int stream : {0, 1}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
-            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_, queued.times[2 * stream + which]) * 1e9);
+            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]) * 1e9);
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }

@@ -97,7 +97,6 @@ public:
     // `staging` bytes of GPU memory are the ring: half for loads, half for stores, and neither borrows. Who opens it and
     // who closes it has entered. Throws CudaError.
     Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const ChunkSizes& sizes, size_t staging);
-    ~Gpu();
 
     const Cuda& cuda() const { return cuda_; }
     // Of the calling thread, for good: see cuda.h. Nothing is lost where the driver refuses.
@@ -155,9 +154,10 @@ private:
     Lane loads_, stores_;
     std::atomic<bool> traced_ = false;
     std::mutex times_lock_;
-    std::vector<CudaEvent> all_timed_, timed_;  // and those that nobody has
-    CudaStream anchors_ = nullptr;  // where the clocks are compared
-    CudaEvent anchor_ = nullptr;
+    std::vector<OwnEvent> all_timed_;
+    std::vector<CudaEvent> timed_;  // ... that nobody has
+    OwnStream anchors_;             // where the clocks are compared
+    OwnEvent anchor_;
     int64_t anchored_ = 0;  // when `anchor_` happened
 };
 

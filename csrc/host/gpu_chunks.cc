@@ -8,7 +8,6 @@
 #include <string>
 
 namespace gdscache {
-
 namespace {
 
 // Of csrc/pages.cu.
@@ -74,11 +73,7 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
         chunk->table_bytes = pages * row * transfer.item();
         const HostBuffers::Buffer table = buffers_.take(static_cast<size_t>(chunk->table_bytes));
         transfer.queued.tables.push_back(table);
-        if (transfer.wide) {
-            transfer.write(static_cast<int64_t*>(table.memory), transfer.at, pages, planes_.page_blocks, true);
-        } else {
-            transfer.write(static_cast<int32_t*>(table.memory), transfer.at, pages, planes_.page_blocks, true);
-        }
+        transfer.write(table.memory, transfer.at, pages, planes_.page_blocks, true);
         chunk->table = table.memory;
         chunk->rows = chunk->segment->table + static_cast<uint64_t>(pages * planes_.page_blocks * transfer.item());
     }
@@ -166,11 +161,8 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
     arguments.page_blocks = static_cast<uint32_t>(planes_.page_blocks);
     arguments.wide = transfer.wide;
     arguments.skipped = 0;  // every index was checked before
-    if (chunk.table == nullptr && transfer.wide) {
-        transfer.write(reinterpret_cast<int64_t*>(arguments.listed), chunk.first, chunk.pages, planes_.page_blocks, false);
-    } else if (chunk.table == nullptr) {
-        transfer.write(reinterpret_cast<int32_t*>(arguments.listed), chunk.first, chunk.pages, planes_.page_blocks, false);
-    }
+    void* const listed = arguments.listed;
+    if (chunk.table == nullptr) transfer.write(listed, chunk.first, chunk.pages, planes_.page_blocks, false);
     // Fewer processors for a kernel that only the bus keeps busy; more where layers leave half of a warp empty.
     const double share = static_cast<double>(filled) / static_cast<double>(2 * kTile * layers);
     const auto wanted = static_cast<int64_t>(static_cast<double>(kZeroCopyBlocks) / std::max(share, 0.25) + 0.999999);

@@ -40,6 +40,10 @@ struct Gpu::Transfer {
     }
     // As many pages as go together, of `count` in the order of their slots.
     Stretch stretch(const int64_t* pages, int64_t count, int64_t page_blocks) const;
+    void write(void* to, int64_t first, int64_t pages, int64_t page_blocks, bool with_slots) const {
+        wide ? write(static_cast<int64_t*>(to), first, pages, page_blocks, with_slots)
+             : write(static_cast<int32_t*>(to), first, pages, page_blocks, with_slots);
+    }
     template <typename Index>
     void write(Index* to, int64_t first, int64_t pages, int64_t page_blocks, bool with_slots) const {
         const int64_t count = pages * page_blocks;

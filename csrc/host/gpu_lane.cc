@@ -5,7 +5,6 @@
 #include <utility>
 
 namespace gdscache {
-
 namespace {
 
 constexpr size_t kAlignment = 4096;
@@ -16,24 +15,17 @@ constexpr size_t kSmallest = 4096;  // bytes of a host buffer
 
 // --- points
 
-Points::~Points() {
-    for (const Mark& mark : marks_) cuda_.close_event(mark.event);
-    for (const CudaEvent event : free_) cuda_.close_event(event);
-}
-
 int64_t Points::record(CudaStream stream, int64_t turn) {
     const std::lock_guard held(lock_);
     look();
-    if (free_.empty()) free_.push_back(cuda_.open_event(EventUse::kSleep));
+    if (free_.empty()) {
+        events_.push_back(own_event(cuda_, EventUse::kSleep));
+        free_.push_back(events_.back().get());
+    }
     cuda_.record(free_.back(), stream);
     last_ = turn * kStep + which_;
     marks_.push_back({last_, free_.back(), 0});
     free_.pop_back();
-    return last_;
-}
-
-int64_t Points::last() const {
-    const std::lock_guard held(lock_);
     return last_;
 }
 
@@ -52,11 +44,6 @@ bool Points::reached(int64_t point) {
         if (mark.number >= point) return cuda_.happened(mark.event);
     }
     return true;
-}
-
-bool Points::past(int64_t point) const {
-    const std::lock_guard held(lock_);
-    return point <= reached_;
 }
 
 void Points::await(int64_t point) {
@@ -87,10 +74,6 @@ void Points::follow(CudaStream stream, int64_t point) {
 
 // --- host memory
 
-HostBuffers::~HostBuffers() {
-    for (void* const memory : all_) cuda_.free_host(memory);
-}
-
 HostBuffers::Buffer HostBuffers::take(size_t bytes) {
     const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
     const auto power = static_cast<size_t>(std::countr_zero(size));
@@ -103,10 +86,10 @@ HostBuffers::Buffer HostBuffers::take(size_t bytes) {
             return {memory, size};
         }
     }
-    void* const memory = cuda_.allocate_host(size);
+    OwnHostMemory memory(cuda_.allocate_host(size), {&cuda_});
     const std::lock_guard held(lock_);
-    all_.push_back(memory);
-    return {memory, size};
+    all_.push_back(std::move(memory));
+    return {all_.back().get(), size};
 }
 
 void HostBuffers::give(Buffer buffer) {
@@ -117,48 +100,41 @@ void HostBuffers::give(Buffer buffer) {
 
 // --- lanes
 
-Lane::Lane(const Cuda& cuda, size_t share, size_t least, size_t table, size_t stretch, bool for_loads)
-    : loads(for_loads), unbroken(stretch), done(cuda, for_loads ? 0 : 1), read(cuda, for_loads ? 2 : 3), cuda_(cuda) {
-    try {
-        copies = cuda.open_stream(false);
-        resting_ = cuda.open_stream(false);
-        kernels = cuda.open_stream(loads);
-        joint_ = event(), turned_ = event();
-        const size_t smallest = (least + kAlignment - 1) / kAlignment * kAlignment;
-        const size_t count = std::clamp<size_t>(share / smallest, 1, kSegments);
-        segment_bytes = std::max(smallest, share / count / kAlignment * kAlignment);
-        table_bytes = (table + kAlignment - 1) / kAlignment * kAlignment;
-        memory_ = cuda.allocate(count * (segment_bytes + table_bytes));
-        for (size_t n = 0; n < count; ++n) {
-            const uint64_t data = memory_ + n * segment_bytes;
-            const uint64_t at = memory_ + count * segment_bytes + n * table_bytes;
-            segments_.push_back({data, at, event(), event()});
-        }
-    } catch (...) {
-        close();
-        throw;
+Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
+    : loads(for_loads),
+      unbroken(sizes.unbroken),
+      done(cuda, for_loads ? 0 : 1),
+      read(cuda, for_loads ? 2 : 3),
+      cuda_(cuda),
+      streams_{own_stream(cuda, false), own_stream(cuda, false), own_stream(cuda, for_loads)},
+      resting_(streams_[1].get()),
+      joint_(event()),
+      turned_(event()) {
+    copies = streams_[0].get(), kernels = streams_[2].get();
+    const size_t smallest = (sizes.least + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t count = std::clamp<size_t>(sizes.share / smallest, 1, kSegments);
+    segment_bytes = std::max(smallest, sizes.share / count / kAlignment * kAlignment);
+    table_bytes = (sizes.table + kAlignment - 1) / kAlignment * kAlignment;
+    for (size_t n = 0; n < count; ++n) {
+        segments_.push_back({n * segment_bytes, count * segment_bytes + n * table_bytes, event(), event()});
     }
+    memory_ = cuda.allocate(count * (segment_bytes + table_bytes));  // and nothing fails behind it
+    for (Segment& segment : segments_) segment.data += memory_, segment.table += memory_;
 }
 
-Lane::~Lane() { close(); }
-
-CudaEvent Lane::event() {
-    events_.push_back(cuda_.open_event(EventUse::kOrder));
-    return events_.back();
-}
-
-void Lane::close() {
-    for (const CudaStream stream : {copies, resting_, kernels}) {
+Lane::~Lane() {
+    for (const OwnStream& stream : streams_) {
         try {
-            if (stream != nullptr) cuda_.synchronize(stream);
+            cuda_.synchronize(stream.get());
         } catch (const CudaError&) {  // its context is broken: nothing runs there any more
         }
     }
-    if (memory_ != 0) cuda_.free(memory_);
-    for (const CudaEvent some : events_) cuda_.close_event(some);
-    for (const CudaStream stream : {copies, resting_, kernels}) {
-        if (stream != nullptr) cuda_.close_stream(stream);
-    }
+    cuda_.free(memory_);
+}
+
+CudaEvent Lane::event() {
+    events_.push_back(own_event(cuda_, EventUse::kOrder));
+    return events_.back().get();
 }
 
 Segment& Lane::take() {

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -21,18 +20,22 @@ public:
     static constexpr int64_t kStep = 4;
 
     Points(const Cuda& cuda, int which) : cuda_(cuda), which_(which) {}
-    ~Points();
-    Points(const Points&) = delete;
-    Points& operator=(const Points&) = delete;
+    Points(Points&&) = delete;
 
     // A point behind everything that the stream was given so far, of a turn that comes after those before it: what was
     // queued later has the greater point, in all `Points` that count the same turns.
     int64_t record(CudaStream stream, int64_t turn);
     // The last one; 0 where there is none.
-    int64_t last() const;
+    int64_t last() const {
+        const std::lock_guard held(lock_);
+        return last_;
+    }
     bool reached(int64_t point);
     // The same as far as it is known, without asking the driver.
-    bool past(int64_t point) const;
+    bool past(int64_t point) const {
+        const std::lock_guard held(lock_);
+        return point <= reached_;
+    }
     void await(int64_t point);
     // What `stream` is given from now on comes after a point.
     void follow(CudaStream stream, int64_t point);
@@ -48,6 +51,7 @@ private:
     const Cuda& cuda_;
     const int which_;
     mutable std::mutex lock_;
+    std::vector<OwnEvent> events_;
     std::deque<Mark> marks_;  // that may not be reached yet
     std::vector<CudaEvent> free_;
     int64_t last_ = 0, reached_ = 0;
@@ -62,9 +66,7 @@ public:
     };
 
     explicit HostBuffers(const Cuda& cuda) : cuda_(cuda) {}
-    ~HostBuffers();
-    HostBuffers(const HostBuffers&) = delete;
-    HostBuffers& operator=(const HostBuffers&) = delete;
+    HostBuffers(HostBuffers&&) = delete;
 
     Buffer take(size_t bytes);
     void give(Buffer buffer);
@@ -72,7 +74,7 @@ public:
 private:
     const Cuda& cuda_;
     std::mutex lock_;
-    std::vector<void*> all_;                // those that nobody gave back, too
+    std::vector<OwnHostMemory> all_;        // those that nobody gave back, too
     std::vector<std::vector<void*>> free_;  // by the power of two of their size
 };
 
@@ -81,6 +83,11 @@ private:
 struct Segment {
     uint64_t data, table;
     CudaEvent copied, done;
+};
+
+// In bytes: of the ring, of a segment's data at least, of its table, and what is copied before others' copies pass.
+struct LaneSizes {
+    size_t share, least, table, unbroken;
 };
 
 // `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment.
@@ -96,11 +103,9 @@ struct Segment {
 // first. The kernels of loads go before the model's. Whoever queues holds `lock`, and has entered.
 class Lane {
 public:
-    // `unbroken`: bytes that it copies before others' copies pass.
-    Lane(const Cuda& cuda, size_t share, size_t least, size_t table, size_t unbroken, bool loads);
+    Lane(const Cuda& cuda, const LaneSizes& sizes, bool loads);
     ~Lane();
-    Lane(const Lane&) = delete;
-    Lane& operator=(const Lane&) = delete;
+    Lane(Lane&&) = delete;
 
     // The next segment. Work in it waits for the segment's events, and sets them.
     Segment& take();
@@ -119,14 +124,14 @@ public:
     Points read;  // of its kernels: behind the last look at what a store takes
 
 private:
-    void close();
     CudaEvent event();
 
     const Cuda& cuda_;
-    CudaEvent joint_ = nullptr, turned_ = nullptr;
-    CudaStream resting_ = nullptr;  // copies next
-    size_t gone_ = 0;               // bytes of copies since others could pass
-    std::vector<CudaEvent> events_;
+    const OwnStream streams_[3];
+    CudaStream resting_;  // copies next
+    std::vector<OwnEvent> events_;
+    const CudaEvent joint_, turned_;
+    size_t gone_ = 0;  // bytes of copies since others could pass
     std::vector<Segment> segments_;
     size_t next_ = 0;
     uint64_t memory_ = 0;

@@ -9,7 +9,6 @@
 #include "quiet.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr Span::Kind kStreams[2][2] = {{Span::Kind::kLoadCopies, Span::Kind::kLoadKernels},
@@ -66,17 +65,9 @@ PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) co
     const int64_t count = part ? job.window_slots * executor_.limits().extent_bytes / job.stride : place.slots;
     const ExtentSlots extents{reinterpret_cast<uint64_t>(place.memory) + static_cast<uint64_t>(base), job.stride,
                               job.origin, count, device, place.pinned, part ? 0 : place.fence};
-    return {job.copy == Copy::kScatter,
-            static_cast<Route>(job.route),
-            job.sums,
-            job.first,
-            job.last,
-            static_cast<int64_t>(job.pages.size()),
-            extents,
-            slots->data(),
-            job.blocks.data(),
-            job.after.data(),
-            job.after.size()};
+    const auto pages = static_cast<int64_t>(job.pages.size());
+    return {job.copy == Copy::kScatter, static_cast<Route>(job.route), job.sums, job.first, job.last, pages, extents,
+            slots->data(), job.blocks.data(), job.after.data(), job.after.size()};
 }
 
 void GpuServer::queue(Hands hands, Direction& direction) {

@@ -20,8 +20,7 @@ public:
     GpuServer(Executor& executor, Gpu& gpu);
     // The executor was stopped. Waits for what was queued.
     ~GpuServer();
-    GpuServer(const GpuServer&) = delete;
-    GpuServer& operator=(const GpuServer&) = delete;
+    GpuServer(GpuServer&&) = delete;
 
 private:
     struct Queued {

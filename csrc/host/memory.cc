@@ -1,5 +1,3 @@
-// `new` and `delete` of the library, which alone sees them. See memory.h.
-
 #include "memory.h"
 
 #include <time.h>
@@ -12,7 +10,7 @@
 
 namespace gdscache {
 
-thread_local int MustNotFail::depth_ = 0;
+constinit thread_local int must_not_fail = 0;
 
 namespace {
 
@@ -87,7 +85,7 @@ void* operator new(size_t bytes) {
     const auto system = __real_malloc ? __real_malloc : std::malloc;  // tests are linked without
     for (;;) {
         if (void* const found = system(bytes ? bytes : 1)) return found;
-        if (!gdscache::MustNotFail::here()) {
+        if (!gdscache::must_not_fail) {
             if (void* const found = gdscache::take_of_spare(bytes)) return found;
             throw std::bad_alloc();
         }

@@ -6,34 +6,25 @@
 
 namespace gdscache {
 
-// While this lives, `new` of this thread does not throw: where the system has no memory it takes some of a reserve that
-// the library has had from the start, and where that is used up too, it waits. What begins new work is outside, and fails.
-class MustNotFail {
+// Above 0 `new` of this thread does not throw. Of the library's own block: one that is made at a thread's first look would
+// need memory.
+extern constinit thread_local int must_not_fail __attribute__((tls_model("initial-exec")));
+
+// While a `MustNotFail` lives, `new` of this thread does not throw: where the system has no memory it takes some of a reserve
+// that the library has had from the start, and where that is used up too, it waits. What begins new work is outside, and
+// fails; or within, while a `MayFail` lives.
+template <bool kMust>
+class Allocating {
 public:
-    MustNotFail() noexcept { ++depth_; }
-    ~MustNotFail() { --depth_; }
-    MustNotFail(const MustNotFail&) = delete;
-    MustNotFail& operator=(const MustNotFail&) = delete;
-
-    static bool here() noexcept { return depth_ != 0; }
-
-private:
-    friend class MayFail;
-    // Of the library's own block: one that is made at a thread's first look would need memory.
-    static thread_local int depth_ __attribute__((tls_model("initial-exec")));
-};
-
-// While this lives, `new` of this thread throws again, within a `MustNotFail` too.
-class MayFail {
-public:
-    MayFail() noexcept : before_(MustNotFail::depth_) { MustNotFail::depth_ = 0; }
-    ~MayFail() { MustNotFail::depth_ = before_; }
-    MayFail(const MayFail&) = delete;
-    MayFail& operator=(const MayFail&) = delete;
+    Allocating() noexcept : before_(must_not_fail) { must_not_fail = kMust; }
+    ~Allocating() { must_not_fail = before_; }
+    Allocating(Allocating&&) = delete;
 
 private:
     const int before_;
 };
+using MustNotFail = Allocating<true>;
+using MayFail = Allocating<false>;
 
 // The reserve. `take` answers null where no room is left; `give` whether the address was of it.
 constexpr size_t kReserveBytes = size_t{2} << 20;

@@ -6,7 +6,6 @@
 #include "moves_inside.h"
 
 namespace gdscache {
-
 namespace {
 
 // Pages behind those of a way. Without the memory for them it is as it was.
@@ -41,13 +40,7 @@ void Moves::begin(MoveSpec spec) {
         if (spaces_[ways.front().source].kind == Space::Kind::kPlanes) move.work = Work::kGather;
     }
     if (move.work != Work::kLoad) move.spec.groups.resize(1);  // every layer at once
-    const size_t groups = move.groups();
-    move.todo.assign(groups, move.spec.open ? 1 : 0);
-    move.queued.assign(groups, 0);
-    move.points.assign(groups, 0);
-    move.flying.assign(groups, 0);
-    move.announced.assign(groups, false);
-    move.unread.assign(groups, 0);
+    move.group.assign(move.spec.groups.size(), {move.spec.open ? 1 : 0});
     add(move, std::move(ways));
     const MustNotFail reserve;
     moves_.emplace(move.id, std::move(owned));
@@ -69,7 +62,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
     if (last) {
         move.spec.open = false;
         for (int32_t group = 0; group < move.groups(); ++group) {
-            if (--move.todo[group] == 0) news_.ended = true;
+            if (--move.group[group].todo == 0) news_.ended = true;
             if (move.rows() != 0) announce(move, group);
         }
     }
@@ -89,20 +82,15 @@ void Moves::add(Move& move, std::vector<Way> ways) {
     move.spec.ways.reserve(count);
     move.copyable.resize(count * groups);
     move.cells.resize(rows * groups, Cell::kOpen);
-    move.left.resize(rows, groups);
-    move.late.resize(rows, 0);
-    if (move.work == Work::kLoad) {
-        move.there.resize(rows * groups, 0);
-        move.next.resize(rows, 0);
-    }
+    move.row.resize(rows, {groups});
+    if (move.work == Work::kLoad) move.there.resize(rows * groups, 0);
     move.outcome.statuses.resize(rows, Status::kPending);
     const bool joined = !ways.empty() && move.ways() != 0 && goes_on(move, ways.front());
     if (joined) append(&move.spec.ways.back(), ways.front());
     for (Way& way : ways) {
         const bool read = move.work == Work::kLoad && reads(way);
         const auto pages = static_cast<int32_t>(way.pages);
-        for (int32_t& todo : move.todo) todo += pages;
-        for (int32_t& unread : move.unread) unread += read ? pages : 0;
+        for (Move::Layers& group : move.group) group.todo += pages, group.unread += read ? pages : 0;
         if (joined && &way == &ways.front()) {
             move.first_row.back() += pages;
         } else {
@@ -160,8 +148,8 @@ int64_t Moves::rows(int64_t move) const { return at(move).rows(); }
 
 bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
-    *point = move.flying[group] == 0 ? 0 : move.points[group];  // of pages that are given up, too
-    return move.over || (!move.cancelled && !move.broken && move.todo[group] == move.queued[group]);
+    *point = move.group[group].flying == 0 ? 0 : move.group[group].point;  // of pages that are given up, too
+    return move.over || (!move.cancelled && !move.broken && move.group[group].todo == move.group[group].queued);
 }
 
 const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
@@ -187,14 +175,14 @@ void Moves::drop_forgotten(Move& move) {
 // A group of a page's layers is where it goes, and right.
 void Moves::copied(Move& move, int32_t row, int32_t group) {
     end_cell(move, row, group);
-    if (--move.left[row] == 0) move.outcome.statuses[row] = Status::kLoaded;
+    if (--move.row[row].left == 0) move.outcome.statuses[row] = Status::kLoaded;
 }
 
 void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     Cell& cell = move.cells[move.cell(row, group)];
-    if (cell == Cell::kQueued) --move.queued[group];
+    if (cell == Cell::kQueued) --move.group[group].queued;
     cell = Cell::kDone;
-    if (--move.todo[group] == 0) news_.ended = true;
+    if (--move.group[group].todo == 0) news_.ended = true;
     announce(move, group);
 }
 
@@ -211,8 +199,8 @@ void Moves::judge(Move& move, int32_t row, Status status) {
         const size_t cell = move.cell(row, group);
         if (move.cells[cell] == Cell::kDone) continue;
         end_cell(move, row, group);
-        if (!read || !(passes ? !move.there[cell] : group >= move.next[row])) continue;
-        if (--move.unread[group] == 0) tell_all(move);
+        if (!read || !(passes ? !move.there[cell] : group >= move.row[row].next)) continue;
+        if (--move.group[group].unread == 0) tell_all(move);
     }
 }
 
@@ -246,10 +234,10 @@ void Moves::pass_deadline(Move& move) {
             if (reading->over[page]) continue;
             const int32_t row = reading->pages[page].row;
             flying_ -= reading->part;
-            if (move.late[row]++ == 0) move.outcome.late.push_back(row);
+            if (move.row[row].late++ == 0) move.outcome.late.push_back(row);
             if (reading->write) {
                 writing_ -= reading->part;
-                --move.todo[0];
+                --move.group[0].todo;
             } else {
                 judge(move, row, Status::kDeadline);
             }
@@ -266,7 +254,7 @@ void Moves::pass_deadline(Move& move) {
             const int32_t row = move.first_row[way] + static_cast<int32_t>(page);
             move.outcome.late.push_back(row);
             end_late(move, row);
-            --move.todo[0];
+            --move.group[0].todo;
         }
         next.group = move.groups();
     }
@@ -274,7 +262,7 @@ void Moves::pass_deadline(Move& move) {
 
 void Moves::settle(Move& move) {
     if (move.over || move.spec.open || move.ios != 0 || move.copying != 0) return;
-    const bool all = std::all_of(move.todo.begin(), move.todo.end(), [](int32_t left) { return left == 0; });
+    const bool all = std::ranges::all_of(move.group, [](const Move::Layers& group) { return group.todo == 0; });
     if (!all && !move.broken) return;
     for (Move::Copyable& copyable : move.copyable) {  // of a broken load
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) {

@@ -3,7 +3,6 @@
 #include "moves_inside.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kLarge = 8 << 20;  // bytes of a move that nobody finds in a cache again
@@ -73,7 +72,7 @@ void Moves::tell_all(const Move& move) {
 
 // Pages of a group have landed. Whoever copies is called when that is worth a job, and not for each page.
 void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
-    if (move.unread[group] == 0) tell_all(move);
+    if (move.group[group].unread == 0) tell_all(move);
     else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
 }
 
@@ -81,7 +80,7 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
 // passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
-    if (!reads(of) || move.ios == 0 || move.unread[group] == 0 || !foreign(move, of)) return false;
+    if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;
     if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, is_whole<Move::Landed>);
     const Group& some = move.spec.groups[group];
     const int64_t part = std::max<int64_t>(1, some.end - some.begin);
@@ -92,8 +91,8 @@ bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
 
 // Say, once, that a group is ready.
 void Moves::announce(Move& move, int32_t group) {
-    if (move.announced[group] || move.todo[group] != move.queued[group]) return;
-    move.announced[group] = news_.ended = true;
+    if (move.group[group].announced || move.group[group].todo != move.group[group].queued) return;
+    move.group[group].announced = news_.ended = true;
     if (watched_ && move.work == Work::kLoad) {
         ready_.push_back({move.id, move.spec.groups[group].first, move.spec.groups[group].last});
     }
@@ -193,14 +192,14 @@ void Moves::copy_queued(int64_t job, int64_t point) {
     if (found == copies_.end()) return;
     Copying& copying = *found->second;
     Move& move = *copying.move;
-    if (!std::exchange(copying.queued, true)) ++move.flying[copying.group];
+    if (!std::exchange(copying.queued, true)) ++move.group[copying.group].flying;
     for (const int32_t row : copying.rows) {
         Cell& cell = move.cells[move.cell(row, copying.group)];
         if (cell != Cell::kOpen) continue;
         cell = Cell::kQueued;
-        ++move.queued[copying.group];
+        ++move.group[copying.group].queued;
     }
-    move.points[copying.group] = std::max(move.points[copying.group], point);
+    move.group[copying.group].point = std::max(move.group[copying.group].point, point);
     announce(move, copying.group);
 }
 
@@ -236,7 +235,7 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
         if (move.pending(row)) copied(move, row, copying.group);
     }
     --move.copying;
-    if (copying.queued) --move.flying[copying.group];
+    if (copying.queued) --move.group[copying.group].flying;
     settle(move);
     drop_forgotten(move);
 }

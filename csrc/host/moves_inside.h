@@ -53,24 +53,31 @@ struct Moves::Move {
         int64_t page = 0;
     };
 
+    struct Row {
+        int32_t left;      // groups that are not copied
+        int32_t next = 0;  // the first group that is not there, or has one before it that is not
+        int32_t late = 0;  // late I/O
+    };
+    struct Layers {
+        int32_t todo;        // rows that are not done, and one more while the move is open
+        int32_t queued = 0;  // rows whose copies are queued, and not done
+        int32_t flying = 0;  // copies that are queued, and not done
+        int32_t unread = 0;  // rows that are to be read, or are being read
+        int64_t point = 0;   // the greatest that a copy was queued with
+        bool announced = false;  // that they are ready
+    };
+
     int64_t id = 0;
     Order::key_type order;
     MoveSpec spec;
     Work work = Work::kLoad;
     Outcome outcome;
     std::vector<int32_t> first_row;  // of each way, and their number at the end
+    std::vector<Row> row;
+    std::vector<Layers> group;
     std::vector<Cell> cells;         // (rows, groups)
     std::vector<uint8_t> there;      // (rows, groups): read
-    std::vector<int32_t> next;       // of each row: the first group that is not there, or has one before it that is not
-    std::vector<int32_t> left;       // of each row: groups that are not copied
-    std::vector<int32_t> todo;       // of each group: rows that are not done, and one more while the move is open
-    std::vector<int32_t> queued;     // of each group: rows whose copies are queued, and not done
-    std::vector<int64_t> points;     // of each group: the greatest that a copy was queued with
-    std::vector<int32_t> flying;     // of each group: copies that are queued, and not done
-    std::vector<bool> announced;     // of each group: that it is ready
-    std::vector<int32_t> unread;     // of each group: rows that are to be read, or are being read
     std::vector<Copyable> copyable;  // (ways, groups)
-    std::vector<int32_t> late;       // of each row: late I/O
     std::vector<Cursor> cursors;     // of each way
     std::pair<int32_t, int32_t> turn{-1, -1};  // the group and way that others were called for
     int32_t ios = 0, late_ios = 0, copying = 0;
@@ -79,8 +86,8 @@ struct Moves::Move {
     int32_t rows() const { return first_row.back(); }
     int32_t groups() const { return static_cast<int32_t>(spec.groups.size()); }
     int32_t ways() const { return static_cast<int32_t>(spec.ways.size()); }
-    bool pending(int32_t row) const { return outcome.statuses[row] == Status::kPending; }
-    size_t cell(int32_t row, int32_t of) const { return static_cast<size_t>(row) * groups() + of; }
+    bool pending(int32_t number) const { return outcome.statuses[number] == Status::kPending; }
+    size_t cell(int32_t number, int32_t of) const { return static_cast<size_t>(number) * groups() + of; }
     Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(by) * groups() + of]; }
     const Copyable& copies(int32_t of, int32_t by) const { return copyable[static_cast<size_t>(by) * groups() + of]; }
 

@@ -3,7 +3,6 @@
 #include "moves_inside.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait and none is in flight
@@ -243,7 +242,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64
     reading.over[page] = true;
     --reading.left;
     if (reading.late) {
-        if (--move.late[row] == 0) end_late(move, row);
+        if (--move.row[row].late == 0) end_late(move, row);
         return;
     }
     flying_ -= reading.part;
@@ -251,7 +250,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64
     if (reading.write) {
         writing_ -= reading.part;
         if (error != 0) move.outcome.errors.emplace_back(row, error);
-        --move.todo[0];
+        --move.group[0].todo;
     } else if (error == 0) {
         landed(move, reading, page, sums);
     } else {
@@ -272,7 +271,7 @@ void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* s
     move.there[move.cell(one.row, reading.group)] = 1;
     if (reading.slots != 0) {
         const Group& group = move.spec.groups[reading.group];
-        --move.unread[reading.group];
+        --move.group[reading.group].unread;
         move.copies(reading.group, reading.way)
             .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
         ++reading.copies;
@@ -283,8 +282,8 @@ void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* s
     const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
     const int64_t number = one.row - move.first_row[reading.way];
     if (sums != nullptr) {
-        move.next[one.row] = move.groups();
-        --move.unread[0];
+        move.row[one.row].next = move.groups();
+        --move.group[0].unread;
         const bool right = std::equal(sums, sums + limits_.layers, way.sums.data() + number * limits_.layers);
         if (right) copied(move, one.row, 0);
         else judge(move, one.row, Status::kChecksum);
@@ -295,8 +294,8 @@ void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* s
         uint64_t* const kept = spaces_[memory(way)].sums + slot * limits_.layers;
         std::copy_n(came + one.slot * limits_.layers, limits_.layers, kept);
     }
-    for (int32_t& next = move.next[one.row]; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
-        --move.unread[next];
+    for (int32_t& next = move.row[one.row].next; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
+        --move.group[next].unread;
         const int64_t at = extent + move.spec.groups[next].begin;
         move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
         may_be_copied(move, next, reading.way);

@@ -1,14 +1,12 @@
-// Pages between planes and extents. See pages.h.
-
 #include "pages.h"
 
 #include <algorithm>
 #include <cstring>
 
+#include "error.h"
 #include "xxh3.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kFetched = 1024;  // of the next run: the processor notices a run only when it has begun
@@ -111,22 +109,22 @@ private:
 
 }  // namespace
 
-const char* refusal(const Pool& pool) {
-    if (!pool.planes || !pool.first_plane) return "no planes";
-    if (pool.n_layers < 1 || pool.n_layers > 1 << 20) return "no sound number of layers";
-    if (pool.blocks < 1 || pool.blocks > kMost) return "no sound number of blocks";
-    if (pool.block_tokens < 1 || pool.block_tokens > 1 << 20) return "no sound number of tokens a block";
-    if (pool.page_blocks < 1 || pool.page_blocks > 1 << 20) return "no sound number of blocks a page";
-    if (pool.first_plane[0] != 0) return "the first layer does not begin with the first plane";
+void check(const Pool& pool) {
+    refuse_if(!pool.planes || !pool.first_plane, "no planes");
+    refuse_if(pool.n_layers < 1 || pool.n_layers > 1 << 20, "no sound number of layers");
+    refuse_if(pool.blocks < 1 || pool.blocks > kMost, "no sound number of blocks");
+    refuse_if(pool.block_tokens < 1 || pool.block_tokens > 1 << 20, "no sound number of tokens a block");
+    refuse_if(pool.page_blocks < 1 || pool.page_blocks > 1 << 20, "no sound number of blocks a page");
+    refuse_if(pool.first_plane[0] != 0, "the first layer does not begin with the first plane");
     for (int64_t layer = 0; layer < pool.n_layers; layer++) {
-        if (pool.first_plane[layer + 1] <= pool.first_plane[layer]) return "a layer has no planes";
+        refuse_if(pool.first_plane[layer + 1] <= pool.first_plane[layer], "a layer has no planes");
     }
     const __int128 rows = static_cast<__int128>(pool.block_tokens) * pool.page_blocks;
     __int128 total = 0;
     for (int32_t n = 0; n < pool.first_plane[pool.n_layers]; n++) {
         const PlaneMemory& plane = pool.planes[n];
-        if (!plane.base) return "a plane has no memory";
-        if (plane.row_bytes < 1 || plane.row_bytes > kMost) return "no sound size of rows";
+        refuse_if(!plane.base, "a plane has no memory");
+        refuse_if(plane.row_bytes < 1 || plane.row_bytes > kMost, "no sound size of rows");
         total += rows * plane.row_bytes;
         const __int128 there = reinterpret_cast<uintptr_t>(plane.base);
         const __int128 across = static_cast<__int128>(pool.blocks - 1) * plane.block_stride;
@@ -134,9 +132,9 @@ const char* refusal(const Pool& pool) {
         const __int128 low = there + std::min<__int128>(across, 0) + std::min<__int128>(along, 0);
         const __int128 high =
             there + std::max<__int128>(across, 0) + std::max<__int128>(along, 0) + plane.row_bytes;
-        if (low <= 0 || high > static_cast<__int128>(1) << 63) return "a plane's strides leave the address space";
+        refuse_if(low <= 0 || high > static_cast<__int128>(1) << 63, "a plane's strides leave the address space");
     }
-    return total > kMost ? "no sound number of bytes a page" : nullptr;
+    refuse_if(total > kMost, "no sound number of bytes a page");
 }
 
 int64_t layer_bytes(const Pool& pool, int64_t layer) {

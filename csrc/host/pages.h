@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace gdscache {
@@ -28,8 +27,8 @@ struct Pool {
     int64_t page_blocks;  // blocks of a page
 };
 
-// Why a pool cannot be used, or null. Checks what is checked once: counts, sizes and addresses that could overflow.
-const char* refusal(const Pool& pool);
+// What is checked once: counts, sizes and addresses that could overflow. Throws `Error`.
+void check(const Pool& pool);
 
 // Bytes of a layer in an extent.
 int64_t layer_bytes(const Pool& pool, int64_t layer);

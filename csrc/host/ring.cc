@@ -1,5 +1,3 @@
-// io_uring by its system calls. See ring.h.
-
 #include "ring.h"
 
 #include <sys/mman.h>
@@ -12,7 +10,6 @@
 #include <vector>
 
 namespace gdscache {
-
 namespace {
 
 constexpr long kSetup = 425, kEnter = 426, kRegister = 427;  // the same on every architecture
@@ -57,36 +54,29 @@ static_assert(sizeof(Params) == 120 && sizeof(Entry) == 64 && sizeof(Completion)
 uint32_t acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 void release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 
-bool refused(Refusal& refusal, const char* what, int error) {
-    refusal = {error, std::string(what) + " answers " + std::strerror(error)};
-    return false;
+[[noreturn]] void refuse(const char* what, int error) {
+    throw Error(error, std::string(what) + " answers " + std::strerror(error));
 }
 
 }  // namespace
 
-std::unique_ptr<Ring> Ring::open(unsigned entries, unsigned workers, Refusal& refusal) {
+std::unique_ptr<Ring> Ring::open(unsigned entries, unsigned workers) {
     std::unique_ptr<Ring> ring(new Ring);
     Params params{};
     params.flags = kClamp;
     ring->fd_ = static_cast<int>(syscall(kSetup, entries, &params));
-    if (ring->fd_ < 0) {
-        refused(refusal, "io_uring_setup", errno);
-        return nullptr;
-    }
+    if (ring->fd_ < 0) refuse("io_uring_setup", errno);
     if (!(params.features & kSingleMmap) || !(params.features & kHasExtArg) || params.sq_entries < entries) {
-        refusal = {EINVAL, "this kernel's io_uring is too old, or too small"};
-        return nullptr;
+        throw Error(EINVAL, "this kernel's io_uring is too old, or too small");
     }
     unsigned limits[2] = {workers, workers};
-    if (syscall(kRegister, ring->fd_, kMaxWorkers, limits, 2) < 0) {
-        refused(refusal, "io_uring_register", errno);
-        return nullptr;
-    }
-    if (!ring->map(&params, refusal) || !ring->try_it(refusal)) return nullptr;
+    if (syscall(kRegister, ring->fd_, kMaxWorkers, limits, 2) < 0) refuse("io_uring_register", errno);
+    ring->map(&params);
+    ring->try_it();
     return ring;
 }
 
-bool Ring::map(const void* given, Refusal& refusal) {
+void Ring::map(const void* given) {
     const Params& params = *static_cast<const Params*>(given);
     const uint32_t array = params.sq.words[2], completions = params.cq.words[1];
     rings_bytes_ = std::max<size_t>(array + sizeof(uint32_t) * params.sq_entries,
@@ -99,7 +89,7 @@ bool Ring::map(const void* given, Refusal& refusal) {
         return at;
     };
     if (!(rings_ = mapped(rings_bytes_, 0)) || !(entries_ = mapped(entries_bytes_, kOffEntries))) {
-        return refused(refusal, "mmap of an io_uring", errno);
+        refuse("mmap of an io_uring", errno);
     }
     uint8_t* const base = static_cast<uint8_t*>(rings_);
     const auto word = [&](uint32_t offset) { return reinterpret_cast<uint32_t*>(base + offset); };
@@ -110,32 +100,26 @@ bool Ring::map(const void* given, Refusal& refusal) {
     complete_mask_ = *word(params.cq.mask);
     completions_ = reinterpret_cast<const Completion*>(base + completions);
     for (uint32_t n = 0; n < params.sq_entries; n++) word(array)[n] = n;
-    return true;
 }
 
 // A kernel that takes requests may still be one whose rules stop them, or whose answers are not to be trusted.
-bool Ring::try_it(Refusal& refusal) {
-    const int file = static_cast<int>(syscall(SYS_memfd_create, "gdscache-ring", 1u /* MFD_CLOEXEC */));
-    if (file < 0) return refused(refusal, "memfd_create", errno);
+void Ring::try_it() {
+    const Descriptor file(static_cast<int>(syscall(SYS_memfd_create, "gdscache-ring", 1u /* MFD_CLOEXEC */)));
+    if (file.fd < 0) refuse("memfd_create", errno);
     std::vector<uint8_t> page(kAlignment), got(kAlignment);
     for (size_t n = 0; n < page.size(); n++) page[n] = static_cast<uint8_t>(n * 7 + n / 256);
-    bool good = write(file, page.data(), page.size()) == kAlignment;
+    bool good = write(file.fd, page.data(), page.size()) == kAlignment;
     if (good) {
-        put(Code::kRead, file, 0, got.data(), kAlignment, 1, true);
+        put(Code::kRead, file.fd, 0, got.data(), kAlignment, 1, true);
         int answer;
         do answer = enter(1, -1);
         while (answer == -EINTR || answer == -EAGAIN || answer == -EBUSY);
-        if (answer < 0) {
-            close(file);
-            return refused(refusal, "io_uring_enter", -answer);
-        }
+        if (answer < 0) refuse("io_uring_enter", -answer);
         const Completion* const ended = front();
         good = ended && ended->data == 1 && ended->result == kAlignment && page == got;
         if (ended) pop();
     }
-    close(file);
-    if (!good) refusal = {EIO, "io_uring reads other bytes than were written"};
-    return good;
+    if (!good) throw Error(EIO, "io_uring reads other bytes than were written");
 }
 
 Ring::~Ring() {

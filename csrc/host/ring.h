@@ -26,11 +26,10 @@ class Ring {
 public:
     // A ring for `entries` requests in flight; `workers` threads of the kernel at most, for files and for all else.
     // It has read a page of memory through the kernel before anybody relies on it.
-    static std::unique_ptr<Ring> open(unsigned entries, unsigned workers, Refusal& refusal);
+    static std::unique_ptr<Ring> open(unsigned entries, unsigned workers);  // throws `Error`
 
     ~Ring();  // nothing may be in flight
-    Ring(const Ring&) = delete;
-    Ring& operator=(const Ring&) = delete;
+    Ring(Ring&&) = delete;
 
     // Queue a request; there must be room. `length`: bytes, or vectors. `worker`: a thread of the kernel does it from
     // the start; else `enter` begins it itself, and moves the bytes where they need no device.
@@ -52,8 +51,8 @@ public:
 private:
     Ring() = default;
 
-    bool map(const void* params, Refusal& refusal);
-    bool try_it(Refusal& refusal);
+    void map(const void* params);
+    void try_it();
 
     int fd_ = -1;
     void* rings_ = nullptr;

@@ -1,6 +1,4 @@
-// Reads in strides. See strides.h.
-
-#include "strides.h"
+#include "threads_disk.h"
 
 #include <algorithm>
 #include <cstdint>

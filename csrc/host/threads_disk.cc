@@ -1,7 +1,4 @@
-// The disk by threads: preadv and pwritev where io_uring is refused, or what a `Caller` does. See disk.h.
-
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,11 +13,9 @@
 
 #include "memory.h"
 #include "quiet.h"
-#include "strides.h"
 #include "threads_disk.h"
 
 namespace gdscache {
-
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -42,8 +37,8 @@ struct Again {
 
 class ThreadsDisk final : public Disk {
 public:
-    ThreadsDisk(int threads, const char* name, MakeCaller make, uint32_t most, int event)
-        : event_(event), wanted_(static_cast<size_t>(threads)), most_(most), name_(name), make_(std::move(make)) {
+    ThreadsDisk(int threads, const char* name, MakeCaller make, uint32_t most)
+        : wanted_(static_cast<size_t>(threads)), most_(most), name_(name), make_(std::move(make)) {
         threads_.reserve(wanted_);
     }
 
@@ -55,7 +50,6 @@ public:
         }
         work_.notify_all();
         for (std::thread& thread : threads_) thread.join();
-        close(event_);
     }
 
     // Throws std::system_error where the system has no more threads; those that run are joined by the destructor.
@@ -82,7 +76,7 @@ public:
                 }
             }
         }
-        if (refused) signal();
+        if (refused) event_.signal();
         if (pieces.size() == 1) {
             work_.notify_one();
         } else {
@@ -105,7 +99,7 @@ public:
 
     void wake() override {
         woken_.store(true);
-        signal();
+        event_.signal();
     }
 
     size_t pending() const override { return pending_; }
@@ -115,16 +109,10 @@ public:
     const char* name() const override { return name_; }
 
 private:
-    void signal() {
-        const uint64_t one = 1;
-        while (write(event_, &one, sizeof one) < 0 && errno == EINTR) {
-        }
-    }
-
     // What has ended, without a wait. The event says no more than that it is worth looking, so it is drained first.
     int take(std::vector<Ended>& ended) {
         uint64_t count;
-        while (read(event_, &count, sizeof count) < 0 && errno == EINTR) {
+        while (read(event_.fd, &count, sizeof count) < 0 && errno == EINTR) {
         }
         const std::lock_guard lock(mutex_);
         ended.insert(ended.end(), ended_.begin(), ended_.end());
@@ -136,7 +124,7 @@ private:
     }
 
     void wait(double seconds) {
-        pollfd polled{event_, POLLIN, 0};
+        pollfd polled{event_.fd, POLLIN, 0};
         const double bounded = std::min(seconds, 1e9);
         const timespec until{static_cast<time_t>(bounded),
                              static_cast<long>((bounded - static_cast<double>(static_cast<time_t>(bounded))) * 1e9)};
@@ -244,10 +232,10 @@ private:
             over_ += over;
         }
         ended.clear();
-        if (first) signal();
+        if (first) event_.signal();
     }
 
-    const int event_;  // that there may be something to take
+    const Event event_{EFD_NONBLOCK};  // that there may be something to take
     const size_t wanted_;
     const uint32_t most_;
     const char* const name_;
@@ -272,27 +260,17 @@ int64_t system_call(const Piece& piece, const Call& call) {
     return moved < 0 ? -errno : moved;
 }
 
-std::unique_ptr<Disk> open_threads_disk(int threads, Refusal& refusal) {
-    return open_threads_disk(threads, "threads", [] { return std::make_unique<SystemCaller>(); }, refusal);
+std::unique_ptr<Disk> open_threads_disk(int threads) {
+    return open_threads_disk(threads, "threads", [] { return std::make_unique<SystemCaller>(); });
 }
 
-std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, Refusal& refusal,
-                                        uint32_t most) {
-    if (threads < 1 || threads > kMostThreads) {
-        refusal = {EINVAL, "no sound number of threads"};
-        return nullptr;
-    }
-    const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (event < 0) {
-        refusal = {errno, "eventfd cannot be had"};
-        return nullptr;
-    }
-    auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), most, event);
+std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, uint32_t most) {
+    if (threads < 1 || threads > kMostThreads) throw Error(EINVAL, "no sound number of threads");
+    auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), most);
     try {
         disk->start();
     } catch (const std::system_error& error) {
-        refusal = {error.code().value(), "a thread cannot be had"};
-        return nullptr;
+        throw Error(error.code().value(), "a thread cannot be had");
     }
     return disk;
 }

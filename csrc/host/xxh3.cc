@@ -1,5 +1,3 @@
-// XXH3-64: the scalar arm, the forms for short inputs, the stream, and the choice of the arm. See xxh3.h.
-
 #include "xxh3.h"
 
 #include <algorithm>
@@ -196,14 +194,6 @@ uint64_t xxh3(const void* data, size_t size) { return xxh3(data, size, best_arm(
 
 Xxh3::Xxh3(const Arm& arm) : arm_(&arm), total_(0), held_(0), lanes_(kStart) {}
 
-void Xxh3::update(const void* data, size_t size) {
-    take(Kind::kAdd, nullptr, static_cast<const uint8_t*>(data), size);
-}
-
-void Xxh3::update_copy(void* out, const void* data, size_t size, bool stream) {
-    take(stream ? Kind::kStream : Kind::kCopy, static_cast<uint8_t*>(out), static_cast<const uint8_t*>(data), size);
-}
-
 // Add what is held, which is whole stripes and not the end of the input.
 void Xxh3::flush() {
     arm_->add(lanes_, hold_, held_ / kStripe);
@@ -211,18 +201,16 @@ void Xxh3::flush() {
     held_ = 0;
 }
 
-void Xxh3::take(Kind kind, uint8_t* out, const uint8_t* in, size_t size) {
+void Xxh3::update_copy(void* to, const void* data, size_t size, bool stream) {
     if (size == 0) return;
-    const bool copies = kind != Kind::kAdd;
+    auto* out = static_cast<uint8_t*>(to);
+    auto* in = static_cast<const uint8_t*>(data);
+    const auto pass = [&](size_t some) { in += some, out += some, size -= some; };
     const auto hold = [&](size_t some) {
         std::memcpy(hold_ + held_, in, some);
-        if (copies) {
-            std::memcpy(out, hold_ + held_, some);
-            out += some;
-        }
+        std::memcpy(out, hold_ + held_, some);
         held_ += some;
-        in += some;
-        size -= some;
+        pass(some);
     };
     const bool begun = total_ > kHeld;
     total_ += size;
@@ -233,27 +221,16 @@ void Xxh3::take(Kind kind, uint8_t* out, const uint8_t* in, size_t size) {
     if (held_) flush();
     // At least one byte stays: whatever is last is never added here.
     size_t stripes = (size - 1) / kStripe;
-    if (stripes && kind == Kind::kStream && reinterpret_cast<uintptr_t>(out) % kStripe == 0) {
+    if (stripes && stream && reinterpret_cast<uintptr_t>(out) % kStripe == 0) {
         // All but one: to read back what went past the caches would cost more than all the rest.
-        const size_t nbytes = --stripes * kStripe;
-        arm_->add_stream(lanes_, in, stripes, out);
-        in += nbytes;
-        out += nbytes;
-        size -= nbytes;
+        arm_->add_stream(lanes_, in, --stripes, out);
+        pass(stripes * kStripe);
         stripes = 1;
     }
     if (stripes) {
-        const size_t nbytes = stripes * kStripe;
-        if (copies) {
-            arm_->add_copy(lanes_, in, stripes, out);
-            std::memcpy(last_, out + nbytes - kStripe, kStripe);
-            out += nbytes;
-        } else {
-            arm_->add(lanes_, in, stripes);
-            std::memcpy(last_, in + nbytes - kStripe, kStripe);
-        }
-        in += nbytes;
-        size -= nbytes;
+        arm_->add_copy(lanes_, in, stripes, out);
+        pass(stripes * kStripe);
+        std::memcpy(last_, out - kStripe, kStripe);
     }
     hold(size);
 }

@@ -48,9 +48,6 @@ class Xxh3 {
 public:
     explicit Xxh3(const Arm& arm);
 
-    // The next `size` bytes.
-    void update(const void* data, size_t size);
-
     // The next `size` bytes, which are copied to `out` on the way: the sum covers what is written there. `stream`:
     // past the caches as far as `out` allows; the caller then fences.
     void update_copy(void* out, const void* data, size_t size, bool stream);
@@ -59,9 +56,6 @@ public:
     uint64_t digest() const;
 
 private:
-    enum class Kind { kAdd, kCopy, kStream };
-
-    void take(Kind kind, uint8_t* out, const uint8_t* in, size_t size);
     void flush();
 
     static constexpr size_t kHeld = 256;  // more than the short forms cover, and whole stripes

@@ -65,9 +65,9 @@ class NativeMoves(Executor):
 
     `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
     a multiple of so many. `pool`: of planes that are not foreign. `disks`: what moves the bytes of files, to and from
-    foreign memory that it knows, too; None: the caller takes the I/O of these, which tests do. `threads` copy; with
-    none of them everything is foreign, and time passes by `expire`. `gpu`: whose the foreign planes and memories are;
-    without, the caller takes their copies, which tests do. Raises `NativeCallError`.
+    foreign memory that it knows, too. `threads` copy, and see deadlines pass. `gpu`: whose the foreign planes and
+    memories are. Tests step one by hand that has no threads, no GPU, and None for disks (tests/support/hooks.py).
+    Raises `NativeCallError`.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ from gdscache.moves import native as native_module
 from gdscache.moves.library import MoveLimits
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
-from gdscache.native import set_faulty_disks
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
@@ -41,6 +40,7 @@ from tests.support.fake_cufile import FakeDeviceExtents
 from tests.support.fake_gpu import FakeGpuMover
 from tests.support.faulty import PLAN, FaultyTransport
 from tests.support.faulty import Fault as Injected
+from tests.support.hooks import hooks
 from tests.support.reference_executor import Bytes, Fault
 
 Mode = Literal["threads", "uring", "GPU", "direct", "python", "GPU and python"]
@@ -82,7 +82,7 @@ class Real:
         """Let go of what hangs."""
         PLAN.reset()
         with contextlib.suppress(NativeCallError):  # it was closed, or has no disk
-            self.executor.moves.release()
+            hooks.release(self.executor.moves)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
                 _add_rule(fault, slabs[fault.files])
         else:
             rows = [_row(fault, slabs[fault.files], files[fault.files]) for fault in case.faults]
-            executor.moves.fail(integers(rows).reshape(-1, 5))
+            hooks.fail(executor.moves, integers(rows).reshape(-1, 5))
         sums = {name: some.checksums for name, some in extents.items()}
         real = Real(executor, Spaces([[t.numpy() for t in some] for some in planes], memories, {}, sums), slabs)
         undo.callback(real.release)
@@ -143,11 +143,11 @@ def _executor(machine: Machine, case: Case) -> Iterator[NativeExecutor]:
         extent = case.layout.extent_bytes
         limits = MoveLimits(4 * extent, 2 * extent, extent, 2 * extent)
     with mock.patch.object(native_module, "LIMITS", limits):
-        set_faulty_disks(True)
+        hooks.set_faulty_disks(True)
         try:
             executor = NativeExecutor(machine)
         finally:
-            set_faulty_disks(False)
+            hooks.set_faulty_disks(False)
     try:
         yield executor
     finally:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from gdscache.arrays import address, integers
 from gdscache.errors import NativeCallError
 from gdscache.native import Disk
+from tests.support.hooks import hooks
 
 READ, WRITE = 0, 1
 ERROR, SHORT, TORN, FLIP, LATE, HANG = range(1, 7)
@@ -48,9 +49,11 @@ class NativeDisk:
         faults: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         try:
-            self.disk = Disk(kind, workers, depth, None, integers(faults).reshape(-1, 3))
+            self.disk = Disk(kind, workers, depth)
         except NativeCallError as error:
             raise OSError(error.errno, error.message) from None
+        if faults:
+            hooks.fail_disk(self.disk, integers(faults))
         self._kept: list[Any] = []
         self._left: list[Answer] = []  # that did not fit
 
@@ -92,7 +95,7 @@ class NativeDisk:
         self.disk.wake()
 
     def release(self) -> None:
-        self.disk.release()
+        hooks.release_disk(self.disk)
 
     def close(self) -> None:
         self.disk.close()

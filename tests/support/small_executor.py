@@ -15,12 +15,12 @@ from gdscache.movers.host import HostMover
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.native import NativeExecutor
-from gdscache.native import set_faulty_disks
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tiers.bounce import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support.helpers import MHA, WAIT, layout_of
+from tests.support.hooks import hooks
 
 LAYOUT = layout_of(MHA)
 
@@ -51,14 +51,14 @@ class Small:
         bounce = Bounce(self.reserve, Quarantine(threading.RLock()))
         memories = {"cpu": self.memory, "bounce": self.reserve}
         machine = Machine(self.mover, memories, {"ssd": self.file}, {"ssd": PAGES}, bounce)
-        set_faulty_disks(faulty)
+        hooks.set_faulty_disks(faulty)
         try:
             self.executor = NativeExecutor(machine)
         finally:
-            set_faulty_disks(False)
+            hooks.set_faulty_disks(False)
 
     def fail(self, *faults: tuple[int, int, int, int, int]) -> None:
-        self.executor.moves.fail(integers(faults).reshape(-1, 5))
+        hooks.fail(self.executor.moves, integers(faults).reshape(-1, 5))
 
     def close(self) -> None:
         self.executor.close()

@@ -17,8 +17,8 @@ import torch
 
 from gdscache.extents.base import Extents
 from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
-from gdscache.native import Job
 from gdscache.tiers.bounce import Bounce
+from tests.support.hooks import Job, hooks
 from tests.support.window import Window
 
 if TYPE_CHECKING:
@@ -108,11 +108,11 @@ class SteppedMachine:
 
     def choices(self) -> list[Choice]:
         """What the jobs that may begin are is found out here, and changes nothing for anybody."""
-        while (job := self.moves.take_io(0)) is not None:
+        while (job := hooks.take_io(self.moves, 0)) is not None:
             files = self.files[job.files]
             files.begin(job)
         found: list[Choice] = []
-        if (copy := self.moves.take_copy(0)) is not None:
+        if (copy := hooks.take_copy(self.moves)) is not None:
             self._take(copy)
             return self.choices()
         if self.copies:
@@ -132,13 +132,13 @@ class SteppedMachine:
     def _take(self, job: Job) -> None:
         self._asked += 1
         if self._asked == self._breaks:
-            self.moves.copy_ended(job.number, None, broken="a copy that was to break")
+            hooks.copy_ended(self.moves, job.number, None, broken="a copy that was to break")
             return
         extents: Extents = self._bounce.extents if job.memory == "bounce" else self.memories[job.memory]
         if job.window:
             extents = Window(self._bounce.extents, job.window, self._mover.layout.read_span(job.layers, alone=True))
         self.copies.append((job, extents, job.slots.tolist()))
-        self.moves.copy_queued(job.number, self.done + len(self.copies))
+        hooks.copy_queued(self.moves, job.number, self.done + len(self.copies))
 
     def _copy(self) -> None:
         job, extents, places = self.copies.popleft()
@@ -149,13 +149,13 @@ class SteppedMachine:
         else:
             blocks = torch.from_numpy(job.blocks.copy())
             sums = self._mover.scatter(extents, places, blocks, job.layers, sums=True).checksums()
-        self.moves.copy_ended(job.number, sums if job.sums else None)
+        hooks.copy_ended(self.moves, job.number, sums if job.sums else None)
 
     def _pass(self) -> None:
         for files in self.files.values() if not self.now else ():
             files.in_time = dict(files.landed)
         self.now += LATE_S
-        self.moves.expire(int(self.now * NS))
+        hooks.expire(self.moves, int(self.now * NS))
 
 
 class SteppedFiles:
@@ -240,4 +240,4 @@ class SteppedIO:
         self._left.remove(page)
         if not self._left:
             self._files.flying.remove(self)
-        self._files.machine.moves.io_ended(self.job.number, [page], error)
+        hooks.io_ended(self._files.machine.moves, self.job.number, [page], error)

@@ -6,32 +6,30 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "../error.h"
+
 namespace nb = nanobind;
 
 namespace gdscache {
 
-// Python raises it as the class `kind` of gdscache.errors. `error`: an errno.
-struct CallError {
-    std::string why;
-    int error = EINVAL;
-    const char* hint = "the arguments make no sense together";
-    const char* kind = "NativeCallError";
-};
+// Python raises it as the class `kind` of gdscache.errors.
+struct CallError : Error {
+    CallError(const std::string& why, int number, const char* what_to_do = kHint, const char* of = "NativeCallError")
+        : Error(number, why), hint(what_to_do), kind(of) {}
 
-inline void require(bool sound, const char* why) {
-    if (!sound) throw CallError{why};
-}
+    static constexpr const char* kHint = "see what it says";
+    const char *hint, *kind;
+};
 
 // What is closed has no object any more. `what`: its name.
 template <typename Pointer>
@@ -169,6 +167,13 @@ void bind_disk(nb::module_& module);
 void bind_gpu(nb::module_& module);
 void bind_cufile(nb::module_& module);
 void bind_executor(nb::module_& module);
+
+class Disk;
+
+// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes between
+// an executor and its first disk.
+[[gnu::weak, gnu::visibility("default")]] void bind_hooks(nb::module_& module);
+[[gnu::weak, gnu::visibility("default")]] std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk);
 
 }  // namespace gdscache
 

@@ -1,10 +1,9 @@
 // cuFile: which files and which memory of a GPU it knows.
 
-#include "../bare_cufile.h"
+#include "../bare.h"
 #include "handles.h"
 
 namespace gdscache {
-
 namespace {
 
 OpenCuFiles open_files(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t batched) {
@@ -15,11 +14,30 @@ OpenCuFiles open_files(const char* driver, uint64_t context, const char* library
     return {std::move(files), batched < 0 ? kBatchedBytes : batched};
 }
 
-void add_memory(const OpenCuFiles& self, uint64_t address, int64_t nbytes) {
+// A call for all threads, which may be closed meanwhile.
+template <typename Call>
+void ask(const OpenCuFiles& self, Call call) {
     const auto files = self.shared();
-    require(address && nbytes > 0 && address <= UINT64_MAX - static_cast<uint64_t>(nbytes), "no memory that there could be");
     const nb::gil_scoped_release others;
-    files->add_memory(address, static_cast<size_t>(nbytes));
+    call(*files);
+}
+
+void add_file(const OpenCuFiles& self, int file) {
+    require(file >= 0, "no file");
+    ask(self, [&](CuFiles& files) { files.add_file(file); });
+}
+
+void remove_file(const OpenCuFiles& self, int file) {
+    ask(self, [&](CuFiles& files) { files.remove_file(file); });
+}
+
+void add_memory(const OpenCuFiles& self, uint64_t address, int64_t nbytes) {
+    require(address && nbytes > 0 && address <= UINT64_MAX - static_cast<uint64_t>(nbytes), "no memory that there could be");
+    ask(self, [&](CuFiles& files) { files.add_memory(address, static_cast<size_t>(nbytes)); });
+}
+
+void remove_memory(const OpenCuFiles& self, uint64_t address) {
+    ask(self, [&](CuFiles& files) { files.remove_memory(address); });
 }
 
 int64_t move(const OpenCuFiles& self, int file, int64_t offset, uint64_t address, int64_t nbytes, bool write) {
@@ -35,14 +53,8 @@ double run_bare(const OpenCuFiles& self, int file, uint64_t address, int64_t nby
                 bool write) {
     const auto files = self.shared();
     require(nbytes > 0, "nothing to measure");
-    double seconds = 0;
-    int answer;
-    {
-        const nb::gil_scoped_release others;
-        answer = run({files.get(), file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads, address}, seconds);
-    }
-    if (answer < 0) throw CallError{cufile_text(-answer), -answer, "see docs/gds.md"};
-    return seconds;
+    const nb::gil_scoped_release others;
+    return run(CuFileLoop{{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads}, files.get(), address});
 }
 
 }  // namespace
@@ -56,29 +68,10 @@ void bind_cufile(nb::module_& module) {
                 int64_t batched) { new (self) OpenCuFiles(open_files(driver, context, library, log_folder, batched)); },
              nb::arg("driver"), nb::arg("context"), nb::arg("library"), nb::arg("log_folder").none() = nb::none(),
              nb::arg("batched") = -1)
-        .def("add_file",
-             [](const OpenCuFiles& self, int file) {
-                 const auto files = self.shared();
-                 require(file >= 0, "no file");
-                 const nb::gil_scoped_release others;
-                 files->add_file(file);
-             },
-             nb::arg("file"))
-        .def("remove_file",
-             [](const OpenCuFiles& self, int file) {
-                 const auto files = self.shared();
-                 const nb::gil_scoped_release others;
-                 files->remove_file(file);
-             },
-             nb::arg("file"))
+        .def("add_file", &add_file, nb::arg("file"))
+        .def("remove_file", &remove_file, nb::arg("file"))
         .def("add_memory", &add_memory, nb::arg("address"), nb::arg("nbytes"))
-        .def("remove_memory",
-             [](const OpenCuFiles& self, uint64_t address) {
-                 const auto files = self.shared();
-                 const nb::gil_scoped_release others;
-                 files->remove_memory(address);
-             },
-             nb::arg("address"))
+        .def("remove_memory", &remove_memory, nb::arg("address"))
         .def("move", &move, nb::arg("file"), nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
              nb::arg("write"))
         .def("run_bare", &run_bare, nb::arg("file"), nb::arg("address"), nb::arg("nbytes"), nb::arg("piece_bytes"),

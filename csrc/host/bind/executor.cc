@@ -1,31 +1,23 @@
 // The executor: moves are handed over whole, and their ends come back in lists.
 
-#include "../executor.h"
+#include "executor.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/vfs.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "../faulty_disk.h"  // before the global kShort of moves.h, which its own would shadow
 #include "../checks.h"
-#include "../gpu_server.h"
-#include "../pool.h"
 #include "handles.h"
 #include "transport.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr Nanoseconds kNever = INT64_MAX;
@@ -34,8 +26,6 @@ constexpr Nanoseconds kNever = INT64_MAX;
 constexpr Nanoseconds kKept = 1'000'000;
 constexpr int kDepth = 8;          // pieces under way of each thread of the kernel
 constexpr double kLongest = 1e8;  // seconds that are no deadline: three years
-
-std::atomic<bool> faulty_disks{false};
 
 // Whether the kernel copies the bytes of a file: it is in the page cache, or on a RAM disk.
 bool kernel_copies(int file) {
@@ -49,15 +39,6 @@ Nanoseconds deadline(double seconds) {
     return seconds > 0 ? now() + static_cast<Nanoseconds>(seconds * 1e9) : 0;
 }
 
-// A part of a job as Python has it: plain numbers, and the names of spaces.
-struct Job {
-    int64_t number, move;
-    int kind;  // of a copy: 0 scatter, 1 gather, 2 look; of I/O: 0 read, 1 write
-    bool sums;
-    nb::object files, memory, layers, window, rows, slots, at, blocks;
-    int64_t start, stop;
-};
-
 // What a disk is opened by (Descriptors in gdscache/moves/machine.py).
 struct Means {
     explicit Means(nb::handle about)
@@ -69,11 +50,11 @@ struct Means {
     bool reaches(uint64_t address, size_t bytes) const {
         return !transport.is_none() || (cufile && cufile->memory(address, bytes));
     }
-    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices, Refusal& refusal) const {
-        if (!transport.is_none()) return open_transport_disk(threads, transport, devices, refusal);
+    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices) const {
+        if (!transport.is_none()) return open_transport_disk(threads, transport, devices);
         const nb::gil_scoped_release others;
-        if (cufile) return open_cufile_disk(threads, cufile, batched, refusal);
-        return uring ? open_disk(threads, kDepth * threads, refusal) : open_threads_disk(threads, refusal);
+        if (cufile) return open_cufile_disk(threads, cufile, batched);
+        return uring ? open_disk(threads, kDepth * threads) : open_threads_disk(threads);
     }
 
     int threads;
@@ -87,126 +68,19 @@ nb::object range_of(int64_t start, int64_t stop) {
     return nb::module_::import_("builtins").attr("range")(start, stop);
 }
 
-void fill_pages(Job& job, const std::vector<Transfer>& pages) {
-    const auto count = static_cast<int64_t>(pages.size());
-    const Fresh<int64_t> rows({count}), slots({count}), places({count});
-    for (int64_t n = 0; n < count; ++n) {
-        rows.data[n] = pages[n].row, slots.data[n] = pages[n].slot, places.data[n] = pages[n].at;
-    }
-    job.rows = rows.array, job.slots = slots.array, job.at = places.array;
-}
-
-struct Opened {
-    std::string disk;              // the first one's name
-    FaultyDisk* faulty = nullptr;  // the first one, where it fails on order
-    std::shared_ptr<OpenPool> pool;
-    std::shared_ptr<GpuCopies> gpu;
-    std::unique_ptr<Executor> executor;
-    std::unique_ptr<GpuServer> server;  // which ends before the executor
-    std::atomic<int> inside{0};  // calls that wait there
-    std::atomic<bool> closing{false};
-};
-
-// A part of a wait within the executor, which is not closed meanwhile. Signals are heard between two of them.
-class Inside {
-public:
-    explicit Inside(Opened& opened) : inside_(opened.inside) {
-        ++inside_;
-        closed = opened.closing;
-    }
-    ~Inside() { --inside_; }
-    Inside(const Inside&) = delete;
-    Inside& operator=(const Inside&) = delete;
-
-    bool closed;  // it is too late
-
-private:
-    std::atomic<int>& inside_;
-};
-
-class OpenExecutor {
-public:
-    OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
-                 const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool, const OpenGpu* gpu,
-                 const nb::sequence& disks, int threads);
-    ~OpenExecutor() { close(); }
-    OpenExecutor(const OpenExecutor&) = delete;
-    OpenExecutor& operator=(const OpenExecutor&) = delete;
-
-    const std::string& disk() const { return open().disk; }
-
-    void begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways, const Array<const int64_t>& groups,
-               const nb::object& routes, const Array<const uint64_t>& after, bool more);
-    void extend(int64_t move, const nb::sequence& ways, bool last);
-    void cancel(int64_t move) { open().executor->cancel(move); }  // nothing is left of one that nobody knows any more
-    nb::object wait(int64_t move, double seconds, int32_t group);
-    nb::tuple outcome(int64_t move);
-    void refuse(int status);
-
-    nb::object take_io(int32_t disk);
-    nb::object take_copy(double seconds);
-    void io_ended(int64_t job, const nb::object& pages, int32_t error);
-    void copy_queued(int64_t job, int64_t point);
-    void copy_ended(int64_t job, const Array<const uint64_t>& sums, const Text& broken);
-    void expire(int64_t at) { open().executor->expire(at); }
-    nb::object take_late(double seconds, int64_t most);
-    int64_t held_slots() const { return closed_ ? 0 : opened_->executor->held_slots(); }
-    int64_t free_slots() const { return open().executor->free_slots(); }
-
-    void trace() {
-        open().executor->trace();
-        if (open().gpu) open().gpu->gpu->trace();
-    }
-    nb::list take_spans();
-
-    void fail(const Array<const int64_t>& faults);
-    void release() {  // also while `close` waits for what hangs
-        require(opened_ && opened_->faulty, "an executor without faults");
-        opened_->faulty->release();
-    }
-    bool closed() const { return closed_; }
-    void stop() { open().executor->stop(); }
-    void close() {
-        if (closed_) return;
-        closed_ = true;
-        {
-            const nb::gil_scoped_release others;  // threads of a disk may want it, and calls that wait
-            opened_->closing = true;
-            opened_->executor->stop();
-            while (opened_->inside) std::this_thread::sleep_for(std::chrono::microseconds(100));
-            opened_->server.reset();
-            opened_->executor.reset();
-        }
-        opened_.reset();
-        kept_.clear();  // who still knows us keeps no tier's memory
-    }
-
-private:
-    Opened& open() const { return gdscache::open(closed_ ? nullptr : opened_, "the executor"); }
-    int32_t number_of(const nb::object& name) const;
-    std::vector<Way> read(const nb::sequence& ways) const;
-
-    std::shared_ptr<Opened> opened_;  // none behind `close`
-    bool closed_ = false;
-    nb::dict numbers_;                // of spaces, by their names
-    nb::list names_;
-    nb::dict kept_;  // the spaces, behind whose addresses there is memory
-};
+}  // namespace
 
 OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
-    const auto refused = [](const char* why, int error = EINVAL) {
-        if (why) throw CallError{std::string("no executor: ") + why, error, "see what it says"};
-    };
     const auto bytes = [&](const char* name) { return nb::cast<int64_t>(limits.attr(name)); };
     Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
                  {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
                  bytes("foreign_copy")};
-    refused(unsound(sizes));
-    if (spaces.size() < 1 || spaces.size() > 1 << 10) refused("no sound number of spaces");
-    if (threads < 0 || threads > 1 << 10) refused("no sound number of threads");
-    if (nb::len(disks) > 64) refused("no sound number of disks");
+    check(sizes);
+    refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
+    refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
+    refuse_if(nb::len(disks) > 64, "no sound number of disks");
     auto made = std::make_shared<Opened>();
     made->pool = pool ? pool->pool : nullptr;
     made->gpu = gpu ? gpu->copies : nullptr;
@@ -214,7 +88,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     std::vector<std::optional<Means>> means;
     for (const nb::handle about : disks) {
         about.is_none() ? means.emplace_back() : means.emplace_back(about);
-        if (means.back() && means.back()->threads < 1) refused("no sound number of threads");
+        refuse_if(means.back() && means.back()->threads < 1, "no sound number of threads");
     }
     std::vector<DeviceRange> devices;
     std::vector<Space> kinds;
@@ -225,7 +99,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         const std::string kind = nb::cast<std::string>(has("kind"));
         Space space;
         space.kind = kind == "planes" ? Space::Kind::kPlanes : kind == "memory" ? Space::Kind::kMemory : Space::Kind::kFiles;
-        if (space.kind == Space::Kind::kFiles && kind != "files") refused("a space of no kind");
+        refuse_if(space.kind == Space::Kind::kFiles && kind != "files", "a space of no kind");
         space.foreign = nb::cast<bool>(has("foreign"));
         Place place;
         place.slots = nb::cast<int64_t>(has("slots"));
@@ -241,21 +115,21 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         if (space.kind == Space::Kind::kFiles) {
             space.foreign = false;
             space.disk = nb::cast<int32_t>(has("disk"));
-            if (space.disk < 0 || space.disk >= static_cast<int32_t>(means.size())) refused("files without a disk");
+            refuse_if(space.disk < 0 || space.disk >= static_cast<int32_t>(means.size()), "files without a disk");
             for (const nb::handle file : nb::iter(has("files"))) place.files.push_back(nb::cast<int>(file));
             if (const auto& by = means[space.disk]) {
                 const bool asked = !by->transport.is_none();
-                if (place.files.empty()) refused("a space without files");
+                refuse_if(place.files.empty(), "a space without files");
                 place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
                 if (asked) space.io_bytes = nb::cast<int64_t>(by->transport.attr("call_bytes"));
-                if (space.io_bytes < 0 || space.io_bytes > kMostBytes) refused("no sound sizes");
+                refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }
         }
-        refused(unsound(space, place, extent_bytes, made->gpu != nullptr));
-        if (!memory.none() && memory.bytes() < place.slots * extent_bytes) refused("a memory of fewer bytes than its slots");
-        if (!sums.none() && !sums.has(place.slots, sizes.layers)) refused("checksums of other slots");
-        if (space.foreign && made->gpu) refused(unsound(space, place, made->gpu->gpu->planes(), sizes));
-        else if (!space.foreign && space.kind == Space::Kind::kPlanes) refused(unsound(place, planes, sizes));
+        check(space, place, extent_bytes, made->gpu != nullptr);
+        refuse_if(!memory.none() && memory.bytes() < place.slots * extent_bytes, "a memory of fewer bytes than its slots");
+        refuse_if(!sums.none() && !sums.has(place.slots, sizes.layers), "checksums of other slots");
+        if (space.foreign && made->gpu) check(space, place, made->gpu->gpu->planes(), sizes);
+        else if (!space.foreign && space.kind == Space::Kind::kPlanes) check(place, planes, sizes);
         const auto size = static_cast<size_t>(place.slots * extent_bytes);
         const auto address = reinterpret_cast<uint64_t>(place.memory);
         const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
@@ -269,7 +143,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         kinds.push_back(space);
         places.push_back(std::move(place));
     }
-    if (ours && threads < 1) refused("nobody for what is not foreign");
+    refuse_if(ours && threads < 1, "nobody for what is not foreign");
     int32_t reserve_space = -1;
     int64_t first = 0, slots = 0;
     if (!reserve.is_none()) {
@@ -277,22 +151,14 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         first = nb::cast<int64_t>(reserve[1]), slots = nb::cast<int64_t>(reserve[2]);
         const bool inside = kinds[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
                             slots <= places[reserve_space].slots - first;
-        if (!inside) refused("a reserve outside its memory");
+        refuse_if(!inside, "a reserve outside its memory");
     }
-    if (fence < 0) refused("a reserve outside its memory");
+    refuse_if(fence < 0, "a reserve outside its memory");
     std::vector<std::unique_ptr<Disk>> opened;
-    Refusal refusal;
-    for (const auto& by : means) {
-        opened.push_back(by ? by->open(devices, refusal) : nullptr);
-        if (by && !opened.back()) refused(refusal.why.c_str(), refusal.error);
-    }
+    for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
     if (!opened.empty() && opened[0]) {
         made->disk = opened[0]->name();
-        if (faulty_disks) {
-            auto faulty = open_faulty_disk(std::move(opened[0]), {});
-            made->faulty = faulty.get();
-            opened[0] = std::move(faulty);
-        }
+        if (between) opened[0] = between(std::move(opened[0]));
     }
     {
         const nb::gil_scoped_release others;
@@ -308,7 +174,7 @@ int32_t OpenExecutor::number_of(const nb::object& name) const {
     PyObject* const found = PyDict_GetItemWithError(numbers_.ptr(), name.ptr());
     if (found) return static_cast<int32_t>(PyLong_AsLong(found));
     if (PyErr_Occurred()) throw nb::python_error();
-    throw CallError{"no space is called " + std::string(nb::str(name).c_str())};
+    throw CallError{"no space is called " + std::string(nb::str(name).c_str()), EINVAL};
 }
 
 std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
@@ -392,6 +258,8 @@ void OpenExecutor::refuse(int status) {
     open().executor->refuse(static_cast<Status>(status));
 }
 
+namespace {
+
 // What `take(until, &waited)` gives, null where nothing came in time. Signals are heard. `with_lock`: others of Python
 // wait at first.
 template <typename Take>
@@ -414,51 +282,7 @@ auto taken(Opened& opened, double seconds, Take take, bool with_lock = false) {
     }
 }
 
-nb::object OpenExecutor::take_io(int32_t disk) {
-    IoJob found;
-    require(disk >= 0 && disk < 64, "no such disk");
-    if (!open().executor->take_io(disk, &found)) return nb::none();
-    Job job{found.id, found.move, found.write, found.sums, names_[found.files], names_[found.memory],
-            range_of(found.first, found.last), {}, {}, {}, {}, {}, found.start, found.stop};
-    fill_pages(job, found.pages);
-    return nb::cast(std::move(job));
-}
-
-nb::object OpenExecutor::take_copy(double seconds) {
-    require(!open().gpu, "a GPU's copies are its threads'");
-    const std::shared_ptr<Opened> kept = opened_;
-    const CopyJob* const found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
-        return kept->executor->take_copy(Hands::kForeign, until, waited);
-    });
-    if (!found) return nb::none();
-    Job job{found->id, found->move, static_cast<int>(found->copy), found->sums, {}, names_[found->memory],
-            range_of(found->first, found->last), range_of(found->window, found->window + found->window_slots), {}, {}, {}, {}, 0, 0};
-    fill_pages(job, found->pages);
-    const int64_t page_blocks = kept->executor->limits().page_blocks;
-    const Fresh<int64_t> blocks({static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks});
-    std::copy(found->blocks.begin(), found->blocks.end(), blocks.data);
-    job.blocks = blocks.array;
-    return nb::cast(std::move(job));
-}
-
-void OpenExecutor::io_ended(int64_t job, const nb::object& pages, int32_t error) {
-    const Numbers<int64_t> rows(pages);
-    std::vector<IoEnd> ends;
-    for (int64_t n = 0; n < rows.size(); ++n) {
-        const int64_t page = rows.data()[n];
-        ends.push_back({static_cast<int32_t>(std::clamp<int64_t>(page, -1, INT32_MAX)), error});
-    }
-    require(open().executor->io_ended(job, ends.data(), rows.size()), "no pages of a job that is under way");
-}
-
-void OpenExecutor::copy_queued(int64_t job, int64_t point) {
-    require(point >= 0 && !open().gpu && open().executor->copy_queued(job, point), "no copy that is under way");
-}
-
-void OpenExecutor::copy_ended(int64_t job, const Array<const uint64_t>& sums, const Text& broken) {
-    require(!open().gpu && open().executor->copy_ended(job, sums.data(), broken && !broken->empty() ? chars(broken) : nullptr),
-            "no copy that is under way");
-}
+}  // namespace
 
 nb::object OpenExecutor::take_late(double seconds, int64_t most) {
     require(most > 0, "no room for late pages");
@@ -494,40 +318,11 @@ nb::list OpenExecutor::take_spans() {
     return rows;
 }
 
-void OpenExecutor::fail(const Array<const int64_t>& faults) {
-    require(open().faulty && faults.has(faults.shape(0), 5), "faults have 5 numbers");
-    std::vector<PlaceFault> made;
-    for (int64_t n = 0; n < faults.shape(0); ++n) {
-        const int64_t* const row = faults.data() + 5 * n;
-        require(row[3] >= 1 && row[3] <= static_cast<int64_t>(Failing::kHang) && row[4] >= 0, "no such fault");
-        made.push_back({static_cast<int32_t>(row[0]), row[1], row[2], static_cast<Failing>(row[3]), row[4]});
-    }
-    open().faulty->fail(std::move(made));
-}
-
-}  // namespace
-
 void bind_executor(nb::module_& module) {
     module.attr("NEVER") = kNever;
     module.attr("SHORT") = kShort;
     module.attr("GONE") = kGone;
     module.attr("WRONG") = kWrong;
-    module.def("set_faulty_disks", [](bool faulty) { faulty_disks = faulty; }, nb::arg("faulty"));
-    nb::class_<Job>(module, "Job")
-        .def_ro("number", &Job::number)
-        .def_ro("move", &Job::move)
-        .def_ro("kind", &Job::kind)
-        .def_ro("sums", &Job::sums)
-        .def_ro("files", &Job::files)
-        .def_ro("memory", &Job::memory)
-        .def_ro("layers", &Job::layers)
-        .def_ro("window", &Job::window)
-        .def_ro("rows", &Job::rows)
-        .def_ro("slots", &Job::slots)
-        .def_ro("at", &Job::at)
-        .def_ro("blocks", &Job::blocks)
-        .def_ro("start", &Job::start)
-        .def_ro("stop", &Job::stop);
     nb::class_<OpenExecutor>(module, "Executor")
         .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
                       int64_t, const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
@@ -544,20 +339,11 @@ void bind_executor(nb::module_& module) {
         .def("wait", &OpenExecutor::wait, nb::arg("move"), nb::arg("seconds"), nb::arg("group") = -1)
         .def("outcome", &OpenExecutor::outcome, nb::arg("move"))
         .def("refuse", &OpenExecutor::refuse, nb::arg("status"))
-        .def("take_io", &OpenExecutor::take_io, nb::arg("disk"))
-        .def("take_copy", &OpenExecutor::take_copy, nb::arg("seconds"))
-        .def("io_ended", &OpenExecutor::io_ended, nb::arg("job"), nb::arg("pages"), nb::arg("error") = 0)
-        .def("copy_queued", &OpenExecutor::copy_queued, nb::arg("job"), nb::arg("point"))
-        .def("copy_ended", &OpenExecutor::copy_ended, nb::arg("job"), nb::arg("sums").none(),
-             nb::arg("broken").none() = nb::none())
-        .def("expire", &OpenExecutor::expire, nb::arg("now"))
         .def("take_late", &OpenExecutor::take_late, nb::arg("seconds"), nb::arg("most") = 256)
         .def("held_slots", &OpenExecutor::held_slots)
         .def("free_slots", &OpenExecutor::free_slots)
         .def("trace", &OpenExecutor::trace)
         .def("take_spans", &OpenExecutor::take_spans)
-        .def("fail", &OpenExecutor::fail, nb::arg("faults"))
-        .def("release", &OpenExecutor::release)
         .def("stop", &OpenExecutor::stop)
         .def("close", &OpenExecutor::close);
 }

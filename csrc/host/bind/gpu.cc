@@ -10,7 +10,6 @@
 #include "handles.h"
 
 namespace gdscache {
-
 namespace {
 
 // A call that others may make while the GPU's copies are being closed: `gpu` is null when they are.
@@ -56,7 +55,7 @@ OpenGpu open_gpu(const char* library, const nb::object& spec) {
                               nb::cast<bool>(spec.attr("looks"))};
     const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
     const int64_t staging = number("staging");
-    if (const char* const why = unsound(planes, kernels, sizes, staging)) throw CallError{why};
+    check(planes, kernels, sizes, staging);
     const uint64_t context = address("context");
     const nb::gil_scoped_release others;
     auto made = std::make_shared<GpuCopies>(library, at<void>(context));
@@ -77,7 +76,7 @@ nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t e
     const PageCopies asked{load, static_cast<Route>(route), sums, static_cast<int32_t>(range.start),
                            static_cast<int32_t>(range.stop), slots.size(), memory, slots.data(), blocks.data(), after.data(),
                            static_cast<size_t>(after.size())};
-    if (const char* const why = unsound(asked, planes)) throw CallError{why};
+    check(asked, planes);
     int64_t point, read, ticket;
     {
         const nb::gil_scoped_release others;
@@ -115,16 +114,11 @@ nb::object finish(const OpenGpu& self, int64_t ticket) {
     return sums.array;
 }
 
-bool reached(const OpenGpu& self, int64_t point) {
+template <bool (Gpu::*kAsk)(int64_t)>
+bool is(const OpenGpu& self, int64_t point) {
     require(point >= 0, "no point");
     const Asking asking(self);
-    return !asking.gpu() || asking.gpu()->reached(point);
-}
-
-bool past(const OpenGpu& self, int64_t point) {
-    require(point >= 0, "no point");
-    const Asking asking(self);
-    return !asking.gpu() || asking.gpu()->past(point);
+    return !asking.gpu() || (asking.gpu()->*kAsk)(point);
 }
 
 void wait(const OpenGpu& self, int64_t point) {
@@ -172,8 +166,8 @@ void bind_gpu(nb::module_& module) {
              nb::arg("load"), nb::arg("sums"))
         .def("finish", &finish, nb::arg("ticket"))
         .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), nb::arg("loads"))
-        .def("reached", &reached, nb::arg("point"))
-        .def("past", &past, nb::arg("point"))
+        .def("reached", &is<&Gpu::reached>, nb::arg("point"))
+        .def("past", &is<&Gpu::past>, nb::arg("point"))
         .def("wait", &wait, nb::arg("point"))
         .def("follow", &follow, nb::arg("stream"), nb::arg("point"))
         .def("close", &close);

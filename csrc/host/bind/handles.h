@@ -1,4 +1,4 @@
-// What Python's side has opened and an executor uses: cuFile, and the copies of a GPU.
+// What Python's side has opened and an executor uses: cuFile, planes in host memory, and the copies of a GPU.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 
 #include "../cufile_disk.h"
 #include "../gpu.h"
+#include "../pages.h"
 #include "bind.h"
 
 namespace gdscache {
@@ -24,6 +24,17 @@ struct OpenCuFiles {
         open(files, "cuFile");
         return files;
     }
+};
+
+// Planes in host memory, for as long as Python or an executor has them.
+struct OpenPool {
+    std::vector<PlaneMemory> planes;
+    std::vector<int32_t> first_plane;
+    Pool pool;
+};
+
+struct HostPool {
+    std::shared_ptr<OpenPool> pool;  // none behind `close`
 };
 
 struct GpuCopies {

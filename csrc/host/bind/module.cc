@@ -1,5 +1,6 @@
 // The module `gdscache._native`. Python's side of it is told in gdscache/_native.pyi.
 
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <system_error>
@@ -10,7 +11,6 @@
 #include "bind.h"
 
 namespace gdscache {
-
 namespace {
 
 // An object of Python's that lives as long as the process: modules may end before what asks for it.
@@ -24,8 +24,9 @@ void raise(const CallError& error) {
     try {
         const nb::object kind = nb::module_::import_("gdscache.errors").attr(error.kind);
         const bool system = std::string_view(error.kind) != "DeviceError" && std::string_view(error.kind) != "InvalidValueError";
-        const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.why.data(), static_cast<Py_ssize_t>(error.why.size()), "replace"));
-        const nb::object made = system ? kind(why, error.hint, error.error) : kind(why, error.hint);
+        const auto bytes = static_cast<Py_ssize_t>(std::strlen(error.what()));
+        const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.what(), bytes, "replace"));
+        const nb::object made = system ? kind(why, error.hint, error.code) : kind(why, error.hint);
         PyErr_SetObject(kind.ptr(), made.ptr());
     } catch (nb::python_error& other) {
         other.restore();
@@ -39,9 +40,11 @@ void translate(const std::exception_ptr& thrown, void*) {
     } catch (const CallError& error) {
         raise(error);
     } catch (const CudaError& error) {
-        raise({error.what(), EIO, "see what the CUDA driver says", "DeviceError"});
+        raise({error.what(), error.code, "see what the CUDA driver says", "DeviceError"});
     } catch (const CuFileError& error) {
-        raise({error.what(), EIO, "see docs/gds.md"});
+        raise({error.what(), error.code, "see docs/gds.md"});
+    } catch (const Error& error) {
+        raise({error.what(), error.code});
     } catch (const std::bad_alloc&) {
         raise({"no memory", ENOMEM, "free memory"});
     } catch (const std::length_error&) {
@@ -86,4 +89,5 @@ NB_MODULE(_native, module) {
     gdscache::bind_cufile(module);
     gdscache::bind_gpu(module);
     gdscache::bind_executor(module);
+    if (gdscache::bind_hooks) gdscache::bind_hooks(module);
 }

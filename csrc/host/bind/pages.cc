@@ -3,56 +3,12 @@
 #include "../pages.h"
 
 #include <memory>
-#include <vector>
 
-#include "../pool.h"
 #include "../xxh3.h"
-#include "bind.h"
+#include "handles.h"
 
 namespace gdscache {
-
 namespace {
-
-const Arm& arm_of(const Text& name) {
-    const Arm* const found = name ? find_arm(name->c_str()) : &best_arm();
-    require(found, "this processor has no such arm");
-    return *found;
-}
-
-uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    const nb::gil_scoped_release others;
-    return xxh3(data.data(), static_cast<size_t>(data.bytes()), of);
-}
-
-// Of chunks that follow each other, through the stream; copied to `out` on the way.
-uint64_t sum_of_chunks(const Array<const std::byte>& data, const Array<const int64_t>& sizes,
-                       const Array<std::byte>& out, bool stream, const Text& arm) {
-    const Arm& of = arm_of(arm);
-    int64_t left = data.bytes();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        require(sizes[n] >= 0 && sizes[n] <= left, "chunks of more bytes than there are");
-        left -= sizes[n];
-    }
-    require(out.none() || out.bytes() >= data.bytes() - left, "no room for the chunks");
-    const nb::gil_scoped_release others;
-    Xxh3 hash(of);
-    const std::byte* in = data.data();
-    std::byte* to = out.data();
-    for (int64_t n = 0; n < sizes.size(); ++n) {
-        const auto size = static_cast<size_t>(sizes[n]);
-        if (!size) continue;
-        if (to) {
-            hash.update_copy(to, in, size, stream);
-            to += size;
-        } else {
-            hash.update(in, size);
-        }
-        in += size;
-    }
-    if (to && stream) stream_fence();
-    return hash.digest();
-}
 
 nb::object layer_sums(const Array<const uint64_t>& extents, const Array<const int64_t>& bounds) {
     const int64_t layers = bounds.shape(0);
@@ -76,12 +32,9 @@ nb::object layer_sums(const Array<const uint64_t>& extents, const Array<const in
 HostPool open_pool(const Array<const int64_t>& planes, const Array<const int32_t>& first_plane, int64_t blocks,
                    int64_t block_tokens, int64_t page_blocks) {
     const int64_t count = planes.shape(0), layers = first_plane.size() - 1;
-    const auto refused = [](const char* why) {
-        if (why) throw CallError{std::string("planes are refused: ") + why, EINVAL, "pass planes in host memory"};
-    };
-    if (!planes.has(count, 4) || count < 1 || count > 1 << 24) refused("no sound number of planes");
-    if (layers < 1 || layers > count) refused("no sound number of layers");
-    if (first_plane[layers] != count) refused("the layers have other planes in all");
+    refuse_if(!planes.has(count, 4) || count < 1 || count > 1 << 24, "no sound number of planes");
+    refuse_if(layers < 1 || layers > count, "no sound number of layers");
+    refuse_if(first_plane[layers] != count, "the layers have other planes in all");
     auto made = std::make_shared<OpenPool>();
     for (int64_t n = 0; n < count; ++n) {
         const int64_t* const row = planes.data() + 4 * n;
@@ -89,15 +42,14 @@ HostPool open_pool(const Array<const int64_t>& planes, const Array<const int32_t
     }
     made->first_plane.assign(first_plane.data(), first_plane.data() + layers + 1);
     made->pool = {made->planes.data(), made->first_plane.data(), layers, blocks, block_tokens, page_blocks};
-    refused(refusal(made->pool));
+    check(made->pool);
     return {std::move(made)};
 }
 
-// `move`: `gather` or `scatter`. The checksums, uint64 (pages, layers); (0, layers) where nobody wants them.
-template <typename Part>
+// `kMove`: `gather` or `scatter`. The checksums, uint64 (pages, layers); (0, layers) where nobody wants them.
+template <typename Part, auto kMove>
 nb::object move_pages(const HostPool& from, const Array<const int64_t>& blocks, const Array<const uint64_t>& parts,
-                      const nb::object& layers, bool streamed, bool summed,
-                      void (*move)(const Pool&, const int64_t*, int64_t, int64_t, Part*, uint64_t*, Store)) {
+                      const nb::object& layers, bool streamed, bool summed) {
     const std::shared_ptr<OpenPool> kept = from.pool;
     const Pool& pool = open(kept, "the pool").pool;
     const Range range(layers);
@@ -110,8 +62,8 @@ nb::object move_pages(const HostPool& from, const Array<const int64_t>& blocks, 
     const Fresh<uint64_t> sums({summed ? pages : 0, count});
     const nb::gil_scoped_release others;
     for (int64_t n = 0; n < pages; ++n) {
-        move(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<uint8_t>(parts[n]),
-             summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
+        kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
+              summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
     }
     if (streamed) stream_fence();
     return sums.array;
@@ -121,14 +73,9 @@ nb::object move_pages(const HostPool& from, const Array<const int64_t>& blocks, 
 
 void bind_pages(nb::module_& module) {
     module.def("best_arm", [] { return best_arm().name; });
-    module.def("has_arm", [](const char* name) { return find_arm(name) != nullptr; }, nb::arg("name"));
-    module.def("xxh3", &sum_of, nb::arg("data"), nb::arg("arm").none() = nb::none());
-    module.def("xxh3_chunks", &sum_of_chunks, nb::arg("data"), nb::arg("sizes"), nb::arg("out").none() = nb::none(),
-               nb::arg("stream") = false, nb::arg("arm").none() = nb::none());
     module.def("layer_sums", &layer_sums, nb::arg("extents"), nb::arg("bounds"));
 
     using Numbers = const Array<const int64_t>&;
-    using Addresses = const Array<const uint64_t>&;
     nb::class_<HostPool>(module, "Pool")
         .def("__init__",
              [](HostPool* self, Numbers planes, const Array<const int32_t>& first_plane, int64_t blocks,
@@ -136,18 +83,10 @@ void bind_pages(nb::module_& module) {
                  new (self) HostPool(open_pool(planes, first_plane, blocks, block_tokens, page_blocks));
              },
              nb::arg("planes"), nb::arg("first_plane"), nb::arg("blocks"), nb::arg("block_tokens"), nb::arg("page_blocks"))
-        .def("gather",
-             [](const HostPool& self, Numbers blocks, Addresses parts, const nb::object& layers, bool streamed, bool sums) {
-                 return move_pages<uint8_t>(self, blocks, parts, layers, streamed, sums, gather);
-             },
-             nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
-             nb::arg("sums") = true)
-        .def("scatter",
-             [](const HostPool& self, Numbers blocks, Addresses parts, const nb::object& layers, bool streamed, bool sums) {
-                 return move_pages<const uint8_t>(self, blocks, parts, layers, streamed, sums, scatter);
-             },
-             nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"), nb::kw_only(), nb::arg("streamed") = true,
-             nb::arg("sums") = true)
+        .def("gather", &move_pages<uint8_t, gather>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"),
+             nb::kw_only(), nb::arg("streamed") = true, nb::arg("sums") = true)
+        .def("scatter", &move_pages<const uint8_t, scatter>, nb::arg("blocks"), nb::arg("parts"), nb::arg("layers"),
+             nb::kw_only(), nb::arg("streamed") = true, nb::arg("sums") = true)
         .def("close", [](HostPool& self) { self.pool.reset(); });
 }
 

@@ -1,44 +1,80 @@
 // Rows of tables, with the interpreter's lock: who gives it up may wait 5 ms to have it again, which numpy does for each
 // of these, however small.
 
-#include "../tables.h"
-
+#include <algorithm>
+#include <cstring>
 #include <string>
+#include <vector>
 
 #include "bind.h"
 
 namespace gdscache {
-
 namespace {
 
 constexpr int64_t kKeyBytes = 32;
+constexpr uint64_t kFactors[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63};
+constexpr uint64_t kStep = 0x9E3779B97F4A7C15;
+constexpr int64_t kSpread = 64;  // numbers that lie further apart than so many for each are sorted
 
-using Rows = Numbers<int64_t>;
+bool within(const int64_t* numbers, int64_t count, int64_t limit) {
+    return std::all_of(numbers, numbers + count, [&](int64_t one) { return one >= 0 && one < limit; });
+}
 
-// Bytes of a row of a table.
-template <typename T>
-int64_t row_bytes(const Array<T>& table) {
-    require(table.dims() > 0, "a table without rows");
-    return table.shape(0) ? table.bytes() / table.shape(0) : 0;
+// Numbers of rows that a table has.
+struct Rows : Numbers<int64_t> {
+    template <typename T>
+    Rows(const nb::object& rows, const Array<T>& table) : Numbers(rows), table_rows(table.shape(0)) {
+        require(table.dims() > 0, "a table without rows");
+        row_bytes = table_rows ? static_cast<size_t>(table.bytes() / table_rows) : 0;
+        require(within(data(), size(), table_rows), "a row that the table has not");
+    }
+
+    int64_t table_rows;
+    size_t row_bytes;
+};
+
+bool has_twins(const int64_t* blocks, int64_t count) {
+    if (count < 2) return false;
+    const auto [low, high] = std::minmax_element(blocks, blocks + count);
+    const int64_t first = *low, span = *high - first + 1;
+    if (span < count) return true;
+    if (span <= kSpread * count) {
+        std::vector<bool> seen(static_cast<size_t>(span));
+        for (int64_t n = 0; n < count; ++n) {
+            const size_t at = static_cast<size_t>(blocks[n] - first);
+            if (seen[at]) return true;
+            seen[at] = true;
+        }
+        return false;
+    }
+    std::vector<int64_t> sorted(blocks, blocks + count);
+    std::sort(sorted.begin(), sorted.end());
+    return std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
 }
 
 const char* blocks_fault(const Array<const int64_t>& blocks, int64_t limit) {
-    const Fault found = fault(blocks.data(), blocks.size(), limit);
-    return found == Fault::kNone ? "" : found == Fault::kOutside ? "outside" : "twice";
+    if (!within(blocks.data(), blocks.size(), limit)) return "outside";
+    return has_twins(blocks.data(), blocks.size()) ? "twice" : "";
 }
 
 nb::object narrow_tokens(const Array<const std::byte>& tokens) {
     require(tokens.bytes() % 8 == 0, "tokens are int64");
     const int64_t count = tokens.bytes() / 8;
     const Fresh<uint32_t> found({count});
-    const bool fits = narrow(reinterpret_cast<const int64_t*>(tokens.data()), count, found.data);
-    return fits ? found.array : nb::none();
+    const auto* const from = reinterpret_cast<const int64_t*>(tokens.data());
+    uint32_t* const to = found.data;
+    uint64_t high = 0;
+    for (int64_t n = 0; n < count; ++n) {
+        high |= static_cast<uint64_t>(from[n]) >> 32;
+        to[n] = static_cast<uint32_t>(from[n]);
+    }
+    return high == 0 ? found.array : nb::none();
 }
 
 nb::object take(const nb::object& table, const nb::object& rows) {
     Array<const std::byte> all;
     require(all.take(table.ptr()) && !all.none(), "a table that is no contiguous array");
-    const Rows wanted(rows);
+    const Rows wanted(rows, all);
     nb::object shape = nb::steal(PyTuple_New(all.dims()));
     if (!shape.is_valid()) throw nb::python_error();
     for (int n = 0; n < all.dims(); ++n) {
@@ -47,32 +83,42 @@ nb::object take(const nb::object& table, const nb::object& rows) {
     nb::object found = empty_array(shape, table.attr("dtype"));
     Array<std::byte> out;
     require(out.take(found.ptr()), "a table of no numbers");
-    const bool known = take_rows(reinterpret_cast<const uint8_t*>(all.data()), all.shape(0), row_bytes(all), wanted.data(),
-                                 wanted.size(), reinterpret_cast<uint8_t*>(out.data()));
-    require(known, "a row that the table has not");
+    std::byte* to = out.data();
+    for (int64_t n = 0; wanted.row_bytes && n < wanted.size(); ++n, to += wanted.row_bytes) {
+        std::memcpy(to, all.data() + static_cast<size_t>(wanted.data()[n]) * wanted.row_bytes, wanted.row_bytes);
+    }
     return found;
 }
 
 void put(const Array<std::byte>& table, const nb::object& rows, const Array<const std::byte>& values) {
-    const Rows wanted(rows);
-    const int64_t bytes = row_bytes(table);
-    require(values.bytes() == wanted.size() * bytes || !table.shape(0), "not a row of values for each number");
-    const bool known = put_rows(reinterpret_cast<uint8_t*>(table.data()), table.shape(0), bytes, wanted.data(), wanted.size(),
-                                reinterpret_cast<const uint8_t*>(values.data()));
-    require(known, "a row that the table has not");
+    const Rows wanted(rows, table);
+    const auto bytes = static_cast<int64_t>(wanted.row_bytes);
+    require(values.bytes() == wanted.size() * bytes || !wanted.table_rows, "not a row of values for each number");
+    for (int64_t n = 0; bytes && n < wanted.size(); ++n) {
+        std::memcpy(table.data() + wanted.data()[n] * bytes, values.data() + n * bytes, wanted.row_bytes);
+    }
 }
 
+// Rows of checksums as a catalogue stores them, without what follows from the pages' keys (docs/format.md).
 nb::object unbound(const Array<const uint64_t>& stored, const nb::object& rows, const Array<const std::byte>& keys) {
-    const Rows wanted(rows);
+    const Rows wanted(rows, stored);
     if (keys.bytes() != kKeyBytes * wanted.size()) {
         throw CallError{std::to_string(keys.bytes()) + " bytes of keys for " + std::to_string(wanted.size()) + " pages",
                         EINVAL, "a key has 32 bytes", "InvalidValueError"};
     }
     require(stored.dims() == 2, "a table of checksums has two dimensions");
-    const Fresh<uint64_t> found({wanted.size(), stored.shape(1)});
-    const bool known = take_unbound(stored.data(), stored.shape(0), stored.shape(1), wanted.data(), wanted.size(),
-                                    reinterpret_cast<const uint8_t*>(keys.data()), found.data);
-    require(known, "a row that the table has not");
+    const int64_t sums = stored.shape(1);
+    const Fresh<uint64_t> found({wanted.size(), sums});
+    uint64_t* out = found.data;
+    const std::byte* key = keys.data();
+    for (int64_t n = 0; n < wanted.size(); ++n, key += kKeyBytes) {
+        uint64_t words[4], binding = 0;  // little-endian, as every machine that this is built for
+        std::memcpy(words, key, sizeof words);
+        for (int word = 0; word < 4; ++word) binding += words[word] * kFactors[word];
+        for (const uint64_t *one = stored.data() + wanted.data()[n] * sums, *end = one + sums; one != end; binding += kStep) {
+            *out++ = *one++ - binding;
+        }
+    }
     return found.array;
 }
 

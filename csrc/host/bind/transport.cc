@@ -7,7 +7,6 @@
 #include "../threads_disk.h"
 
 namespace gdscache {
-
 namespace {
 
 nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
@@ -27,8 +26,7 @@ struct Shared {
         Py_DECREF(write);
         Py_DECREF(device_memory);
     }
-    Shared(const Shared&) = delete;
-    Shared& operator=(const Shared&) = delete;
+    Shared(Shared&&) = delete;
 
     const DeviceRange* device(uint64_t address) const {
         const auto found = std::find_if(devices.begin(), devices.end(), [&](const DeviceRange& one) {
@@ -62,79 +60,74 @@ class TransportCaller final : public Caller {
 public:
     explicit TransportCaller(std::shared_ptr<const Shared> shared) : shared_(std::move(shared)) {}
 
-    int64_t transfer(const Piece& piece, const Call& call) override;
+    // Fragments that follow each other in one memory are one call.
+    int64_t transfer(const Piece& piece, const Call& call) override {
+        const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(call.vectors[n].iov_base); };
+        int64_t moved = 0;
+        for (uint32_t n = 0; n < call.count;) {
+            const uint64_t address = at(n);
+            const DeviceRange* const device = shared_->device(address);
+            int64_t bytes = 0;
+            do {
+                bytes += static_cast<int64_t>(call.vectors[n++].iov_len);
+            } while (n < call.count && at(n) == address + static_cast<uint64_t>(bytes) && shared_->device(at(n)) == device);
+            const int64_t answer = move(piece, device, address, bytes, call.offset + moved);
+            if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
+            moved += answer;
+            if (answer < bytes) break;
+        }
+        return moved;
+    }
+
     bool looks() const override { return false; }  // a page is read by as few calls as may be
 
 private:
-    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes, int64_t offset) const;
-    int64_t ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const;
+    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
+                 int64_t offset) const {
+        if (!nb::is_alive()) return -ECANCELED;
+        if (device && !shared_->to_gpu) return -EFAULT;
+        const nb::gil_scoped_acquire lock;
+        try {
+            if (device) return ask(piece, nb::borrow(shared_->device_memory)(address, bytes, device->device), bytes, offset);
+            const nb::object view = nb::steal(PyMemoryView_FromMemory(
+                reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ));
+            if (!view.is_valid()) throw nb::python_error();
+            const int64_t answer = ask(piece, view, bytes, offset);
+            view.attr("release")();  // who has kept it gets an error, and no memory
+            return answer;
+        } catch (nb::python_error& error) {
+            try {
+                imported("gdscache.runtime.threads", "log_failure")(error.value());
+            } catch (nb::python_error&) {  // there is no log any more
+            }
+            return -EIO;
+        }
+    }
+
+    int64_t ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const {
+        try {
+            const nb::object way = nb::borrow(piece.op == Op::kRead ? shared_->read : shared_->write);
+            const nb::object answer = way(piece.fd, offset, memory);
+            int64_t moved = -1;
+            if (nb::try_cast(answer, moved) && moved >= 0 && moved <= bytes) return moved;
+            PyErr_Format(PyExc_ValueError, "a transport says that %R of %zd bytes have moved", answer.ptr(),
+                         static_cast<Py_ssize_t>(bytes));
+            throw nb::python_error();
+        } catch (nb::python_error& error) {
+            return told(error.value());
+        }
+    }
 
     const std::shared_ptr<const Shared> shared_;
 };
 
-// Fragments that follow each other in one memory are one call.
-int64_t TransportCaller::transfer(const Piece& piece, const Call& call) {
-    const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(call.vectors[n].iov_base); };
-    int64_t moved = 0;
-    for (uint32_t n = 0; n < call.count;) {
-        const uint64_t address = at(n);
-        const DeviceRange* const device = shared_->device(address);
-        int64_t bytes = 0;
-        do {
-            bytes += static_cast<int64_t>(call.vectors[n++].iov_len);
-        } while (n < call.count && at(n) == address + static_cast<uint64_t>(bytes) && shared_->device(at(n)) == device);
-        const int64_t answer = move(piece, device, address, bytes, call.offset + moved);
-        if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
-        moved += answer;
-        if (answer < bytes) break;
-    }
-    return moved;
-}
-
-int64_t TransportCaller::move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
-                              int64_t offset) const {
-    if (!nb::is_alive()) return -ECANCELED;
-    if (device && !shared_->to_gpu) return -EFAULT;
-    const nb::gil_scoped_acquire lock;
-    try {
-        if (device) return ask(piece, nb::borrow(shared_->device_memory)(address, bytes, device->device), bytes, offset);
-        const nb::object view = nb::steal(PyMemoryView_FromMemory(
-            reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ));
-        if (!view.is_valid()) throw nb::python_error();
-        const int64_t answer = ask(piece, view, bytes, offset);
-        view.attr("release")();  // who has kept it gets an error, and no memory
-        return answer;
-    } catch (nb::python_error& error) {
-        try {
-            imported("gdscache.runtime.threads", "log_failure")(error.value());
-        } catch (nb::python_error&) {  // there is no log any more
-        }
-        return -EIO;
-    }
-}
-
-int64_t TransportCaller::ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const {
-    try {
-        const nb::object way = nb::borrow(piece.op == Op::kRead ? shared_->read : shared_->write);
-        const nb::object answer = way(piece.fd, offset, memory);
-        int64_t moved = -1;
-        if (nb::try_cast(answer, moved) && moved >= 0 && moved <= bytes) return moved;
-        PyErr_Format(PyExc_ValueError, "a transport says that %R of %zd bytes have moved", answer.ptr(),
-                     static_cast<Py_ssize_t>(bytes));
-        throw nb::python_error();
-    } catch (nb::python_error& error) {
-        return told(error.value());
-    }
-}
-
 }  // namespace
 
-std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices,
-                                          Refusal& refusal) {
+std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices) {
     const auto shared = std::make_shared<const Shared>(transport, std::move(devices));
     const uint32_t most = nb::cast<bool>(transport.attr("merges")) ? kMostFragments : 1;
     const MakeCaller make = [shared] { return std::make_unique<TransportCaller>(shared); };
-    return open_threads_disk(threads, "transport", make, refusal, most);
+    return open_threads_disk(threads, "transport", make, most);
 }
 
 }  // namespace gdscache

@@ -19,7 +19,6 @@ struct DeviceRange {
 
 // `threads` threads of ours, which take the interpreter's lock for `transport` (gdscache/storage/base.py). Whoever waits
 // for them, or ends the disk, has given it up.
-std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices,
-                                          Refusal& refusal);
+std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices);
 
 }  // namespace gdscache

@@ -55,8 +55,7 @@ public:
         files->open(nullptr);
         files->add_file(file);
         files->add_memory(address, size);
-        Refusal refusal;
-        disk = open_cufile_disk(threads, files, batched, refusal);
+        disk = open_cufile_disk(threads, files, batched);
         CHECK(disk && !std::strcmp(disk->name(), "cufile") && disk->depth() == static_cast<size_t>(threads));
     }
 

@@ -80,7 +80,7 @@ public:
             limits.bounds.push_back(limits.bounds.back() + row * kTokens * kPageBlocks);
         }
         pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * pages, kTokens, kPageBlocks};
-        CHECK(!refusal(pool));
+        check(pool);
         limits.layers = kLayers;
         limits.page_blocks = kPageBlocks;
         limits.extent_bytes = rounded_up(limits.bounds.back());
@@ -107,10 +107,9 @@ public:
         spaces[kOtherSsd].disk = 1;
         spaces[kOtherSsd].io_bytes = 2 * limits.extent_bytes;
         copier->prepare(*this, places);
-        Refusal refusal;
         std::vector<std::unique_ptr<Disk>> disks;
         disks.push_back(std::move(disk));
-        disks.push_back(open_threads_disk(2, "other", [] { return std::make_unique<OtherCaller>(); }, refusal));
+        disks.push_back(open_threads_disk(2, "other", [] { return std::make_unique<OtherCaller>(); }));
         CHECK(disks[1]);
         executor = std::make_unique<Executor>(limits, std::move(spaces), std::move(places), kBounce,
                                               Reserve(1, std::min(kReserve, pages - 1), 4), &pool, std::move(disks), 2);

@@ -65,7 +65,7 @@ struct GpuPool {
         pool = {there.data(), planes.first_plane.data(), layers, blocks, tokens, page_blocks};
         mirror_pool = pool;
         mirror_pool.planes = mirrored.data();
-        CHECK(!refusal(pool));
+        check(pool);
         words.insert(words.end(), plane_words.begin(), plane_words.end());
         table = std::make_unique<Bytes>(words.size() * 8);
         std::memcpy(table->data(), words.data(), words.size() * 8);

@@ -21,7 +21,7 @@
 #include <thread>
 
 #include "../disk.h"
-#include "../faulty_disk.h"
+#include "faulty_disk.h"
 #include "../threads_disk.h"
 #include "check.h"
 
@@ -263,9 +263,8 @@ void turns() {
         const int files[2] = {temporary({1}), temporary({1})};
         const int wanted = copied ? 5 : 8;  // at a time, at most: of 3 + 3 writes and of 3 reads by eight threads
         Meeting meeting;
-        Refusal refusal;
         const auto disk = open_threads_disk(
-            8, "meeting", [&] { return std::make_unique<MeetingCaller>(meeting, wanted); }, refusal);
+            8, "meeting", [&] { return std::make_unique<MeetingCaller>(meeting, wanted); });
         CHECK(disk != nullptr);
         uint8_t memory[16];
         iovec fragment{memory, sizeof memory};
@@ -289,8 +288,7 @@ void turns() {
 }
 
 std::unique_ptr<Disk> ring(int depth) {
-    Refusal refusal;
-    return open_ring_disk(2, depth, refusal);
+    return open_ring_disk(2, depth);
 }
 
 // The descriptors of this process's rings.
@@ -375,8 +373,7 @@ void ring_that_fails() {
 }
 
 std::unique_ptr<Disk> threads(int depth) {
-    Refusal refusal;
-    return open_threads_disk(std::min(depth, 6), refusal);
+    return open_threads_disk(std::min(depth, 6));
 }
 
 }  // namespace
@@ -384,10 +381,11 @@ std::unique_ptr<Disk> threads(int depth) {
 int main(int argc, char** argv) {
     const uint64_t count = rounds(argc, argv, 1500);
     for (const Open open : {ring, threads}) {
-        Refusal refusal;
         const char* const name = open == ring ? "ring" : "threads";
-        if (open == ring && !open_ring_disk(1, 1, refusal)) {
-            std::printf(" (no ring: %s)", refusal.why.c_str());
+        try {
+            if (open == ring) open_ring_disk(1, 1);
+        } catch (const Error& error) {
+            std::printf(" (no ring: %s)", error.what());
             continue;
         }
         std::vector<std::thread> beside;  // two disks at once, each with an owner of its own

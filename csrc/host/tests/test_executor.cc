@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../faulty_disk.h"
+#include "faulty_disk.h"
 #include "executor_caller.h"
 
 using namespace gdscache;
@@ -14,13 +14,11 @@ namespace {
 using Open = std::unique_ptr<Disk> (*)();
 
 std::unique_ptr<Disk> threads() {
-    Refusal refusal;
-    return open_threads_disk(3, refusal);
+    return open_threads_disk(3);
 }
 
 std::unique_ptr<Disk> ring() {
-    Refusal refusal;
-    return open_ring_disk(3, 8, refusal);
+    return open_ring_disk(3, 8);
 }
 
 // Each fault of a disk costs its own page, and a page that hangs is told when it has ended, not before.
@@ -162,9 +160,10 @@ void abandon(Open open, uint64_t seed) {
 int main(int argc, char** argv) {
     const uint64_t count = rounds(argc, argv, 200);
     for (const Open open : {ring, threads}) {
-        Refusal refusal;
-        if (open == ring && !open_ring_disk(1, 1, refusal)) {
-            std::printf(" (no ring: %s)", refusal.why.c_str());
+        try {
+            if (open == ring) open_ring_disk(1, 1);
+        } catch (const Error& error) {
+            std::printf(" (no ring: %s)", error.what());
             continue;
         }
         Rig rig(open());

@@ -300,7 +300,7 @@ void check_ways(const Driver& driver) {
         const Cuda::Entered entered(cuda);
         driver.delay(60);
         {
-            Lane lane(cuda, 1 << 16, 4096, 4096, 100, loads);
+            Lane lane(cuda, {1 << 16, 4096, 4096, 100}, loads);
             const CudaStream one = lane.copies;
             lane.make_way(200);  // the first go anyhow
             CHECK(lane.copies == one);

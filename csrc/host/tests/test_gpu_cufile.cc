@@ -233,14 +233,13 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
     CHECK(refused([&] { rig.files->add_memory(rig.address + (1 << 20), kUnit); }, "5016"));
     CHECK(!rig.files->memory(rig.address + (1 << 20), kUnit));
     fake.release();
-    CHECK(refused([&] { CuFile("/nowhere/libcufile.so.0"); }, "cannot be loaded"));
-    CHECK(refused([&] { CuFile(driver.path.c_str()); }, "no function"));
+    CHECK(refused([&] { CuFiles(driver.path.c_str(), driver.context(), "/nowhere/libcufile.so.0"); }, "no libcufile"));
+    CHECK(refused([&] { CuFiles(driver.path.c_str(), driver.context(), driver.path.c_str()); }, "no function"));
     close(other);
     // A context that the driver refuses is an error of the calls that need it.
     driver.fail("cuCtxPushCurrent_v2", 0);
     const Piece good{4, known.data(), 1, rig.file, 0, Op::kRead, false};
-    Refusal refusal;
-    rig.disk = open_cufile_disk(1, rig.files, 0, refusal);
+    rig.disk = open_cufile_disk(1, rig.files, 0);
     for (const int32_t error : {EIO, 0}) {
         rig.disk->submit({&good, 1});
         CHECK(rig.finish({good}).at({4, 0}).first == error);

@@ -1,7 +1,7 @@
 // The executor whose foreign copies a GPU does: round trips by all routes, copies that fail, moves that are cancelled or
 // abandoned while their copies are under way.
 
-#include "../faulty_disk.h"
+#include "faulty_disk.h"
 #include "gpu_copier.h"
 
 using namespace gdscache;
@@ -10,8 +10,7 @@ using namespace gdscache::test;
 namespace {
 
 std::unique_ptr<Disk> disk() {
-    Refusal refusal;
-    return open_threads_disk(3, refusal);
+    return open_threads_disk(3);
 }
 
 struct GpuRig {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#include "../strides.h"
+#include "../threads_disk.h"
 #include "../xxh3.h"
 #include "check.h"
 
@@ -85,10 +85,9 @@ Read drawn(Random& random, const File& file) {
 }
 
 void check(File& file, Read& read, bool copied) {
-    Refusal refusal;
     std::atomic<uint64_t> seed{7};
     const auto disk =
-        open_threads_disk(2, "file", [&] { return std::make_unique<FileCaller>(file, seed++); }, refusal);
+        open_threads_disk(2, "file", [&] { return std::make_unique<FileCaller>(file, seed++); });
     CHECK(disk != nullptr);
     file.calls = 0, file.largest = 0;
     const auto count = static_cast<uint32_t>(read.fragments.size());

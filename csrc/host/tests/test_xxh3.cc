@@ -80,16 +80,15 @@ void check_arm(const Arm& arm, uint64_t rounds) {
         // Blocks of their own, so that a sanitizer sees a byte too many.
         const std::vector<uint8_t> in(data.data() + start, data.data() + start + size);
         uint8_t* const room = static_cast<uint8_t*>(std::aligned_alloc(64, (size + shift + 127) / 64 * 64));
-        Xxh3 plain(arm), copied(arm), streamed(arm);
+        Xxh3 copied(arm), streamed(arm);
         for (size_t at = 0; at < size;) {
             const size_t some = std::min(size - at, random.pick(kSizes));
-            plain.update(in.data() + at, some);
             copied.update_copy(room + shift + at, in.data() + at, some, false);
             if (random.below(8) == 0) CHECK(copied.digest() == xxh3(in.data(), at + some, scalar));
             at += some;
         }
         const uint64_t expected = xxh3(in.data(), size, scalar);
-        CHECK(plain.digest() == expected && copied.digest() == expected);
+        CHECK(copied.digest() == expected);
         CHECK(!std::memcmp(room + shift, in.data(), size));
         std::memset(room, 0, size + shift);
         for (size_t at = 0; at < size;) {

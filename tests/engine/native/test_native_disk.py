@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import DeviceError, NativeCallError
-from gdscache.native import bare_loop, cut_and_merge
+from gdscache.native import bare_loop
 from tests.support import fake_gpu
+from tests.support.hooks import hooks
 from tests.support.native_parts import (
     ERROR,
     FLIP,
@@ -405,7 +406,7 @@ def test_requests_are_cut_and_merged(given_: list[tuple[int, int, int, bool]], l
         requests.append((fd, at * sector, (1 + number) << 32, size * sector))
         ends[fd] = at + size
     random.Random(len(given_)).shuffle(requests)
-    fragments, runs = cut_and_merge(integers(requests).reshape(-1, 4), limit * sector, most)
+    fragments, runs = hooks.cut_and_merge(integers(requests).reshape(-1, 4), limit * sector, most)
     assert (fragments.tolist(), runs.tolist()) == plainly_cut(requests, limit * sector, most)
 
 
@@ -415,12 +416,12 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         if bad == (3, 1 << 62, 0, 1 << 62):
             bad = (3, (1 << 63) - 1, 0, 1)
         with pytest.raises(NativeCallError):
-            cut_and_merge(integers([good, bad]), 4096, 8)
+            hooks.cut_and_merge(integers([good, bad]), 4096, 8)
     for limit, most in ((0, 8), (-1, 8), (4096, 0), (4096, 1025)):
         with pytest.raises(NativeCallError):
-            cut_and_merge(integers([good]), limit, most)
+            hooks.cut_and_merge(integers([good]), limit, most)
     with pytest.raises(NativeCallError):
-        cut_and_merge(integers([(3, 0, 4096, 1 << 62)]), 4096, 8)  # as many parts as no memory has
+        hooks.cut_and_merge(integers([(3, 0, 4096, 1 << 62)]), 4096, 8)  # as many parts as no memory has
 
 
 def refused(**fields: Any) -> int | None:

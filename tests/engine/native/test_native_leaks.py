@@ -20,9 +20,9 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.arrays import integers
 from gdscache.errors import DirectoryInUseError, NativeCallError
 from gdscache.moves import PLANES, Move, Priority, Way
-from gdscache.native import set_faulty_disks
 from tests.support.executor_machine import Heard
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
+from tests.support.hooks import hooks
 from tests.support.native_parts import has_ring, open_files
 from tests.support.processes import Child
 from tests.support.small_executor import EXTENT, PAGES, Small, a_load
@@ -148,16 +148,16 @@ def test_who_waits_for_a_move_is_told_of_the_stop(path: Path, uring: bool) -> No
     closer.start()
     closer.join(0.2)
     assert closer.is_alive(), "memory would be given back under a read that hangs"
-    small.executor.moves.release()
+    hooks.release(small.executor.moves)
     closer.join(WAIT)
     assert not closer.is_alive()
 
 
 @pytest.fixture
 def _faulty_disks() -> Iterator[None]:
-    set_faulty_disks(True)
+    hooks.set_faulty_disks(True)
     yield
-    set_faulty_disks(False)
+    hooks.set_faulty_disks(False)
 
 
 def our_threads() -> list[str]:
@@ -184,7 +184,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
         quiet(host.engine)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     moves = host.engine.executor.moves
-    moves.fail(integers([(-1, 0, 1 << 40, HANG, 0)]))
+    hooks.fail(moves, integers([(-1, 0, 1 << 40, HANG, 0)]))
     if op == "read":
         load, blocks, keys = host.begin(tokens)
         assert set(load.result(WAIT).pages) == {PageStatus.DEADLINE}
@@ -204,10 +204,10 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
     if op == "write":
         with pytest.raises(DirectoryInUseError):  # a late write must not hit the slots of another owner
             CacheEngine.from_config(make_config(slab, cpu=cpu, ssd=24))
-    moves.release()
+    hooks.release(moves)
     until(lambda: moves.closed and buffer._map is None, "all of it goes back when the I/O has ended")
     until(lambda: not our_threads(), f"threads end: {our_threads()}")
-    set_faulty_disks(False)
+    hooks.set_faulty_disks(False)
     again = open_host(cpu=cpu, bounce=16, ssd=24)
     assert again.load(kept).tokens == 12
     assert again.load(tokens).tokens == (8 if op == "read" else 0)

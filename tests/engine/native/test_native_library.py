@@ -108,7 +108,7 @@ def built(names: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_stub_has_what_the_module_has() -> None:
     stub = declared(ast.parse((ROOT / "gdscache" / "_native.pyi").read_text(encoding="utf-8")).body)
-    made = built(vars(_native))
+    made = built({name: value for name, value in vars(_native).items() if name != "hooks"})  # of the tests' build
     assert list(stub) != []
     assert stub.keys() == made.keys()
     for name, told in stub.items():

@@ -17,7 +17,8 @@ from gdscache.errors import DeviceError, InvalidValueError, NativeCallError
 from gdscache.moves import Way
 from gdscache.moves.library import MoveLimits, Space
 from gdscache.moves.machine import Descriptors
-from gdscache.native import SHORT, CuFiles, Executor, Gpu, Pool, put_rows, set_faulty_disks, take_rows, take_unbound
+from gdscache.native import SHORT, CuFiles, Executor, Gpu, Pool, put_rows, take_rows, take_unbound
+from tests.support.hooks import hooks
 
 HUGE = [(1 << 63) - 1, -(1 << 63), 1 << 62, 1 << 48, 1 << 32, 1 << 31, -1, -(1 << 31)]
 LAYERS, PAGE_BLOCKS, TOKENS, ROW, SLOTS, EXTENT = 2, 2, 4, 512, 16, 8192
@@ -195,9 +196,9 @@ def test_calls_about_what_nobody_knows(executor: Executor) -> None:
         for call in (
             lambda v=value: executor.outcome(v),
             lambda v=value: executor.extend(v, (), last=True),
-            lambda v=value: executor.io_ended(v, [0]),
-            lambda v=value: executor.copy_queued(v, 1),
-            lambda v=value: executor.copy_ended(v, None, "why"),
+            lambda v=value: hooks.io_ended(executor, v, [0]),
+            lambda v=value: hooks.copy_queued(executor, v, 1),
+            lambda v=value: hooks.copy_ended(executor, v, None, "why"),
         ):
             with pytest.raises(NativeCallError):
                 call()
@@ -209,11 +210,11 @@ def test_calls_about_what_nobody_knows(executor: Executor) -> None:
     with pytest.raises(NativeCallError):
         executor.take_late(0, 0)
     with pytest.raises(NativeCallError, match="without faults"):
-        executor.release()
-    assert executor.take_io(1) is None
+        hooks.release(executor)
+    assert hooks.take_io(executor, 1) is None
     for value in (-1, 64):
         with pytest.raises(NativeCallError):
-            executor.take_io(value)
+            hooks.take_io(executor, value)
     executor.close()
     executor.close()
     assert executor.held_slots() == 0
@@ -233,42 +234,42 @@ def test_what_is_refused_leaves_a_foreign_job_as_it_was(executor: Executor) -> N
         executor.extend(5, (), last=True)
     assert executor.wait(5, 0, 1) is None
     for _ in range(4):
-        job = executor.take_io(1)
+        job = hooks.take_io(executor, 1)
         assert job is not None
         assert (job.move, job.kind, job.files, job.memory, len(job.rows)) == (5, 0, "far ssd", "far cpu", 4)
         for page in (-1, 4, 1 << 40):
             with pytest.raises(NativeCallError):
-                executor.io_ended(job.number, [0, page], errno.EIO)
-        executor.io_ended(job.number, range(4))
+                hooks.io_ended(executor, job.number, [0, page], errno.EIO)
+        hooks.io_ended(executor, job.number, range(4))
         with pytest.raises(NativeCallError):
-            executor.io_ended(job.number, range(4))
+            hooks.io_ended(executor, job.number, range(4))
     copies = 0
-    while (copy := executor.take_copy(0)) is not None:
+    while (copy := hooks.take_copy(executor)) is not None:
         copies += 1
         with pytest.raises(NativeCallError):
-            executor.copy_queued(copy.number, -1)
-        executor.copy_queued(copy.number, 7)
+            hooks.copy_queued(executor, copy.number, -1)
+        hooks.copy_queued(executor, copy.number, 7)
         if copy.sums:
             with pytest.raises(NativeCallError):
-                executor.copy_ended(copy.number, None)
-        executor.copy_ended(copy.number, np.zeros((len(copy.rows), len(copy.layers)), np.uint64))
+                hooks.copy_ended(executor, copy.number, None)
+        hooks.copy_ended(executor, copy.number, np.zeros((len(copy.rows), len(copy.layers)), np.uint64))
         with pytest.raises(NativeCallError):
-            executor.copy_ended(copy.number, None)
+            hooks.copy_ended(executor, copy.number, None)
     assert copies >= 2
     assert executor.wait(5, math.inf) == 0
     statuses, errors, late, why = executor.outcome(5)
     assert (len(statuses), errors, late, why) == (8, [], [], "")
     executor.begin(6, 0, 1 << 62, [Way("far cpu", "far planes", slots, blocks)], GROUPS)
-    broken = executor.take_copy(0)
+    broken = hooks.take_copy(executor)
     assert broken is not None
-    executor.copy_ended(broken.number, None, "the cable is out")
+    hooks.copy_ended(executor, broken.number, None, "the cable is out")
     assert executor.wait(6, math.inf) == 0
     assert executor.outcome(6)[3] == "the cable is out"
     executor.begin(7, 2, 1 << 62, [Way("far cpu", "far ssd", slots, slots)], GROUPS)
-    job = executor.take_io(1)
+    job = hooks.take_io(executor, 1)
     assert job is not None
-    executor.io_ended(job.number, [0, 2, 3], 0)
-    executor.io_ended(job.number, [1], SHORT)
+    hooks.io_ended(executor, job.number, [0, 2, 3], 0)
+    hooks.io_ended(executor, job.number, [1], SHORT)
     assert executor.outcome(7)[1] == [(1, SHORT)]
 
 
@@ -307,14 +308,14 @@ def test_drivers_that_are_not_there_are_said() -> None:
 
 
 def test_faults_are_for_disks_that_were_opened_with_them(opening: Opening) -> None:
-    set_faulty_disks(True)
+    hooks.set_faulty_disks(True)
     try:
         executor = opening.open()
     finally:
-        set_faulty_disks(False)
+        hooks.set_faulty_disks(False)
     for bad in ([[0, 0, 1, 9, 0]], [[0, 0, 1, 1, -1]], [[0, 0, 1, 1]]):
         with pytest.raises(NativeCallError):
-            executor.fail(integers(bad))
-    executor.fail(integers([[-1, 0, 1, 1, errno.EIO]]))
-    executor.release()
+            hooks.fail(executor, integers(bad))
+    hooks.fail(executor, integers([[-1, 0, 1, 1, errno.EIO]]))
+    hooks.release(executor)
     executor.close()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import NativeCallError
-from gdscache.native import best_arm, has_arm, xxh3, xxh3_chunks
+from gdscache.native import best_arm
+from tests.support.hooks import hooks
 
 ARMS = ("scalar", "avx2", "avx512", "neon")
 BYTES = np.frombuffer(random.Random(7).randbytes(1 << 20), np.uint8).copy()
@@ -21,7 +22,7 @@ BYTES = np.frombuffer(random.Random(7).randbytes(1 << 20), np.uint8).copy()
 @pytest.fixture(params=ARMS)
 def arm(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
-    if not has_arm(name):
+    if not hooks.has_arm(name):
         pytest.skip(f"this processor has no {name}")
     return name
 
@@ -30,7 +31,7 @@ def test_every_length_up_to_4096_at_any_alignment(arm: str) -> None:
     wrong = [
         size
         for size in range(4097)
-        if xxh3(BYTES[size % 61 : size % 61 + size], arm)
+        if hooks.xxh3(BYTES[size % 61 : size % 61 + size], arm)
         != xxhash.xxh3_64_intdigest(BYTES[size % 61 : size % 61 + size])
     ]
     assert wrong == []
@@ -42,7 +43,7 @@ def test_long_inputs(arm: str) -> None:
         n * 1024 + d for n in (5, 9) for d in (-1, 0, 1)
     ]:
         start = rng.randrange(64)
-        assert xxh3(BYTES[start : start + size], arm) == xxhash.xxh3_64_intdigest(BYTES[start : start + size])
+        assert hooks.xxh3(BYTES[start : start + size], arm) == xxhash.xxh3_64_intdigest(BYTES[start : start + size])
 
 
 @st.composite
@@ -59,12 +60,12 @@ def test_chunks_of_a_stream(sizes: list[int], start: int, to: int | None, stream
     total = sum(sizes)
     expected = xxhash.xxh3_64_intdigest(BYTES[start : start + total])
     for name in ARMS:
-        if not has_arm(name):
+        if not hooks.has_arm(name):
             continue
         room = np.zeros(total + 256, np.uint8)
         at = -address(room) % 64 + (to or 0)
         out = None if to is None else room[at:]
-        assert xxh3_chunks(BYTES[start:], integers(sizes), out, stream, name) == expected
+        assert hooks.xxh3_chunks(BYTES[start:], integers(sizes), out, stream, name) == expected
         if out is not None:
             assert np.array_equal(room[at : at + total], BYTES[start : start + total])
             assert not room[:at].any()
@@ -78,24 +79,24 @@ def test_random_chunkings_of_all_lengths(arm: str) -> None:
         while left:
             sizes.append(min(left, rng.choice([1, 7, 63, 64, 65, 200, 300])))
             left -= sizes[-1]
-        assert xxh3_chunks(BYTES, integers(sizes), arm=arm) == xxhash.xxh3_64_intdigest(BYTES[:size]), sizes
+        assert hooks.xxh3_chunks(BYTES, integers(sizes), arm=arm) == xxhash.xxh3_64_intdigest(BYTES[:size]), sizes
 
 
 def test_the_default_is_an_arm_that_is_here() -> None:
     best = best_arm()
-    assert has_arm(best)
-    assert xxh3(BYTES) == xxhash.xxh3_64_intdigest(BYTES) == xxh3(BYTES, best)
-    assert xxh3(np.empty(0, np.uint8)) == xxhash.xxh3_64_intdigest(b"")
+    assert hooks.has_arm(best)
+    assert hooks.xxh3(BYTES) == xxhash.xxh3_64_intdigest(BYTES) == hooks.xxh3(BYTES, best)
+    assert hooks.xxh3(np.empty(0, np.uint8)) == xxhash.xxh3_64_intdigest(b"")
 
 
 def test_hostile_values_are_refused() -> None:
     with pytest.raises(NativeCallError, match="no such arm"):
-        xxh3(BYTES, "mmx")
+        hooks.xxh3(BYTES, "mmx")
     with pytest.raises(TypeError):
-        xxh3(BYTES[::2])
+        hooks.xxh3(BYTES[::2])
     for sizes in [[-1], [5, -(1 << 63)], [len(BYTES), 1], [(1 << 63) - 1, (1 << 63) - 1]]:
         with pytest.raises(NativeCallError, match="more bytes than there are"):
-            xxh3_chunks(BYTES, integers(sizes))
+            hooks.xxh3_chunks(BYTES, integers(sizes))
     with pytest.raises(NativeCallError, match="no room"):
-        xxh3_chunks(BYTES, integers([5]), np.zeros(4, np.uint8))
-    assert not has_arm("")
+        hooks.xxh3_chunks(BYTES, integers([5]), np.zeros(4, np.uint8))
+    assert not hooks.has_arm("")

@@ -2,7 +2,9 @@
 
 #pragma once
 
-#include "disk.h"
+#include <functional>
+
+#include "../disk.h"
 
 namespace gdscache {
 
@@ -33,10 +35,15 @@ struct PlaceFault {
 
 class FaultyDisk : public Disk {
 public:
+    ~FaultyDisk() override {
+        if (at_end) at_end();
+    }
     // Fail these from now on, and no others by their place. Any thread.
     virtual void fail(std::vector<PlaceFault> faults) = 0;
     // Let go of everything that hangs, now and later. Any thread, as `wake`.
     virtual void release() = 0;
+
+    std::function<void()> at_end;
 };
 
 std::unique_ptr<FaultyDisk> open_faulty_disk(std::unique_ptr<Disk> disk, std::vector<Fault> faults);

@@ -1,0 +1,91 @@
+// A disk that Python drives itself.
+
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../cufile_disk.h"
+#include "../memory.h"
+#include "bind.h"
+#include "handles.h"
+#include "transport.h"
+
+namespace gdscache {
+
+constexpr int64_t kMostRows = int64_t{1} << 32;
+static_assert(sizeof(iovec) == 2 * sizeof(uint64_t), "fragments are given as rows of two words");
+
+// One thread submits, reaps and closes; any may wake.
+class OpenDisk {
+public:
+    OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const nb::object& transport) {
+        require(!kind || *kind == "ring" || *kind == "threads", "there is no such disk");
+        try {
+            if (!transport.is_none()) disk_ = open_transport_disk(workers, transport, {});
+            else if (cufile) disk_ = open_cufile_disk(workers, cufile->shared(), cufile->batched);
+            else if (!kind) disk_ = open_disk(workers, depth);
+            else if (*kind == "ring") disk_ = open_ring_disk(workers, depth);
+            else disk_ = open_threads_disk(workers);
+        } catch (const Error& error) {
+            throw CallError{error.what(), error.code, "allow io_uring, or raise ulimit -n and ulimit -u", "RefusedDiskError"};
+        }
+    }
+    ~OpenDisk() { close(); }
+    OpenDisk(OpenDisk&&) = delete;
+
+    std::string name() const { return open(disk_, "the disk").name(); }
+    size_t pending() const { return open(disk_, "the disk").pending(); }
+    void wake() { open(disk_, "the disk").wake(); }
+
+    void submit(const Array<const int64_t>& pieces, const Array<const uint64_t>& fragments) {
+        Disk& disk = open(disk_, "the disk");
+        const int64_t count = pieces.shape(0), total = fragments.shape(0);
+        require(pieces.has(count, 7) && fragments.has(total, 2), "pieces have 7 numbers, and fragments 2");
+        require(count <= kMostRows && total <= kMostRows, "too many pieces");
+        pieces_.clear();
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t* const row = pieces.data() + 7 * n;
+            const bool sound = row[1] >= 0 && row[1] <= 1 && row[2] >= 0 && row[2] <= INT32_MAX && row[4] >= 0 &&
+                               row[5] >= 1 && row[5] <= kMostFragments && row[4] <= total - row[5];
+            require(sound, "a piece that makes no sense");
+            pieces_.push_back({static_cast<uint64_t>(row[0]),
+                               reinterpret_cast<const iovec*>(fragments.data() + 2 * row[4]),
+                               static_cast<uint32_t>(row[5]), static_cast<int32_t>(row[2]), row[3],
+                               row[1] ? Op::kWrite : Op::kRead, row[6] != 0});
+        }
+        const MustNotFail reserve;  // what has begun cannot be taken back
+        disk.submit(pieces_);
+    }
+
+    nb::object reap(double seconds) {
+        Disk& disk = open(disk_, "the disk");
+        require(seconds == seconds, "no number of seconds");
+        std::vector<Ended> ended;
+        {
+            const nb::gil_scoped_release others;
+            const MustNotFail reserve;
+            if (const int count = disk.reap(ended, seconds); count < 0) throw CallError{"the disk is broken", -count};
+        }
+        const Fresh<int64_t> rows({static_cast<int64_t>(ended.size()), 5});
+        int64_t* row = rows.data;
+        for (const Ended& one : ended) {
+            *row++ = static_cast<int64_t>(one.tag), *row++ = one.first, *row++ = one.count, *row++ = one.error;
+            *row++ = one.moved;
+        }
+        return rows.array;
+    }
+
+    void close() {
+        const nb::gil_scoped_release others;  // its threads may want it
+        disk_.reset();
+    }
+
+private:
+    friend class DiskHooks;  // of the tests' build
+
+    std::unique_ptr<Disk> disk_;
+    std::vector<Piece> pieces_;
+};
+
+}  // namespace gdscache

@@ -1,0 +1,79 @@
+// Why something cannot be had or done, and descriptors that are closed where nobody has them any more.
+
+#pragma once
+
+#include <dlfcn.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace gdscache {
+
+// What the system, a driver or a check refused. `code`: an errno, or greater than any where cuFile has its own.
+struct Error : std::runtime_error {
+    Error(int number, const std::string& why) : std::runtime_error(why), code(number) {}
+    int code;
+};
+
+inline void refuse_if(bool unsound, const char* why) {
+    if (unsound) throw Error(EINVAL, why);
+}
+inline void require(bool sound, const char* why) { refuse_if(!sound, why); }
+
+struct Descriptor {
+    explicit Descriptor(int opened) : fd(opened) {}
+    ~Descriptor() {
+        if (fd >= 0) close(fd);
+    }
+    Descriptor(Descriptor&&) = delete;
+
+    const int fd;
+};
+
+// An eventfd, which ends a wait.
+struct Event : Descriptor {
+    explicit Event(int flags) : Descriptor(eventfd(0, EFD_CLOEXEC | flags)) {
+        if (fd < 0) throw Error(errno, "eventfd cannot be had");
+    }
+    void signal() const {
+        const uint64_t one = 1;
+        while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {
+        }
+    }
+};
+
+// A library that is loaded at run time, and stays: it is everybody's. Its functions, by their names, as pointers of any
+// type; `Refused` is thrown where there is none.
+template <typename Refused>
+class Library {
+public:
+    // `there`: what the process has open already goes before it.
+    Library(const char* what, const char* path, const char* there = nullptr)
+        : what_(what), library_(there ? dlopen(there, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) : nullptr) {
+        if (!library_) library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        if (!library_) throw Refused("there is no " + what_ + ": " + dlerror());
+    }
+
+    struct Found {
+        void* address;
+        template <typename Pointer>
+        operator Pointer() const {
+            return reinterpret_cast<Pointer>(address);
+        }
+    };
+    Found find(const char* name) const { return {dlsym(library_, name)}; }
+    Found operator[](const char* name) const {
+        if (const Found found = find(name); found.address) return found;
+        throw Refused(what_ + " has no function " + name);
+    }
+
+private:
+    const std::string what_;
+    void* library_;
+};
+
+}  // namespace gdscache

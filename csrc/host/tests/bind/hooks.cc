@@ -1,0 +1,289 @@
+// What the tests' build gives to Python besides, as `gdscache._native.hooks`: executors and disks that fail on order,
+// executors that are stepped by hand, and parts of the library that only tests call by themselves.
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "../faulty_disk.h"
+#include "../../bind/disk.h"
+#include "../../bind/executor.h"
+#include "../../executor_inside.h"
+#include "../../xxh3.h"
+
+namespace gdscache {
+
+// --- faults
+
+namespace {
+
+std::atomic<bool> faulty_disks{false};
+
+// Disks that fail, of executors that were told so: known until they end, also while a close waits for what hangs.
+std::mutex lock;
+std::map<const OpenExecutor*, FaultyDisk*> faulty;
+
+template <typename Row, typename Make>
+auto faults_of(const Array<const int64_t>& faults, int64_t numbers, Make make) {
+    require(faults.has(faults.shape(0), numbers), "faults of other numbers");
+    std::vector<Row> made;
+    for (int64_t n = 0; n < faults.shape(0); ++n) {
+        const int64_t* const row = faults.data() + numbers * n;
+        const int64_t what = row[numbers - 2], value = row[numbers - 1];
+        require(what >= 1 && what <= static_cast<int64_t>(Failing::kHang) && value >= 0, "no such fault");
+        made.push_back(make(row, static_cast<Failing>(what), value));
+    }
+    return made;
+}
+
+}  // namespace
+
+std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
+    if (!faulty_disks) return disk;
+    auto made = open_faulty_disk(std::move(disk), {});
+    made->at_end = [disk = made.get()] {
+        const std::lock_guard held(lock);
+        std::erase_if(faulty, [&](const auto& one) { return one.second == disk; });
+    };
+    return made;
+}
+
+class DiskHooks {
+public:
+    static void fail(OpenDisk& self, const Array<const int64_t>& faults) {
+        self.disk_ = open_faulty_disk(std::move(self.disk_), faults_of<Fault>(faults, 3, [](auto row, auto what, int64_t value) {
+                                          require(row[0] >= 0, "no such fault");
+                                          return Fault{static_cast<uint64_t>(row[0]), what, value};
+                                      }));
+    }
+    static void release(OpenDisk& self) {
+        auto* const disk = dynamic_cast<FaultyDisk*>(self.disk_.get());
+        require(disk, "a disk without faults");
+        disk->release();
+    }
+};
+
+// --- executors
+
+namespace {
+
+// A part of a job as Python has it: plain numbers, and the names of spaces.
+struct Job {
+    int64_t number, move;
+    int kind;  // of a copy: 0 scatter, 1 gather, 2 look; of I/O: 0 read, 1 write
+    bool sums;
+    nb::object files, memory, layers, window, rows, slots, at, blocks;
+    int64_t start, stop;
+};
+
+void fill_pages(Job& job, const std::vector<Transfer>& pages) {
+    const auto count = static_cast<int64_t>(pages.size());
+    const Fresh<int64_t> rows({count}), slots({count}), places({count});
+    for (int64_t n = 0; n < count; ++n) {
+        rows.data[n] = pages[n].row, slots.data[n] = pages[n].slot, places.data[n] = pages[n].at;
+    }
+    job.rows = rows.array, job.slots = slots.array, job.at = places.array;
+}
+
+nb::object range_of(int64_t start, int64_t stop) {
+    return nb::module_::import_("builtins").attr("range")(start, stop);
+}
+
+}  // namespace
+
+// The I/O of disks that are null, foreign copies without a GPU, and time, as a test has them happen.
+class ExecutorHooks {
+public:
+    static void fail(const OpenExecutor& self, const Array<const int64_t>& faults) {
+        auto* const disk = dynamic_cast<FaultyDisk*>(self.open().executor->disks_.at(0).get());
+        require(disk, "an executor without faults");
+        disk->fail(faults_of<PlaceFault>(faults, 5, [](auto row, auto what, int64_t value) {
+            return PlaceFault{static_cast<int32_t>(row[0]), row[1], row[2], what, value};
+        }));
+        const std::lock_guard held(lock);
+        faulty[&self] = disk;
+    }
+    static void release(const OpenExecutor& self) {
+        const std::lock_guard held(lock);
+        const auto found = faulty.find(&self);
+        require(found != faulty.end(), "an executor without faults");
+        found->second->release();
+    }
+
+    static nb::object take_io(const OpenExecutor& self, int32_t disk) {
+        require(disk >= 0 && disk < 64, "no such disk");
+        Executor& executor = *self.open().executor;
+        IoJob found;
+        {
+            const Executor::Held held(executor);
+            if (!executor.moves_.take_io(disk, &found)) return nb::none();
+        }
+        Job job{found.id, found.move, found.write, found.sums, self.name_of(found.files), self.name_of(found.memory),
+                range_of(found.first, found.last), {}, {}, {}, {}, {}, found.start, found.stop};
+        fill_pages(job, found.pages);
+        return nb::cast(std::move(job));
+    }
+    static void io_ended(const OpenExecutor& self, int64_t job, const nb::object& pages, int32_t error) {
+        const Numbers<int64_t> rows(pages);
+        std::vector<IoEnd> ends;
+        for (int64_t n = 0; n < rows.size(); ++n) {
+            const int64_t page = rows.data()[n];
+            ends.push_back({static_cast<int32_t>(std::clamp<int64_t>(page, -1, INT32_MAX)), error});
+        }
+        Executor& executor = *self.open().executor;
+        const Executor::Held held(executor);
+        require(executor.moves_.io_ended(job, ends.data(), rows.size()), "no pages of a job that is under way");
+    }
+    static void expire(const OpenExecutor& self, Nanoseconds time) {
+        Executor& executor = *self.open().executor;
+        const Executor::Held held(executor);
+        executor.moves_.expire(time);
+    }
+
+    static nb::object take_copy(const OpenExecutor& self) {
+        Executor& executor = of(self);
+        Waited waited;
+        const CopyJob* const found = executor.take_copy(Hands::kForeign, 0, &waited);
+        if (!found) return nb::none();
+        Job job{found->id, found->move, static_cast<int>(found->copy), found->sums, {}, self.name_of(found->memory),
+                range_of(found->first, found->last), range_of(found->window, found->window + found->window_slots),
+                {}, {}, {}, {}, 0, 0};
+        fill_pages(job, found->pages);
+        const int64_t page_blocks = executor.limits().page_blocks;
+        const Fresh<int64_t> blocks({static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks});
+        std::copy(found->blocks.begin(), found->blocks.end(), blocks.data);
+        job.blocks = blocks.array;
+        return nb::cast(std::move(job));
+    }
+    static void copy_queued(const OpenExecutor& self, int64_t job, int64_t point) {
+        require(point >= 0 && of(self).copy_queued(job, point), "no copy that is under way");
+    }
+    static void copy_ended(const OpenExecutor& self, int64_t job, const Array<const uint64_t>& sums, const Text& broken) {
+        const bool known = of(self).copy_ended(job, sums.data(), broken && !broken->empty() ? broken->c_str() : nullptr);
+        require(known, "no copy that is under way");
+    }
+
+private:
+    static Executor& of(const OpenExecutor& self) {
+        require(!self.open().gpu, "a GPU's copies are its threads'");
+        return *self.open().executor;
+    }
+};
+
+// --- checksums, and requests that are cut
+
+namespace {
+
+const Arm& arm_of(const Text& name) {
+    const Arm* const found = name ? find_arm(name->c_str()) : &best_arm();
+    require(found, "this processor has no such arm");
+    return *found;
+}
+
+uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
+    const Arm& of = arm_of(arm);
+    const nb::gil_scoped_release others;
+    return xxh3(data.data(), static_cast<size_t>(data.bytes()), of);
+}
+
+// Of chunks that follow each other, through the stream; copied to `out` on the way.
+uint64_t sum_of_chunks(const Array<const std::byte>& data, const Array<const int64_t>& sizes,
+                       const Array<std::byte>& out, bool stream, const Text& arm) {
+    const Arm& of = arm_of(arm);
+    int64_t left = data.bytes();
+    for (int64_t n = 0; n < sizes.size(); ++n) {
+        require(sizes[n] >= 0 && sizes[n] <= left, "chunks of more bytes than there are");
+        left -= sizes[n];
+    }
+    require(out.none() || out.bytes() >= data.bytes() - left, "no room for the chunks");
+    const nb::gil_scoped_release others;
+    Xxh3 hash(of);
+    const std::byte* in = data.data();
+    std::vector<std::byte> own(out.none() ? static_cast<size_t>(data.bytes()) : 0);
+    std::byte* to = out.none() ? own.data() : out.data();
+    for (int64_t n = 0; n < sizes.size(); ++n) {
+        const auto size = static_cast<size_t>(sizes[n]);
+        if (!size) continue;
+        hash.update_copy(to, in, size, stream);
+        to += size;
+        in += size;
+    }
+    if (stream) stream_fence();
+    return hash.digest();
+}
+
+nb::tuple cut(const Array<const int64_t>& requests, int64_t limit, int64_t most) {
+    const int64_t count = requests.shape(0);
+    require(requests.has(count, 4), "requests have 4 numbers");
+    require(limit >= 1 && most >= 1 && most <= kMostFragments, "runs of no sound size");
+    std::vector<Request> given;
+    int64_t parts = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t* const row = requests.data() + 4 * n;
+        const bool sound = row[0] >= 0 && row[0] <= INT32_MAX && row[1] >= 0 && row[3] >= 1 && row[1] <= INT64_MAX - row[3];
+        require(sound && (parts += row[3] / limit + 1) <= kMostRows, "a request that makes no sense");
+        given.push_back({static_cast<int32_t>(row[0]), row[1], static_cast<uint64_t>(row[2]), row[3]});
+    }
+    Runs made;
+    {
+        const nb::gil_scoped_release others;
+        made = cut_and_merge(given, limit, static_cast<uint32_t>(most));
+    }
+    const Fresh<int64_t> fragments({static_cast<int64_t>(made.fragments.size()), 3});
+    for (size_t n = 0; n < made.fragments.size(); n++) {
+        int64_t* const row = fragments.data + 3 * n;
+        row[0] = reinterpret_cast<int64_t>(made.fragments[n].iov_base);
+        row[1] = static_cast<int64_t>(made.fragments[n].iov_len);
+        row[2] = made.requests[n];
+    }
+    const Fresh<int64_t> runs({static_cast<int64_t>(made.runs.size()), 5});
+    for (size_t n = 0; n < made.runs.size(); n++) {
+        const Run& run = made.runs[n];
+        const int64_t row[5] = {run.fd, run.offset, run.first, run.count, run.bytes};
+        std::memcpy(runs.data + 5 * n, row, sizeof row);
+    }
+    return nb::make_tuple(fragments.array, runs.array);
+}
+
+}  // namespace
+
+void bind_hooks(nb::module_& module) {
+    nb::module_ hooks = module.def_submodule("hooks");
+    hooks.def("set_faulty_disks", [](bool all) { faulty_disks = all; });
+    hooks.def("fail_disk", &DiskHooks::fail, nb::arg("disk"), nb::arg("faults"));
+    hooks.def("release_disk", &DiskHooks::release, nb::arg("disk"));
+    hooks.def("fail", &ExecutorHooks::fail, nb::arg("executor"), nb::arg("faults"));
+    hooks.def("release", &ExecutorHooks::release, nb::arg("executor"));
+    nb::class_<Job>(hooks, "Job")
+        .def_ro("number", &Job::number)
+        .def_ro("move", &Job::move)
+        .def_ro("kind", &Job::kind)
+        .def_ro("sums", &Job::sums)
+        .def_ro("files", &Job::files)
+        .def_ro("memory", &Job::memory)
+        .def_ro("layers", &Job::layers)
+        .def_ro("window", &Job::window)
+        .def_ro("rows", &Job::rows)
+        .def_ro("slots", &Job::slots)
+        .def_ro("at", &Job::at)
+        .def_ro("blocks", &Job::blocks)
+        .def_ro("start", &Job::start)
+        .def_ro("stop", &Job::stop);
+    hooks.def("take_io", &ExecutorHooks::take_io, nb::arg("executor"), nb::arg("disk"));
+    hooks.def("io_ended", &ExecutorHooks::io_ended, nb::arg("executor"), nb::arg("job"), nb::arg("pages"),
+              nb::arg("error") = 0);
+    hooks.def("expire", &ExecutorHooks::expire, nb::arg("executor"), nb::arg("now"));
+    hooks.def("take_copy", &ExecutorHooks::take_copy, nb::arg("executor"));
+    hooks.def("copy_queued", &ExecutorHooks::copy_queued, nb::arg("executor"), nb::arg("job"), nb::arg("point"));
+    hooks.def("copy_ended", &ExecutorHooks::copy_ended, nb::arg("executor"), nb::arg("job"), nb::arg("sums").none(),
+              nb::arg("broken").none() = nb::none());
+    hooks.attr("MOST_FRAGMENTS") = kMostFragments;
+    hooks.def("cut_and_merge", &cut, nb::arg("requests"), nb::arg("limit"), nb::arg("most") = kMostFragments);
+    hooks.def("has_arm", [](const char* name) { return find_arm(name) != nullptr; }, nb::arg("name"));
+    hooks.def("xxh3", &sum_of, nb::arg("data"), nb::arg("arm").none() = nb::none());
+    hooks.def("xxh3_chunks", &sum_of_chunks, nb::arg("data"), nb::arg("sizes"), nb::arg("out").none() = nb::none(),
+              nb::arg("stream") = false, nb::arg("arm").none() = nb::none());
+}
+
+}  // namespace gdscache
