@@ -41,7 +41,7 @@ settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 _LONGEST = (
     *("native_library", "suite", "bench_io", "cufile_faults", "docs", "packaging", "examples", "power"),
     *("load_schedules", "state_machine", "transports", "processes", "native_against_reference", "native_leaks", "soak"),
-    *("bench_copy", "testing", "bench", "doctor", "hang", "load_passing", "guarded", "kill_points", "catalog"),
+    *("bench_copy", "testing", "bench", "doctor", "hang", "layerwise", "guarded", "kill_points", "catalog"),
 )
 
 
@@ -49,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first: of several workers, none is left alone with it at the end."""
     order = {f"test_{name}.py": at for at, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_on_order() -> Iterator[None]:
+    """No fault on order is left from the test before, nor for the next one."""
+    PLAN.reset()
+    yield
+    PLAN.reset()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -123,7 +131,7 @@ def open_host(slab: Path) -> Iterator[Callable[..., Host]]:
 def open_face(request: pytest.FixtureRequest, slab: Path) -> Iterator[Callable[..., Face[Any]]]:
     """`open_face(**make_config arguments)`: an engine by one of its two faces; a test that takes it runs on both.
 
-    Given indirectly, `attached:N` has blocks of N tokens. No fault is left from the test before, nor for the next one.
+    Given indirectly, `attached:N` has blocks of N tokens.
     """
     name, _, block_tokens = request.param.partition(":")
     opened: list[CacheEngine] = []
@@ -135,11 +143,7 @@ def open_face(request: pytest.FixtureRequest, slab: Path) -> Iterator[Callable[.
         opened.append(face.engine)
         return face
 
-    PLAN.reset()
-    try:
-        yield from _closing(opened, opens)
-    finally:
-        PLAN.reset()
+    yield from _closing(opened, opens)
 
 
 def _closing(opened: list[CacheEngine], opens: Callable[..., Any]) -> Iterator[Any]:

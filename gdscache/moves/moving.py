@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from gdscache.cuda.streams import Landed
-from gdscache.errors import DeviceError, IOFailedError, ShortIOError, StorageError
+from gdscache.errors import DeviceError, IOFailedError, NativeCallError, ShortIOError, StorageError
 from gdscache.moves.base import PLANES, End, Listener, Move, PageStatus, Steps, Wait, Way
 from gdscache.moves.library import NativeMoves
 from gdscache.native import SHORT, error_of
@@ -78,7 +78,12 @@ class NativeMoving:
         if self._end is not None:
             return Landed(None)
         group, layers = next(((n, some) for n, some in enumerate(self.move.groups) if layer in some), (0, range(0)))
-        landed = self._carrier.await_move(self.number, group, seconds)
+        try:
+            landed = self._carrier.await_move(self.number, group, seconds)
+        except NativeCallError:
+            if self._end is None:
+                raise
+            return Landed(None)  # a close has ended it, and then the executor, since it was asked above
         return None if landed is None else Landed(landed.event, layers)
 
     def end(self) -> Steps[End]:

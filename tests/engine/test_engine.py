@@ -17,7 +17,6 @@ from gdscache.errors import (
     CapacityError,
     CatalogVersionError,
     DeviceError,
-    DirectoryInUseError,
     EngineClosedError,
     ExtentSizeError,
     NotADirectoryPathError,
@@ -32,6 +31,7 @@ from tests.support.helpers import (
     LONG,
     MHA,
     WAIT,
+    OpenEngine,
     drop_from,
     expected,
     fill,
@@ -43,28 +43,16 @@ from tests.support.helpers import (
     read_page,
     run,
     settle,
+    together,
     tokens_of,
     until,
 )
 from tests.support.pages import lose
 
-Open = Callable[..., CacheEngine]
-
-
 # -- one request after another ---------------------------------------------------------------------------------------
 
 
-def test_the_second_request_finds_what_the_first_computed(open_engine: Open, device: str) -> None:
-    engine = open_engine(device=device)
-    tokens = prompt(1, 4, extra=3)
-    assert run(engine, tokens) == 0
-    assert run(engine, tokens) == 16
-    hit = engine.lookup(tokens)
-    assert (hit.tiers, hit.seconds) == (("gpu",) * 4, 0.0)
-    assert engine.stats()["hits"]["gpu"] >= 4
-
-
-def test_the_pool_alone_is_a_cache(open_engine: Open, device: str) -> None:
+def test_the_pool_alone_is_a_cache(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, cpu=None, ssd=None)
     assert list(engine.manager.tiers) == ["gpu"]
     tokens = prompt(1, 6, extra=1)
@@ -78,7 +66,7 @@ def test_the_pool_alone_is_a_cache(open_engine: Open, device: str) -> None:
     ("pages", "extra", "cached"), [(4, 0, 12), (4, 1, 16), (1, 0, 0), (1, 1, 4), (0, 3, 0), (0, 0, 0)]
 )
 def test_at_least_one_token_is_left_to_compute(
-    open_engine: Open, device: str, pages: int, extra: int, cached: int
+    open_engine: OpenEngine, device: str, pages: int, extra: int, cached: int
 ) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, pages, extra=extra)
@@ -94,13 +82,12 @@ def test_at_least_one_token_is_left_to_compute(
 
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: Open, device: str, tier: str) -> None:
+def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: OpenEngine, device: str, tier: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
     drop_from(engine, *(("gpu",) if tier == "cpu" else ("gpu", "cpu")))
     with engine.sequence(tokens) as seq:
-        assert seq.load is not None
         assert seq.load.result().bytes_by_tier == {tier: 5 * engine.layout.page_bytes}
         fill(engine, seq)
         seq.commit()
@@ -108,7 +95,7 @@ def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: Open, device: 
     assert run(engine, tokens) == 20
 
 
-def test_a_prefix_over_three_tiers_is_one_hit(open_engine: Open, device: str) -> None:
+def test_a_prefix_over_three_tiers_is_one_hit(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, gpu=8)
     tokens = prompt(1, 6, extra=1)
     run(engine, tokens)
@@ -118,17 +105,7 @@ def test_a_prefix_over_three_tiers_is_one_hit(open_engine: Open, device: str) ->
     assert run(engine, tokens) == 24
 
 
-def test_a_hole_in_every_tier_ends_the_hit(open_engine: Open) -> None:
-    engine = open_engine()
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
-    lose(engine, tokens, [2])
-    assert tokens_of(engine, tokens) == 8
-    assert run(engine, tokens) == 8
-    assert tokens_of(engine, tokens) == 20
-
-
-def test_a_salt_s_pages_in_the_pool_are_its_own_and_go_with_it(open_engine: Open, device: str) -> None:
+def test_a_salt_s_pages_in_the_pool_are_its_own_and_go_with_it(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 3, extra=1)
     run(engine, tokens, "a")
@@ -145,10 +122,9 @@ def test_a_salt_s_pages_in_the_pool_are_its_own_and_go_with_it(open_engine: Open
 # -- sequences -------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: Open) -> None:
+def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: OpenEngine) -> None:
     """What a namespace means is written with its first pages, by the writer: a commit may take its time."""
     engine = open_engine()
-    assert engine.manager.ssd is not None
     catalog = engine.manager.ssd._catalog
     handles: list[StoreHandle] = []
 
@@ -168,7 +144,7 @@ def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: Open) -> None:
     assert catalog.namespaces()[engine.namespace("tenant")]["request_salt"] == "tenant"
 
 
-def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: Open, device: str) -> None:
+def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, gpu=8)
     tokens = prompt(1, 3, extra=1)
     run(engine, tokens)
@@ -181,7 +157,7 @@ def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine:
         holds(engine, first)  # its pages were not given away
 
 
-def test_append_grows_a_sequence_page_by_page(open_engine: Open, device: str) -> None:
+def test_append_grows_a_sequence_page_by_page(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 5)
     with engine.sequence(tokens[:2]) as seq:
@@ -203,7 +179,7 @@ def test_append_grows_a_sequence_page_by_page(open_engine: Open, device: str) ->
     assert run(engine, [*tokens, 1]) == 20
 
 
-def test_a_failed_append_changes_nothing(open_engine: Open) -> None:
+def test_a_failed_append_changes_nothing(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=4)
     with engine.sequence(prompt(1, 3)) as seq:
         before = (seq.tokens, seq.slots.tolist(), engine.gpu.index.free_slots)
@@ -219,7 +195,7 @@ def test_a_failed_append_changes_nothing(open_engine: Open) -> None:
     assert tokens_of(engine, [*prompt(1, 3), *prompt(2, 1)]) == 16
 
 
-def test_a_full_pool_holds_nothing(open_engine: Open, device: str) -> None:
+def test_a_full_pool_holds_nothing(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, gpu=6)
     tokens = prompt(1, 3, extra=1)
     run(engine, tokens)
@@ -233,7 +209,7 @@ def test_a_full_pool_holds_nothing(open_engine: Open, device: str) -> None:
         pass
 
 
-def test_leaving_without_commit_publishes_nothing(open_engine: Open) -> None:
+def test_leaving_without_commit_publishes_nothing(open_engine: OpenEngine) -> None:
     engine = open_engine()
     tokens = prompt(1, 3)
     with engine.sequence(tokens) as seq:
@@ -245,7 +221,7 @@ def test_leaving_without_commit_publishes_nothing(open_engine: Open) -> None:
     assert engine.gpu.index.free_slots == engine.gpu.index.slots
 
 
-def test_a_sequence_that_was_left_is_refused(open_engine: Open) -> None:
+def test_a_sequence_that_was_left_is_refused(open_engine: OpenEngine) -> None:
     engine = open_engine()
     with engine.sequence(prompt(1, 2)) as seq:
         pass
@@ -254,7 +230,7 @@ def test_a_sequence_that_was_left_is_refused(open_engine: Open) -> None:
             use()
 
 
-def test_a_sequence_left_while_it_loads_gives_its_slots_back(open_engine: Open, device: str) -> None:
+def test_a_sequence_left_while_it_loads_gives_its_slots_back(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device)
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
@@ -265,7 +241,7 @@ def test_a_sequence_left_while_it_loads_gives_its_slots_back(open_engine: Open, 
     assert run(engine, tokens) == 20
 
 
-def test_the_same_prompt_twice_at_once_publishes_one_copy(open_engine: Open, device: str) -> None:
+def test_the_same_prompt_twice_at_once_publishes_one_copy(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, gpu=12)
     tokens = prompt(1, 3, extra=1)
     with engine.sequence(tokens) as one, engine.sequence(tokens) as two:
@@ -278,7 +254,7 @@ def test_the_same_prompt_twice_at_once_publishes_one_copy(open_engine: Open, dev
     assert engine.stats()["stored"] == {"cpu": 3, "ssd": 3}
 
 
-def test_a_clear_between_begin_and_commit_is_final(open_engine: Open) -> None:
+def test_a_clear_between_begin_and_commit_is_final(open_engine: OpenEngine) -> None:
     engine = open_engine()
     tokens = prompt(1, 3, extra=1)
     run(engine, tokens)
@@ -297,7 +273,7 @@ def test_a_clear_between_begin_and_commit_is_final(open_engine: Open) -> None:
 
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_a_sequence_that_outgrows_a_tier_keeps_a_prefix_there(open_engine: Open, tier: str) -> None:
+def test_a_sequence_that_outgrows_a_tier_keeps_a_prefix_there(open_engine: OpenEngine, tier: str) -> None:
     """A request that decodes page after page must not push its own head out for tails that nobody can reach."""
     engine = open_engine(gpu=16, cpu=4 if tier == "cpu" else None, ssd=4 if tier == "ssd" else None)
     tokens = prompt(1, 8)
@@ -315,7 +291,7 @@ def test_a_sequence_that_outgrows_a_tier_keeps_a_prefix_there(open_engine: Open,
 # -- opening and closing ---------------------------------------------------------------------------------------------
 
 
-def test_close_twice_and_use_after_it(open_engine: Open) -> None:
+def test_close_twice_and_use_after_it(open_engine: OpenEngine) -> None:
     engine = open_engine()
     run(engine, prompt(1, 2))
     engine.close()
@@ -354,7 +330,6 @@ def test_close_with_sequences_open_and_work_in_flight(slab: Path, device: str) -
     handle = storing.commit()
     engine.close()
     assert handle.done()
-    assert loading.load is not None
     assert loading.load.done()
     loading.close()
     storing.close()
@@ -378,18 +353,6 @@ def test_close_without_drain_stays_consistent(slab: Path) -> None:
         assert found == next((i for i, there in enumerate(committed) if not there), 6)
         assert {report.dropped.get(i) for i, there in enumerate(committed) if not there} <= {"closed"}
         settle(engine)
-
-
-def test_a_second_engine_on_the_directory_is_refused_and_the_first_goes_on(open_engine: Open, slab: Path) -> None:
-    engine = open_engine()
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
-    with pytest.raises(DirectoryInUseError, match=str(os.getpid())) as caught:
-        CacheEngine.from_config(make_config(slab))
-    assert "ssd.path" in caught.value.hint
-    assert run(engine, tokens) == 12
-    engine.close()
-    assert run(open_engine(), tokens) == 12
 
 
 def threads_now() -> list[str]:
@@ -443,7 +406,7 @@ def test_an_engine_that_cannot_open_leaves_nothing_open(slab: Path, what: str) -
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: Open) -> None:
+def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: OpenEngine) -> None:
     engine = open_engine()
     run(engine, prompt(1, 3))
     hit = engine.lookup(prompt(1, 3))
@@ -460,63 +423,53 @@ def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: Open) -> None
 
 
 @pytest.mark.parametrize("seconds", LONG)
-def test_many_threads_at_once(open_engine: Open, device: str, seconds: float) -> None:
+def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: float) -> None:
     engine = open_engine(device=device, gpu=24, cpu=5, ssd=14, bounce=4)
     trunk = prompt(0, 2)
     prompts = [trunk + prompt(seed, 1 + seed % 3, extra=seed % 4) for seed in range(8)]
     end = time.monotonic() + seconds
-    failures: list[BaseException] = []
     done = [0] * 6
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        try:
-            while time.monotonic() < end and not failures:
-                tokens = rng.choice(prompts)
-                action = rng.random()
-                if action < 0.75:
-                    try:
-                        seq = engine.sequence(tokens)
-                    except PoolFullError:
-                        time.sleep(0.001)
-                        continue
-                    with seq:
-                        if rng.random() < 0.15:
-                            continue  # leave without a word
-                        assert seq.verify(WAIT) <= len(tokens) - 1
-                        holds(engine, seq)
-                        fill(engine, seq)
-                        seq.commit()
-                elif action < 0.85:
-                    assert engine.lookup(tokens).tokens <= len(tokens)
-                elif action < 0.93:
-                    load = engine.prefetch(tokens)
-                    if rng.random() < 0.3:
-                        load.cancel()
-                    load.result(WAIT)
-                elif action < 0.96:
-                    drop_from(engine, rng.choice(["gpu", "cpu"]))
-                elif action < 0.98:
-                    engine.clear()
-                else:
-                    engine.stats()
-                done[number] += 1
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            failures.append(error)
+        while time.monotonic() < end:
+            tokens = rng.choice(prompts)
+            action = rng.random()
+            if action < 0.75:
+                try:
+                    seq = engine.sequence(tokens)
+                except PoolFullError:
+                    time.sleep(0.001)
+                    continue
+                with seq:
+                    if rng.random() < 0.15:
+                        continue  # leave without a word
+                    assert seq.verify(WAIT) <= len(tokens) - 1
+                    holds(engine, seq)
+                    fill(engine, seq)
+                    seq.commit()
+            elif action < 0.85:
+                assert engine.lookup(tokens).tokens <= len(tokens)
+            elif action < 0.93:
+                load = engine.prefetch(tokens)
+                if rng.random() < 0.3:
+                    load.cancel()
+                load.result(WAIT)
+            elif action < 0.96:
+                drop_from(engine, rng.choice(["gpu", "cpu"]))
+            elif action < 0.98:
+                engine.clear()
+            else:
+                engine.stats()
+            done[number] += 1
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(done))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * WAIT)
-    if failures:
-        raise failures[0]
+    together(work, len(done))
     assert min(done) > 0
     bad = set(engine.stats().get("misses", {})) - {"absent", "cancelled"}
     assert not bad, engine.stats()["misses"]
 
 
-def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine: Open) -> None:
+def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=48, cpu=6, ssd=12)
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
@@ -524,23 +477,19 @@ def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine
     start = threading.Barrier(6)
     good: list[int] = []
 
-    def request() -> None:
+    def request(_: int) -> None:
         start.wait()
         with engine.sequence(tokens) as seq:
             cached = seq.verify(WAIT)
             holds(engine, seq)
             good.append(cached)
 
-    threads = [threading.Thread(target=request) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    together(request, 6)
     assert good == [20] * 6
     assert engine.stats()["loaded"]["ssd"] == 5
 
 
-def test_planes_are_the_pool(open_engine: Open) -> None:
+def test_planes_are_the_pool(open_engine: OpenEngine) -> None:
     engine = open_engine(model=EXTRA)
     layout = layout_of(EXTRA)
     for layer, planes in enumerate(layout.layers):

@@ -15,7 +15,7 @@ import pytest
 from gdscache.errors import EngineClosedError
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet
+from tests.support.helpers import WAIT, OpenHost, drop_from, prompt, quiet
 from tests.support.places import ROOT
 
 
@@ -33,7 +33,7 @@ def readable(file: int, seconds: float) -> bool:
     return bool(select.select([file], [], [], seconds)[0])
 
 
-def test_a_loop_goes_on_while_pages_are_stored_and_loaded(open_host: Callable[..., Host]) -> None:
+def test_a_loop_goes_on_while_pages_are_stored_and_loaded(open_host: OpenHost) -> None:
     host, wait = open_host(transport="tests.support.faulty:FaultyTransport"), over()
     tokens, turns = prompt(1, 4), 0
 
@@ -62,7 +62,7 @@ def test_a_loop_goes_on_while_pages_are_stored_and_loaded(open_host: Callable[..
     assert turns > 2
 
 
-def test_the_descriptor_rings_for_each_kind_of_handle_and_goes_with_the_engine(open_host: Callable[..., Host]) -> None:
+def test_the_descriptor_rings_for_each_kind_of_handle_and_goes_with_the_engine(open_host: OpenHost) -> None:
     host = open_host()
     tokens = prompt(2, 3)
     file = host.engine.fileno()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from gdscache.errors import InvalidValueError
 from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, KVEventHub, Place
 from gdscache.events.view import CacheView
 from gdscache.pages.keys import Page
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, run, until
+from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, drop_from, prompt, quiet, run, until
 
-OpenHost = Callable[..., Host]
 ON: dict[str, Any] = {}
 CPU, SSD, ALL = Place("CPU", "LOCAL", "cpu"), Place("STORAGE", "LOCAL", "ssd"), Place("", "", "")
 
@@ -103,7 +101,7 @@ def test_whatever_happens_the_view_has_what_the_tiers_have(open_host: OpenHost, 
     heard.settled()
 
 
-def test_an_engine_with_a_pool_of_its_own_tells_of_it(open_engine: Callable[..., CacheEngine]) -> None:
+def test_an_engine_with_a_pool_of_its_own_tells_of_it(open_engine: OpenEngine) -> None:
     engine = open_engine(events=ON, gpu=6)
     heard = Heard(engine)
     for seed in range(4):
@@ -114,8 +112,7 @@ def test_an_engine_with_a_pool_of_its_own_tells_of_it(open_engine: Callable[...,
 
 def test_what_a_restart_brings_back_is_told(open_host: OpenHost, tmp_path: Any) -> None:
     host = open_host(cpu=8, ssd=16, events=ON, path=tmp_path)
-    host.store(prompt(1, 4))
-    quiet(host.engine)
+    host.keep(prompt(1, 4))
     keys = [page.key for page in host.engine.pages(prompt(1, 4))]
     host.engine.close()
     again = open_host(cpu=8, ssd=16, path=tmp_path)

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from gdscache import PageStatus
-from gdscache.errors import TokensError
 from tests.support.faces import Face
-from tests.support.helpers import EXTRA, MHA, MLA, WAIT, prompt, settle, until
+from tests.support.helpers import EXTRA, MHA, MLA, prompt, settle, until
 from tests.support.pages import lose
 
 OpenFace = Callable[..., Face[Any]]
@@ -67,19 +64,6 @@ def test_pages_of_any_size(open_face: OpenFace, device: str, page_tokens: int, c
     heads = {"kv_heads": 1, "head_dim": 8 if page_tokens == 512 else 40, "v_head_dim": 3}
     model = MHA | {"page_tokens": page_tokens, "layers": 2} | heads
     there_and_back(open_face, prompt(1, 5, page_tokens, extra=1), device=device, model=model, cpu=cpu)
-
-
-@pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_every_tier_gives_back_what_was_stored(open_face: OpenFace, device: str, tier: str) -> None:
-    face = open_face(device=device)
-    tokens = prompt(1, 5, extra=1)
-    face.put(tokens)
-    if tier == "ssd":
-        face.drop("cpu")
-    assert face.tiers(tokens) == (tier,) * 5
-    report = face.get(tokens)
-    assert (report.tokens, report.pages) == (20, (LOADED,) * 5)
-    assert report.bytes_by_tier == {tier: 5 * face.engine.layout.page_bytes}
 
 
 @pytest.mark.parametrize(("pages", "extra"), [(4, 0), (4, 1), (4, 3), (1, 0), (1, 1), (0, 3), (0, 0)])
@@ -151,27 +135,6 @@ def test_a_start_past_the_end_finds_nothing(open_face: OpenFace) -> None:
     for start in (12, 16, 4000):
         hit = face.engine.lookup(prompt(1, 3), start=start)
         assert (hit.start, hit.tokens, hit.tiers, hit.pages) == (start, 0, (), ())
-
-
-@pytest.mark.parametrize(
-    "bad", ["text", [1.5], [-1], [2**32], [[1]], None, np.array([0.5]), torch.tensor([[1]])], ids=repr
-)
-def test_bad_tokens_hold_nothing(open_face: OpenFace, bad: Any) -> None:
-    face = open_face()
-
-    def state() -> Any:
-        stats = face.engine.stats()
-        return [(n, t["pages"], t["free_slots"]) for n, t in stats["tiers"].items()], stats["store_queue"]
-
-    before = state()
-    for use in face.takers():
-        with pytest.raises(TokensError):
-            use(bad)
-    for start in (3, -4):
-        with pytest.raises(TokensError, match=rf"start is {start}.*4 tokens"):
-            face.engine.lookup([1, 2, 3, 4, 5], start=start)
-    assert face.engine.stats()["leases"] == []
-    assert state() == before
 
 
 def test_stats_are_plain_data(open_face: OpenFace) -> None:
@@ -247,37 +210,3 @@ def test_capacities_hold_whatever_is_stored(open_face: OpenFace, slab: Path) -> 
 
 
 # -- prefetch --------------------------------------------------------------------------------------------------------
-
-
-def test_prefetch_brings_pages_from_the_ssd_to_the_cpu(open_face: OpenFace) -> None:
-    face = open_face()
-    tokens = prompt(1, 5, extra=1)
-    face.put(tokens)
-    face.drop("cpu")
-    report = face.engine.prefetch(tokens).result()
-    assert (report.pages, report.tokens, report.end.value) == ({"loaded": 5}, 20, "complete")
-    assert report.nbytes == 5 * face.engine.layout.page_bytes
-    assert face.tiers(tokens) == ("cpu",) * 5
-    assert face.get(tokens).tokens == 20
-
-
-def test_prefetch_takes_what_finds_room_and_no_more(open_face: OpenFace) -> None:
-    face = open_face(cpu=3)
-    tokens = prompt(1, 6)
-    face.put(tokens)
-    face.drop("cpu")
-    prefetch = face.engine.prefetch(tokens, start=4)
-    assert prefetch.result().tokens == prefetch.tokens == 12
-    assert prefetch.result().end.value == "quota"
-    assert face.tiers(tokens) == ("ssd", "cpu", "cpu", "cpu", "ssd", "ssd")
-    assert face.engine.prefetch(prompt(9, 3)).result().tokens == 0
-    assert face.engine.prefetch([]).result().tokens == 0
-
-
-@pytest.mark.parametrize(("cpu", "ssd"), [(None, 8), (4, None), (None, None)])
-def test_prefetch_without_both_tiers_is_harmless(open_face: OpenFace, cpu: int | None, ssd: int | None) -> None:
-    face = open_face(cpu=cpu, ssd=ssd)
-    tokens = prompt(1, 3, extra=1)
-    face.put(tokens)
-    face.engine.prefetch(tokens).result(WAIT)
-    assert face.get(tokens).tokens == (12 if cpu or ssd else 0)

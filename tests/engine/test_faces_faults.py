@@ -238,7 +238,6 @@ def test_a_flipped_bit_in_the_cpu_pool(open_face: OpenFace, device: str) -> None
     tokens = prompt(1, 4)
     face.put(tokens)
     cpu = face.engine.manager.cpu
-    assert cpu is not None
     memory = cpu.extents.memory(slot_of(face.engine, tokens, 2, "cpu"))
     memory[face.engine.layout.page_bytes - 1] ^= 0x80
     (problem,) = face.engine.check().problems
@@ -256,7 +255,6 @@ def test_a_flipped_bit_in_the_padding_is_nobodys(open_face: OpenFace, slab: Path
     tokens = prompt(1, 2)
     face.put(tokens)
     cpu, page_bytes = face.engine.manager.cpu, face.engine.layout.page_bytes
-    assert cpu is not None
     cpu.extents.memory(slot_of(face.engine, tokens, 1, "cpu"))[page_bytes] ^= 1
     flip_file(slab / "slab-0.bin", offset_of(face.engine, tokens, 1) + page_bytes)
     assert face.get(tokens).tokens == 8
@@ -284,7 +282,6 @@ def test_pages_of_the_cpu_tier_are_checked_always_or_once(open_face: OpenFace, v
     tokens = prompt(1, 3)
     face.put(tokens)
     cpu = face.engine.manager.cpu
-    assert cpu is not None
     cpu.extents.checksums[slot_of(face.engine, tokens, 1, "cpu")] ^= 1  # the bytes are good
     assert face.get(tokens).tokens == found
     face.engine.close()

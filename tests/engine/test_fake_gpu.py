@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ from gdscache import PageStatus
 from gdscache.errors import DeviceError
 from gdscache.kernels.gpu import CopyRoute
 from tests.support import fake_gpu
-from tests.support.helpers import EXTRA, MHA, WAIT, Host, drop_from, prompt, quiet, settle
+from tests.support.helpers import EXTRA, MHA, WAIT, OpenHost, drop_from, prompt, settle
 
-OpenHost = Callable[..., Host]
 ROUTES: list[CopyRoute] = ["staged", "zero_copy", "copy_engine"]
 
 
@@ -27,8 +25,7 @@ def test_pages_come_back_from_every_tier(
     fake_gpu.use(monkeypatch, route, kernels=kernels)
     host = open_host(cpu=cpu, ssd=24, bounce=16, model=model)
     tokens = prompt(1, 4)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 16
     if cpu is not None:
         drop_from(host.engine, "cpu")
@@ -43,12 +40,9 @@ def test_a_page_of_the_cpu_tier_that_changed_is_noticed(
     fake_gpu.use(monkeypatch, kernels=kernels)
     host = open_host(cpu=8, load={"verify": "always"})
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     cpu = host.engine.manager.cpu
-    assert cpu is not None
     entry = cpu.index.get(host.engine.pages(tokens)[1].key)
-    assert entry is not None
     cpu.extents.memory(entry.slot)[7] ^= 1
     load, blocks, _ = host.begin(tokens)
     assert load.result(WAIT).pages == (PageStatus.LOADED, PageStatus.CHECKSUM, PageStatus.LOADED)
@@ -63,8 +57,7 @@ def test_a_load_says_what_the_driver_refused(
     fake_gpu.use(monkeypatch)
     host = open_host(cpu=8)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     with fake_gpu.failing(function):
         load, blocks, _ = host.begin(tokens)
         with pytest.raises(DeviceError, match="FAKE_ERROR"):
@@ -87,8 +80,7 @@ def test_a_store_that_the_driver_refused_gives_everything_back(
         handle = host.store(tokens)
         assert set(handle.result(WAIT).dropped.values()) == {"error"}
     settle(host.engine)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 12
 
 
@@ -97,12 +89,10 @@ def test_layers_are_ready_when_their_copies_are_queued(open_host: OpenHost, monk
     fake_gpu.use(monkeypatch)
     host = open_host(cpu=8)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     with fake_gpu.held():
         load, blocks, keys = host.begin(tokens)
         event = load._layers.event(0, WAIT)
-        assert event is not None
         assert not event.query()
         assert not load.done()
         assert not load.release_event.done()
@@ -114,8 +104,7 @@ def test_an_engine_closes_with_copies_under_way(open_host: OpenHost, monkeypatch
     fake_gpu.use(monkeypatch)
     host = open_host(cpu=8)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     driver = fake_gpu.driver()
     driver.fake_delay(2000)
     try:

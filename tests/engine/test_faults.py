@@ -11,13 +11,12 @@ import os
 import random
 import sqlite3
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gdscache import CacheEngine, PageStatus
+from gdscache import PageStatus
 from gdscache.disk import catalog_file
 from gdscache.errors import IOFailedError, LoadFailedError, StorageError
 from gdscache.storage.base import Op
@@ -25,7 +24,8 @@ from gdscache.testing.faults import ExtentPart
 from tests.support.faulty import PLAN, READ_FAULTS, Fault
 from tests.support.helpers import (
     WAIT,
-    Host,
+    OpenEngine,
+    OpenHost,
     drop_from,
     fill,
     flip_file,
@@ -39,16 +39,7 @@ from tests.support.helpers import (
 )
 from tests.support.pages import FAULTY, lose, misses, offset_of, slot_of
 
-Open = Callable[..., CacheEngine]
-OpenHost = Callable[..., Host]
 LOADED = PageStatus.LOADED
-
-
-@pytest.fixture(autouse=True)
-def _no_faults_left() -> Any:
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 # -- reads -----------------------------------------------------------------------------------------------------------
@@ -62,8 +53,7 @@ def test_a_corrupt_page_that_nobody_copies_on_stays_out_of_the_cpu_tier(
     host = open_host(device=device, transport=FAULTY, cpu=8)
     tokens = prompt(1, 5)
     with PLAN.rule(Op.WRITE, Fault.FLIP, lambda offset: offset == 0, bit=7):
-        host.store(tokens)
-        quiet(host.engine)
+        host.keep(tokens)
     drop_from(host.engine, "cpu")
     with PLAN.rule(Op.READ, Fault.HANG):
         if cancelled:
@@ -83,7 +73,7 @@ def test_a_corrupt_page_that_nobody_copies_on_stays_out_of_the_cpu_tier(
 
 @pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
 def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
-    open_engine: Open, device: str, fault: Fault, status: PageStatus
+    open_engine: OpenEngine, device: str, fault: Fault, status: PageStatus
 ) -> None:
     engine = open_engine(device=device, transport=FAULTY, gpu=16)
     tokens = prompt(1, 5, extra=2)
@@ -104,7 +94,7 @@ def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
     assert run(engine, tokens) == 20
 
 
-def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: Open, device: str) -> None:
+def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, transport=FAULTY)
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
@@ -123,21 +113,6 @@ def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: Open, 
         assert run(engine, tokens) == 20
 
 
-def test_two_requests_of_a_batch_fail_apart(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
-    one, two = prompt(1, 3), prompt(2, 3)
-    for tokens in (one, two):
-        host.store(tokens)
-        quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    bad = offset_of(host.engine, one, 1)
-    with PLAN.rule(Op.READ, Fault.EIO, lambda offset: offset == bad):
-        hits = [host.engine.lookup(t) for t in (one, two)]
-        load = host.engine.load_many([(hit, host.take(3)) for hit in hits])
-        assert [r.tokens for r in load.results(WAIT)] == [4, 12]
-    assert [host.load(t).tokens for t in (one, two)] == [12, 12]
-
-
 @pytest.mark.parametrize("cpu", [None, 8])
 @pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
 def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
@@ -146,8 +121,7 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
     """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is a miss."""
     host = open_host(device=device, transport="tests.support.faulty:FaultyMerging", cpu=cpu, bounce=40)
     tokens = prompt(1, 5)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     offsets = [offset_of(host.engine, tokens, page) for page in range(5)]
     extent = host.layout.extent_bytes
@@ -177,10 +151,8 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
 def test_check_finds_and_mends_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
     host = open_host()
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     cpu = host.engine.manager.cpu
-    assert cpu is not None
     cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
     report = host.engine.check(fix=True)
     assert (len(report.problems), report.fixed, report.ok) == (1, True, True)
@@ -193,14 +165,10 @@ def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost
     host = open_host(transport=FAULTY)
     tokens = prompt(1, 3)
     with PLAN.rule(Op.WRITE, Fault.EIO):
-        host.store(tokens)
-        quiet(host.engine)
+        host.keep(tokens)
     cpu = host.engine.manager.cpu
-    assert cpu is not None
     cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(tokens)
     assert host.load(tokens).tokens in (4, 12)
 
 
@@ -208,9 +176,7 @@ def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost
 def test_other_bytes_in_the_slab(open_host: OpenHost, slab: Path, what: str) -> None:
     host = open_host()
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(tokens)
     size, extent = host.layout.page_bytes, host.layout.extent_bytes
     offsets = [offset_of(host.engine, tokens, i) for i in range(3)]
     with open(slab / "slab-0.bin", "r+b", buffering=0) as file:
@@ -241,8 +207,7 @@ def test_other_bytes_in_the_slab(open_host: OpenHost, slab: Path, what: str) -> 
 def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
     host = open_host(cpu=cpu)
     tokens = prompt(1, 5)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     cut = sorted(slots)[3]
@@ -259,8 +224,7 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
     host.engine.close()
     host = open_host(cpu=cpu)
     assert host.load(tokens).tokens == 4 * lost[0]
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 20
 
 
@@ -268,8 +232,7 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
 def test_a_slab_truncated_or_missing_at_reopen(open_host: OpenHost, slab: Path, left: float | None) -> None:
     host = open_host()
     tokens = prompt(1, 5)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     host.engine.close()
     if left is None:
@@ -283,22 +246,8 @@ def test_a_slab_truncated_or_missing_at_reopen(open_host: OpenHost, slab: Path, 
     described = host.engine.stats()["tiers"]["ssd"]
     assert described["pages"] == sum(kept)
     assert sum(described["lost_at_recovery"].values()) == 5 - sum(kept)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(tokens)
     assert host.load(tokens).tokens == 20
-
-
-def test_another_slab_of_the_same_size_serves_nothing(open_host: OpenHost, slab: Path) -> None:
-    host = open_host()
-    tokens = prompt(1, 3)
-    host.store(tokens)
-    host.engine.close()
-    size = (slab / "slab-0.bin").stat().st_size
-    (slab / "slab-0.bin").write_bytes(os.urandom(size))
-    host = open_host()
-    assert host.load(tokens).pages == (PageStatus.CHECKSUM,) * 3
-    assert tokens_of(host.engine, tokens) == 0
 
 
 # -- the catalogue ---------------------------------------------------------------------------------------------------
@@ -309,29 +258,10 @@ def catalogue(slab: Path) -> Path:
     return path
 
 
-def test_a_corrupt_catalogue_is_set_aside_and_said_loudly(
-    open_host: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    host = open_host()
-    tokens = prompt(1, 3)
-    host.store(tokens)
-    host.engine.close()
-    catalogue(slab).write_bytes(os.urandom(8192))
-    with caplog.at_level(logging.ERROR):
-        host = open_host()
-    assert "set aside" in caplog.text
-    assert len(list(slab.glob("catalog.corrupt-*"))) == 1
-    assert tokens_of(host.engine, tokens) == 0
-    host.store(tokens)
-    host.engine.close()
-    assert open_host().load(tokens).tokens == 12
-
-
 def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: Path) -> None:
     host = open_host()
     tokens = prompt(1, 5)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     host.engine.close()
     with sqlite3.connect(catalogue(slab)) as db:
@@ -350,10 +280,8 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
 def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost, change: str) -> None:
     host = open_host(cpu=None)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     ssd = host.engine.manager.ssd
-    assert ssd is not None
     with ssd._catalog._transaction() as writer:
         writer.execute(f"UPDATE pages SET {change} WHERE place = ?", (slot_of(host.engine, tokens, 2),))
     assert len(host.engine.check().problems) == 2
@@ -404,18 +332,15 @@ def test_room_for_the_catalogue_is_looked_for(
     with caplog.at_level(logging.WARNING, "gdscache"):
         host = open_host()
     assert any("the catalogue may need" in record.message for record in caplog.records) == said
-    host.store(prompt(1, 3))
-    quiet(host.engine)
+    host.keep(prompt(1, 3))
     assert host.load(prompt(1, 3)).tokens == 12
 
 
 def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host = open_host()
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     ssd = host.engine.manager.ssd
-    assert ssd is not None
 
     def full(*args: object) -> None:
         raise IOFailedError("injected", "free space", errno.ENOSPC)
@@ -431,8 +356,7 @@ def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, m
         assert host.load(tokens).tokens == 8  # its deletion cannot be committed either, and the load says what it knows
     assert tokens_of(host.engine, prompt(2, 2)) == 0
     settle(host.engine)
-    host.store(prompt(2, 2))
-    quiet(host.engine)
+    host.keep(prompt(2, 2))
     for _ in range(2):
         drop_from(host.engine, "cpu")
         assert (host.load(prompt(2, 2)).tokens, host.load(tokens).tokens) == (8, 8)
@@ -462,16 +386,14 @@ def test_an_unexpected_error_in_the_writer_strands_nothing(
                 host.engine.manager._leases.clear()
     assert set(dropped) == {0, 1, 2}
     settle(host.engine)
-    host.store(prompt(1, 3))
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(prompt(1, 3))
     assert host.load(prompt(1, 3)).tokens == 12
 
 
 # -- everything at once ----------------------------------------------------------------------------------------------
 
 
-def test_many_requests_on_a_disk_that_fails_at_random(open_engine: Open, device: str) -> None:
+def test_many_requests_on_a_disk_that_fails_at_random(open_engine: OpenEngine, device: str) -> None:
     engine = open_engine(device=device, transport=FAULTY, gpu=10, cpu=3, ssd=14)
     prompts = [prompt(0, 1) + prompt(seed, 1 + seed % 4, extra=1) for seed in range(6)]
     rng = random.Random(5)
@@ -493,13 +415,3 @@ def test_many_requests_on_a_disk_that_fails_at_random(open_engine: Open, device:
     for tokens in prompts:
         run(engine, tokens)
         assert run(engine, tokens) == len(tokens) - 1
-
-
-def test_the_faulty_transport_is_posix_without_rules(open_host: OpenHost) -> None:
-    host = open_host(transport=FAULTY)
-    host.store(prompt(1, 3))
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    assert host.load(prompt(1, 3)).tokens == 12
-    assert len(PLAN.moved[Op.READ]) == len(PLAN.moved[Op.WRITE]) == 3
-    assert host.engine.stats()["tiers"]["ssd"]["transport"]["name"] == "faulty"

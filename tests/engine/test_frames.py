@@ -11,7 +11,7 @@ import pytest
 
 import gdscache
 from gdscache.moves.library import NativeMoves
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet
+from tests.support.helpers import WAIT, OpenHost, drop_from, prompt
 
 PACKAGE = str(Path(gdscache.__file__).parent)
 
@@ -40,12 +40,9 @@ def deepest(call: Callable[[], object], of: CodeType | None = None) -> list[str]
 
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
-def test_a_load_is_ten_functions_from_the_library_and_a_lookup_eight_deep(
-    open_host: Callable[..., Host], tier: str
-) -> None:
+def test_a_load_is_ten_functions_from_the_library_and_a_lookup_eight_deep(open_host: OpenHost, tier: str) -> None:
     host = open_host(cpu=16, ssd=40)
-    host.store(prompt(1, 8))
-    quiet(host.engine)
+    host.keep(prompt(1, 8))
     if tier == "ssd":
         drop_from(host.engine, "cpu")
     begin = NativeMoves.start.__code__

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,18 @@ import numpy as np
 import pytest
 
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import DeadlineError, DeviceError, DirectoryInUseError, GdsCacheError
+from gdscache.errors import DeadlineError, DirectoryInUseError, GdsCacheError
 from gdscache.load.report import LoadReport
 from gdscache.storage.base import Op
 from gdscache.store.batch_size import BatchSize
 from gdscache.tiers.quarantine import Late, Quarantine
-from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
     WAIT,
     Host,
+    OpenEngine,
+    OpenHost,
     drop_from,
     expected,
     fill,
@@ -43,20 +44,11 @@ from tests.support.helpers import (
     write_page,
 )
 
-Open = Callable[..., CacheEngine]
-OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 SOON = 0.5  # seconds of a deadline that is to pass
 READS_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
 WRITES_SOON: dict[str, Any] = {"transport": FAULTY, "deadline": SOON}
 DEADLINE, LOADED, OFF = PageStatus.DEADLINE, PageStatus.LOADED, PageStatus.SWITCHED_OFF
-
-
-@pytest.fixture(autouse=True)
-def _no_faults_left() -> Iterator[None]:
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 def quarantine(engine: CacheEngine) -> dict[str, Any]:
@@ -93,8 +85,7 @@ def used_slots(engine: CacheEngine, tier: str) -> set[int]:
 
 def stored(host: Host, seed: int, pages: int) -> list[int]:
     tokens = prompt(seed, pages)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     return tokens
 
 
@@ -109,18 +100,6 @@ def load_slowly(host: Host, tokens: list[int]) -> LoadReport:
     load, blocks, keys = host.begin(tokens)
     load.result(WAIT)
     return host.finish(load, blocks, keys)
-
-
-def apart(host: Host, seed: int) -> list[int]:
-    """Three pages that are no neighbours in the slab, so that each is read by itself."""
-    tokens = prompt(seed, 3)
-    for page in range(3):
-        host.store(tokens[: 4 * (page + 1)])
-        quiet(host.engine)
-        stored(host, 1000 * seed + page, 1)
-    first, second, third = offsets(host.engine, tokens)
-    assert min(second - first, third - second) > host.layout.extent_bytes
-    return tokens
 
 
 # -- reads ------------------------------------------------------------------------------------------------------------
@@ -170,38 +149,6 @@ def test_a_hung_read_into_the_bounce_reserve_keeps_its_slot_until_it_ends(open_h
     assert host.load(tokens).tokens == 8
 
 
-@pytest.mark.parametrize("cpu", [None, 16])
-def test_one_hung_read_costs_its_own_page(open_host: OpenHost, cpu: int | None) -> None:
-    host = open_host(cpu=cpu, bounce=16, ssd=24, **READS_SOON)
-    tokens = apart(host, 1)
-    drop_from(host.engine, *(["cpu"] if cpu else []))
-    bad = offsets(host.engine, tokens)[1]
-    with PLAN.rule(Op.READ, Fault.HANG, lambda offset: offset == bad):
-        report = load_slowly(host, tokens)
-        assert report.pages == (LOADED, DEADLINE, LOADED)
-        assert report.tokens == 4
-        assert host.engine.stats()["misses"]["deadline"] == 1
-        assert host.engine.stats()["loaded"]["ssd"] == 2
-        assert late(host.engine) == 1
-        assert tokens_of(host.engine, tokens) == 4
-    ended(host.engine)
-    assert host.load(tokens).tokens == 12
-
-
-def test_who_waits_for_another_loads_hung_read_has_its_deadline_too(open_host: OpenHost) -> None:
-    host = open_host(cpu=16, **READS_SOON)
-    tokens = stored(host, 1, 3)
-    drop_from(host.engine, "cpu")
-    with PLAN.rule(Op.READ, Fault.HANG):
-        begun = [host.begin(tokens) for _ in range(3)]
-        assert [load.result(WAIT).pages for load, _, _ in begun] == [(DEADLINE,) * 3] * 3
-        assert late(host.engine) == 3
-        for load, blocks, keys in begun:
-            host.finish(load, blocks, keys)
-    ended(host.engine)
-    assert host.load(tokens).tokens == 12
-
-
 def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> None:
     host = open_host(cpu=16, ssd=4, **READS_SOON)
     tokens = stored(host, 1, 3)
@@ -211,19 +158,16 @@ def test_cleared_pages_whose_reads_hang_come_back_once(open_host: OpenHost) -> N
         assert host.engine.clear()["ssd"] == 3
         held = held_slots(host.engine, "ssd")
         assert len(held) == 3
-        host.store(tokens)
-        quiet(host.engine)
+        host.keep(tokens)
         assert len(used_slots(host.engine, "ssd") - held) == 1, "one slot of four is there for the pages"
         assert tokens_of(host.engine, tokens) == 12
         assert host.engine.check().problems == ()
     ended(host.engine)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(tokens)
     assert host.load(tokens).tokens == 12
 
 
-def test_a_sequence_goes_on_without_what_hangs(open_engine: Open) -> None:
+def test_a_sequence_goes_on_without_what_hangs(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=16, cpu=16, **READS_SOON)
     tokens = prompt(1, 3, extra=1)
     with engine.sequence(tokens) as seq:
@@ -241,24 +185,6 @@ def test_a_sequence_goes_on_without_what_hangs(open_engine: Open) -> None:
         assert engine.stats()["tiers"]["gpu"]["private_slots"] == 0
         assert tokens_of(engine, tokens) == 12
     ended(engine)
-
-
-@pytest.mark.parametrize("cpu", [None, 3])
-def test_a_load_that_breaks_off_gives_its_bounce_slots_back(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None
-) -> None:
-    fake_gpu.use(monkeypatch)
-    host = open_host(cpu=cpu, bounce=8, transport=FAULTY)
-    tokens = stored(host, 1, 6)
-    drop_from(host.engine, *(["cpu"] if cpu else []))
-    with fake_gpu.failing("cuLaunchKernel"):
-        load, blocks, _ = host.begin(tokens)
-        with pytest.raises(DeviceError, match="FAKE_ERROR"):
-            load.result(WAIT)
-    until(load.release_event.done, "the load lets go of its slots")
-    host.give(blocks)
-    settle(host.engine)
-    assert host.load(tokens).tokens == 24
 
 
 # -- writes -----------------------------------------------------------------------------------------------------------
@@ -289,7 +215,6 @@ def test_a_hung_write_is_dropped_and_keeps_its_slots_until_it_ends(open_host: Op
             assert tokens_of(host.engine, tokens) == 8, "memory that a late write reads was evicted"
             assert host.load(tokens).tokens == 8
         bounce = host.engine._parts.bounce
-        assert bounce is not None
         assert bounce.stores.free_slots == bounce.stores.slots - (0 if cpu else 2)
         last = [stored(host, seed, 3) for seed in (31, 32, 33)]
         assert late(host.engine) == 2
@@ -298,8 +223,7 @@ def test_a_hung_write_is_dropped_and_keeps_its_slots_until_it_ends(open_host: Op
     assert [host.load(t).tokens for t in last] == [12] * 3, "a late write hit another page"
     assert tokens_of(host.engine, tokens) == 0, "a page whose write was late was published"
     assert not held_slots(host.engine, "ssd")
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     assert host.load(tokens).tokens == 8
 
@@ -313,7 +237,6 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
             entry = index.find(host.engine.pages(filler)[0].key)
             assert entry is not None
             index.drop(entry)
-    assert host.engine.manager.ssd is not None
     host.engine.manager.ssd.commit_waiting()
     tokens = prompt(99, 3)
     with PLAN.rule(Op.WRITE, Fault.HANG, times=1):
@@ -323,9 +246,7 @@ def test_one_hung_write_costs_its_own_page(open_host: OpenHost) -> None:
         host.store(tokens).result(WAIT)  # again, while the first try hangs: it takes another slot, or none is left
         assert host.engine.check().problems == ()
     ended(host.engine)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(tokens)
     assert host.load(tokens).tokens == 12
 
 
@@ -406,9 +327,7 @@ def test_too_many_hung_reads_switch_the_ssd_tier_off_until_they_end(
         assert "3 of 8 slots of cpu" in errors[0]
         assert "ssd.path" in errors[0]
         assert sum("switched on again" in record.message for record in caplog.records) == 1
-        host.store(fresh)
-        quiet(host.engine)
-        drop_from(host.engine, "cpu")
+        host.keep_on_ssd(fresh)
         assert host.load(tokens).tokens == host.load(other).tokens == host.load(fresh).tokens == 12
 
 
@@ -426,30 +345,6 @@ def test_without_a_cpu_tier_hung_writes_switch_off_and_nothing_waits_for_their_s
     ended(host.engine)
     assert host.load(kept).tokens == 8
     assert host.load(stored(host, 2, 6)).tokens == 24
-
-
-def test_a_load_under_way_stops_reading_when_the_tier_is_switched_off(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, bounce=8, ssd=24, transport=FAULTY, deadline=WAIT)
-    tokens = stored(host, 1, 12)
-    submitted = threading.Event()
-    moved = threading.Event()
-
-    def chosen(offset: int) -> bool:
-        submitted.set()
-        return True
-
-    with PLAN.rule(Op.READ, Fault.HANG, chosen):  # all that the reserve has room for
-        load, blocks, keys = host.begin(tokens)
-        assert submitted.wait(WAIT)
-        host.engine.manager.quarantine.off = True
-        host.engine._parts.executor.look()
-        moved.set()
-    report = load.result(WAIT)
-    assert set(report.pages) == {LOADED, OFF}
-    assert report.pages[: report.tokens // 4] == (LOADED,) * (report.tokens // 4)
-    host.engine.manager.quarantine.off = False
-    host.finish(load, blocks, keys)
-    assert host.load(tokens).tokens == 48
 
 
 class Pending:
@@ -641,7 +536,6 @@ def test_close_waits_a_little_for_what_is_only_slow(open_host: OpenHost, caplog:
     tokens = stored(host, 1, 3)
     drop_from(host.engine, "cpu")
     cpu = host.engine.manager.cpu
-    assert cpu is not None
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         load_slowly(host, tokens)
         threading.Timer(0.3, rule.gate.set).start()
@@ -677,7 +571,6 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
     tokens = stored(host, 1, 2)
     drop_from(host.engine, "cpu")
     ssd = host.engine.manager.ssd
-    assert ssd is not None
     ssd.close_s = 0.3
     gate, commit = threading.Event(), ssd._catalog.commit
 
@@ -754,8 +647,7 @@ def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int 
     engine.close()
     host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64)
     for tokens in prompts:
-        host.store(tokens)
-        quiet(host.engine)
+        host.keep(tokens)
         assert host.load(tokens).tokens == len(tokens)
 
 

@@ -35,7 +35,7 @@ from gdscache.errors import (
 )
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, fill, make_config, prompt, quiet, run, settle, until
+from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, fill, make_config, prompt, quiet, run, settle, until
 
 PACKAGE = str(Path(gdscache.__file__).parent)
 POINTS = 3  # of a call at which the short form interrupts it
@@ -277,7 +277,6 @@ def _figures(rig: Rig) -> Iterator[Call]:
 
 def _load(rig: Rig) -> Iterator[Call]:
     host = rig.host
-    assert host is not None
     hit, blocks = host.engine.lookup(rig.tokens), host.take(4)
     yield lambda: host.engine.load(hit, blocks[: len(hit.pages)])
     settle(host.engine)
@@ -286,7 +285,6 @@ def _load(rig: Rig) -> Iterator[Call]:
 
 def _load_many(rig: Rig) -> Iterator[Call]:
     host = rig.host
-    assert host is not None
     hit, blocks = host.engine.lookup(rig.tokens), host.take(8)
     n = len(hit.pages)
     yield lambda: host.engine.load_many([(hit, blocks[:n]), (hit, blocks[n : 2 * n])])
@@ -296,7 +294,6 @@ def _load_many(rig: Rig) -> Iterator[Call]:
 
 def _load_result(rig: Rig) -> Iterator[Call]:
     host = rig.host
-    assert host is not None
     load, blocks, keys = host.begin(rig.tokens)
     yield lambda: (load.wait(0), load.result(), load.gaps(), load.cancel())
     host.finish(load, blocks, keys)
@@ -304,7 +301,6 @@ def _load_result(rig: Rig) -> Iterator[Call]:
 
 def _store(rig: Rig) -> Iterator[Call]:
     host = rig.host
-    assert host is not None
     tokens = rig.fresh()
     blocks = host.compute(tokens)
     handles: list[StoreHandle] = []
@@ -316,7 +312,6 @@ def _store(rig: Rig) -> Iterator[Call]:
 
 def _store_result(rig: Rig) -> Iterator[Call]:
     host = rig.host
-    assert host is not None
     handle = host.store(rig.fresh())
     yield lambda: (handle.release_event.synchronize(WAIT), handle.result(WAIT))
 
@@ -414,7 +409,6 @@ def test_an_error_that_is_no_handlers_leaves_the_engine_whole(slab: Path, monkey
     """Of the library's own, or of what it calls: a call that raises has no effect."""
     rig = Rig(slab, attached=True)
     host = rig.host
-    assert host is not None
     hit = host.engine.lookup(rig.tokens)
     for error in (MemoryError, OSError, ValueError, SequenceStateError):
         with monkeypatch.context() as patch:
@@ -467,7 +461,7 @@ def _ends_soon() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("wait", ["result", "layer", "release", "drain", "flush", "store", "prefetch", "close"])
-def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: Callable[..., Host], wait: str) -> None:
+def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: OpenHost, wait: str) -> None:
     PLAN.reset()
     loads = wait in ("result", "layer", "release")
     host = open_host(transport="tests.support.faulty:FaultyTransport", cpu=6 if wait == "prefetch" else None)
@@ -501,7 +495,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: Callable[
     assert host.load(tokens).tokens == 16
 
 
-def test_a_sequence_whose_close_was_interrupted_may_be_closed_again(open_engine: Callable[..., CacheEngine]) -> None:
+def test_a_sequence_whose_close_was_interrupted_may_be_closed_again(open_engine: OpenEngine) -> None:
     PLAN.reset()
     engine = open_engine(transport="tests.support.faulty:FaultyTransport", cpu=None)
     tokens = prompt(1, 4, extra=1)
@@ -535,7 +529,7 @@ def _interrupted_in_load(host: Host, handler: Handler) -> None:
         host.engine.load(hit, blocks)
 
 
-def test_a_handler_that_calls_in_the_middle_of_a_call_is_refused(open_host: Callable[..., Host]) -> None:
+def test_a_handler_that_calls_in_the_middle_of_a_call_is_refused(open_host: OpenHost) -> None:
     host = open_host()
     host.store(prompt(1, 2)).result(WAIT)
     refused: list[Exception] = []
@@ -569,7 +563,7 @@ def test_a_handler_that_closes_the_engine_in_the_middle_of_a_call_does_not_wait(
         assert engine.lookup(prompt(1, 2)).tokens == 8
 
 
-def test_a_call_of_another_thread_is_not_interrupted(open_host: Callable[..., Host]) -> None:
+def test_a_call_of_another_thread_is_not_interrupted(open_host: OpenHost) -> None:
     host = open_host(cpu=12, ssd=40)
     over, failed = threading.Event(), []
 

@@ -9,7 +9,6 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,8 @@ from gdscache import opening as build
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import SMALL, WAIT, Host, drop_from, prompt, quiet
+from tests.support.helpers import SMALL, WAIT, Host, OpenHost, drop_from, prompt, quiet
 
-OpenHost = Callable[..., Host]
 ORDER = ("order", "alone", "commit", "manager", "leaf")
 _held = threading.local()
 _wrong: list[str] = []
@@ -69,11 +67,8 @@ class Ranked(threading._RLock):  # type: ignore[misc, name-defined]
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh() -> None:
     _wrong.clear()
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 def watched(host: Host) -> None:
@@ -81,9 +76,7 @@ def watched(host: Host) -> None:
     manager = parts.manager
     parts.loader.order = Ranked("order")  # type: ignore[assignment]
     manager.clearing.alone = Ranked("alone")  # type: ignore[assignment]
-    assert manager.ssd is not None
     manager.ssd._commit_lock = Ranked("commit")  # type: ignore[assignment]
-    assert parts.bounce is not None
     manager.busy._lock = Ranked("leaf")  # type: ignore[assignment]
     parts.bounce.stores._changed = threading.Condition(Ranked("leaf"))  # type: ignore[arg-type]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from gdscache import CacheEngine
 from gdscache.metrics import FAMILIES, EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, WAIT, Host, drop_from, layout_of, prompt, quiet, until
+from tests.support.helpers import MHA, WAIT, OpenEngine, OpenHost, drop_from, layout_of, prompt, quiet, until
 
-Opens = Callable[..., CacheEngine]
 TOKENS = list(range(17))  # 4 full pages of 4 tokens, and one token
 
 
@@ -30,7 +28,7 @@ def registry_of(engines: Any) -> CollectorRegistry:
     return registry
 
 
-def test_counts_are_the_engine_s(open_engine: Opens) -> None:
+def test_counts_are_the_engine_s(open_engine: OpenEngine) -> None:
     engine = open_engine()
     registry = registry_of(engine)
     value = registry.get_sample_value
@@ -56,13 +54,12 @@ def test_counts_are_the_engine_s(open_engine: Opens) -> None:
     assert value("gdscache_store_queue_limit_bytes") == 64 * engine.layout.extent_bytes
 
 
-def test_loads_and_misses_by_cause(open_engine: Opens) -> None:
+def test_loads_and_misses_by_cause(open_engine: OpenEngine) -> None:
     store(engine := open_engine())
     engine.close()
     again = open_engine()
     registry = registry_of(again)
     with again.sequence(TOKENS) as sequence:
-        assert sequence.load is not None
         assert sequence.load.result(20).tokens == 16
         assert registry.get_sample_value("gdscache_leased_pages", {"owner": "sequence"}) is not None
     value = registry.get_sample_value
@@ -72,7 +69,7 @@ def test_loads_and_misses_by_cause(open_engine: Opens) -> None:
     assert value("gdscache_leased_pages", {"owner": "sequence"}) is None
 
 
-def test_what_hangs_is_shown_while_it_does(open_host: Callable[..., Host]) -> None:
+def test_what_hangs_is_shown_while_it_does(open_host: OpenHost) -> None:
     PLAN.reset()
     host = open_host(transport="tests.support.faulty:FaultyTransport", cpu=8, deadline=0.3)
     value = registry_of(host.engine).get_sample_value
@@ -85,9 +82,7 @@ def test_what_hangs_is_shown_while_it_does(open_host: Callable[..., Host]) -> No
 
     rest = (0, {"cpu": 0, "bounce_loads": 0, "bounce_stores": 0})
     assert shown() == rest
-    host.store(prompt(1, 3))
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(prompt(1, 3))
     with PLAN.rule(Op.READ, Fault.HANG, times=3):
         load, blocks, keys = host.begin(prompt(1, 3))
         load.result(WAIT)
@@ -96,7 +91,7 @@ def test_what_hangs_is_shown_while_it_does(open_host: Callable[..., Host]) -> No
     until(lambda: shown() == rest, "what hung has ended")
 
 
-def test_evictions_and_dropped_stores(open_engine: Opens) -> None:
+def test_evictions_and_dropped_stores(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=16, queue=2)
     registry = registry_of(engine)
     store(engine)
@@ -106,32 +101,30 @@ def test_evictions_and_dropped_stores(open_engine: Opens) -> None:
     assert registry.get_sample_value("gdscache_evicted_pages_total", {"tier": "gpu"}) == engine.gpu.index.evictions > 0
 
 
-def test_refusals_by_cause_and_what_endurance_leaves(open_host: Callable[..., Host]) -> None:
+def test_refusals_by_cause_and_what_endurance_leaves(open_host: OpenHost) -> None:
     extent = layout_of(MHA).extent_bytes
     host = open_host(store={"admission": "second_offer"}, ssd_options={"endurance": 24 * extent})  # 3 pages at once
     value = registry_of(host.engine).get_sample_value
     assert value("gdscache_endurance_left_bytes") == 3 * extent
-    host.store(prompt(1, 5))
-    quiet(host.engine)
+    host.keep(prompt(1, 5))
     assert value("gdscache_refused_pages_total", {"cause": "second_offer"}) == 5
     assert value("gdscache_refused_pages_total", {"cause": "endurance"}) is None
     assert value("gdscache_admitted_pages_total") == 0
     drop_from(host.engine, "cpu")
-    host.store(prompt(1, 5))
-    quiet(host.engine)
+    host.keep(prompt(1, 5))
     assert value("gdscache_refused_pages_total", {"cause": "endurance"}) == 1
     assert value("gdscache_refused_pages_total", {"cause": "no_prefix"}) == 1
     assert value("gdscache_admitted_pages_total") == value("gdscache_stored_pages_total", {"tier": "ssd"}) == 3
     assert 0 <= value("gdscache_endurance_left_bytes") < extent
 
 
-def test_without_admission_or_a_budget_there_is_nothing_to_show(open_engine: Opens) -> None:
+def test_without_admission_or_a_budget_there_is_nothing_to_show(open_engine: OpenEngine) -> None:
     assert registry_of(open_engine()).get_sample_value("gdscache_endurance_left_bytes") is None
     value = registry_of(open_engine(ssd=None)).get_sample_value
     assert value("gdscache_admitted_pages_total") is None
 
 
-def test_dirty_and_expired_pages(open_host: Callable[..., Host]) -> None:
+def test_dirty_and_expired_pages(open_host: OpenHost) -> None:
     now = [1000.0]
     host = open_host(store={"write_policy": "write_back"})
     host.engine.manager.expiry.clock = lambda: now[0]
@@ -149,14 +142,13 @@ def test_dirty_and_expired_pages(open_host: Callable[..., Host]) -> None:
     assert value("gdscache_tier_dirty_pages", {"tier": "cpu"}) == 0
 
 
-def test_the_gate_s_figures_and_decisions(open_host: Callable[..., Host]) -> None:
+def test_the_gate_s_figures_and_decisions(open_host: OpenHost) -> None:
     host = open_host(load={"gate": "enforcing"}, ssd=None)
     value = registry_of(host.engine).get_sample_value
     assert value("gdscache_gate_hits_total", {"decision": "declined"}) == 0
     assert value("gdscache_prefill_tokens_per_second") is None
     assert value("gdscache_prefill_relative_error") is None
-    host.store(prompt(1, 3))
-    quiet(host.engine)
+    host.keep(prompt(1, 3))
     for _ in range(5):
         host.engine.manager.costs.observe_load("cpu", 1000, 10.0)
         host.engine.observe_prefill(1000, 0, 0.5)
@@ -169,7 +161,7 @@ def test_the_gate_s_figures_and_decisions(open_host: Callable[..., Host]) -> Non
     assert value("gdscache_prefill_relative_error") == pytest.approx(0, abs=1e-6)
 
 
-def test_every_count_of_the_engine_is_shown(open_engine: Opens) -> None:
+def test_every_count_of_the_engine_is_shown(open_engine: OpenEngine) -> None:
     """A group that stats() gains and no metric reads would be a gap that nobody sees."""
     engine = open_engine(queue=2)
     store(engine)
@@ -200,7 +192,7 @@ def test_every_count_of_the_engine_is_shown(open_engine: Opens) -> None:
     assert groups <= shown.keys()
 
 
-def test_a_closed_engine_says_so_and_harms_no_scrape(open_engine: Opens) -> None:
+def test_a_closed_engine_says_so_and_harms_no_scrape(open_engine: OpenEngine) -> None:
     engine = open_engine()
     store(engine)
     registry = registry_of(engine)
@@ -210,7 +202,7 @@ def test_a_closed_engine_says_so_and_harms_no_scrape(open_engine: Opens) -> None
     assert b"gdscache_open 0.0" in generate_latest(registry)
 
 
-def test_engines_by_name(open_engine: Opens, tmp_path: Any) -> None:
+def test_engines_by_name(open_engine: OpenEngine, tmp_path: Any) -> None:
     first, second = open_engine(tmp_path / "a"), open_engine(tmp_path / "b")
     registry = registry_of({"draft": first, "target": second})
     store(second)
@@ -225,18 +217,18 @@ def test_engines_by_name(open_engine: Opens, tmp_path: Any) -> None:
     assert text.count("# TYPE gdscache_stores_total counter") == 1
 
 
-def test_one_registry_refuses_two_nameless_engines(open_engine: Opens, tmp_path: Any) -> None:
+def test_one_registry_refuses_two_nameless_engines(open_engine: OpenEngine, tmp_path: Any) -> None:
     registry = registry_of(open_engine(tmp_path / "a"))
     with pytest.raises(ValueError, match="gdscache"):
         registry.register(EngineCollector(open_engine(tmp_path / "b")))
 
 
-def test_nothing_is_registered_for_everybody(open_engine: Opens) -> None:
+def test_nothing_is_registered_for_everybody(open_engine: OpenEngine) -> None:
     EngineCollector(open_engine())
     assert not [metric.name for metric in REGISTRY.collect() if metric.name.startswith("gdscache")]
 
 
-def test_missing_tiers_are_absent(open_engine: Opens) -> None:
+def test_missing_tiers_are_absent(open_engine: OpenEngine) -> None:
     registry = registry_of(open_engine(cpu=None))
     assert registry.get_sample_value("gdscache_tier_slots", {"tier": "cpu"}) is None
     assert registry.get_sample_value("gdscache_tier_slots", {"tier": "ssd"}) == 12
@@ -244,7 +236,7 @@ def test_missing_tiers_are_absent(open_engine: Opens) -> None:
     assert registry.get_sample_value("gdscache_quarantined_slots", {"pool": "bounce_loads"}) == 0
 
 
-def test_without_an_ssd_tier_nothing_is_switched_off_or_on(open_engine: Opens) -> None:
+def test_without_an_ssd_tier_nothing_is_switched_off_or_on(open_engine: OpenEngine) -> None:
     assert registry_of(open_engine(ssd=None)).get_sample_value("gdscache_ssd_switched_off") is None
 
 

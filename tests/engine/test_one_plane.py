@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 
 import gdscache
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet
+from tests.support.helpers import WAIT, OpenHost, drop_from, prompt
 
 ROOT = Path(gdscache.__file__).parent
 SHARE = 0.8  # of the lines of functions, that a default life enters
@@ -59,13 +59,12 @@ def entered(life: Callable[[], None]) -> set[tuple[str, int]]:
     return found
 
 
-def test_a_default_life_enters_most_of_what_python_has_for_bytes(open_host: Callable[..., Host]) -> None:
+def test_a_default_life_enters_most_of_what_python_has_for_bytes(open_host: OpenHost) -> None:
     tokens = prompt(1, 8)
 
     def life() -> None:
         host = open_host(cpu=16, ssd=40, transport="auto")
-        host.store(tokens)
-        quiet(host.engine)
+        host.keep(tokens)
         assert host.load(tokens).tokens == len(tokens)
         drop_from(host.engine, "cpu")
         assert host.engine.prefetch(tokens).result(WAIT).tokens == len(tokens)

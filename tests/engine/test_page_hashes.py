@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from gdscache import CacheEngine, PageHashes
 from gdscache.errors import InvalidValueError, SlotCountError, TokensError
 from gdscache.pages.keys import Page, as_tokens, namespace_digest, page_keys
-from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle
+from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, drop_from, make_config, prompt, quiet, settle
 
-OpenHost = Callable[..., Host]
 NAMESPACE = namespace_digest({"name": "m"})
 OTHER = namespace_digest({"name": "n"})
 
@@ -168,8 +167,7 @@ def test_tokens_that_are_not_those_of_the_pages(open_host: OpenHost, pages: int,
 def test_hashes_and_tokens_have_pages_of_their_own(open_host: OpenHost) -> None:
     host = open_host(cpu=20, ssd=40)
     tokens = prompt(1, 3, extra=2)
-    host.store(hashes_of(tokens))
-    quiet(host.engine)
+    host.keep(hashes_of(tokens))
     assert host.engine.lookup(tokens).tokens == 0
     assert host.engine.lookup(hashes_of(tokens), salt="other").tokens == 0
     assert host.engine.lookup(hashes_of(tokens)).tokens == 12
@@ -210,7 +208,7 @@ def test_a_request_grows_and_is_stored_page_by_page(open_host: OpenHost) -> None
         assert pin.tokens == 24
 
 
-def test_who_takes_tokens_alone_says_who_takes_hashes(open_engine: Callable[..., CacheEngine]) -> None:
+def test_who_takes_tokens_alone_says_who_takes_hashes(open_engine: OpenEngine) -> None:
     hashes = hashes_of(prompt(1, 2))
     engine = open_engine()
     assert engine.lookup(hashes).tokens == 0
@@ -314,11 +312,9 @@ def test_a_parent_that_comes_to_follow_itself_is_refused() -> None:
 def test_circles_over_several_calls_keep_nobody_waiting(open_host: OpenHost, options: dict[str, Any]) -> None:
     host = open_host(ssd=12, **options)
     for hashes, parent in ([[1], 2], [[2], 1], [[3], 5], [[4], 3], [[5], 4]):
-        host.store(PageHashes([digest(n) for n in hashes], parent=digest(parent)))
-        quiet(host.engine)
+        host.keep(PageHashes([digest(n) for n in hashes], parent=digest(parent)))
     for seed in range(8):  # others need the room
-        host.store(PageHashes([digest(100 + 10 * seed + n) for n in range(3)]))
-        quiet(host.engine)
+        host.keep(PageHashes([digest(100 + 10 * seed + n) for n in range(3)]))
     assert host.load(PageHashes([digest(170 + n) for n in range(3)])).tokens == 12
     settle(host.engine)
     assert host.engine.check().problems == ()

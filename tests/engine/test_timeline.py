@@ -29,39 +29,23 @@ from gdscache.tracing.streams import StreamTimes
 from gdscache.tracing.tracks import lanes
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, WAIT, Host, drop_from, prompt, quiet, settle, until
+from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, prompt, quiet, settle, until
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 SIX = MHA | {"layers": 6, "head_dim": 72}  # of 4,608 bytes each, read in four groups
 PAGES = 4
-KINDS = {
-    "lookup",
-    "plan",
-    "begin",
-    "load",
-    "read",
-    "scatter",
-    "wait",
-    "ready",
-    "store",
-    "gather",
-    "write",
-    "commit",
-}
+KINDS = {"lookup", "plan", "begin", "load", "read", "scatter", "wait", "ready", "store", "gather", "write", "commit"}
 
 
 @pytest.fixture(autouse=True)
-def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_run, "GROUP_SIZES", GroupSizes(least=4096, first=1))
     for name in ("NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE", "NVTX_INJECTION64_PATH"):
         monkeypatch.delenv(name, raising=False)
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 @pytest.fixture
-def traced(open_host: Callable[..., Host], slab: Path) -> Callable[..., Host]:
+def traced(open_host: OpenHost, slab: Path) -> Callable[..., Host]:
     """`traced(timeline, **make_config arguments)`: a host whose cache tells that timeline."""
 
     def opens(timeline: Timeline, **options: Any) -> Host:
@@ -86,8 +70,7 @@ def traced(open_host: Callable[..., Host], slab: Path) -> Callable[..., Host]:
 
 
 def stored(host: Host, tokens: Sequence[int], *, drop: Sequence[str] = ("cpu",)) -> None:
-    host.store(list(tokens))
-    quiet(host.engine)
+    host.keep(list(tokens))
     drop_from(host.engine, *drop)
 
 
@@ -151,7 +134,7 @@ def layers_of(event: dict[str, Any]) -> range:
 # -- what is recorded --------------------------------------------------------------------------------------------------
 
 
-def test_every_read_and_copy_of_an_ssd_hit_is_there(traced: Callable[..., Host]) -> None:
+def test_every_read_and_copy_of_an_ssd_hit_is_there(traced: OpenHost) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
     tokens, layout = prompt(1, PAGES), host.layout
@@ -186,7 +169,7 @@ def test_every_read_and_copy_of_an_ssd_hit_is_there(traced: Callable[..., Host])
     assert all("error" not in e["args"] and "unfinished" not in e["args"] for e in found)
 
 
-def test_tracks_have_the_names_of_what_they_do(traced: Callable[..., Host], tmp_path: Path) -> None:
+def test_tracks_have_the_names_of_what_they_do(traced: OpenHost, tmp_path: Path) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
     stored(host, prompt(1, PAGES))
@@ -202,7 +185,7 @@ def test_tracks_have_the_names_of_what_they_do(traced: Callable[..., Host], tmp_
 
 
 @pytest.mark.parametrize("bounce", [2, 4])
-def test_a_hit_of_several_tiers_and_through_the_bounce_reserve(traced: Callable[..., Host], bounce: int) -> None:
+def test_a_hit_of_several_tiers_and_through_the_bounce_reserve(traced: OpenHost, bounce: int) -> None:
     timeline = TraceTimeline()
     host = traced(timeline, cpu=2, ssd=16, bounce=bounce)
     tokens = prompt(2, 6)
@@ -217,17 +200,7 @@ def test_a_hit_of_several_tiers_and_through_the_bounce_reserve(traced: Callable[
     assert {e["args"]["load"] for e in (*reads, *copies)} == {1}
 
 
-def test_loads_have_numbers_of_their_own(traced: Callable[..., Host]) -> None:
-    timeline = TraceTimeline()
-    host = traced(timeline)
-    stored(host, prompt(1, 2), drop=())
-    for _ in range(3):
-        host.load(prompt(1, 2))
-    numbers = [e["args"]["load"] for e in events(timeline, "load")]
-    assert len(set(numbers)) == 3
-
-
-def test_a_prefetch_is_no_load(traced: Callable[..., Host]) -> None:
+def test_a_prefetch_is_no_load(traced: OpenHost) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
     tokens = prompt(1, PAGES)
@@ -253,7 +226,7 @@ def finished(timeline: TraceTimeline) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("route", ["staged", "copy_engine"])
 def test_what_the_streams_of_a_gpu_did(
-    traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: CopyRoute
+    traced: OpenHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: CopyRoute
 ) -> None:
     """Copies and kernels of both directions, on tracks of their own, within the load that they are of."""
     fake_gpu.use(monkeypatch, route)
@@ -277,7 +250,7 @@ def test_what_the_streams_of_a_gpu_did(
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.SHORT, Fault.FLIP])
 @pytest.mark.parametrize("skip", [0, 5, 15])
-def test_reads_that_fail_end(traced: Callable[..., Host], fault: Fault, skip: int) -> None:
+def test_reads_that_fail_end(traced: OpenHost, fault: Fault, skip: int) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
     tokens = prompt(3, PAGES)
@@ -293,7 +266,7 @@ def test_reads_that_fail_end(traced: Callable[..., Host], fault: Fault, skip: in
     assert good >= sum(report.bytes_by_tier.values())
 
 
-def test_a_read_that_hangs_ends_later(traced: Callable[..., Host]) -> None:
+def test_a_read_that_hangs_ends_later(traced: OpenHost) -> None:
     timeline = TraceTimeline()
     host = traced(timeline, deadline=2.0)  # so long that the reads begin, however busy the machine is
     tokens = prompt(3, PAGES)
@@ -311,7 +284,7 @@ def test_a_read_that_hangs_ends_later(traced: Callable[..., Host]) -> None:
     finished(timeline)
 
 
-def test_a_load_that_is_cancelled_ends(traced: Callable[..., Host]) -> None:
+def test_a_load_that_is_cancelled_ends(traced: OpenHost) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
     tokens = prompt(3, PAGES)
@@ -327,7 +300,7 @@ def test_a_load_that_is_cancelled_ends(traced: Callable[..., Host]) -> None:
     assert sum(e["args"]["bytes"] for e in found if e["cat"] == "read") <= PAGES * host.layout.extent_bytes
 
 
-def test_an_exception_is_passed_on_and_said(traced: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_is_passed_on_and_said(traced: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = TraceTimeline()
     host = traced(timeline)
     tokens = prompt(3, PAGES)
@@ -347,7 +320,7 @@ def test_an_exception_is_passed_on_and_said(traced: Callable[..., Host], monkeyp
 # -- off ---------------------------------------------------------------------------------------------------------------
 
 
-def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
+def test_off_keeps_nothing(open_host: OpenHost) -> None:
     host = open_host(model=SIX)
     engine = host.engine
     assert engine.timeline is OFF
@@ -367,7 +340,7 @@ def test_off_keeps_nothing(open_host: Callable[..., Host]) -> None:
     OFF.past("a", "b", 1, 2)
 
 
-def test_a_failed_span_of_a_thread_is_no_span_of_the_next(traced: Callable[..., Host]) -> None:
+def test_a_failed_span_of_a_thread_is_no_span_of_the_next(traced: OpenHost) -> None:
     """What spans inherit ends with the span that has it."""
     timeline = TraceTimeline()
     with pytest.raises(ZeroDivisionError), timeline.span("load", load=7):
@@ -519,7 +492,7 @@ class FakeNvtx:
 
 
 @pytest.mark.parametrize("fault", [None, Fault.EIO, Fault.FLIP])
-def test_nvtx_ranges_are_balanced(traced: Callable[..., Host], fault: Fault | None) -> None:
+def test_nvtx_ranges_are_balanced(traced: OpenHost, fault: Fault | None) -> None:
     nvtx = FakeNvtx()
     host = traced(NvtxTimeline(nvtx))
     tokens = prompt(1, PAGES)
@@ -556,13 +529,12 @@ def test_when_a_profiler_is_attached(environ: dict[str, str], profiled: bool, mo
     assert nvtx.marks == ["gdscache"] * profiled
 
 
-def test_an_engine_under_a_profiler_has_ranges(open_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_under_a_profiler_has_ranges(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     nvtx = FakeNvtx()
     monkeypatch.setattr(torch.cuda, "nvtx", nvtx)
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     host = open_host()
-    host.store(prompt(1, 2))
-    quiet(host.engine)
+    host.keep(prompt(1, 2))
     host.load(prompt(1, 2))
     assert "gdscache: load (load 1, 2 pages)" in nvtx.texts
 
@@ -694,7 +666,7 @@ def test_computing_is_a_span_of_the_thread_and_of_the_stream(monkeypatch: pytest
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_times_on_streams(traced: Callable[..., Host]) -> None:
+def test_times_on_streams(traced: OpenHost) -> None:
     timeline = TraceTimeline()
     host = traced(timeline, device="cuda")
     tokens = prompt(1, PAGES)

@@ -156,11 +156,7 @@ class Rig:
         self.slots, self.rows = self.params.token_to_kv_pool_allocator, self.params.req_to_token_pool
         self.tree = UnifiedRadixCache(self.params)
         self.linker: Any = create_unified_cache_linker(
-            self.args,
-            self.params,
-            backend="dynamic",
-            config=self.linker_config,
-            components=set(self.tree.components),
+            self.args, self.params, backend="dynamic", config=self.linker_config, components=set(self.tree.components)
         )
         self.tree.init_cache_linker(self.linker)
         self.pool.register_layer_transfer_counter(self.linker.layer_done_counter)

@@ -34,10 +34,7 @@ from tests.support.helpers import (
     write_page,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 ROW = PageLayout.uniform([Plane("latent", (656,), "uint8")], 5, 1)
 LATENT = PageLayout.uniform([Plane("latent", (576,), "bfloat16")], 5, 16)

@@ -1,4 +1,4 @@
-"""The CUDA page kernels beyond what test_kernels.py asks of every implementation: checksums, skew, indices, graphs."""
+"""The CUDA page kernels against the bytes of pages: every layout, checksums, skew, indices, streams and graphs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from tests.support.helpers import (
 )
 from tests.support.kernel_launcher import ExtentArray, Indices, Launcher
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GQA = PageLayout.uniform([Plane("k", (8, 128), "bfloat16"), Plane("v", (8, 128), "bfloat16")], 2, 16)
 LATENT = PageLayout.uniform([Plane("latent", (576,), "bfloat16")], 3, 5)
 FP8 = PageLayout.uniform([Plane("latent", (656,), "uint8")], 3, 1)  # layers off the 64 grid, one row a page
+ODD = PageLayout.uniform([Plane("k", (3,), "float8_e4m3fn"), Plane("v", (5, 7), "bfloat16")], 2, 3)
+WIDE = PageLayout.uniform([Plane("k", (2, 8), "float16"), Plane("v", (2, 8), "float16")], 2, 4)
 LAYOUTS = {
     "mha": layout_of(MHA),
     "mla": layout_of(MLA),
@@ -44,6 +43,8 @@ LAYOUTS = {
     "gqa": GQA,
     "latent": LATENT,
     "fp8": FP8,
+    "odd": ODD,
+    "strided": WIDE,
 }
 
 
@@ -112,8 +113,8 @@ class Rig:
     def array(self) -> ExtentArray:
         return ExtentArray(self.extents.data_ptr(), self.layout.extent_bytes, len(self.extents))
 
-    def sums(self) -> int:
-        return self.digests.data_ptr()
+    def sums(self) -> int | None:
+        return self.digests.data_ptr() if self.kernels.has_sums else None
 
     def every(self) -> range:
         return range(self.layout.n_layers)
@@ -133,6 +134,8 @@ class Rig:
         assert bool((self.extents[rest] == SENTINEL).all())
 
     def assert_digests(self, layers: range | None = None) -> None:
+        if not self.kernels.has_sums:
+            return
         which = layers or self.every()
         got = self.digests.view(-1)[: self.pages * len(which)].cpu().numpy().view(np.uint64).reshape(self.pages, -1)
         assert got.tolist() == [digests(self.layout, data, which) for data in self.data]
@@ -140,16 +143,18 @@ class Rig:
 
 @pytest.mark.parametrize("host", [False, True], ids=["device", "zero-copy"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_moves_bytes_and_takes_the_librarys_checksums(name: str, dtype: torch.dtype, host: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "order"), [*((name, "plain") for name in LAYOUTS), ("strided", "kv_first"), ("strided", "blocks_first")]
+)
+def test_moves_bytes_and_takes_the_librarys_checksums(name: str, order: str, dtype: torch.dtype, host: bool) -> None:
     layout, stream = LAYOUTS[name], torch.cuda.current_stream()
     for tokens in sorted({1, layout.page_tokens}):
-        rig = Rig(layout, block_tokens=tokens, host=host)
+        rig = Rig(layout, block_tokens=tokens, order=order, host=host)
         rig.fill_planes()
         rig.kernels.gather(rig.array(), rig.indices(dtype), rig.every(), stream, rig.sums())
         rig.assert_extents()
         rig.assert_digests()
-        rig = Rig(layout, block_tokens=tokens, host=host)
+        rig = Rig(layout, block_tokens=tokens, order=order, host=host)
         rig.fill_extents()
         rig.kernels.scatter(rig.array(), rig.indices(dtype), rig.every(), stream, rig.sums(), 2, 1024)
         rig.assert_planes()
@@ -181,7 +186,9 @@ def test_a_layer_too_short_for_the_kernel_is_refused_with_checksums_and_moved_wi
     rig.fill_extents()
     assert not rig.kernels.has_sums
     with pytest.raises(UnsupportedRequestError, match="241"):
-        rig.kernels.scatter(rig.array(), rig.indices(), rig.every(), torch.cuda.current_stream(), rig.sums())
+        rig.kernels.scatter(
+            rig.array(), rig.indices(), rig.every(), torch.cuda.current_stream(), rig.digests.data_ptr()
+        )
     rig.kernels.scatter(rig.array(), rig.indices(), rig.every(), torch.cuda.current_stream())
     rig.assert_planes()
 

@@ -6,10 +6,8 @@ Each is a clear error or misses, never wrong bytes (`Host.load` compares them), 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,11 @@ from gdscache.disk import catalog_file
 from gdscache.disk import slab as slab_module
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
+from tests.support.helpers import WAIT, OpenHost, drop_from, prompt, tokens_of
 from tests.support.places import ROOT, SUPPORT
 
 pytestmark = pytest.mark.suite
 
-OpenHost = Callable[..., Host]
 CHILD = SUPPORT / "adversity_child.py"
 PAGES = 6
 
@@ -66,13 +63,9 @@ def test_few_descriptors(tmp_path: Path) -> None:
 def test_a_file_system_that_becomes_read_only_in_use(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel does after an error of the device: writes to the slab and the catalogue are refused."""
     host = open_host(transport="tests.support.faulty:FaultyTransport")
-    host.store(prompt(1, PAGES))
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(prompt(1, PAGES))
     ssd = host.engine.manager.ssd
-    assert ssd is not None
     writer = ssd._catalog._writer
-    assert writer is not None
     with monkeypatch.context() as patch, PLAN.rule(Op.WRITE, Fault.EIO):
         patch.setattr(catalog_file.os, "access", lambda path, mode: mode != os.W_OK)
         writer.execute("PRAGMA query_only = ON")
@@ -80,66 +73,12 @@ def test_a_file_system_that_becomes_read_only_in_use(open_host: OpenHost, monkey
         assert host.load(prompt(1, PAGES)).tokens == 4 * PAGES
         writer.execute("PRAGMA query_only = OFF")
     assert not (ssd.path / catalog_file.SUSPECT_NAME).exists()  # read-only is not corrupt
-    host.store(prompt(2, 2))
-    quiet(host.engine)
+    host.keep(prompt(2, 2))
     for _ in range(2):
         drop_from(host.engine, "cpu")
         assert (host.load(prompt(1, PAGES)).tokens, host.load(prompt(2, 2)).tokens) == (4 * PAGES, 8)
         host.engine.close()
         host = open_host()
-
-
-@pytest.mark.parametrize("cpu", [None, 8])
-def test_another_caches_slab_under_the_name_of_ours(
-    open_host: OpenHost, slab: Path, tmp_path: Path, cpu: int | None
-) -> None:
-    """Its lock keeps nobody out any more, so the tier stops; after a restart the other's bytes are misses."""
-    other = open_host(path=tmp_path / "other", cpu=cpu)
-    other.store(prompt(9, PAGES))
-    quiet(other.engine)
-    other.engine.close()
-    host = open_host(cpu=cpu)
-    tokens = prompt(1, PAGES)
-    host.store(tokens)
-    quiet(host.engine)
-    if cpu:
-        drop_from(host.engine, "cpu")
-    ours = slab / "slab-0.bin"
-    kept = ours.rename(tmp_path / "ours.bin")
-    shutil.copy(tmp_path / "other" / "slab-0.bin", ours)
-    until(lambda: tokens_of(host.engine, tokens) == 0, "the tier stops")
-    assert host.load(tokens).tokens == 0
-    assert "slab-0.bin is another file" in host.engine.check().problems[0]
-    host.engine.close()
-    host = open_host(cpu=cpu)
-    assert host.load(tokens).tokens == 0
-    host.store(tokens)
-    quiet(host.engine)
-    assert host.load(tokens).tokens == 4 * PAGES
-    kept.unlink()
-
-
-@pytest.mark.parametrize("cpu", [None, 8])
-def test_another_caches_bytes_in_our_slab(open_host: OpenHost, slab: Path, tmp_path: Path, cpu: int | None) -> None:
-    """Copied over while it is open: the same file, of the same size."""
-    other = open_host(path=tmp_path / "other", cpu=cpu)
-    other.store(prompt(9, PAGES))
-    quiet(other.engine)
-    other.engine.close()
-    host = open_host(cpu=cpu)
-    tokens = prompt(1, PAGES)
-    host.store(tokens)
-    quiet(host.engine)
-    if cpu:
-        drop_from(host.engine, "cpu")
-    with open(slab / "slab-0.bin", "r+b") as file:
-        file.write((tmp_path / "other" / "slab-0.bin").read_bytes())
-        os.fsync(file.fileno())
-    assert host.load(tokens).tokens == 0
-    settle(host.engine)
-    host.store(tokens)
-    quiet(host.engine)
-    assert host.load(tokens).tokens == 4 * PAGES
 
 
 def test_a_striped_slab_is_cut_and_mended_while_it_is_open(
@@ -148,8 +87,7 @@ def test_a_striped_slab_is_cut_and_mended_while_it_is_open(
     monkeypatch.setattr(slab_module, "STRETCH_BYTES", 1)  # a slot each in turn
     host = open_host(cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
     tokens = prompt(1, PAGES)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     size = (tmp_path / "second" / "slab-1.bin").stat().st_size
     os.truncate(tmp_path / "second" / "slab-1.bin", 0)
     assert host.load(tokens).tokens == 4
@@ -159,17 +97,14 @@ def test_a_striped_slab_is_cut_and_mended_while_it_is_open(
     assert (tmp_path / "second" / "slab-1.bin").stat().st_size == size
     assert tokens_of(host.engine, tokens) == 4
     assert host.engine.stats()["tiers"]["ssd"]["pages"] == PAGES / 2, "what lies in the first directory is not harmed"
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 4 * PAGES
 
 
 def test_check_mends_what_the_allocator_lost(open_host: OpenHost) -> None:
     host = open_host(cpu=None, ssd=12)
-    host.store(prompt(1, PAGES))
-    quiet(host.engine)
+    host.keep(prompt(1, PAGES))
     ssd = host.engine.manager.ssd
-    assert ssd is not None
     ssd.index.take_free(3)
     ssd.index._children[0] += 1
     assert len(host.engine.check().problems) == 2
@@ -178,25 +113,12 @@ def test_check_mends_what_the_allocator_lost(open_host: OpenHost) -> None:
     assert host.load(prompt(1, PAGES)).tokens == 4 * PAGES
 
 
-def test_clear_of_a_namespace_leaves_the_others(open_host: OpenHost) -> None:
-    host = open_host(cpu=None, ssd=24)
-    for salt in ("a", "b"):
-        host.store(prompt(1, PAGES), salt=salt)
-    quiet(host.engine)
-    assert host.engine.invalidate(host.engine.namespace("a")) == {"ssd": PAGES}
-    assert tokens_of(host.engine, prompt(1, PAGES), "a") == 0
-    assert host.load(prompt(1, PAGES), salt="b").tokens == 4 * PAGES
-    settle(host.engine)
-
-
 def test_pages_of_one_prompt_lie_together(open_host: OpenHost) -> None:
     """Also in a full slab whose slots came back in another order, and when a prompt grows page by page."""
     host = open_host(cpu=None, ssd=32, gpu=8)
     for seed in range(12):
-        host.store(prompt(seed, 8))
-        quiet(host.engine)
+        host.keep(prompt(seed, 8))
     ssd = host.engine.manager.ssd
-    assert ssd is not None
 
     def slots(tokens: list[int]) -> list[int]:
         return [slot for page in host.engine.pages(tokens) if (slot := ssd.index.slot(page.key)) is not None]
@@ -207,7 +129,6 @@ def test_pages_of_one_prompt_lie_together(open_host: OpenHost) -> None:
     host.engine.clear()
     long = prompt(20, 8)
     for pages in range(1, 9):
-        host.store(long[: pages * 4])
-        quiet(host.engine)
+        host.keep(long[: pages * 4])
     held = slots(long)
     assert held == list(range(held[0], held[0] + 8))

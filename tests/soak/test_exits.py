@@ -54,7 +54,6 @@ class Warm:
     def run(self, config: dict[str, Any], kind: str, stderr: Path) -> tuple[int, str]:
         """The status that it ended with, and what it said."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         job = {"config": config, "kind": kind, "stored": STORED, "stderr": str(stderr)}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         return int(self.process.stdout.readline()), stderr.read_text()
@@ -65,7 +64,6 @@ def warm() -> Iterator[Warm]:
     one = Warm()
     with one.process as process:
         yield one
-        assert process.stdin is not None
         process.stdin.close()
         assert process.wait(WAIT) == 0
 

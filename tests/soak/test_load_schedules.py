@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.faulty import PLAN
 from tests.support.helpers import SEED
 from tests.support.load_schedules import Player, groups, play
 
@@ -27,9 +26,7 @@ SOAK = 4_000
 @pytest.fixture(autouse=True)
 def _no_faults_left() -> Iterator[None]:
     logging.disable(logging.ERROR)  # what is injected is logged, thousands of times
-    PLAN.reset()
     yield
-    PLAN.reset()
     logging.disable(logging.NOTSET)
 
 

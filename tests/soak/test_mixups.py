@@ -209,36 +209,7 @@ def test_pages_that_changed_places_are_misses_and_nothing_else_is(singles: Path,
         assert not host.engine.check().problems
 
 
-def test_a_chain_in_another_slot_order_is_a_miss(life: tuple[Path, list[bytes]], tmp_path: Path) -> None:
-    """All names in the catalogue move on by seven slots."""
-    path, shift = tmp_path / "cache", 7
-    shutil.copytree(life[0], path)
-    with raw(path) as catalogue:
-        rows = catalogue.execute("SELECT place, key, parent, namespace FROM pages ORDER BY place").fetchall()
-        for (slot, *_), (_, *names) in zip(rows, rows[shift:] + rows[:shift], strict=True):
-            catalogue.execute("UPDATE pages SET key = ?, parent = ?, namespace = ? WHERE place = ?", (*names, slot))
-    with opened(path, ROOM) as host:
-        assert set(served(host, DOCUMENTS, LONG).values()) == {0}
-
-
 # Another owner.
-
-
-def test_a_second_owner_after_the_lock_was_removed(tmp_path: Path) -> None:
-    """Whoever came first serves nothing of the second one's; or the second one is refused."""
-    path = tmp_path / "cache"
-    first, second = range(12), range(12, 24)
-    with opened(path) as host:
-        store(host, first)
-    with opened(path) as host:
-        (path / "lock").unlink()
-        try:
-            with opened(path) as other:
-                store(other, second)
-                served(other, second)
-        except GdsCacheError:
-            pass
-        served(host, [*first, *second])
 
 
 def test_files_of_another_owner_in_place_of_ours(tmp_path: Path) -> None:

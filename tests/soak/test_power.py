@@ -24,9 +24,9 @@ from gdscache.disk import catalog_file, slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.tiers.ssd import SsdTier
 from tests.support.helpers import SEED, make_config
+from tests.support.kill_check import LAYOUT, look
 from tests.support.kill_child import THREADS, Session
 from tests.support.kill_record import SALTS, Record
-from tests.support.power_check import LAYOUT, look
 from tests.support.power_cut import log_of, moments, restore, stripe_of
 from tests.support.power_recorder import Event, FlushEnded, TapeLog, recording
 
@@ -196,13 +196,7 @@ class Findings:
 
 
 def record(
-    folder: Path,
-    setup: str,
-    seed: str,
-    *,
-    durability: str = "power",
-    transport: str = RECORDING,
-    length: float = 1,
+    folder: Path, setup: str, seed: str, *, durability: str = "power", transport: str = RECORDING, length: float = 1
 ) -> list[Event]:
     """Store, load, evict, clear and reopen on two threads for `length` seconds; what reached the disk meanwhile."""
     config = configured(folder / "recorded", setup, transport, durability)
@@ -244,11 +238,7 @@ def cut(folder: Path, setup: str, events: list[Event], cuts: int, seed: int, sto
         required = said.required if roomy else said.required & {pages.names[key] for key in keys}
         found.losses += [f"cut {number} at {at}: {loss}" for loss in pages.losses(said.allowed, required)]
         found.counts += Counter(
-            cuts=1,
-            served=len(pages.served),
-            required=len(required),
-            refused=len(pages.refused),
-            cleared=said.cleared,
+            cuts=1, served=len(pages.served), required=len(required), refused=len(pages.refused), cleared=said.cleared
         )
         for which in range(1 + stripes):
             shutil.rmtree(stripe_of(directory, which))

@@ -152,7 +152,6 @@ class Machine(RuleBasedStateMachine):
         if tier == "gpu":
             return read_page([self.engine.gpu.planes(n) for n in range(self.layout.n_layers)], self.layout, [slot])
         if tier == "cpu":
-            assert manager.cpu is not None
             return np.frombuffer(manager.cpu.extents.memory(slot), np.uint8)[: self.layout.page_bytes]
         with open(self.directory / "cache" / "slab-0.bin", "rb") as file:
             file.seek(slot * self.layout.extent_bytes)

@@ -26,9 +26,7 @@ def open_host(path: Path) -> Host:
 
 def stored(host: Host, seed: int) -> int:
     """Store a prompt; the tokens of it that the SSD tier then has."""
-    host.store(prompt(seed, PAGES))
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(prompt(seed, PAGES))
     return tokens_of(host.engine, prompt(seed, PAGES))
 
 

@@ -329,7 +329,6 @@ def an_engine_serves_nothing_wrong(there: StandIns, name: str, folder: Path) -> 
 def place(engine: CacheEngine, tokens: list[int]) -> int:
     """Where in the slab the first page lies."""
     slot = engine.manager.tiers["ssd"].index.slot(engine.pages(tokens)[0].key)
-    assert slot is not None
     return slot * engine.layout.extent_bytes
 
 

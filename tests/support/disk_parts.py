@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from tests.support.helpers import WAIT, Host, make_config, prompt
 
 SLOTS = 48
 LAYERS = 3
-FACTORS = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63)
-STEP = 0x9E3779B97F4A7C15
 SALTS = ("", "tenant")
 PAGES = 4  # of a document
 
@@ -58,9 +55,3 @@ def served(host: Host, numbers: Iterable[int], pages: int = PAGES) -> dict[int, 
         tokens, salt = document(number, pages)
         found[number] = host.load(tokens, salt=salt).tokens // host.layout.page_tokens
     return found
-
-
-def binding(key: bytes, sums: int = LAYERS) -> list[int]:
-    """What is added to each checksum of a page, from docs/format.md alone."""
-    seed = sum(word * factor for word, factor in zip(struct.unpack("<4Q", key), FACTORS, strict=True))
-    return [(seed + position * STEP) % (1 << 64) for position in range(sums)]

@@ -25,12 +25,7 @@ HOWS = {
     "store": ("keep", "keep bounce"),
     "write": ("write", "write bounce", "write far"),
 }
-PRIORITIES = {
-    "load": Priority.LOAD,
-    "prefetch": Priority.PREFETCH,
-    "store": Priority.STORE,
-    "write": Priority.DEMOTION,
-}
+PRIORITIES = {"load": Priority.LOAD, "prefetch": Priority.PREFETCH, "store": Priority.STORE, "write": Priority.DEMOTION}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from gdscache import CacheEngine
@@ -42,10 +42,6 @@ class Face(abc.ABC, Generic[B]):
     @abc.abstractmethod
     def end(self, begun: B) -> LoadReport:
         """The verdict on a load. Each page that it calls good has its bytes; its places are free again."""
-
-    @abc.abstractmethod
-    def takers(self) -> list[Callable[[Any], object]]:
-        """All calls that take tokens."""
 
     def drop(self, *tiers: str) -> None:
         """Empty tiers as eviction would, and leave the others alone."""
@@ -91,9 +87,6 @@ class Attached(Face[tuple[LayerwiseLoad, list[int], list[bytes]]]):
         self.verdict(begun, WAIT)
         return self.host.finish(*begun)
 
-    def takers(self) -> list[Callable[[Any], object]]:
-        return [self.engine.lookup, self.engine.prefetch, lambda tokens: self.engine.store(tokens, [])]
-
 
 class Pool(Face[tuple[EngineSequence, str]]):
     """Planes of the engine's own, which keep nothing between requests here: their part is in test_engine.py."""
@@ -129,6 +122,3 @@ class Pool(Face[tuple[EngineSequence, str]]):
                 return seq.load.result(WAIT)
             assert not seq.cached_tokens, "pages of the pool: they were to be forgotten"
             return LoadReport(0, (), {}, 0.0)
-
-    def takers(self) -> list[Callable[[Any], object]]:
-        return [self.engine.lookup, self.engine.prefetch, self.engine.sequence]

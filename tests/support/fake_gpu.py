@@ -41,8 +41,6 @@ def built(name: str) -> ctypes.CDLL:
     path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
     if not path.exists():
         spec = importlib.util.spec_from_file_location("native_build", ROOT / "tools" / "native_build.py")
-        assert spec is not None
-        assert spec.loader is not None
         tool: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(tool)
         path.parent.mkdir(parents=True, exist_ok=True)

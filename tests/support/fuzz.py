@@ -56,7 +56,6 @@ class Fuzzer:
 
     def fuzz(self, target: str, seconds: int, seed: int) -> Fuzzed:
         folder = self._scratch / target
-        assert self._process.stdin is not None
         self._process.stdin.write(
             json.dumps({"target": target, "folder": str(folder), "seconds": seconds, "seed": seed}) + "\n"
         )
@@ -73,7 +72,6 @@ class Fuzzer:
         return Fuzzed(status, runs, coverage, corpus, failing, log[-6000:])
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         assert ready, f"the fuzzing process said nothing for {seconds:.0f} s"
         line = self._process.stdout.readline()

@@ -204,10 +204,7 @@ def _stripe_seeds(folder: Path) -> Seeds:
 def _lock(data: bytes, folder: Path) -> None:
     path = folder / directory.LOCK_NAME
     path.write_bytes(data)
-    with (
-        mock.patch.multiple(directory, VERIFICATION_S=0.0, NAME_S=0.0, _AGAIN_S=0.0),
-        path.open("rb") as held,
-    ):
+    with mock.patch.multiple(directory, VERIFICATION_S=0.0, NAME_S=0.0, _AGAIN_S=0.0), path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for engine in (True, False):
             with contextlib.suppress(GdsCacheError):
@@ -347,7 +344,6 @@ def _bases(root: Path) -> tuple[tuple[bytes, bytes], ...]:
             found.append((image.read_bytes(), b""))
     with tarfile.open(ROOT / "tests" / "formats" / "5" / "closed.tar.xz") as kept:
         image = kept.extractfile(f"a/{catalog_file.CATALOG_NAME}")
-        assert image is not None
         found.append((image.read(), b""))
     return tuple(found)
 

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,7 @@ SEED = int(
 
 # 3 layers x 2 planes x 4 tokens x 256 bytes: 6,144 bytes in an extent of 8,192, so that padding is always there.
 MHA = {"name": "tiny", "layers": 3, "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
-MLA = {
-    "name": "tiny",
-    "layers": 3,
-    "kv_lora_rank": 256,
-    "rope_dim": 24,
-    "dtype": "bfloat16",
-    "page_tokens": 4,
-}
+MLA = {"name": "tiny", "layers": 3, "kv_lora_rank": 256, "rope_dim": 24, "dtype": "bfloat16", "page_tokens": 4}
 EXTRA = {  # an indexer that only some layers have, and scales of another type
     "name": "tiny",
     "layers": 3,
@@ -248,12 +242,26 @@ class Host:
             write_page(self.planes, self.layout, self.page(blocks, i), self.data(name.key))
         return blocks
 
-    def store(self, tokens: Tokens, start: int = 0, salt: str = "", dtype: torch.dtype = torch.int64) -> StoreHandle:
+    def store(
+        self, tokens: Tokens, start: int = 0, salt: str = "", dtype: torch.dtype = torch.int64, **options: Any
+    ) -> StoreHandle:
         """Compute and store; waits until the slots were read and uses them for something else at once."""
         blocks = self.compute(tokens, start, salt)
-        handle = self.engine.store(tokens, torch.tensor(blocks, dtype=dtype), start, salt)
+        handle = self.engine.store(tokens, torch.tensor(blocks, dtype=dtype), start, salt, **options)
         handle.release_event.synchronize(WAIT)
         self.give(blocks)
+        return handle
+
+    def keep(self, tokens: Tokens, *arguments: Any, **options: Any) -> StoreHandle:
+        """`store`; nothing of it is under way any more when this returns."""
+        handle = self.store(tokens, *arguments, **options)
+        quiet(self.engine)
+        return handle
+
+    def keep_on_ssd(self, tokens: Tokens) -> StoreHandle:
+        """`keep`; the CPU tier has none of them, nor anything else that can go."""
+        handle = self.keep(tokens)
+        drop_from(self.engine, "cpu")
         return handle
 
     def begin(self, tokens: Tokens, start: int = 0, salt: str = "") -> tuple[LayerwiseLoad, list[int], list[bytes]]:
@@ -282,6 +290,17 @@ class Host:
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
+OpenHost = Callable[..., Host]
+OpenEngine = Callable[..., CacheEngine]
+
+
+def stored(host: Host, seed: int, pages: int) -> list[int]:
+    """A prompt that is on the SSD, and in no faster tier."""
+    tokens = prompt(seed, pages)
+    host.keep_on_ssd(tokens)
+    return tokens
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -289,19 +308,17 @@ def until(condition: Callable[[], bool], what: str, seconds: float = WAIT) -> No
         time.sleep(0.001)
 
 
+def together(work: Callable[[int], object], threads: int) -> None:
+    """Run `work(0)`, `work(1)`, ... beside each other, to their ends; the first error is raised."""
+    with ThreadPoolExecutor(threads) as pool:
+        for ended in [pool.submit(work, number) for number in range(threads)]:
+            ended.result(3 * WAIT)
+
+
 def quiet(engine: CacheEngine) -> None:
     """Wait until no store is under way and none pins anything."""
     engine.drain(WAIT)
     until(lambda: all(lease["owner"] != "store" for lease in engine.stats()["leases"]), "leases of stores end")
-
-
-def store_quietly(host: Host, tokens: Sequence[int], start: int = 0, **options: Any) -> None:
-    """Compute and store; nothing of it is under way any more when this returns."""
-    blocks = host.compute(tokens, start)
-    handle = host.engine.store(tokens, blocks, start, **options)
-    handle.release_event.synchronize(WAIT)
-    host.give(blocks)
-    quiet(host.engine)
 
 
 def settle(engine: CacheEngine) -> None:

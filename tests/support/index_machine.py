@@ -11,14 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
@@ -256,7 +249,6 @@ class IndexMachine(RuleBasedStateMachine):
         known = next((k for k in self.order if k.page == page), None)
         assume(known is not None)
         entry = self.index.find(page.key)
-        assert entry is not None
         self.index.drop(entry)
         self.leave(known)
         if entry.leases:

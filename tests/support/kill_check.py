@@ -1,16 +1,17 @@
-"""What must hold in a directory whose owner was killed, at whatever moment."""
+"""What is served from a directory that a kill or a loss of power left: each page by its name, each byte compared."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, PageStatus
 from gdscache.disk.catalog_file import STRIPE_NAME
 from gdscache.disk.slab import slab_name
 from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_page
@@ -18,71 +19,108 @@ from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, Name, all_pages, c
 
 LAYOUT = layout_of(MHA)
 FILES = {"catalog.sqlite", "catalog.sqlite-wal", "status", "costs.json", "namespaces.json"}
+_PLANES = new_planes(LAYOUT, 8, PAGE_TOKENS)
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """Pages that the catalogue has after recovery, those that were served with their bytes, and those that failed."""
+
+    names: dict[bytes, Name]
+    catalogue: set[Name] = dataclasses.field(default_factory=set)
+    served: set[Name] = dataclasses.field(default_factory=set)
+    refused: dict[Name, PageStatus] = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    ssd: dict[str, Any] = dataclasses.field(default_factory=dict)  # what its tier counts behind the opening
+
+    def losses(self, allowed: set[Name], required: set[Name]) -> list[str]:
+        """What a loss of power must not do. Empty when all is well."""
+        found = list(self.problems)
+        for pages, what in (
+            (required - self.served, "were acknowledged and are lost"),
+            (self.served - allowed, "were cleared, or never stored, and are served"),
+            (self.catalogue - allowed, "were cleared, or never stored, and are in the catalogue"),
+            (set(self.refused), "have rows, but other bytes"),
+            (self.catalogue - self.served - set(self.refused), "have rows, but are not found"),
+        ):
+            if pages:
+                found.append(f"{len(pages)} pages {what}")
+        return found
+
+
+def look(config: dict[str, Any]) -> Found:
+    """Open the directory and ask for every page that there ever was. Fails where a page is served with other bytes."""
+    with CacheEngine.from_config(config, _PLANES, limits=SMALL) as engine:
+        found = Found(_names(engine.pages))
+        found.catalogue = {found.names[key] for key in _keys(Path(config["ssd"]["path"]))}
+        found.problems += engine.check().problems
+        found.ssd = ssd = engine.stats()["tiers"]["ssd"]
+        if ssd["catalogue_set_aside"] is not None:
+            found.problems.append("the catalogue was set aside")
+        if ssd["pages"] + ssd["free_slots"] != ssd["slots"]:
+            found.problems.append("slots leaked")
+        asked: set[Name] = set()
+        for salt, document, first in all_pages():
+            if name(salt, document, first) not in asked:
+                asked |= _load(engine, salt, document, first, found)
+        found.problems += engine.check().problems
+    return found
 
 
 def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> int:
-    """Open the directory: the pages in `required` are there, none but those in `allowed`, all with their bytes.
-
-    Returns how many pages were compared.
-    """
-    planes = new_planes(LAYOUT, 8, PAGE_TOKENS)
-    with CacheEngine.from_config(config, planes, limits=SMALL) as engine:
-        pages = {engine.pages(DOCUMENTS[d], salt)[page].key: name(salt, d, page) for salt, d, page in all_pages()}
-        catalogue = _catalogue(Path(config["ssd"]["path"]))
-        assert catalogue <= pages.keys(), "the catalogue has a page that nobody stored"
-        present = {pages[key] for key in catalogue}
-        assert present <= allowed, f"{len(present - allowed)} pages were cleared or never stored"
-        assert required <= present, f"{len(required - present)} committed pages are lost"
-        _is_whole(engine, len(present))
-        assert _read_all(engine, planes, present) == present, "a page is not served"
-        _is_whole(engine, len(present))
-        assert set(engine.stats().get("misses", {})) <= {"absent"}, "a page failed its verdict, and nothing damaged it"
-    ssd = config["ssd"]
+    """Behind a kill: the pages in `required` are there, none but those in `allowed`, all with their bytes, and nothing
+    else. How many there are."""
+    found, ssd = look(config), config["ssd"]
+    assert found.losses(allowed, required) == []
+    assert found.served == found.catalogue, "a page is served that the catalogue does not have"
+    assert found.ssd["pages"] == len(found.served), "the index and the catalogue differ"
+    assert found.ssd["lost_at_recovery"] == {}
     _bounded([Path(ssd["path"]), *map(Path, ssd.get("stripes", ()))], ssd["capacity"])
-    return len(present)
+    _is_whole(Path(ssd["path"]))  # which leaves files of SQLite's behind
+    return len(found.served)
 
 
-def _catalogue(directory: Path) -> set[bytes]:
-    """The keys of all rows, read without the engine's code; each row is whole and in a slot of its own."""
+def _names(pages: Callable[..., Any]) -> dict[bytes, Name]:
+    """Key → name of every page; `pages` is `CacheEngine.pages`."""
+    keys: dict[tuple[str, int], list[bytes]] = {}
+    for salt, document, _ in all_pages():
+        if (salt, document) not in keys:
+            keys[salt, document] = [page.key for page in pages(DOCUMENTS[document], salt)]
+    return {keys[salt, document][page]: name(salt, document, page) for salt, document, page in all_pages()}
+
+
+def _load(engine: CacheEngine, salt: str, document: int, first: int, found: Found) -> set[Name]:
+    """Load what is there from this page on; the pages that an answer was had for."""
+    hit = engine.lookup(DOCUMENTS[document], start=first * PAGE_TOKENS, salt=salt)
+    names = [name(salt, document, first + i) for i in range(len(hit.pages))]
+    load = engine.load(hit, range(len(names)))
+    report = load.result(WAIT)
+    load.release_event.synchronize(WAIT)
+    for slot, (page, status) in enumerate(zip(names, report.pages, strict=True)):
+        if status is PageStatus.LOADED:
+            got = read_page(_PLANES, LAYOUT, [slot])
+            assert np.array_equal(got, content(page, LAYOUT.page_bytes)), f"a page is served with other bytes: {page}"
+            found.served.add(page)
+        else:
+            found.refused[page] = status
+    return set(names) or {name(salt, document, first)}
+
+
+def _keys(directory: Path) -> set[bytes]:
+    """The keys of all rows, read without the engine's code."""
+    with contextlib.closing(sqlite3.connect(f"file:{directory / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
+        return {bytes(key) for (key,) in catalogue.execute("SELECT key FROM pages")}
+
+
+def _is_whole(directory: Path) -> None:
+    """Each row is whole and in a slot of its own; looked up without the engine's code."""
     with contextlib.closing(sqlite3.connect(f"file:{directory / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
         rows = catalogue.execute("SELECT place, key, length FROM pages").fetchall()
         sums = {slot for (slot,) in catalogue.execute("SELECT place FROM checksums")}
         assert catalogue.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-    keys = {bytes(key) for _, key, _ in rows}
-    assert len(keys) == len(rows), "a page has two rows"
+    assert len({bytes(key) for _, key, _ in rows}) == len(rows), "a page has two rows"
     assert sums == {slot for slot, _, _ in rows}, "checksums without a page, or a page without"
     assert {length for _, _, length in rows} <= {LAYOUT.page_bytes}
-    return keys
-
-
-def _is_whole(engine: CacheEngine, pages: int) -> None:
-    assert engine.check().problems == ()
-    ssd = engine.stats()["tiers"]["ssd"]
-    assert ssd["pages"] == pages, "the index and the catalogue differ"
-    assert ssd["pages"] + ssd["free_slots"] == ssd["slots"], "slots leaked"
-    assert ssd["lost_at_recovery"] == {}
-    assert ssd["catalogue_set_aside"] is None
-
-
-def _read_all(engine: CacheEngine, planes: Any, present: set[Name]) -> set[Name]:
-    """Load every page through the engine and compare its bytes; what it serves is what is present, and all of it."""
-    read: set[Name] = set()
-    for salt, document, page in all_pages():
-        if name(salt, document, page) in read:
-            continue
-        hit = engine.lookup(DOCUMENTS[document], start=page * PAGE_TOKENS, salt=salt)
-        names = [name(salt, document, page + i) for i in range(len(hit.pages))]
-        absent = page + len(names)
-        assert set(names) <= present, "a page is served that the catalogue does not have"
-        assert absent * PAGE_TOKENS == len(DOCUMENTS[document]) or name(salt, document, absent) not in present
-        load = engine.load(hit, range(len(names)))
-        report = load.result(WAIT)
-        assert report.first_bad is None, report
-        for slot, served in enumerate(names):
-            assert np.array_equal(read_page(planes, LAYOUT, [slot]), content(served, LAYOUT.page_bytes)), "other bytes"
-        load.release_event.synchronize(WAIT)
-        read |= set(names)
-    return read
 
 
 def _bounded(directories: Sequence[Path], capacity: int) -> None:

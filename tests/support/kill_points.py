@@ -61,7 +61,6 @@ def store(host: Host, document: int) -> None:
 
 
 def catalogue(host: Host) -> Catalog:
-    assert host.engine.manager.ssd is not None
     return host.engine.manager.ssd._catalog
 
 
@@ -72,7 +71,6 @@ def _meet(reached: threading.Event, go: threading.Event) -> None:
 
 def die_at_sqlite_commit(host: Host) -> None:
     writer = catalogue(host)._writer
-    assert writer is not None
     writer.set_trace_callback(lambda sql: die() if sql.startswith("COMMIT") else None)
 
 

@@ -14,15 +14,7 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.layout import GroupSizes, PageLayout, read_groups
 from gdscache.testing.faults import FaultRule
 from tests.support.faulty import Fault
-from tests.support.helpers import (
-    MHA,
-    Bytes,
-    Host,
-    Planes,
-    expected,
-    read_page,
-    until,
-)
+from tests.support.helpers import MHA, Bytes, Host, Planes, expected, read_page, until
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from gdscache.pages.layout import (
-    DTYPE_BYTES,
-    MAX_PAGE_TOKENS,
-    PageLayout,
-    Plane,
-)
+from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
 
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 

@@ -1,4 +1,5 @@
-"""Calls of an engine under `lock_shim.c`: prints, as JSON, how often each kind gave the interpreter's lock up."""
+"""Calls of an engine under `lock_shim.c`: prints, as JSON, how often each kind gave the interpreter's lock up; in the
+main thread and in another, of loads that are planned at once and in parts."""
 
 from __future__ import annotations
 
@@ -19,20 +20,18 @@ from gdscache.load import loader
 from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet
 
 ROUNDS, PAGES = 6, 64
-FOUND: dict[str, list[int]] = defaultdict(list)
 _shim = ctypes.PyDLL(sys.argv[1])
 
 
-@contextlib.contextmanager
-def counted(call: str) -> Iterator[None]:
-    _shim.lock_shim_begin()
-    try:
-        yield
-    finally:
-        FOUND[call].append(_shim.lock_shim_end())
+def serve(host: Host, found: dict[str, list[int]]) -> None:
+    @contextlib.contextmanager
+    def counted(call: str) -> Iterator[None]:
+        _shim.lock_shim_begin()
+        try:
+            yield
+        finally:
+            found[call].append(_shim.lock_shim_end())
 
-
-def serve(host: Host) -> None:
     engine = host.engine
     for seed in range(ROUNDS):
         tokens = torch.tensor(prompt(seed, PAGES, extra=1)).tolist()
@@ -58,18 +57,22 @@ def serve(host: Host) -> None:
 
 def main() -> None:
     sys.setswitchinterval(60.0)  # no other thread takes the lock from a call that a busy machine has stopped
-    if sys.argv[3] == "in parts":
-        loader.FIRST_PAGES, loader.FIRST_BYTES = PAGES // 8, 0
-    with tempfile.TemporaryDirectory() as directory:
-        host = Host(make_config(Path(directory) / "cache", cpu=PAGES + 8, ssd=ROUNDS * PAGES + 64), blocks=2 * PAGES)
-        with host.engine:
-            if sys.argv[2] == "main":
-                serve(host)
-            else:
-                thread = threading.Thread(target=serve, args=(host,))
-                thread.start()
-                thread.join()
-    print(json.dumps(FOUND))
+    told = {}
+    for loads, pages, least in (("at once", loader.FIRST_PAGES, loader.FIRST_BYTES), ("in parts", PAGES // 8, 0)):
+        loader.FIRST_PAGES, loader.FIRST_BYTES = pages, least
+        for where in ("main", "another"):
+            found = told[f"{loads}, {where} thread"] = defaultdict[str, list[int]](list)
+            with tempfile.TemporaryDirectory() as directory:
+                config = make_config(Path(directory) / "cache", cpu=PAGES + 8, ssd=ROUNDS * PAGES + 64)
+                host = Host(config, blocks=2 * PAGES)
+                with host.engine:
+                    if where == "main":
+                        serve(host, found)
+                    else:
+                        thread = threading.Thread(target=serve, args=(host, found))
+                        thread.start()
+                        thread.join()
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

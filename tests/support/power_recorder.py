@@ -200,6 +200,5 @@ def _committed(catalog: Catalog, name: str, keys: frozenset[bytes]) -> Committed
     files = {path.name: path.read_bytes() for path in paths if path.exists()}
     if name == "close":  # SQLite has copied its log into the catalogue, and flushes both for that
         return Committed(files, keys, True)
-    assert catalog._writer is not None
     synchronous = catalog._writer.execute("PRAGMA synchronous").fetchone()[0]
     return Committed(files, frozenset(catalog.rows().values()), name == "_connect" or synchronous >= FULL)

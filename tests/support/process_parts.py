@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from gdscache import CacheEngine
@@ -91,22 +89,6 @@ def _fork(child: Callable[[], None]) -> int:
     raise AssertionError("not reached")
 
 
-def fork_and_close(pipe: Connection, config: Config, tokens: list[int], release: Path) -> None:
-    """A forked process does nothing and outlives our engine."""
-    engine = CacheEngine.from_config(config)
-    run(engine, tokens)
-
-    def wait() -> None:
-        while not release.exists():
-            time.sleep(0.01)
-
-    pid = _fork(wait)
-    run(engine, tokens)
-    engine.close()
-    pipe.send(pid)
-    os.waitpid(pid, 0)
-
-
 def fork_that_closes(pipe: Connection, config: Config, first: list[int], second: list[int]) -> None:
     """A forked process closes what it has of the engine, as leaving a `with` block does; ours goes on.
 
@@ -150,16 +132,3 @@ def fork_that_exits(pipe: Connection, config: Config, first: list[int], second: 
         pipe.send((again, run(engine, second)))
         assert engine.check().problems == ()
         pipe.recv()
-
-
-def fork_and_die(pipe: Connection, config: Config, release: Path) -> None:
-    """A forked process lives on when we are killed."""
-    engine = CacheEngine.from_config(config)
-
-    def wait() -> None:
-        while not release.exists():
-            time.sleep(0.01)
-
-    pipe.send(_fork(wait))
-    pipe.recv()
-    engine.close()

@@ -1,4 +1,4 @@
-"""Child processes for tests: forked from a server that has torch loaded, so that one costs milliseconds."""
+"""Child processes for tests: forked from a server that has all of an engine loaded, so that one costs milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unittest import mock
 from tests.support.helpers import WAIT
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "gdscache", "pytest"])
+CONTEXT.set_forkserver_preload(["torch", "pytest", "tests.support.process_parts"])  # with all of an engine
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DynamicCache,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig

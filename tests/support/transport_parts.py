@@ -14,16 +14,7 @@ from gdscache.storage.base import Switch
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.suite_base import FILE_BYTES, SECTOR, odd_extents, random_bytes, soon
 
-__all__ = [
-    "FILE_BYTES",
-    "SECTOR",
-    "has_libcuda",
-    "odd_extents",
-    "opened",
-    "random_bytes",
-    "refuse_ring",
-    "soon",
-]
+__all__ = ["FILE_BYTES", "SECTOR", "has_libcuda", "odd_extents", "opened", "random_bytes", "refuse_ring", "soon"]
 
 
 def has_libcuda() -> bool:

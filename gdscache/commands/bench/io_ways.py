@@ -16,7 +16,7 @@ import torch
 from gdscache.arrays import integers
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import IOFailedError, NativeCallError, ShortIOError, StorageError
+from gdscache.errors import DeviceError, IOFailedError, NativeCallError, ShortIOError, StorageError
 from gdscache.native import Disk, error_of
 from gdscache.sizes import KIB, MIB
 from gdscache.storage import open_transport as open_as_configured
@@ -133,7 +133,7 @@ class OpenWay(Closeable):
         given = self.gpu.data_ptr(), self.gpu.numel(), io_bytes, threads
         try:
             return rate(self.gpu.numel(), self.transport.cufile.run_bare(self._file, *given, write=op is Op.WRITE))
-        except NativeCallError as error:
+        except (NativeCallError, DeviceError) as error:
             raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
     def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Batch:

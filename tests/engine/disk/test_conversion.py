@@ -91,7 +91,6 @@ def die_at(path: Path, number: int) -> bool:
         try:
             with mock.patch.object(conversion, "STEP_ROWS", 1):
                 catalog = opened(path)
-                assert catalog._writer is not None
                 catalog._writer.set_trace_callback(count)
                 catalog.recover(SLOTS, NOW)
             status = 0
@@ -267,7 +266,6 @@ def test_damage_is_set_aside_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
     image.write_bytes(data)
     with opened(path) as catalog:
         found = catalog.recover(600, NOW)
-        assert found.set_aside is not None
         assert found.set_aside.read_bytes() == data
     assert state(path) == 6
 
@@ -386,7 +384,6 @@ def test_a_disk_without_room_refuses_a_conversion_by_name_and_not_what_was_conve
     old(path, 40, 23)
 
     def full(catalog: Catalog, pages: int) -> None:
-        assert catalog._writer is not None
         size = catalog._writer.execute("PRAGMA page_count").fetchone()[0]
         catalog._writer.execute(f"PRAGMA max_page_count = {size + pages}")
 

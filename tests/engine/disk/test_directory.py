@@ -45,7 +45,6 @@ def start_owner(path: Path) -> subprocess.Popen[str]:
     child = subprocess.Popen(
         [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert child.stdout is not None
     assert child.stdout.readline() == "owned\n"
     return child
 
@@ -283,11 +282,9 @@ def test_the_lock_is_never_followed_elsewhere(tmp_path: Path, make: str) -> None
     victim.write_text("precious")
     cache = tmp_path / "cache"
     cache.mkdir()
-    {
-        "link": lambda p: p.symlink_to(victim),
-        "directory": lambda p: p.mkdir(),
-        "fifo": lambda p: os.mkfifo(p),
-    }[make](cache / "lock")
+    {"link": lambda p: p.symlink_to(victim), "directory": lambda p: p.mkdir(), "fifo": lambda p: os.mkfifo(p)}[make](
+        cache / "lock"
+    )
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(NotARegularFileError, match="lock"):
         CacheDirectory.open(cache)

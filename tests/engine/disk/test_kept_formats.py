@@ -9,7 +9,6 @@ repeated. `killed` was not closed: rows are in the log alone. `striped` lies ove
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ import pytest
 
 from gdscache.commands.inspect import inspect
 from gdscache.commands.inspect.verification import verify
-from tests.support.helpers import Host, prompt, quiet, settle
+from tests.support.helpers import OpenHost, prompt, settle
 
-OpenHost = Callable[..., Host]
 FORMATS = Path(__file__).parents[2] / "formats"
 KEPT = sorted(FORMATS.glob("*/*.tar.xz"))
 PAGES = {(1, ""): 3, (2, "tenant"): 3, (3, ""): 1, (4, ""): 1, (5, ""): 1}
@@ -54,7 +52,6 @@ def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenH
         host = open_host(**options(tmp_path, name))
         host.data = lambda key: np.resize(np.frombuffer(key, np.uint8), host.layout.page_bytes)  # noqa: B023
         ssd = host.engine.manager.ssd
-        assert ssd is not None
         assert not ssd.lost
         for (seed, salt), pages in PAGES.items():
             assert host.load(prompt(seed, pages), salt=salt).tokens == 4 * pages  # compares the bytes
@@ -66,8 +63,7 @@ def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenH
             5: (-1, True),
         }
         more = prompt(10 + again, 1)
-        host.store(more)
-        quiet(host.engine)
+        host.keep(more)
         assert host.load(more).tokens == 4
         assert host.engine.check().problems == ()
         settle(host.engine)

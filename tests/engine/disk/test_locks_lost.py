@@ -40,7 +40,6 @@ class Second:
 
     def ask(self, what: str) -> dict[str, Any]:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         print(what, file=self.process.stdin, flush=True)
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
@@ -262,38 +261,11 @@ def test_a_catalogue_that_another_program_reads_is_refused_by_name(tmp_path: Pat
     )
     command = [sys.executable, "-c", hold, str(path / "catalog.sqlite")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-        assert reader.stdout is not None
         reader.stdout.readline()
         with pytest.raises((DirectoryInUseError, IOFailedError)):
             Host(make_config(path, cpu=None))
         reader.communicate("")
     Host(make_config(path, cpu=None)).engine.close()
-
-
-FORKING = """
-import os, sys
-from pathlib import Path
-from tests.support.helpers import Host, make_config, prompt
-path = Path(sys.argv[1])
-host = Host(make_config(path, cpu=None))
-host.store(prompt(1, 3)).result(20)
-if (child := os.fork()) == 0:
-    sys.exit(0)  # the interpreter's end, at which everything in memory goes
-os.waitpid(child, 0)
-assert (path / "catalog.sqlite-wal").stat().st_size, "the child folded the log in"
-assert host.store(prompt(2, 3)).result(20).dropped == {}
-assert host.engine.check().ok, host.engine.check()
-os._exit(0)  # as killed
-"""
-
-
-@pytest.mark.suite
-def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", FORKING, str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert inspect(tmp_path / "cache")["pages"] == 6
 
 
 # -- who may not come in ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.runtime.latencies import Summary
-from tests.support.helpers import WAIT, Host, make_config, prompt, quiet, until
+from tests.support.helpers import WAIT, Host, make_config, prompt, until
 
 
 @pytest.fixture
@@ -47,8 +47,7 @@ def number_of(path: Path) -> int:
 
 def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     path = tmp_path / "cache"
-    host.store(prompt(1, 3)).result(WAIT)
-    quiet(host.engine)
+    host.keep(prompt(1, 3)).result(WAIT)
     host.engine.lookup(prompt(1, 4))
     host.load(prompt(1, 3))
     number = number_of(path)
@@ -107,7 +106,6 @@ def test_an_engine_that_hangs_can_be_looked_at(host: Host, tmp_path: Path) -> No
     """Every lock that a call of the engine takes is held by somebody who does not give it back."""
     path, manager, loader = tmp_path / "cache", host.engine.manager, host.engine.loader
     ssd = manager.ssd
-    assert ssd is not None
     with manager.lock, loader.order, ssd._commit_lock, manager.clearing.alone:
         number = number_of(path)
         until(lambda: number_of(path) > number, "the page is rewritten")

@@ -362,7 +362,6 @@ def test_a_forward_pass_that_waits_for_the_last_layer_alone_waits_for_all(
     assert linked.loads.consumer_index == index
     waited: list[int] = []
     load = linked.loads._batches[index].load
-    assert load is not None
     wait = load.wait
 
     def noted(layer: int) -> None:
@@ -423,7 +422,6 @@ def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.M
     index = linked.begin(KEYS[:2], [10, 11])
     linked.forward(index)
     load = linked.loads._batches[index].load
-    assert load is not None
     (report,) = load.results()
     bad = type(report)(report.tokens, (PageStatus.LOADED, PageStatus.ABORTED), {}, 0.0)
     monkeypatch.setattr(load, "results", lambda: [bad])

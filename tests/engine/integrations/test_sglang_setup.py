@@ -18,11 +18,7 @@ from gdscache.errors import (
     UnknownKeyError,
 )
 from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
-from gdscache.integrations.sglang.setup import (
-    LinkerOptions,
-    configuration,
-    storage_config_of,
-)
+from gdscache.integrations.sglang.setup import LinkerOptions, configuration, storage_config_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
 
 PAGE, PAGES, LAYERS = 4, 5, 3

@@ -27,13 +27,7 @@ from transformers import (
 
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
-from gdscache.errors import (
-    GeometryError,
-    PoolFullError,
-    SequenceStateError,
-    TokensError,
-    UnsupportedRequestError,
-)
+from gdscache.errors import GeometryError, PoolFullError, SequenceStateError, TokensError, UnsupportedRequestError
 from gdscache.integrations.transformers import GdsCache, PrefixCache, model_section
 from tests.support.places import ROOT
 from tests.support.tiny_transformers import (

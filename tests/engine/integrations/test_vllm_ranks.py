@@ -145,7 +145,6 @@ def opened(path: Path, *, cpu: int | None = 24, overlapping: bool = False, deadl
 
 def slab_place(ranks: Ranks, seed: int, page: int) -> int:
     slot = ranks.engine.manager.tiers["ssd"].index.slot(ranks.engine.pages(hashes(seed))[page].key)
-    assert slot is not None
     return slot * EXTENT + 7
 
 

@@ -140,9 +140,7 @@ def test_replicas_of_a_server_have_a_directory_each(tmp_path: Path) -> None:
         variables = variables_of(vllm.parallel_config)
         for given in (str(file), sections):
             config = Options.of({"config": given}).configuration(model, lambda: "w", variables)
-            assert config.ssd is not None
             assert [config.ssd.path, *config.ssd.stripes] == [tmp_path / str(index) / "kv", tmp_path / f"x{index}"]
-        assert config.events is not None
         assert config.events.endpoint == f"tcp://127.0.0.1:555{index}"
     with pytest.raises(InvalidValueError, match="GDSCACHE_DP_RANK is not set"):
         Options.of({"config": sections}).configuration(model, lambda: "w")

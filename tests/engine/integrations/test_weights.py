@@ -16,7 +16,6 @@ import pytest
 from gdscache.errors import WeightsNotFoundError
 from gdscache.integrations import weights
 from gdscache.integrations.weights import STRETCH, WHOLE, model_directory, weights_identity, weights_read
-from tests.support.helpers import Host, make_config, prompt, settle
 
 NAMES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -351,26 +350,6 @@ def test_a_process_knows_when_it_started() -> None:
 
 
 # -- in an engine ----------------------------------------------------------------------------------------------------
-
-
-def test_other_weights_hit_nothing(model: Path, slab: Path) -> None:
-    tokens = prompt(1, 4)
-
-    def found() -> int:
-        config = make_config(slab)
-        config["model"] = {**config["model"], "weights": weights_identity(model)}
-        host = Host(config)
-        with host.engine as engine:
-            tokens_there = engine.lookup(tokens).tokens
-            host.store(tokens)
-            settle(engine)
-        return tokens_there
-
-    assert [found(), found()] == [0, 16]
-    _append(model)
-    assert [found(), found()] == [0, 16]
-    _rewrite(model)
-    assert found() == 0
 
 
 def test_it_imports_nothing_heavy() -> None:

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -24,6 +23,7 @@ from hypothesis import strategies as st
 
 from gdscache.errors import GdsCacheError, KernelUnavailableError
 from gdscache.kernels import compilers, jit
+from tests.support.helpers import together
 
 NO_HOME = "/proc/nonexistent"  # where not even root can make a directory
 DEVICE = torch.device("cuda", 0)
@@ -388,42 +388,21 @@ def test_what_the_user_has_set_is_kept(home: Path, tmp_path: Path, monkeypatch: 
     assert list(home.iterdir()) == []
 
 
-def no_such_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", NO_HOME)
-
-
-def home_is_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.rmdir()
-    home.touch()
-
-
-def cache_is_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / ".cupy").mkdir()
-    (home / ".cupy" / "kernel_cache").touch()
-
-
-def cache_is_a_dangling_link(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / ".cupy").symlink_to(NO_HOME)
-
-
-def user_without_a_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that runs under any number: no HOME, no entry in the list of users."""
-
-    def unknown(uid: int) -> None:
-        raise KeyError(uid)
-
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", unknown)
-
-
-UNUSABLE = [no_such_home, home_is_a_file, cache_is_a_file, cache_is_a_dangling_link, user_without_a_home]
+UNUSABLE: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "no such home": lambda home, patch: patch.setenv("HOME", NO_HOME),
+    "home is a file": lambda home, patch: (home.rmdir(), home.touch()),
+    "cache is a file": lambda home, patch: ((home / ".cupy").mkdir(), (home / ".cupy" / "kernel_cache").touch()),
+    "cache is a dangling link": lambda home, patch: (home / ".cupy").symlink_to(NO_HOME),
+    # A container that runs under any number: no HOME, no entry in the list of users.
+    "user without a home": lambda home, patch: (patch.delenv("HOME"), patch.setattr("pwd.getpwuid", {}.__getitem__)),
+}
 
 
 @pytest.mark.parametrize("spoil", UNUSABLE)
 def test_without_a_usable_home_it_is_a_private_directory(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, pytest.MonkeyPatch], None]
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
-    spoil(home, monkeypatch)
+    UNUSABLE[spoil](home, monkeypatch)
     monkeypatch.chdir(tmp_path)
     umask = os.umask(0)
     try:
@@ -472,46 +451,27 @@ def test_threads_do_not_take_it_from_each_other(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", NO_HOME)
     found: list[str | None] = []
 
-    def enter() -> None:
+    def enter(_: int) -> None:
         with compilers.cache_directory():
             time.sleep(0.01)
             found.append(os.environ.get("CUPY_CACHE_DIR"))
 
-    threads = [threading.Thread(target=enter) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(enter, 8)
     assert found == [str(ours(tmp_path))] * 8
     assert "CUPY_CACHE_DIR" not in os.environ
 
 
-def link_to_a_directory_of_ours(path: Path) -> None:
-    (path.parent / "other").mkdir(mode=0o700)
-    path.symlink_to(path.parent / "other")
-
-
-def dangling_link(path: Path) -> None:
-    path.symlink_to(path.parent / "absent")
-
-
-def for_the_group(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o750)
-
-
-def for_everybody(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o1777)
-
-
-def readable_by_everybody(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o704)
-
-
-def plain_file(path: Path) -> None:
-    path.touch(mode=0o600)
+PREPARED: dict[str, Callable[[Path], object]] = {
+    "a link to a directory of ours": lambda path: (
+        (path.parent / "other").mkdir(mode=0o700),
+        path.symlink_to(path.parent / "other"),
+    ),
+    "a dangling link": lambda path: path.symlink_to(path.parent / "absent"),
+    "for the group": lambda path: (path.mkdir(), path.chmod(0o750)),
+    "for everybody": lambda path: (path.mkdir(), path.chmod(0o1777)),
+    "readable by everybody": lambda path: (path.mkdir(), path.chmod(0o704)),
+    "a plain file": lambda path: path.touch(mode=0o600),
+}
 
 
 @pytest.fixture
@@ -520,14 +480,11 @@ def only_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("home", "only_cupy")
-@pytest.mark.parametrize(
-    "prepare",
-    [link_to_a_directory_of_ours, dangling_link, for_the_group, for_everybody, readable_by_everybody, plain_file],
-)
+@pytest.mark.parametrize("prepared", PREPARED)
 def test_a_directory_that_others_could_have_prepared_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prepare: Callable[[Path], None], sources: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prepared: str, sources: Path
 ) -> None:
-    prepare(ours(tmp_path))
+    PREPARED[prepared](ours(tmp_path))
     monkeypatch.setenv("HOME", NO_HOME)
     for call in (
         lambda: compilers.private_directory("CUPY_CACHE_DIR"),
@@ -632,10 +589,8 @@ def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:
     ]
     try:
         for process in running:
-            assert process.stdout is not None
             process.stdout.readline()
         for process in running:  # all of them are ready
-            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended; what it said is below
                 process.stdin.write("go\n")
                 process.stdin.flush()

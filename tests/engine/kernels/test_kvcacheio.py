@@ -5,7 +5,6 @@ The same tests run without one on the kernel's arithmetic in slow Python; only c
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -23,10 +22,7 @@ from tests.support.kvcacheio_parts import OPERATIONS, Pool, Positions, Rig, Shap
 
 HEADS = {8: 8, 24: 3, 512: 4, 576: 9, 656: 2, 1024: 8, 1152: 8, 4104: 3}  # by the bytes of an item
 COUNTS = [1, 63, 64, 65, 67, 128, 129]
-GPU_ONLY = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+GPU_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 Places = list[tuple[str, str]]
 
@@ -89,13 +85,6 @@ def test_any_number_of_pages_with_any_number_of_warps(count: int, page: int, pla
             Rig(name, shape, places[0]).check(sources, targets, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_both_types_of_indices(name: str, dtype: torch.dtype, places: Places) -> None:
-    rig = Rig(name, Shape(item=256), places[0])
-    rig.check(*page_maps(6, 16, 3), dtype)
-
-
 @pytest.mark.parametrize("shifts", [(1, 0), (0, 1), (2, 2), (4, 8), (8, 4), (8, 8), (3, 3)], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_pools_at_any_address(name: str, shifts: tuple[int, int], places: Places) -> None:
@@ -140,7 +129,7 @@ def test_a_layout_dim_with_more_than_these_layers(name: str, slack: int, places:
     Rig(name, shape, places[0], layer=2).check(*page_maps(shape.tokens // 4, 4, 3))
 
 
-@pytest.mark.parametrize(("layers", "page", "heads"), [(1, 1, 1), (1, 5, 3), (61, 64, 1), (40, 7, 12), (33, 16, 24)])
+@pytest.mark.parametrize(("layers", "page", "heads"), [(1, 1, 1), (1, 5, 3), (61, 16, 1), (9, 7, 12)])
 def test_shapes_of_models(layers: int, page: int, heads: int, places: Places) -> None:
     shape = Shape(item=heads * 32, layers=layers, heads=heads, page=page, tokens=page * 3)
     for name in OPERATIONS:
@@ -154,24 +143,6 @@ def test_no_indices_are_no_work(name: str, places: Places) -> None:
     rig.check(nothing, nothing)
     if isinstance(kernels := kvcacheio_launch.kernels_of(torch.device("cuda", 0)), SlowKernels):
         assert kernels.launches == 0
-
-
-@pytest.mark.parametrize("layout", ["pf", "ph"])
-def test_there_and_back(layout: str, places: Places) -> None:
-    """All layers to the host at other tokens, and back layer by layer."""
-    shape = Shape(item=576, layers=4, heads=6, page=16, tokens=160)
-    device, host = (places[0][0], places[1][0]) if len(places) > 1 else ("cpu", "cpu")
-    down = Rig(f"transfer_kv_all_layer_lf_{layout}", shape, (device, host))
-    tokens, slots = page_maps(10, 16, 7)
-    down.check(tokens, slots)
-    up = Rig(f"transfer_kv_per_layer_{layout}_lf", shape, (host, device))
-    up.src = down.dst
-    for layer in range(shape.layers):
-        up.layer = layer
-        up.check(slots, tokens)
-    for back, gone in zip(up.dst, down.src, strict=True):
-        where = gone.positions()[tokens].ravel()
-        assert np.array_equal(back.bytes()[where], gone.bytes()[where])
 
 
 def test_pools_of_any_type_and_shape(places: Places) -> None:
@@ -543,20 +514,3 @@ class TestOnAGpu:
             with torch.cuda.stream(stream):
                 kvcacheio.transfer_kv_per_layer_mla(**arguments)
         assert kvcacheio.skipped("cuda") - before == 3000
-
-
-def test_a_shape_has_whole_pages() -> None:
-    """Of these tests: what they compare is what they mean."""
-    shape = Shape(item=24, layers=2, heads=3, page=4, tokens=8, slack=6)
-    for layout in ("lf", "pf", "ph"):
-        pool = Pool(layout, shape, "cpu", 1)
-        where = pool.positions()
-        assert where.shape == (8, 2, 24)
-        assert len(np.unique(where)) == where.size
-        assert where.min() >= pool.start
-        assert where.max() < pool.start + pool.nbytes
-    page_head = Pool("ph", shape, "cpu", 1)
-    data = page_head.tensor.view(2, 3, 4, 18)  # pages, heads, tokens, layers x 8 bytes and slack
-    row = page_head.bytes()[page_head.positions()[6, 1]]
-    assert np.array_equal(row, data[1, :, 2, 8:16].reshape(-1).numpy())
-    assert dataclasses.replace(shape, slack=0).dim == 48

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +20,8 @@ from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, SMALL, WAIT, Host, drop_from, prompt, quiet, settle, until
+from tests.support.helpers import MHA, SMALL, WAIT, Host, OpenHost, drop_from, prompt, settle, until
 
-OpenHost = Callable[..., Host]
 EVEN = MHA | {"layers": 6, "head_dim": 72}
 FAULTY = "tests.support.faulty:FaultyTransport"
 PAGES = 4
@@ -34,18 +33,14 @@ class InjectedError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def _small_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = GroupSizes(least=4096, first=1)
     monkeypatch.setattr(load_run, "copy_groups", lambda layout, pages: read_groups(layout, pages, sizes))
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 def stored(host: Host, seed: int) -> list[int]:
     tokens = prompt(seed, PAGES)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     return tokens
 
 
@@ -198,8 +193,7 @@ def between(host: Host, monkeypatch: pytest.MonkeyPatch, do: Callable[[LoadPlan]
 
 
 @pytest.mark.parametrize(
-    ("pages", "page_bytes", "part"),
-    [(32, 8 << 20, None), (33, 8 << 20, 16), (512, 1 << 18, None), (513, 1 << 18, 256)],
+    ("pages", "page_bytes", "part"), [(32, 8 << 20, None), (33, 8 << 20, 16), (512, 1 << 18, None), (513, 1 << 18, 256)]
 )
 def test_which_loads_are_planned_in_parts(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, pages: int, page_bytes: int, part: int | None
@@ -339,7 +333,6 @@ def test_a_part_whose_checksums_are_to_be_read_is_left_to_a_thread(
     tokens = stored(host, 1)
     drop_from(host.engine, "cpu")
     ssd, threads = host.engine.manager.ssd, list[str]()
-    assert ssd is not None
     checksums = ssd.checksums
 
     def note(entries: Any) -> Any:

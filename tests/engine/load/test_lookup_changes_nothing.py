@@ -14,7 +14,7 @@ import pytest
 
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN
-from tests.support.helpers import WAIT, Host, make_config, prompt, quiet, settle
+from tests.support.helpers import WAIT, Host, OpenHost, make_config, prompt, quiet, settle
 
 POLICIES = ("write_through", "write_through_selective", "write_back", "never")
 ADMISSIONS = ("all", "second_offer", "tinylfu")
@@ -32,10 +32,7 @@ def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     def opened(policy: str, admission: str, **options: Any) -> Host:
         store = {"write_policy": policy, "admission": admission}
         config = make_config(
-            tmp_path / "cache",
-            transport="tests.support.faulty:FaultyTransport",
-            store=store,
-            **options,
+            tmp_path / "cache", transport="tests.support.faulty:FaultyTransport", store=store, **options
         )
         hosts.append(Host(config, 128))
         return hosts[-1]
@@ -66,13 +63,12 @@ def state(host: Host) -> dict[str, Any]:
 @pytest.mark.parametrize(("policy", "admission"), list(itertools.product(POLICIES, ADMISSIONS)))
 @pytest.mark.parametrize("ssd", [4, 12])  # pages: full, and with room
 def test_a_lookup_starts_no_write_and_takes_no_lease(
-    open_host: Callable[..., Host], policy: str, admission: str, ssd: int
+    open_host: OpenHost, policy: str, admission: str, ssd: int
 ) -> None:
     host = open_host(policy, admission, cpu=8, ssd=ssd)
     prompts = [prompt(seed, 3) for seed in range(3)]
     for tokens in prompts:
-        host.store(tokens).result(WAIT)
-        quiet(host.engine)
+        host.keep(tokens).result(WAIT)
     before = state(host)
     assert before["leases"] == []
     found = [host.engine.lookup(tokens).tokens for tokens in prompts]
@@ -103,7 +99,7 @@ def then_flush(host: Host, earned: list[int], other: list[int]) -> None:
 @pytest.mark.parametrize("then", [then_load, then_load_something_else, then_store, then_flush])
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_hits_earn_their_write_with_the_next_load_or_store(
-    open_host: Callable[..., Host], admission: str, then: Callable[[Host, list[int], list[int]], None]
+    open_host: OpenHost, admission: str, then: Callable[[Host, list[int], list[int]], None]
 ) -> None:
     host = open_host("write_through_selective", admission, cpu=8, ssd=12)
     earned, other = prompt(1, 3), prompt(2, 2)
@@ -129,12 +125,11 @@ def test_hits_earn_their_write_with_the_next_load_or_store(
     assert index["pages"] == written()
 
 
-def test_what_was_refused_is_offered_again_after_a_hit(open_host: Callable[..., Host]) -> None:
+def test_what_was_refused_is_offered_again_after_a_hit(open_host: OpenHost) -> None:
     """`write_through` behind an admission: a hit makes it worth another offer, which the next load makes."""
     host = open_host("write_through", "second_offer", cpu=8, ssd=12)
     tokens = prompt(1, 3)
-    host.store(tokens).result(WAIT)
-    quiet(host.engine)
+    host.keep(tokens).result(WAIT)
     assert written() == 0
     host.engine.lookup(tokens)
     quiet(host.engine)
@@ -145,13 +140,12 @@ def test_what_was_refused_is_offered_again_after_a_hit(open_host: Callable[..., 
     assert host.engine.stats()["tiers"]["ssd"]["pages"] == 3
 
 
-def test_what_was_noted_and_is_gone_earns_nothing(open_host: Callable[..., Host]) -> None:
+def test_what_was_noted_and_is_gone_earns_nothing(open_host: OpenHost) -> None:
     host = open_host("write_through_selective", "all", cpu=2, ssd=12)
     tokens = prompt(1, 2)
     host.store(tokens).result(WAIT)
     for _ in range(HITS):
         host.engine.lookup(tokens)
     assert host.engine.clear()["cpu"] == 2
-    host.store(prompt(2, 2)).result(WAIT)
-    quiet(host.engine)
+    host.keep(prompt(2, 2)).result(WAIT)
     assert written() == 0

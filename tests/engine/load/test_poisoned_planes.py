@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,20 @@ from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, MLA, WAIT, Bytes, Host, drop_from, prompt, quiet, read_page, settle, write_page
+from tests.support.helpers import (
+    MHA,
+    MLA,
+    WAIT,
+    Bytes,
+    Host,
+    OpenHost,
+    drop_from,
+    prompt,
+    read_page,
+    settle,
+    write_page,
+)
 
-OpenHost = Callable[..., Host]
 LOADED = PageStatus.LOADED
 PAGES = 5
 LATE = 0.003  # seconds, at most, at each point
@@ -123,9 +134,7 @@ def spoil(host: Host, tokens: list[int], page: int, place: str, draw: random.Ran
     key = host.engine.pages(tokens)[page].key
     if place == "cpu":
         cpu = host.engine.manager.cpu
-        assert cpu is not None
         entry = cpu.index.get(key)
-        assert entry is not None
         cpu.extents.memory(entry.slot)[draw.randrange(host.layout.page_bytes)] ^= 1 << draw.randrange(8)
         return PageStatus.CHECKSUM
     slot, extent = host.engine.manager.tiers["ssd"].index.slot(key), host.layout.extent_bytes
@@ -136,8 +145,7 @@ def spoil(host: Host, tokens: list[int], page: int, place: str, draw: random.Ran
 
 def begin_again(host: Host, tokens: list[int], resident: int) -> None:
     host.engine.clear()  # with what was bad
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     if host.engine.manager.cpu is not None:
         drop_from(host.engine, "cpu")
     if resident:

@@ -17,7 +17,7 @@ from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.planes import PagedPlanes
-from tests.support.helpers import MHA, Host, layout_of, prompt, quiet
+from tests.support.helpers import MHA, Host, layout_of, prompt
 
 LAYOUT = layout_of(MHA)
 SLOTS = 8
@@ -97,8 +97,7 @@ def test_what_an_engine_moves_is_recorded_and_played_back(open_host: Any, monkey
 
     monkeypatch.setattr(executor, "begin", recorded)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     host.load(tokens)
     moves = [pickle.loads(data) for data in record]
     assert [(m.priority, len(m)) for m in moves] == [(Priority.STORE, 3), (Priority.DEMOTION, 3), (Priority.LOAD, 3)]

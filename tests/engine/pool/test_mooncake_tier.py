@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,9 +26,8 @@ from gdscache.prefetch.queue import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
 from gdscache.tiers.mooncake import MooncakeTier
 from tests.support.fake_pool import EXTENT, POOLS, FakePool, pool_entry
-from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
+from tests.support.helpers import WAIT, Host, OpenHost, drop_from, make_config, prompt, quiet, settle, until
 
-OpenHost = Callable[..., Host]
 PAGES = 4
 _ports = itertools.count(1)
 
@@ -73,8 +72,7 @@ def ready(host: Host) -> None:
 
 def stored(host: Host, seed: int = 1, pages: int = PAGES, salt: str = "") -> list[int]:
     tokens = prompt(seed, pages)
-    host.store(tokens, salt=salt)
-    quiet(host.engine)
+    host.keep(tokens, salt=salt)
     return tokens
 
 
@@ -126,8 +124,7 @@ def test_pages_of_the_ssd_and_of_the_pool_are_one_prefix(open_host: OpenHost, ma
     other = shared(open_host, master, ssd=32, path=tmp_path / "other")
     host = shared(open_host, master, ssd=32, path=tmp_path / "mine")
     tokens = stored(other, pages=6)
-    host.store(tokens[:12])
-    quiet(host.engine)
+    host.keep(tokens[:12])
     drop_from(host.engine, "cpu", "mooncake")
     assert host.engine.lookup(tokens).tiers == ("ssd",) * 3
     found = host.engine.prefetch(tokens)
@@ -476,8 +473,7 @@ def hashes_of(seed: int, pages: int) -> list[bytes]:
 def pair(open_host: OpenHost, host: Host, master: str) -> tuple[Host, list[bytes]]:
     """An engine that has nothing, and the hashes of pages that another one has put."""
     hashes = hashes_of(1, PAGES)
-    host.store(PageHashes(hashes))
-    quiet(host.engine)
+    host.keep(PageHashes(hashes))
     return shared(open_host, master), hashes
 
 

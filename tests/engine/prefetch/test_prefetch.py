@@ -7,7 +7,6 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,40 +23,25 @@ from tests.support.helpers import (
     SMALL,
     WAIT,
     Host,
+    OpenEngine,
+    OpenHost,
     drop_from,
     make_config,
     prompt,
-    quiet,
     run,
     settle,
+    stored,
+    together,
     tokens_of,
     until,
 )
 
-Open = Callable[..., CacheEngine]
-OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 EXTENT = 8192
 PAGEWISE = dataclasses.replace(SMALL, prefetch_bytes=EXTENT)  # chunks of one page
 
 
-@pytest.fixture(autouse=True)
-def healthy() -> Iterator[None]:
-    PLAN.reset()
-    yield
-    PLAN.reset()
-
-
 # -- an engine whose disk is slow --------------------------------------------------------------------------------------
-
-
-def stored(host: Host, seed: int, pages: int) -> list[int]:
-    """A prompt that is on the SSD, and in no faster tier."""
-    tokens = prompt(seed, pages)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    return tokens
 
 
 def slow_host(open_host: OpenHost, **options: Any) -> Host:
@@ -182,7 +166,7 @@ def test_it_starts_where_it_is_told_to(open_host: OpenHost) -> None:
     assert host.engine.lookup(tokens).tiers == ("ssd",) * 3 + ("cpu",) * 3
 
 
-def test_pages_of_the_gpu_pool_are_not_read(open_engine: Open) -> None:
+def test_pages_of_the_gpu_pool_are_not_read(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
     tokens = prompt(1, 5, extra=1)
     run(engine, tokens)
@@ -198,7 +182,7 @@ def test_pages_of_the_gpu_pool_are_not_read(open_engine: Open) -> None:
     assert len(PLAN.moved[Op.READ]) == 5, "what was prefetched is read again"
 
 
-def test_a_page_of_the_gpu_pool_between_others_is_not_read(open_engine: Open) -> None:
+def test_a_page_of_the_gpu_pool_between_others_is_not_read(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
     tokens = prompt(1, 5)
     run(engine, tokens)
@@ -481,8 +465,7 @@ def test_it_does_not_push_out_what_comes_before_it(open_host: OpenHost) -> None:
     tokens = stored(host, 1, 8)
     host.load(tokens[:8])
     other = prompt(2, 2)
-    host.store(other)
-    quiet(host.engine)
+    host.keep(other)
     report = host.engine.prefetch(tokens, start=4).result(WAIT)
     assert report.pages == {"present": 1, "loaded": 2, "left": 4}
     assert report.end is PrefetchEnd.NO_ROOM
@@ -653,8 +636,7 @@ def test_the_threads_are_there_before_there_is_something_to_do(open_host: OpenHo
 def test_without_both_tiers_there_is_nothing_to_bring(open_host: OpenHost, cpu: int | None, ssd: int | None) -> None:
     host = open_host(cpu=cpu, ssd=ssd)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert ended(host.engine.prefetch(tokens)) == (3 if cpu else 0, "complete")
     assert threads() == []
 
@@ -670,7 +652,7 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
         blocks=128,
         limits=EngineLimits(prefetch_bytes=2 * EXTENT, prefetch_share=0.4, ssd_reserve=0),
     )
-    engine, failures, end = host.engine, [], time.monotonic() + seconds
+    engine, end = host.engine, time.monotonic() + seconds
     prompts = [prompt(seed, 6) for seed in range(5)]
     limit = prefetch_stats(engine)["quota_pages"]
     assert limit == 4
@@ -678,42 +660,33 @@ def test_many_threads_prefetch_load_cancel_and_clear(open_host: OpenHost, transp
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        try:
-            while time.monotonic() < end and not failures:
-                tokens, action = rng.choice(prompts), rng.random()
-                if action < 0.35:
-                    with engine.prefetch(tokens, start=4 * rng.randrange(3)) as prefetch:
-                        if rng.random() < 0.5:
-                            report = prefetch.result(WAIT)
-                            assert report.end in PrefetchEnd
-                        elif rng.random() < 0.5:
-                            prefetch.wait()
-                elif action < 0.6:
-                    hit = engine.lookup(tokens)
-                    engine.load(hit, blocks[number][: len(hit.pages)]).result(WAIT)
-                elif action < 0.9:
-                    engine.store(tokens, blocks[number]).release_event.synchronize(WAIT)
-                elif action < 0.93:
-                    engine.clear()
-                elif action < 0.96:
-                    drop_from(engine, "cpu")
-                else:
-                    assert prefetch_stats(engine)["held_pages"] <= limit
-        except BaseException as error:  # noqa: BLE001 - handed to the main thread
-            failures.append(error)
+        while time.monotonic() < end:
+            tokens, action = rng.choice(prompts), rng.random()
+            if action < 0.35:
+                with engine.prefetch(tokens, start=4 * rng.randrange(3)) as prefetch:
+                    if rng.random() < 0.5:
+                        report = prefetch.result(WAIT)
+                        assert report.end in PrefetchEnd
+                    elif rng.random() < 0.5:
+                        prefetch.wait()
+            elif action < 0.6:
+                hit = engine.lookup(tokens)
+                engine.load(hit, blocks[number][: len(hit.pages)]).result(WAIT)
+            elif action < 0.9:
+                engine.store(tokens, blocks[number]).release_event.synchronize(WAIT)
+            elif action < 0.93:
+                engine.clear()
+            elif action < 0.96:
+                drop_from(engine, "cpu")
+            else:
+                assert prefetch_stats(engine)["held_pages"] <= limit
 
     with (
         PLAN.rule(Op.READ, Fault.DELAY, rate=0.2, seconds=0.003),
         PLAN.rule(Op.READ, Fault.EIO, rate=0.02),
         PLAN.rule(Op.READ, Fault.FLIP, rate=0.02),
     ):
-        workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(3 * WAIT)
-    if failures:
-        raise failures[0]
+        together(work, 4)
     until(lambda: prefetch_stats(engine)["under_way"] == 0, "prefetches end")
     settle(engine)
     stats = prefetch_stats(engine)

@@ -9,7 +9,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gdscache import CacheEngine, Hit, PageHashes, Prefetch
-from gdscache.errors import (
-    EngineClosedError,
-    InvalidValueError,
-    SequenceStateError,
-    SlotCountError,
-    TokensError,
-)
+from gdscache.errors import EngineClosedError, InvalidValueError, SequenceStateError, SlotCountError, TokensError
 from gdscache.index.table import PageState
 from gdscache.moves import Move
 from gdscache.pages.keys import Page
@@ -40,6 +34,7 @@ from tests.support.helpers import (
     SMALL,
     WAIT,
     Host,
+    OpenHost,
     drop_from,
     expected,
     make_config,
@@ -47,35 +42,19 @@ from tests.support.helpers import (
     quiet,
     read_page,
     settle,
+    stored,
     until,
 )
 
-OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 EXTENT = 8192
 PAGEWISE = dataclasses.replace(SMALL, prefetch_bytes=EXTENT)  # chunks of one page
-
-
-@pytest.fixture(autouse=True)
-def healthy() -> Iterator[None]:
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 def host_of(open_host: OpenHost, **options: Any) -> Host:
     """Chunks of one page; 24 pages of memory, of which pins have 12."""
     options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
     return open_host(**options)
-
-
-def stored(host: Host, seed: int, pages: int) -> list[int]:
-    """A prompt that is on the SSD, and in no faster tier."""
-    tokens = prompt(seed, pages)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
-    return tokens
 
 
 def press(host: Host) -> None:
@@ -107,8 +86,7 @@ def test_what_was_brought_stays_and_is_loaded_from_memory(open_host: OpenHost, d
     tokens: Any = prompt(1, 6, extra=1)
     if face == "hashes":
         tokens = PageHashes([n.to_bytes(32, "big") for n in range(6)], 25)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     press(host)
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     assert prefetch.result(WAIT).end.value == "complete"
@@ -264,21 +242,6 @@ def test_who_asks_first_has_room_and_nobody_waits(open_host: OpenHost) -> None:
     assert pinned(host) == (0, 0)
 
 
-def test_a_common_prefix_takes_room_once(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 10)
-    many = [host.engine.prefetch(tokens, pin=60.0) for _ in range(5)]
-    assert {p.result(WAIT).end.value for p in many} == {"complete"}
-    assert {p.verified for p in many} == {40}
-    assert pinned(host) == (10, 0)
-    for prefetch in many[:-1]:
-        prefetch.release()
-    press(host)
-    assert load(host, many[-1].hit()) == 40
-    many[-1].release()
-    assert pinned(host) == (0, 0)
-
-
 def test_pins_of_callers_and_of_prefetches_share_the_room(open_host: OpenHost) -> None:
     host = host_of(open_host)
     one, two = stored(host, 1, 8), stored(host, 2, 8)
@@ -407,8 +370,7 @@ def test_a_page_that_was_invalidated_is_not_loaded(open_host: OpenHost, how: str
     assert (prefetch.verified, prefetch.hit().tokens) == (0, 0)
     assert load(host, hit) == 0
     host.data = lambda key: expected(host.layout, key[::-1])  # other weights
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert prefetch.verified == 0, "it does not own what was stored since"
     assert load(host, hit) == 16, "the pages of today"
     prefetch.release()
@@ -430,8 +392,7 @@ def test_what_is_released_at_once_is_loaded_to_its_end(open_host: OpenHost) -> N
         assert begun.tokens == 32
         host.finish(begun, blocks, [page.key for page in hit.pages])
         if not host.engine.lookup(tokens).tokens:
-            host.store(tokens)
-            quiet(host.engine)
+            host.keep(tokens)
 
 
 def test_many_requests_are_one_load(open_host: OpenHost) -> None:
@@ -478,8 +439,7 @@ def test_a_hit_begins_where_it_is_told_to(open_host: OpenHost) -> None:
 def test_a_prefetch_of_a_hit_brings_its_pages_and_no_more(open_host: OpenHost) -> None:
     host = host_of(open_host)
     tokens = prompt(1, 8)
-    host.store(tokens, salt="x")
-    quiet(host.engine)
+    host.keep(tokens, salt="x")
     press(host)
     found = host.engine.lookup(tokens, start=8, salt="x")
     some = dataclasses.replace(found, pages=found.pages[:3])
@@ -526,8 +486,7 @@ def test_without_pins_there_is_no_such_hit(open_host: OpenHost) -> None:
 def test_without_an_ssd_it_holds_what_is_there(open_host: OpenHost) -> None:
     host = open_host(ssd=None, cpu=24)
     tokens = prompt(1, 5)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     with host.engine.prefetch(tokens, pin=60.0) as prefetch:
         assert (prefetch.done(), prefetch.result().end.value, prefetch.verified) == (True, "complete", 20)
         press(host)
@@ -741,37 +700,6 @@ class ClaimsMachine(RuleBasedStateMachine):
 TestClaims = ClaimsMachine.TestCase
 # A few steps tell little here, and cost little.
 TestClaims.settings = settings(max_examples=max(120, settings.default.max_examples), stateful_step_count=50)
-
-
-def test_room_of_a_page_that_others_expect_is_theirs_when_it_is_let_go() -> None:
-    manager = bare_manager(SLOTS, Clock())
-    pins, index, page = manager.pins, manager.cpu_index, page_of(0)
-    with manager.lock:
-        one, two = (pins.claim([page], 60.0, 1) for _ in range(2))
-        assert pins.describe() == {"pinned_pages": 0, "promised_pages": 1, "pin_quota_pages": 6}
-        [slot] = index.allocate(1) or []
-        index.insert(page, slot, PageState.VERIFIED)
-        pins.fill(one, [0])
-        assert pins.describe()["promised_pages"] == 0
-        pins.end(one)
-        assert pins.describe() == {"pinned_pages": 0, "promised_pages": 1, "pin_quota_pages": 6}
-        pins.fill(two, [0])
-        assert (pins.describe()["pinned_pages"], two.good) == (1, 1)
-        pins.end(two)
-        assert pins.describe() == {"pinned_pages": 0, "promised_pages": 0, "pin_quota_pages": 6}
-
-
-def test_a_page_that_was_dropped_while_it_was_held_has_no_room_for_what_comes_in_its_place() -> None:
-    manager = bare_manager(SLOTS, Clock())
-    pins, index, page = manager.pins, manager.cpu_index, page_of(0)
-    with manager.lock:
-        claim = pins.claim([page], 60.0, 1)
-        for _ in range(2):
-            entry = index.insert(page, index.take_free(1)[0], PageState.VERIFIED)
-            pins.fill(claim, [0])
-            index.drop(entry)
-            pins.claim([page_of(number) for number in range(1, 6)], 60.0, 1)
-        assert pins.describe() == {"pinned_pages": 1, "promised_pages": 5, "pin_quota_pages": 6}
 
 
 # -- an engine, against what it says ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,25 +12,16 @@ from gdscache.gate.fit import ENOUGH
 from gdscache.prefetch import trial
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import Host, prompt, quiet
+from tests.support.helpers import Host, OpenHost, prompt, quiet
 
-OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
-
-
-@pytest.fixture(autouse=True)
-def no_rules() -> Iterator[None]:
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 def left(open_host: OpenHost, slab: Path) -> list[int]:
     """A directory with eight pages, of which nobody knows what loads from it take."""
     host = open_host(transport=FAULTY, cpu=16, ssd=32)
     tokens = prompt(1, 8)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     host.engine.close()
     (slab / COSTS_NAME).unlink(missing_ok=True)
     return tokens

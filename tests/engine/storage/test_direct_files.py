@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.errors import (
-    IOFailedError,
-    TransportUnavailableError,
-)
+from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import files
 from gdscache.storage.base import Switch
 from gdscache.storage.files import probe_direct_io

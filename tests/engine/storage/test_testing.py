@@ -27,7 +27,7 @@ from gdscache.storage.base import memory_of, part
 from gdscache.storage.calls import begin
 from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 from tests.support.helpers import MHA as MODEL
-from tests.support.helpers import drop_from, layout_of, prompt, quiet, until
+from tests.support.helpers import layout_of, prompt, until
 from tests.support.places import ROOT
 from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import SECTOR
@@ -504,9 +504,7 @@ def opened(directory: Path, name: str) -> Transport:
 def test_a_config_names_it_and_the_engine_meets_the_faults(slab: Path, open_host: Callable[..., Any]) -> None:
     host = open_host(transport=f"{__name__}:Configured", cpu=8)
     tokens = prompt(1, 5)
-    host.store(tokens)
-    quiet(host.engine)
-    drop_from(host.engine, "cpu")
+    host.keep_on_ssd(tokens)
     part = ExtentPart.layer(host.layout, 1)
     with PLAN.rule(Fault.FLIP, Op.READ, part=part, skip=2, times=1):
         report = host.load(tokens)
@@ -525,8 +523,7 @@ def test_a_plan_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ope
     monkeypatch.setenv("GDSCACHE_FAULTS", str(path))
     host = open_host(transport="gdscache.testing.faults:FaultyTransport", cpu=None)
     tokens = prompt(1, 4)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert sorted(s.value for s in host.load(tokens).pages).count(PageStatus.CHECKSUM.value) == 1
     shown = host.engine.stats()["tiers"]["ssd"]["transport"]
     assert shown["inner"] == "posix"

@@ -12,10 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gdscache.errors import (
-    IOFailedError,
-    TransportUnavailableError,
-)
+from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Transport, open_transport, probe, trial
 from gdscache.storage.cufile import CufileTransport
 from gdscache.storage.files import DirectFiles, mount_of

@@ -15,13 +15,7 @@ import pytest
 import torch
 
 from gdscache.arrays import address, integers
-from gdscache.errors import (
-    DeadlineError,
-    EngineClosedError,
-    IOFailedError,
-    NativeCallError,
-    TransportUnavailableError,
-)
+from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, NativeCallError, TransportUnavailableError
 from gdscache.native import Disk
 from gdscache.storage import Transport, cufile
 from gdscache.storage.base import DeviceMemory
@@ -242,7 +236,6 @@ def test_a_loop_in_cpp_of_the_same_calls(path: Path) -> None:
     with fake_cufile.opened(1) as transport:
         file = transport.open(path)
         transport.register(gpu)  # type: ignore[arg-type]
-        assert transport.cufile is not None
         given = gpu.data_ptr(), gpu.nbytes, 3 * SECTOR, 2
         assert transport.cufile.run_bare(file, *given, write=False) > 0
         assert bytes(gpu.host) == path.read_bytes()

@@ -9,7 +9,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from gdscache.errors import (
 )
 from gdscache.storage import native
 from gdscache.storage.native import NativeTransport
-from tests.support.helpers import WAIT, Host, prompt, until
+from tests.support.helpers import WAIT, OpenHost, prompt, until
 from tests.support.native_parts import has_ring
 from tests.support.places import ROOT
 from tests.support.transport_parts import opened, random_bytes
@@ -117,9 +116,7 @@ def test_a_closed_transport_flushes_nothing(name: str, slab: Path) -> None:
 
 
 @pytest.mark.parametrize("cpu", [None, 8])
-def test_pages_survive_a_loss_of_power_with_it(
-    name: str, open_host: Callable[..., Host], tmp_path: Path, cpu: int | None
-) -> None:
+def test_pages_survive_a_loss_of_power_with_it(name: str, open_host: OpenHost, tmp_path: Path, cpu: int | None) -> None:
     host = open_host(tmp_path / "cache", cpu=cpu, transport=name, ssd_options={"durability": "power"})
     report = host.store(prompt(1, 4)).result(WAIT)
     assert not report.dropped

@@ -156,11 +156,6 @@ class TestNixlGdsMt(TransportSuite):
 # The wrapper that makes others fail is a transport, too: as long as no fault changes bytes, nobody sees a difference.
 
 
-class TestFaultyWithoutFaults(TransportSuite):
-    def make_transport(self, threads: int) -> Transport:
-        return FaultyTransport(threads, "off", plan=FaultPlan())
-
-
 class TestFaultyThatDelays(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
         plan = FaultPlan(FaultRule(Fault.DELAY, rate=0.1, seconds=0.002), trace=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,11 +18,10 @@ from gdscache.storage.base import Op
 from gdscache.store import plan
 from gdscache.store.parcel import Parcel, StoreJob
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import SMALL, WAIT, Host, prompt, quiet, settle, until
+from tests.support.helpers import SMALL, WAIT, Host, OpenHost, prompt, quiet, settle, until
 from tests.support.replays import PAGE, make, run, work_of
 from tests.support.write_parts import dirty, on, written
 
-OpenHost = Callable[..., Host]
 PAGES = 5  # of each prompt
 PROMPTS = [[Page(b"%d.%d" % (p, i), b"%d.%d" % (p, i - 1) if i else b"", b"") for i in range(PAGES)] for p in range(4)]
 
@@ -86,9 +85,9 @@ class Bounds:
             self.to_ssd.append(page)
             self.lately = [key for key in self.lately if key != page.key]
 
-    def write(self) -> None:
-        if self.to_ssd:
-            self.ssd.append(self.to_ssd.pop(0))
+    def write(self, pages: int) -> None:
+        self.ssd += self.to_ssd[:pages]
+        del self.to_ssd[:pages]
 
 
 class Driven:
@@ -100,7 +99,7 @@ class Driven:
         self.planner, self.manager = self.tiers.planner, self.tiers.manager
         self.ledger, self.out = Ledger(), deque[Parcel]()
         self.jobs: deque[tuple[StoreJob, int]] = deque()
-        self.tiers.storer.offer_earned = lambda: self.out.extend(self.planner.earned())  # type: ignore[method-assign]
+        self.tiers.loads._due = [lambda: self.out.extend(self.planner.earned())]
 
     def accept(self, pages: Sequence[Page]) -> None:
         self.ledger.offered += len(pages)
@@ -123,10 +122,14 @@ class Driven:
             self.jobs.appendleft((job, i + 1))
         return i == 0
 
-    def write(self) -> None:
-        if self.out:
-            self.tiers.storer._forwarder.send([self.out.popleft()])
-            self.tiers.clock.run()
+    def write(self) -> int:
+        """What goes out together; how many pages."""
+        if not self.out:
+            return 0
+        parcel = self.out.popleft()
+        self.tiers.storer._forwarder.send([parcel])
+        self.tiers.clock.run()
+        return len(parcel)
 
 
 _operations = st.lists(
@@ -177,17 +180,14 @@ def test_the_planner_keeps_both_bounds_and_is_its_model(limit: int, operations: 
                 if what == "place":
                     place()
                 else:
-                    real.write()
-                    model.write()
+                    model.write(real.write())
         agree()
     while model.coming:
         place()
     while real.out:
-        real.write()
-        model.write()
+        model.write(real.write())
     agree()
     ssd = real.tiers.ssd
-    assert ssd is not None
     assert {p.key for p in model.ssd} == {entry.key for entry in ssd.index}
     assert (real.planner.queued, real.ledger.finished, real.ledger.dropped["queue_full"]) == (
         0,
@@ -259,7 +259,6 @@ def test_dirty_pages_wait_for_room_while_the_cpu_tier_has_some() -> None:
     tiers, _ = run(work_of([1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]), config, MachineModel(ssd_write=PAGE / 10))
     assert (tiers.moved.demoted, tiers.moved.most_to_ssd) == (2, 2)
     assert tiers.manager.counts["refused", "queue_full"] == 0
-    assert tiers.cpu is not None
     assert tiers.cpu.index.dirty_pages == 4
 
 
@@ -294,9 +293,7 @@ def stored(host: Host, *prompts: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize(("queue", "first"), [(3, (3,)), (64, (3, 3))])
 def test_pages_are_found_in_the_cpu_tier_while_the_ssd_stalls(
-    policy_host: OpenHost,
-    queue: int,
-    first: Sequence[int],
+    policy_host: OpenHost, queue: int, first: Sequence[int]
 ) -> None:
     """By `store.queue`, or by half of the CPU tier, which is four pages."""
     host = policy_host("write_through", cpu=8, ssd=24, queue=queue)
@@ -391,11 +388,7 @@ def test_dirty_pages_do_not_fill_the_cpu_tier_while_the_ssd_stalls(policy_host: 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 @pytest.mark.parametrize("drain", [True, False])
-def test_what_is_reported_as_written_survives_a_close(
-    policy_host: OpenHost,
-    policy: str,
-    drain: bool,
-) -> None:
+def test_what_is_reported_as_written_survives_a_close(policy_host: OpenHost, policy: str, drain: bool) -> None:
     host = policy_host(policy, cpu=8, ssd=24, queue=3)
     handles = []
     with PLAN.rule(Op.WRITE, Fault.HANG):

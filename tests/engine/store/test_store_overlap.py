@@ -7,7 +7,6 @@ test_engine.py: here the copy out of the planes hangs, its checksums do, and pag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,18 +14,14 @@ import torch
 from gdscache.storage.base import Op
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, drop_from, prompt, quiet, settle, tokens_of, until
+from tests.support.helpers import WAIT, OpenHost, drop_from, prompt, settle, tokens_of, until
 
-OpenHost = Callable[..., Host]
 FAULTY = "tests.support.faulty:FaultyTransport"
 
 
 @pytest.fixture(autouse=True)
-def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.use(monkeypatch, staging=4 << 20)  # for planes of the host's, too; no kernel waits for room
-    PLAN.reset()
-    yield
-    PLAN.reset()
 
 
 @pytest.mark.parametrize("cpu", [None, 8])
@@ -34,8 +29,7 @@ def test_a_store_returns_while_the_copies_are_stalled(open_host: OpenHost, cpu: 
     """Stores, lookups and loads of the next request go on; the slots that were handed over stay the engine's."""
     host = open_host(cpu=cpu, ssd=24, bounce=16)
     before, later = prompt(1, 3), [prompt(n, 2) for n in range(2, 5)]
-    host.store(before)
-    quiet(host.engine)
+    host.keep(before)
     begun = fake_gpu.calls("cuLaunchKernel")
     with fake_gpu.held():
         stores = []

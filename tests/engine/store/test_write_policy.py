@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ from gdscache.config import Config
 from gdscache.errors import DeadlineError, InvalidValueError
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, make_config, prompt, quiet
+from tests.support.helpers import WAIT, Host, OpenHost, make_config, prompt, quiet
 from tests.support.write_parts import dirty, on, written
-
-OpenHost = Callable[..., Host]
 
 
 def stored(host: Host, tokens: list[int], start: int = 0) -> Any:
-    report = host.store(tokens, start).result(WAIT)
-    quiet(host.engine)
+    report = host.keep(tokens, start).result(WAIT)
     return report
 
 

@@ -27,7 +27,8 @@ from tests.support.helpers import (
     LONG,
     WAIT,
     Bytes,
-    Host,
+    OpenEngine,
+    OpenHost,
     drop_from,
     expected,
     fill,
@@ -41,8 +42,6 @@ from tests.support.helpers import (
 )
 
 SALTS = ("", "tenant")
-OpenEngine = Callable[..., CacheEngine]
-OpenHost = Callable[..., Host]
 
 KINDS = {"gpu": "planes", "cpu": "memory", "ssd": "files"}
 
@@ -62,7 +61,6 @@ def between_pieces(engine: CacheEngine, action: Callable[[], None], piece: int =
 
 def rows(engine: CacheEngine) -> set[bytes]:
     """Keys in the catalogue by now."""
-    assert engine.manager.ssd is not None
     return set(engine.manager.ssd._catalog.rows().values())
 
 
@@ -166,8 +164,7 @@ def test_others_get_the_lock_while_pages_are_dropped(open_host: OpenHost) -> Non
         host.store(prompt(seed, 8))
     quiet(host.engine)
     for clear in (host.engine.clear, lambda: host.engine.invalidate(host.engine.namespace())):
-        host.store(prompt(9, 8))
-        quiet(host.engine)
+        host.keep(prompt(9, 8))
         free: list[bool] = []
         with between_pieces(host.engine, lambda free=free: free.append(_could_lock(host.engine))):  # type: ignore[misc]
             clear()
@@ -215,14 +212,12 @@ def test_of_two_rows_of_a_key_recovery_takes_the_new_one(open_host: OpenHost, sl
     """The process dies between two pieces: the directory is copied while the old rows are still there."""
     host = open_host(ssd=40, cpu=6)
     tokens, copy = prompt(1, 6), slab.with_name("copy")
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     host.load(tokens)  # uses are written with the next commit: they must not make the old rows the newer ones
     changed = host.data = lambda key: expected(host.layout, key) ^ np.uint8(1)
 
     def meanwhile() -> None:
-        host.store(tokens)
-        quiet(host.engine)
+        host.keep(tokens)
         catalogue = host.engine.manager.ssd._catalog  # type: ignore[union-attr]
         assert catalogue.count() > 6, "no key has two rows: nothing is tested"
         copy.mkdir(mode=0o700)
@@ -258,8 +253,7 @@ def test_an_interrupted_clear_ends_the_engine_and_keeps_no_slot(open_host: OpenH
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    host.store(prompt(1, 8))
-    quiet(host.engine)
+    host.keep(prompt(1, 8))
     with between_pieces(host.engine, interrupt), pytest.raises(KeyboardInterrupt):
         host.engine.clear()
     with pytest.raises(EngineClosedError):
@@ -344,8 +338,7 @@ def test_a_store_meanwhile_is_dropped_in_this_namespace_only(open_host: OpenHost
 def test_pages_of_other_namespaces_stay_at_rest(open_host: OpenHost) -> None:
     """Only pages at rest go back to their compact form: a clear must not take the others out of it for good."""
     host = open_host(ssd=40, cpu=10)
-    host.store(prompt(1, 4))
-    quiet(host.engine)
+    host.keep(prompt(1, 4))
     host.engine.invalidate(host.engine.namespace("tenant"))
     assert all(not tier.index._entries for tier in host.engine.manager.tiers.values())
 
@@ -406,8 +399,7 @@ def test_a_page_whose_commit_is_under_way_is_gone_when_clear_returns(open_host: 
 def test_a_clear_may_overlap_the_close(open_host: OpenHost, slab: Path) -> None:
     """The close waits until all that was dropped is known to the SSD tier: no page is back after a restart."""
     host = open_host(ssd=40)
-    host.store(prompt(1, 8))
-    quiet(host.engine)
+    host.keep(prompt(1, 8))
     with ThreadPoolExecutor(1) as pool:
         closing: list[Any] = []
 
@@ -511,10 +503,8 @@ def test_a_slot_that_comes_back_before_or_while_its_row_is_deleted_is_free_when_
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     host = open_host(cpu=None)
-    host.store(prompt(1, 3))
-    quiet(host.engine)
+    host.keep(prompt(1, 3))
     ssd, manager = host.engine.manager.ssd, host.engine.manager
-    assert ssd is not None
     entries = [entry for page in host.engine.pages(prompt(1, 3)) if (entry := ssd.index.get(page.key))]
     commit, free = ssd._catalog.commit, list[int]()
 

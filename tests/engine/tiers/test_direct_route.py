@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from tests.support.helpers import (
     EXTRA,
     MHA,
     MLA,
-    Host,
+    OpenEngine,
+    OpenHost,
     drop_from,
     flip_file,
     prompt,
@@ -30,7 +31,6 @@ from tests.support.helpers import (
     until,
 )
 
-OpenHost = Callable[..., Host]
 DIRECT: dict[str, Any] = {"cpu": None, "ssd": 24, "bounce": 16, "transport": "cufile"}
 ALWAYS = 1 << 20  # times
 SOON = 0.5  # seconds of a deadline that is to pass
@@ -51,7 +51,6 @@ def _well(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 def place(engine: CacheEngine, tokens: list[int], page: int) -> int:
     """Where in the slab a page lies."""
     slot = engine.manager.tiers["ssd"].index.slot(engine.pages(tokens)[page].key)
-    assert slot is not None
     return int(slot * engine.layout.extent_bytes)
 
 
@@ -66,8 +65,7 @@ def test_pages_go_straight_to_the_ssd_and_back(
     assert "gdscache-io" not in {thread.name for thread in threading.enumerate()}, "Python has a part in the I/O"
     tokens = prompt(1, 5)
     before = fake_cufile.moves()
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     written = fake_cufile.moves()
     assert before < written
     for _ in range(2):
@@ -80,8 +78,7 @@ def test_neighbours_are_one_call(open_host: OpenHost) -> None:
     """Pages that lie side by side in the file and in the reserve."""
     host = open_host(**DIRECT)
     tokens = prompt(1, 4)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     before = fake_cufile.moves()
     assert host.load(tokens).tokens == 16
     assert fake_cufile.moves() - before < 4
@@ -92,8 +89,7 @@ def test_pages_come_from_the_cpu_tier_and_from_the_ssd(open_host: OpenHost) -> N
     host = open_host(**DIRECT | {"cpu": 12})
     first, second = prompt(1, 4), prompt(2, 4)
     host.store(first)
-    host.store(second)
-    quiet(host.engine)
+    host.keep(second)
     assert host.load(first).tokens == 16
     drop_from(host.engine, "cpu")
     before = fake_cufile.moves()
@@ -108,16 +104,14 @@ def test_pages_come_from_the_cpu_tier_and_from_the_ssd(open_host: OpenHost) -> N
 def test_a_flipped_byte_is_a_miss_and_stored_anew(open_host: OpenHost) -> None:
     host = open_host(**DIRECT)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     slab = next(host.engine.manager.tiers["ssd"].path.glob("slab*"))
     flip_file(slab, place(host.engine, tokens, 1) + 7)
     load, blocks, _ = host.begin(tokens)
     assert load.result(60).pages == (PageStatus.LOADED, PageStatus.CHECKSUM, PageStatus.LOADED)
     host.give(blocks)
     settle(host.engine)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 12
 
 
@@ -141,8 +135,7 @@ def test_a_fault_costs_its_own_page(
     host = open_host(**DIRECT)
     tokens, other = prompt(1, 3), prompt(2, 3)
     host.store(tokens)
-    host.store(other)
-    quiet(host.engine)
+    host.keep(other)
     assert host.load(other).tokens == 12
     fake_cufile.fault(False, kind, value, place(host.engine, tokens, 1), ALWAYS)
     load, blocks, _ = host.begin(tokens)
@@ -164,8 +157,7 @@ def test_a_write_that_fails_stores_nothing(open_host: OpenHost) -> None:
     fake_cufile.release()
     quiet(host.engine)
     assert tokens_of(host.engine, tokens) == 0
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 12
 
 
@@ -173,8 +165,7 @@ def test_a_read_that_hangs_misses_its_deadline_and_ends_late(open_host: OpenHost
     """Its slots of the reserve stay out of use until it has ended."""
     host = open_host(**DIRECT, deadline=SOON)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     fake_cufile.fault(False, Fault.WAIT, 0, place(host.engine, tokens, 0))
     load, blocks, _ = host.begin(tokens)
     report = load.result(60)
@@ -187,8 +178,7 @@ def test_a_read_that_hangs_misses_its_deadline_and_ends_late(open_host: OpenHost
     until(lambda: not host.engine.stats()["tiers"]["ssd"]["quarantine"]["late_reads"], "the late read ends")
     assert host.engine.stats()["tiers"]["ssd"]["quarantine"]["held_slots"]["bounce_loads"] == 0
     settle(host.engine)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 12
 
 
@@ -196,8 +186,7 @@ def test_an_engine_closes_beside_a_read_that_hangs(open_host: OpenHost) -> None:
     """Its memory stays registered, and its file open, until it has ended."""
     host = open_host(**DIRECT, deadline=SOON)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     before = fake_cufile.living()
     fake_cufile.fault(False, Fault.WAIT, 0, place(host.engine, tokens, 0))
     load, blocks, _ = host.begin(tokens)
@@ -214,8 +203,7 @@ def test_a_read_waits_for_the_copies_out_of_its_slot(open_host: OpenHost) -> Non
     """cuFile knows no streams: bytes that a kernel still reads are not read over."""
     host = open_host(**DIRECT | {"bounce": 2})  # one slot for loads
     tokens = prompt(1, 4)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     fake_gpu.driver().fake_delay(2000)
     try:
         for _ in range(3):
@@ -237,8 +225,7 @@ def test_a_subclass_is_asked_itself(open_host: OpenHost, monkeypatch: pytest.Mon
     monkeypatch.setattr(fake_cufile, "CufileTransport", Own)
     host = open_host(**DIRECT)
     tokens = prompt(1, 3)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     assert host.load(tokens).tokens == 12
     assert sum(asked) == 3 * host.layout.extent_bytes
     settle(host.engine)
@@ -253,7 +240,7 @@ def test_a_subclass_is_asked_itself(open_host: OpenHost, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("model", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("batched", [0, 1 << 20], ids=["calls", "batches"])
 def test_the_real_one(
-    open_engine: Callable[..., CacheEngine], monkeypatch: pytest.MonkeyPatch, model: Any, batched: int, cpu: int | None
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, model: Any, batched: int, cpu: int | None
 ) -> None:
     """Straight between SSD and GPU; and a flipped byte is a miss."""
     opened = functools.partial(CufileTransport, batched=batched)

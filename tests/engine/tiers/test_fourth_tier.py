@@ -20,9 +20,8 @@ from gdscache.errors import (
     TierUnavailableError,
 )
 from tests.support.dict_tier import DictTier
-from tests.support.helpers import MHA, Host, drop_from, layout_of, make_config, prompt, quiet, settle
+from tests.support.helpers import MHA, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet, settle
 
-OpenHost = Callable[..., Host]
 EXTENT = layout_of(MHA).extent_bytes
 PAGES = 4
 
@@ -42,8 +41,7 @@ def tier_of(host: Host, name: str = "dict") -> DictTier:
 
 def stored(host: Host, seed: int = 1) -> list[int]:
     tokens = prompt(seed, PAGES)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     return tokens
 
 

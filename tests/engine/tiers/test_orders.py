@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.support.helpers import Host, drop_from, prompt, quiet, until
+from tests.support.helpers import OpenHost, drop_from, prompt, until
 
 PAGES = 12
 
 
 @pytest.mark.parametrize("kept", [0, 3])
-def test_loads_and_writes_leave_few_changes_behind(open_host: Callable[..., Host], kept: int) -> None:
+def test_loads_and_writes_leave_few_changes_behind(open_host: OpenHost, kept: int) -> None:
     host = open_host(gpu=0)
     host.engine.manager.unsettled, host.engine.manager.settled = kept, 2
     indexes = {name: tier.index for name, tier in host.engine.manager.tiers.items()}
     tokens = prompt(1, PAGES)
-    host.store(tokens)
-    quiet(host.engine)
+    host.keep(tokens)
     until(lambda: all(index.unsettled <= kept for index in indexes.values()), "orders settled behind a store")
     drop_from(host.engine, "cpu")
     load, blocks, keys = host.begin(tokens)

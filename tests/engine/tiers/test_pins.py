@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gdscache import CacheEngine
 from gdscache.errors import InvalidValueError, PoolFullError
 from tests.support.bare_manager import set_clock
-from tests.support.helpers import WAIT, Host, prompt, quiet, run, store_quietly, tokens_of
-
-Open = Callable[..., CacheEngine]
-OpenHost = Callable[..., Host]
+from tests.support.helpers import WAIT, OpenEngine, OpenHost, prompt, quiet, run, together, tokens_of
 
 
 def test_a_pinned_prefix_stays_under_pressure(open_host: OpenHost) -> None:
     host = open_host(cpu=8, ssd=8)
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 3)
-    store_quietly(host, tokens, priority=-1)
+    host.keep(tokens, priority=-1)
     with engine.pin(tokens, 60) as pin:
         assert pin.tokens == 12
         (lease,) = engine.stats()["leases"]
         assert lease == {"owner": "pin", "pages": 6, "seconds_left": 60.0}
         for i in range(2, 10):
-            store_quietly(host, prompt(i, 3))
+            host.keep(prompt(i, 3))
         assert engine.lookup(tokens).tiers == ("cpu",) * 3
         clock.now += 59
         assert engine.stats()["leases"][0]["seconds_left"] == 1.0
     assert (pin.tokens, engine.stats()["leases"]) == (0, [])
     for i in range(2, 10):
-        store_quietly(host, prompt(i, 3))
+        host.keep(prompt(i, 3))
     assert tokens_of(engine, tokens) == 0
     pin.release()
 
@@ -44,11 +39,10 @@ def test_a_pin_ends_by_itself_when_its_time_is_up(open_host: OpenHost, what: str
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 3)
-    store_quietly(host, tokens)
+    host.keep(tokens)
     hit = engine.lookup(tokens)
     pin = engine.pin(tokens, 60)
     entry = engine.manager.cpu_index.get(engine.pages(tokens)[0].key)
-    assert entry is not None
     assert entry.leases == 1
     clock.now += 60
     assert entry.leases == 1  # nobody has looked
@@ -62,7 +56,7 @@ def test_a_pin_ends_by_itself_when_its_time_is_up(open_host: OpenHost, what: str
     else:
         calls: dict[str, Callable[[], Any]] = {
             "lookup": lambda: engine.lookup(prompt(2, 1)),
-            "store": lambda: store_quietly(host, prompt(2, 1)),
+            "store": lambda: host.keep(prompt(2, 1)),
             "prefetch": lambda: engine.prefetch(prompt(2, 1)).result(WAIT),
             "stats": engine.stats,
             "tokens": lambda: pin.tokens,
@@ -77,11 +71,11 @@ def test_pins_hold_half_of_a_tier_at_most(open_host: OpenHost) -> None:
     host = open_host(cpu=6, ssd=16)
     engine = host.engine
     one, two = prompt(1, 6), prompt(2, 6)
-    store_quietly(host, one)
+    host.keep(one)
     first = engine.pin(one, 60)
     assert first.tokens == 24  # 3 pages in the CPU tier, 6 on the SSD
     assert engine.stats()["leases"][0]["pages"] == 9
-    store_quietly(host, two)
+    host.keep(two)
     second = engine.pin(two, 60)
     assert second.tokens == 8  # the SSD's other 2 pages
     again = engine.pin(one, 60)  # what is pinned may be pinned again
@@ -91,7 +85,7 @@ def test_pins_hold_half_of_a_tier_at_most(open_host: OpenHost) -> None:
     again.release()
     assert engine.pin(two, 60).tokens == 24
     for i in range(3, 9):
-        store_quietly(host, prompt(i, 6))  # the other half is enough to go on
+        host.keep(prompt(i, 6))  # the other half is enough to go on
         assert tokens_of(engine, prompt(i, 6)) == 24
     for lease in list(engine.manager.pins._pins.values()):
         lease.release()
@@ -99,7 +93,7 @@ def test_pins_hold_half_of_a_tier_at_most(open_host: OpenHost) -> None:
 
 def test_a_pin_of_what_is_not_cached_holds_nothing(open_host: OpenHost) -> None:
     host = open_host()
-    store_quietly(host, prompt(1, 3))
+    host.keep(prompt(1, 3))
     engine = host.engine
     assert engine.pin(prompt(2, 3), 60).tokens == 0
     assert engine.pin([], 60).tokens == 0
@@ -122,7 +116,7 @@ def test_a_pin_protects_from_eviction_only(open_host: OpenHost, how: str) -> Non
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 3)
-    store_quietly(host, tokens, ttl=30)
+    host.keep(tokens, ttl=30)
     with engine.pin(tokens, 60) as pin:
         if how == "expire":
             clock.now += 30
@@ -136,7 +130,7 @@ def test_a_pin_protects_from_eviction_only(open_host: OpenHost, how: str) -> Non
     assert engine.stats()["tiers"]["cpu"]["free_slots"] == 6
 
 
-def test_a_pool_full_of_pins_is_free_when_their_time_is_up(open_engine: Open) -> None:
+def test_a_pool_full_of_pins_is_free_when_their_time_is_up(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=6)
     clock = set_clock(engine)
     run(engine, prompt(1, 3))
@@ -154,7 +148,7 @@ def test_a_pool_full_of_pins_is_free_when_their_time_is_up(open_engine: Open) ->
 
 def test_a_pin_of_a_closed_engine_can_be_left(open_host: OpenHost) -> None:
     host = open_host()
-    store_quietly(host, prompt(1, 3))
+    host.keep(prompt(1, 3))
     with host.engine.pin(prompt(1, 3), 60) as pin:
         host.engine.close()
     assert pin.tokens == 0
@@ -163,24 +157,14 @@ def test_a_pin_of_a_closed_engine_can_be_left(open_host: OpenHost) -> None:
 def test_many_pins_from_many_threads(open_host: OpenHost) -> None:
     host = open_host(cpu=8, ssd=16)
     engine = host.engine
-    store_quietly(host, prompt(1, 4))
-    errors = []
+    host.keep(prompt(1, 4))
 
     def work(seed: int) -> None:
-        try:
-            for i in range(50):
-                with engine.pin(prompt(1, 4), 0.0005 if (i + seed) % 2 else 60) as pin:
-                    assert pin.tokens in (0, 16)
-                    engine.lookup(prompt(1, 4))
-        except BaseException as error:
-            errors.append(error)
-            raise
+        for i in range(50):
+            with engine.pin(prompt(1, 4), 0.0005 if (i + seed) % 2 else 60) as pin:
+                assert pin.tokens in (0, 16)
+                engine.lookup(prompt(1, 4))
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert errors == []
+    together(work, 4)
     assert engine.stats()["leases"] == []
     assert tokens_of(engine, prompt(1, 4)) == 16

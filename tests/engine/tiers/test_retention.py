@@ -33,12 +33,10 @@ from gdscache.store.handle import StoreHandle
 from gdscache.tiers import expiry as keeping
 from gdscache.tiers.expiry import Expiry
 from tests.support.bare_manager import Clock, bare_manager, set_clock
-from tests.support.helpers import WAIT, Host, drop_from, fill, prompt, quiet, run, settle, store_quietly, tokens_of
-from tests.support.index_machine import IndexMachine, chain, name, put, restore
+from tests.support.helpers import WAIT, OpenEngine, OpenHost, drop_from, fill, prompt, quiet, run, settle, tokens_of
+from tests.support.index_machine import IndexMachine, chain, name, restore
 from tests.support.policy_models import MODELS, Model
 
-Open = Callable[..., CacheEngine]
-OpenHost = Callable[..., Host]
 T = TypeVar("T")
 
 priorities = st.sampled_from(PRIORITIES)
@@ -119,14 +117,6 @@ class ExpiriesMachine(RuleBasedStateMachine):
 
 
 TestExpiries = ExpiriesMachine.TestCase
-
-
-def test_times_of_pages_that_are_gone_are_forgotten() -> None:
-    expiries = Expiries()
-    for i in range(10_000):
-        expiries.add(b"key", 1e9 + i)
-        expiries.remove(b"key", 1e9 + i)
-    assert len(expiries._times) <= 17
 
 
 # -- one index -------------------------------------------------------------------------------------------------------
@@ -291,61 +281,10 @@ def test_a_restored_index_has_its_priorities_and_ends(policy: str, data: st.Data
             assert restored.check() == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_all_pages_of_a_lower_priority_go_first(policy: str) -> None:
-    index = PageIndex(9, new_policy(policy))
-    chains = {priority: chain(priority, 2) for priority in (2, 0, -1, 1)}
-    for priority, pages in chains.items():
-        for page in pages:
-            slots = index.allocate(1)
-            assert slots is not None
-            index.insert(page, slots[0], PageState.VERIFIED, Retention(priority))
-    for _ in range(20):
-        index.touch([p.key for p in reversed(chains[-1])])  # uses do not help against a higher priority
-    gone = []
-    for _ in range(8):
-        index.evict(1)
-        gone.append(next(p for pages in chains.values() for p in pages if p.key not in index and p not in gone))
-    assert gone == [page for priority in PRIORITIES for page in reversed(chains[priority])]
-
-
-def test_a_head_is_as_dear_as_its_dearest_tail() -> None:
-    index = PageIndex(4)
-    trunk = chain(1, 1)[0]
-    tail = Page(name("tail"), trunk.key, trunk.namespace)
-    others = [chain(i, 1)[0] for i in (2, 3)]
-    for page, retention in ((trunk, Retention(-1)), (tail, Retention(2)), (others[0], DEFAULT), (others[1], DEFAULT)):
-        slots = index.allocate(1)
-        assert slots is not None
-        index.insert(page, slots[0], PageState.VERIFIED, retention)
-    assert index.evict(2) == 2
-    assert {e.key for e in index} == {trunk.key, tail.key}
-    assert index.evict(1) == 1
-    assert {e.key for e in index} == {trunk.key}
-
-
-def test_a_page_that_outlives_the_one_before_it_is_evicted_in_its_turn() -> None:
-    index = PageIndex(4)
-    head, tail = chain(1, 2)
-    other = chain(2, 2)
-    for page, retention in ((head, Retention(0, 5.0)), (tail, DEFAULT)):
-        slots = index.allocate(1)
-        assert slots is not None
-        index.insert(page, slots[0], PageState.VERIFIED, retention)
-    put(index, other)
-    assert index.expire(5.0, 10) == [head.key]
-    assert index.get(tail.key) is not None
-    assert index.check() == []
-    assert index.evict(1) == 1
-    assert {e.key for e in index} == {p.key for p in other}
-    assert index.check() == []
-
-
 def test_check_sees_wrong_retentions() -> None:
     def fresh() -> tuple[PageIndex, bytes]:
         index = PageIndex(2)
         slots = index.allocate(1)
-        assert slots is not None
         entry = index.insert(chain(1, 1)[0], slots[0], PageState.VERIFIED, Retention(1, 5.0))
         return index, entry.key
 
@@ -363,27 +302,6 @@ def test_check_sees_wrong_retentions() -> None:
     index, key = fresh()
     index._orders.retained[name("nobody")] = Retention(1)
     assert index.check()
-
-
-def test_a_page_expires_at_its_time_and_not_before() -> None:
-    index = PageIndex(3)
-    pages = [chain(i, 1)[0] for i in range(3)]
-    for page, slot, end in zip(pages, index.take_free(3), (5.0, 5.0, 5.5), strict=True):
-        index.insert(page, slot, PageState.VERIFIED, Retention(0, end))
-    assert index.expire_among(pages, 4.999) == index.expire(4.999, 9) == []
-    assert index.expire_among(pages[:1], 5.0) == [pages[0].key]
-    assert index.expire(5.0, 9) == [pages[1].key]
-    assert index.free_slots == 2
-
-
-def test_a_default_page_costs_nothing() -> None:
-    index = PageIndex(4)
-    slots = index.allocate(2)
-    assert slots is not None
-    index.insert(chain(1, 1)[0], slots[0], PageState.VERIFIED, Retention(0, None))
-    index.insert(chain(2, 1)[0], slots[1], PageState.VERIFIED)
-    assert (index._orders.retained, index.next_expiry) == ({}, math.inf)
-    assert index.check() == []
 
 
 # -- a manager over indexes, against a dict --------------------------------------------------------------------------
@@ -556,7 +474,6 @@ def test_what_is_asked_for_is_invisible_at_once_however_much_has_expired(monkeyp
     index = manager.tiers["cpu"].index
     for page in pages:
         slots = index.allocate(1)
-        assert slots is not None
         index.insert(page, slots[0], PageState.VERIFIED, Retention(0, clock.now + 1))
     clock.now += 1
     for page in pages:  # the other end than the one from which they are dropped
@@ -591,7 +508,7 @@ def test_an_expired_page_is_a_miss_on_every_tier(open_host: OpenHost) -> None:
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
-    store_quietly(host, tokens, ttl=60)
+    host.keep(tokens, ttl=60)
     clock.now += 59.9
     assert host.load(tokens).tokens == 16
     hit = engine.lookup(tokens)
@@ -604,10 +521,10 @@ def test_an_expired_page_is_a_miss_on_every_tier(open_host: OpenHost) -> None:
     assert stats["misses"]["expired"] == 4
     assert stats["expired"] == {"cpu": 4, "ssd": 4}
     assert stats["lookups"]["pages"] == sum(stats["hits"].values()) + sum(stats["misses"].values())
-    store_quietly(host, prompt(2, 12))  # all slots are free again
+    host.keep(prompt(2, 12))  # all slots are free again
     assert tokens_of(engine, prompt(2, 12)) == 48
     assert engine.stats()["tiers"]["ssd"]["evictions"] == 0
-    store_quietly(host, tokens)
+    host.keep(tokens)
     assert tokens_of(engine, tokens) == 16
     assert engine.stats()["misses"]["expired"] == 4
 
@@ -627,7 +544,7 @@ def test_a_load_under_way_keeps_its_bytes_when_they_expire(open_host: OpenHost) 
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
-    store_quietly(host, tokens, ttl=60)
+    host.keep(tokens, ttl=60)
     drop_from(engine, "cpu")
 
     def begin() -> tuple[LayerwiseLoad, list[int], list[bytes]]:
@@ -668,7 +585,7 @@ def test_a_copy_in_the_cpu_tier_ends_with_the_page_of_the_ssd(open_host: OpenHos
     host = open_host()
     engine, clock = host.engine, set_clock(host.engine)
     tokens = prompt(1, 4)
-    store_quietly(host, tokens, ttl=60, priority=2)
+    host.keep(tokens, ttl=60, priority=2)
     drop_from(engine, "cpu")
     assert host.load(tokens).tokens == 16
     expected = {page.key: Retention(2, clock.now + 60) for page in engine.pages(tokens)}
@@ -690,7 +607,7 @@ def test_a_store_of_what_is_there_gives_it_the_longer_life(open_host: OpenHost) 
         ({}, Retention(2, None)),
         ({"ttl": 1}, Retention(2, None)),
     ):
-        store_quietly(host, tokens, **options)
+        host.keep(tokens, **options)
         for tier in ("cpu", "ssd"):
             assert set(resident(engine, tier).values()) == {wanted}
         assert engine.check().ok
@@ -701,17 +618,17 @@ def test_the_lower_priority_goes_first_on_every_tier(open_host: OpenHost) -> Non
     host = open_host(cpu=6, ssd=6)
     engine = host.engine
     high, low, normal = prompt(1, 2), prompt(2, 2), prompt(3, 2)
-    store_quietly(host, high, priority=1)
-    store_quietly(host, normal)
-    store_quietly(host, low, priority=-1)
+    host.keep(high, priority=1)
+    host.keep(normal)
+    host.keep(low, priority=-1)
     for _ in range(5):
         assert tokens_of(engine, low) == 8
-    store_quietly(host, prompt(4, 2))
+    host.keep(prompt(4, 2))
     assert [tokens_of(engine, t) for t in (prompt(4, 2), low)] == [8, 0]
-    store_quietly(host, prompt(5, 2))
+    host.keep(prompt(5, 2))
     assert [tokens_of(engine, t) for t in (high, normal, prompt(4, 2))] == [8, 0, 8]
     for i in range(6, 20):
-        store_quietly(host, prompt(i, 3))
+        host.keep(prompt(i, 3))
     assert engine.lookup(high).tiers == ("cpu", "cpu")
     drop_from(engine, "cpu")
     assert engine.lookup(high).tiers == ("ssd", "ssd")
@@ -722,10 +639,10 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     clock = set_clock(host.engine)
     clock.now = float(int(time.time())) - 1000
     over, on, high, plain = prompt(1, 2), prompt(2, 2), prompt(3, 2), prompt(4, 2)
-    store_quietly(host, high, priority=2)
-    store_quietly(host, over, ttl=900)
-    store_quietly(host, on, ttl=5000.0005, priority=1)
-    store_quietly(host, plain)
+    host.keep(high, priority=2)
+    host.keep(over, ttl=900)
+    host.keep(on, ttl=5000.0005, priority=1)
+    host.keep(plain)
     host.engine.close()
     kept = inspect(host.engine.config.ssd.path)["retention"]  # type: ignore[union-attr]
     assert kept == {"priorities": {"0": 4, "1": 2, "2": 2}, "expiring_pages": 4, "expired_pages": 2}
@@ -741,7 +658,7 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
     expected |= dict.fromkeys((p.key for p in engine.pages(plain)), DEFAULT)
     assert resident(engine, "ssd") == expected
     for i in range(10, 16):  # under pressure the order holds
-        store_quietly(host, prompt(i, 2))
+        host.keep(prompt(i, 2))
     assert [tokens_of(engine, t) for t in (on, high, plain)] == [8, 8, 0]
     later = set_clock(engine)
     later.now = clock.now + 5000
@@ -751,10 +668,10 @@ def test_priorities_and_ends_survive_a_restart(open_host: OpenHost) -> None:
 def test_a_longer_life_survives_a_restart_too(open_host: OpenHost) -> None:
     host = open_host(cpu=None)
     tokens, other = prompt(1, 2), prompt(2, 2)
-    store_quietly(host, tokens, ttl=100, priority=-1)
-    store_quietly(host, other, ttl=100)
-    store_quietly(host, tokens, priority=1)
-    store_quietly(host, other)
+    host.keep(tokens, ttl=100, priority=-1)
+    host.keep(other, ttl=100)
+    host.keep(tokens, priority=1)
+    host.keep(other)
     host.engine.close()
     engine = open_host(cpu=None).engine
     assert resident(engine, "ssd") == {p.key: Retention(1) for p in engine.pages(tokens)} | {
@@ -765,16 +682,15 @@ def test_a_longer_life_survives_a_restart_too(open_host: OpenHost) -> None:
 def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:
     host = open_host(cpu=None)
     tokens = prompt(1, 2)
-    store_quietly(host, tokens, ttl=3600)
-    store_quietly(host, tokens, priority=1)  # waits for the next commit
+    host.keep(tokens, ttl=3600)
+    host.keep(tokens, priority=1)  # waits for the next commit
     ssd = host.engine.manager.ssd
-    assert ssd is not None
     with mock.patch.object(ssd._catalog, "commit", side_effect=IOFailedError("the disk is full")):
-        store_quietly(host, prompt(2, 1))
+        host.keep(prompt(2, 1))
     assert tokens_of(host.engine, prompt(2, 1)) == 0
     for slot in range(12):
         ssd._retained.setdefault(slot, name("gone"))  # as of pages that left their slots while the commit failed
-    store_quietly(host, prompt(3, 6), ttl=3600)
+    host.keep(prompt(3, 6), ttl=3600)
     assert host.engine.check().problems == ()
     host.engine.close()
     engine = open_host(cpu=None).engine
@@ -785,8 +701,7 @@ def test_a_commit_that_fails_loses_no_wish(open_host: OpenHost) -> None:
 
 def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> None:
     host = open_host()
-    store_quietly(host, prompt(1, 2), ttl=3600)
-    assert host.engine.config.ssd is not None
+    host.keep(prompt(1, 2), ttl=3600)
     with sqlite3.connect(host.engine.config.ssd.path / "catalog.sqlite") as connection:
         connection.execute("UPDATE retention SET priority = 1 WHERE place = (SELECT min(place) FROM retention)")
     connection.close()
@@ -795,11 +710,11 @@ def test_check_finds_a_catalogue_with_another_retention(open_host: OpenHost) -> 
     assert "retention" in report.problems[0]
     assert report.ok
     host.engine.drain(WAIT)
-    store_quietly(host, prompt(2, 1))  # the next commit writes it down
+    host.keep(prompt(2, 1))  # the next commit writes it down
     assert host.engine.check().problems == ()
 
 
-def test_a_sequence_commits_with_a_retention(open_engine: Open) -> None:
+def test_a_sequence_commits_with_a_retention(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=12)
     clock = set_clock(engine)
     tokens = prompt(1, 3, extra=1)
@@ -820,7 +735,7 @@ def test_a_sequence_commits_with_a_retention(open_engine: Open) -> None:
     assert run(engine, tokens) == 12
 
 
-def test_what_a_sequence_shares_may_expire_under_it(open_engine: Open) -> None:
+def test_what_a_sequence_shares_may_expire_under_it(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=12)
     clock = set_clock(engine)
     tokens = prompt(1, 3, extra=1)
@@ -876,8 +791,7 @@ def test_a_clock_that_is_behind_the_directory_is_said(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, real = open_host(cpu=None), time.time
-    host.store(prompt(1, 2))
-    quiet(host.engine)
+    host.keep(prompt(1, 2))
     host.engine.close()
     monkeypatch.setattr(time, "time", lambda: real() - 3600)
     with caplog.at_level(logging.WARNING, "gdscache"):

@@ -93,7 +93,6 @@ def test_shipped_files_mean_what_they_are_for() -> None:
     assert loaded["cpu_only"].gpu.device == "cpu"
     gds = loaded["three_tier_gds"]
     assert gds.cpu is not None
-    assert gds.ssd is not None
     assert (gds.ssd.gds, gds.gpu.kernels) == ("on", "on")
     assert loaded["llama3_8b"].model.layout().token_bytes == 32 * 2 * 8 * 128 * 2
     assert loaded["deepseek_v3_mla"].model.layout().token_bytes == 61 * (512 + 64) * 2
@@ -166,9 +165,7 @@ def test_a_tier_exists_when_its_section_does(tmp_path: Path) -> None:
     assert (config().cpu, config().ssd) == (None, None)
     assert config(cpu=None).cpu is None
     full = config(cpu={}, ssd={"path": str(tmp_path)})
-    assert full.cpu is not None
     assert full.cpu.capacity == 4 << 30
-    assert full.ssd is not None
     assert full.ssd.capacity == 16 << 30
     assert full.gpu == GpuConfig()
 
@@ -198,7 +195,6 @@ def test_paths_are_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.Mon
 
     def path(text: str) -> Path:
         ssd = config(ssd={"path": text}).ssd
-        assert ssd is not None
         return ssd.path
 
     assert path("~/kv/$RANK") == tmp_path / "home" / "kv" / "3"
@@ -209,7 +205,6 @@ def test_paths_are_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_switches_take_yaml_booleans(tmp_path: Path) -> None:
     ssd = config(ssd={"path": "x", "gds": True}).ssd
-    assert ssd is not None
     assert ssd.gds == "on"
     assert [config(gpu={"kernels": value}).gpu.kernels for value in (True, False)] == ["on", "off"]
     file = tmp_path / "c.yaml"
@@ -709,10 +704,11 @@ def test_all_namespaces_are_different() -> None:
     assert len(digests) > 500
 
 
-def test_the_salts_of_config_and_request_do_not_mix() -> None:
+def test_salts_of_config_and_request_and_shards_do_not_mix() -> None:
     salts = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("ab", ""), ("a", "b"), ("", "ab"), ("b", "a")]
     digests = {namespace(MHA | {"salt": ours}, theirs) for ours, theirs in salts}
-    assert len(digests) == len(salts)
+    digests |= {namespace_digest(config().model.namespace_fields(shards=n)) for n in (2, 4)}
+    assert len(digests) == len(salts) + 2
 
 
 def test_the_same_bytes_share_a_namespace() -> None:

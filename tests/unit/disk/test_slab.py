@@ -62,26 +62,12 @@ def test_slots_lie_one_after_another_and_nowhere_else(tmp_path: Path) -> None:
             slab.offset(slot)
 
 
-def test_reopening_keeps_every_byte(tmp_path: Path) -> None:
-    data = fill(Slab.open(tmp_path, EXTENT, 4))
-    again = Slab.open(tmp_path, EXTENT, 4)
-    assert again.valid_slots == 4
-    assert again.path.read_bytes() == data
-
-
 def test_growing_keeps_the_old_slots_and_voids_the_new(tmp_path: Path) -> None:
     data = fill(Slab.open(tmp_path, EXTENT, 4))
     grown = Slab.open(tmp_path, EXTENT, 6)
     assert grown.valid_slots == 4
     assert grown.path.read_bytes() == data + bytes(2 * EXTENT)
     assert grown.path.stat().st_blocks * 512 >= 6 * EXTENT
-
-
-def test_shrinking_cuts(tmp_path: Path) -> None:
-    data = fill(Slab.open(tmp_path, EXTENT, 4))
-    cut = Slab.open(tmp_path, EXTENT, 3)
-    assert cut.valid_slots == 3
-    assert cut.path.read_bytes() == data[: 3 * EXTENT]
 
 
 @pytest.mark.parametrize(("size", "valid"), [(0, 0), (1, 0), (EXTENT - 1, 0), (EXTENT, 1), (3 * EXTENT - 1, 2)])

@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -93,15 +92,6 @@ class SlotsMachine(RuleBasedStateMachine):
 TestSlotsMachine = SlotsMachine.TestCase
 
 
-@given(st.permutations(range(64)), st.integers(1, 64))
-def test_what_comes_back_in_any_order_is_handed_out_in_a_row(order: list[int], n: int) -> None:
-    slots = FreeSlots(64)
-    assert slots.take(64) == list(range(64))
-    for slot in order:
-        slots.give(slot)
-    assert slots.take(n) == list(range(n))
-
-
 def test_the_shortest_run_that_is_long_enough() -> None:
     slots = FreeSlots(1000)
     slots.take(1000)
@@ -114,15 +104,6 @@ def test_the_shortest_run_that_is_long_enough() -> None:
     assert slots.take(2) == [0, 1]
 
 
-def test_a_request_behind_a_slot_goes_on_there() -> None:
-    slots = FreeSlots(100)
-    first = slots.take(3)
-    assert first == [0, 1, 2]
-    slots.take(1)
-    slots.give(3)
-    assert slots.take(2, after=2) == [3, 4]
-
-
 def test_all_that_there_is_comes_in_order_but_for_what_goes_on_behind_a_slot() -> None:
     slots = FreeSlots(10)
     for after, expected in [(None, [0, 1, 5, 6]), (4, [5, 6, 0, 1])]:
@@ -132,17 +113,6 @@ def test_all_that_there_is_comes_in_order_but_for_what_goes_on_behind_a_slot() -
         assert slots.take(4, after) == expected
         assert len(slots) == 0
         assert slots.check() == []
-
-
-@pytest.mark.parametrize("order", [(0, 3), (3, 0)])
-def test_what_comes_back_later_is_joined_with_what_lies_beside_it(order: tuple[int, int]) -> None:
-    slots = FreeSlots(10)
-    slots.take(10)
-    for first in order:
-        slots.give_all(range(first, first + 3))
-        slots.runs()
-    assert slots.runs() == [(0, 6)]
-    assert slots.check() == []
 
 
 @pytest.mark.parametrize("damage", ["_count", "_mask"])

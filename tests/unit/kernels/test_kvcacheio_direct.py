@@ -235,21 +235,6 @@ def test_pages_out_of_step_with_the_buffers(device: str) -> None:
             check_read(geometry, buffers, layers, slots, tokens)
 
 
-def test_there_and_back(device: str) -> None:
-    geometry: Geometry = (2, 4, 20, 16, (2, 64))
-    tokens, slots = (pages_of(np.random.default_rng(i).permutation(20)[:13], 16) for i in range(2))
-    gpu, host = ("cpu", "cpu") if device == "cpu" else ("cuda", "pinned")
-    layers, buffers, back = (
-        layers_of(geometry, gpu, 5),
-        buffers_of(geometry, host, None),
-        layers_of(geometry, gpu, None),
-    )
-    check_write(geometry, layers, buffers, tokens, slots)
-    check_read(geometry, buffers, back, slots, tokens)
-    for gone, came in zip(snapshot(layers), snapshot(back), strict=True):
-        assert np.array_equal(came[tokens], gone[tokens])
-
-
 def test_several_layers_of_a_buffer_at_once(device: str) -> None:
     """From `layer_id` on, K of every layer before V of every layer; the other layers stay."""
     geometry: Geometry = (2, 5, 6, 4, (8,))
@@ -288,18 +273,6 @@ def test_neighbours_are_one_copy() -> None:
         assert found.tolist() == counts
         firsts = np.cumsum([0, *counts[:-1]])
         assert (to.tolist(), of.tolist()) == (targets[firsts].tolist(), sources[firsts].tolist())
-
-
-def test_addresses_are_those_of_the_tokens() -> None:
-    tokens = np.array([0, 7, 8, 63, 21])
-    wide = torch.zeros(3, 64, 16, dtype=torch.bfloat16)
-    groups: list[list[direct._Rows]] = [
-        [direct._layer(wide[1]), direct._layer(wide[2, :, 4:12]), direct._layer(torch.zeros(80, 3))],
-        direct._paged([torch.zeros(8, 5, 8, 3, 2), torch.zeros(9, 4, 8)], 6, 1, 8),
-    ]
-    for rows in groups:
-        expected = [r.run(token, 1).data_ptr() for r in rows for token in tokens.tolist()]
-        assert direct._addresses(rows, tokens).tolist() == expected
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

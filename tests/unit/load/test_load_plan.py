@@ -26,7 +26,6 @@ PAGES = ("absent", "at rest", "in use", "of a store", "hidden")  # in the SSD ti
 
 def put(index: PageIndex, page: Page, kind: str) -> Entry:
     slots = index.allocate(1)
-    assert slots is not None
     entry = index.insert(page, slots[0], PageState.PENDING if kind.startswith("of") else PageState.VERIFIED)
     if kind in ("at rest", "hidden"):
         index.lease(entry)
@@ -38,7 +37,6 @@ def prepare(pages: list[Page], kinds: list[tuple[str, str]]) -> tuple[TierManage
     """A manager with each page in these states on its tiers."""
     manager = bare_manager(SLOTS, Clock())
     planner = LoadPlanner(manager)
-    assert manager.ssd is not None
     for page, (copy, kind) in zip(pages, kinds, strict=True):
         if copy == "of a load":
             put(manager.ssd.index, page, "at rest")
@@ -124,7 +122,6 @@ def test_requests_of_a_plan_in_parts(lengths: list[int], part: int, data: st.Dat
     """Each ends where a page is not there; parts go over the ends of requests."""
     manager, planner = prepare([], [])
     requests, there = [], []
-    assert manager.ssd is not None
     for seed, length in enumerate(lengths):
         pages = chain(seed + 1, length)
         there.append(data.draw(st.integers(0, min(length, SLOTS - sum(there)))))

@@ -9,7 +9,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import pwd
 import tempfile
 from collections.abc import Iterator
@@ -95,18 +94,6 @@ def test_above_the_largest_size_the_rate_stays() -> None:
     assert UP.engine(16 * COPY_ENGINE_FROM + 1) == UP.engine(1 << 40) == 54.5
 
 
-def test_one_size_is_enough() -> None:
-    one, large = Rates({4096: 3.0}, {1 << 20: 32.0}, 1.0), 1 << 20
-    assert (one.staging(2048), one.staging(4096), one.staging(1 << 30)) == (1.5, 3.0, 3.0)
-    assert (one.engine(large // 2), one.engine(large), one.engine(1 << 30)) == (16.0, 32.0, 32.0)
-
-
-def test_the_two_curves_do_not_mix() -> None:
-    flat = Rates({4096: 3.0}, {4096: 7.0}, 11.0)
-    for size in (COPY_ENGINE_FROM, 1 << 20, 1 << 30):
-        assert (flat.staging(size), flat.engine(size)) == (3.0, 7.0)
-
-
 @given(by_size, pieces, pieces)
 def test_where_larger_pieces_were_faster_the_rate_never_falls(some: dict[int, float], one: int, other: int) -> None:
     small, large = sorted((one, other))
@@ -163,12 +150,6 @@ def test_where_it_cannot_be_measured_all_is_staged(
     span: int, run: int, sums: bool, fused: bool, direction: Direction
 ) -> None:
     assert Paths("auto", "auto", lambda: None).choose(direction, span, run, sums=sums, fused=fused) == "staged"
-
-
-def test_small_pieces_go_by_the_kernel_and_large_ones_are_staged() -> None:
-    both = automatic()
-    assert both.choose("load", 4096, 512, sums=True) == "zero_copy"
-    assert both.choose("load", 1 << 20, 512, sums=True) == "staged"
 
 
 def test_each_direction_has_its_own_rates() -> None:
@@ -276,10 +257,6 @@ def test_the_crossover_is_where_the_choice_changes(some: dict[int, float], zero_
     assert (path == "staged") == (border is not None and 1 << bits >= border)
 
 
-def test_there_is_no_crossover_where_the_kernel_always_wins() -> None:
-    assert automatic(staging({4096: 3.0, 1 << 20: 20.0}, 50.0)).crossover("load") is None
-
-
 def test_the_description_is_plain_data() -> None:
     described = json.loads(json.dumps(automatic().describe()))
     assert (described["load_path"], described["store_path"]) == ("auto", "auto")
@@ -369,7 +346,6 @@ def test_another_machines_calibration_is_not_taken(directory: Path, part: str) -
     assert paths.read(other) is None
     paths.write(dataclasses.replace(MEASURED, key=other, seconds=0.75))
     found = paths.read(other)
-    assert found is not None
     assert (found.key, found.seconds) == (other, 0.75)
 
 
@@ -489,14 +465,6 @@ def survives(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 
 def test_a_directory_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("GDSCACHE_CACHE_DIR", "/proc")  # not even by root
-    survives(monkeypatch, caplog)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    directory.mkdir(parents=True, mode=0o500)
     survives(monkeypatch, caplog)
 
 

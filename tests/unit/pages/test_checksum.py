@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -50,11 +48,6 @@ def test_they_are_xxh3_64_of_each_layer(layout: PageLayout) -> None:
         assert int(sums[layer]) == xxhash.xxh3_64(data[start:end].tobytes(), seed=0).intdigest()
 
 
-def test_a_known_value() -> None:
-    """XXH3-64 of nothing with seed 0, as published with the algorithm."""
-    assert layer_checksums(memoryview(b"\0"), [(0, 0)]).tolist() == [0x2D06800538D394C2]
-
-
 @pytest.mark.parametrize("layout", [LAYOUT, SMALL])
 def test_a_flip_of_any_bit_is_seen_in_its_layer(layout: PageLayout) -> None:
     data, sums = signed(layout)
@@ -66,39 +59,6 @@ def test_a_flip_of_any_bit_is_seen_in_its_layer(layout: PageLayout) -> None:
     assert bad(layout, data, sums) is None
 
 
-def test_a_flip_of_any_bit_of_a_layer_of_two_blocks() -> None:
-    data, sums = signed(BIG)
-    for bit in range(BIG.layer_bounds[1][0] * 8, BIG.page_bytes * 8):
-        data[bit // 8] ^= 1 << bit % 8
-        assert bad(BIG, data, sums) == 1
-        data[bit // 8] ^= 1 << bit % 8
-
-
-@pytest.mark.parametrize("word", [1, 2, 4, 8])
-def test_swapped_words(word: int) -> None:
-    data, sums = signed(LAYOUT)
-    start, end = LAYOUT.layer_bounds[1]
-    words = data[start:end].reshape(-1, word)
-    for i in range(len(words) - 1):
-        for j in (i + 1, (i + len(words) // 2) % len(words), len(words) - 1):
-            if (words[i] != words[j]).any():
-                words[[i, j]] = words[[j, i]]
-                assert bad(LAYOUT, data, sums) == 1, (i, j)
-                words[[i, j]] = words[[j, i]]
-    assert bad(LAYOUT, data, sums) is None
-
-
-def test_swapped_token_rows() -> None:
-    data, sums = signed(LAYOUT)
-    piece = LAYOUT.pieces[1][0]
-    rows = data[piece.offset : piece.offset + piece.nbytes].reshape(LAYOUT.page_tokens, -1)
-    for i in range(LAYOUT.page_tokens):
-        for j in range(i):
-            rows[[i, j]] = rows[[j, i]]
-            assert bad(LAYOUT, data, sums) == 1
-            rows[[i, j]] = rows[[j, i]]
-
-
 def test_swapped_layers() -> None:
     data, sums = signed(LAYOUT)
     (a, b), (c, d) = LAYOUT.layer_bounds
@@ -106,27 +66,6 @@ def test_swapped_layers() -> None:
     swapped[a:b], swapped[c:d] = data[c:d], data[a:b]
     assert bad(LAYOUT, swapped, sums) == 0
     assert bad(LAYOUT, swapped, sums[::-1].copy()) is None  # the layers themselves are whole
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda d: np.roll(d, 1),
-        lambda d: np.roll(d, -1),
-        lambda d: np.roll(d, 8),
-        lambda d: np.roll(d, 512),
-        lambda d: np.zeros_like(d),
-        lambda d: np.full_like(d, 0xFF),
-        lambda d: extent(LAYOUT, 1),
-        lambda d: np.concatenate([d[:384], extent(LAYOUT, 1)[384:]]),
-        lambda d: np.concatenate([d[:760], np.zeros(len(d) - 760, np.uint8)]),  # a torn end
-        lambda d: np.concatenate([np.zeros(1, np.uint8), d[1:]]) if d[0] else np.concatenate([[np.uint8(1)], d[1:]]),
-    ],
-    ids=["right", "left", "a word", "a sector", "zeros", "ones", "another page", "half another", "torn", "first byte"],
-)
-def test_other_bytes(spoil: Callable[[Bytes], Bytes]) -> None:
-    data, sums = signed(LAYOUT)
-    assert bad(LAYOUT, np.ascontiguousarray(spoil(data)), sums) is not None
 
 
 def test_a_zero_page_is_not_mistaken_for_no_checksums() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import struct
 import subprocess
@@ -17,10 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.config import ModelConfig
-from gdscache.errors import TokensError
 from gdscache.pages.keys import Page, PageNames, as_tokens, namespace_digest, page_keys
-from tests.support.helpers import EXTRA, MHA, MLA
 
 NAMESPACE = namespace_digest({"name": "m"})
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -158,103 +154,6 @@ def test_every_way_to_give_tokens_gives_the_same_keys(make: Callable[[list[int]]
     assert got.tolist() == tokens
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "text",
-        b"bytes",
-        None,
-        7,
-        [1.0],
-        [1, "2"],
-        [None],
-        [-1],
-        [2**32],
-        [[1, 2], [3, 4]],
-        np.array([1.5]),
-        np.array([-1]),
-        np.array([2**32]),
-        np.array([True]),
-        np.array([[1, 2]]),
-        np.array(["a"]),
-        np.array([1, None], dtype=object),
-        torch.tensor([1.0]),
-        torch.tensor([[1]]),
-        torch.tensor([-5]),
-        {1: 2},
-        {1, 2},
-    ],
-    ids=repr,
-)
-def test_what_is_no_run_of_token_ids_is_refused(bad: Any) -> None:
-    with pytest.raises(TokensError) as caught:
-        as_tokens(bad)
-    assert caught.value.hint
-
-
 # -- every field of the model keeps bytes apart ----------------------------------------------------------------------
 
 # For each base, what changes the bytes of a page, or their meaning.
-CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (MHA, {"name": "other"}),
-    (MHA, {"weights": "v2"}),
-    (MHA, {"dtype": "float16"}),
-    (MHA, {"dtype": "float8_e4m3fn"}),
-    (MHA, {"layers": 4}),
-    (MHA, {"page_tokens": 8}),
-    (MHA, {"kv_heads": 8}),
-    (MHA, {"head_dim": 64}),
-    (MHA, {"kv_heads": 8, "head_dim": 16}),  # the same row bytes in another shape
-    (MHA, {"v_head_dim": 16}),
-    (MHA, {"first_layer": 3}),
-    (MHA, {"salt": "tenant"}),
-    (MLA, {}),
-    (MLA, {"kv_lora_rank": 128}),
-    (MLA, {"rope_dim": 32}),
-    (MLA, {"planes": [{"name": "latent", "shape": [576]}], "kv_lora_rank": None, "rope_dim": None}),
-    (EXTRA, {}),
-    (EXTRA, {"planes": EXTRA["planes"][:3]}),
-    (EXTRA, {"planes": EXTRA["planes"][::-1]}),
-    (EXTRA, {"planes": [EXTRA["planes"][0] | {"name": "K"}, *EXTRA["planes"][1:]]}),
-    (EXTRA, {"planes": [EXTRA["planes"][0] | {"dtype": "float16"}, *EXTRA["planes"][1:]]}),
-    (EXTRA, {"planes": [EXTRA["planes"][0] | {"shape": [128]}, *EXTRA["planes"][1:]]}),
-    (EXTRA, {"planes": [*EXTRA["planes"][:3], EXTRA["planes"][3] | {"layers": [0, 1]}]}),
-    (EXTRA, {"planes": [*EXTRA["planes"][:3], EXTRA["planes"][3] | {"layers": [1, 2]}]}),
-]
-
-
-def test_no_two_models_share_a_namespace() -> None:
-    models = [ModelConfig(**MHA), *(ModelConfig(**{**base, **change}) for base, change in CHANGES)]
-    named = [(m, namespace_digest(m.namespace_fields())) for m in models]
-    named += [(models[0], namespace_digest(models[0].namespace_fields(shards=n))) for n in (2, 4)]
-    for (a, x), (b, y) in itertools.combinations(named, 2):
-        assert x != y, (a, b)
-
-
-def test_every_field_of_the_model_is_tried_above() -> None:
-    tried = {key for base, change in CHANGES for key in {**base, **change}}
-    assert set(ModelConfig.model_fields) - tried == set()
-
-
-def test_request_salts_and_the_configured_salt_do_not_meet() -> None:
-    plain, salted = ModelConfig(**MHA), ModelConfig(**{**MHA, "salt": "a"})
-    digests = [
-        namespace_digest(plain.namespace_fields()),
-        namespace_digest(plain.namespace_fields("a")),
-        namespace_digest(salted.namespace_fields()),
-        namespace_digest(salted.namespace_fields("a")),
-        namespace_digest(plain.namespace_fields("aa")),
-    ]
-    assert len(set(digests)) == len(digests)
-
-
-def test_two_ways_to_write_the_same_planes_share_pages() -> None:
-    planes = [{"name": "k", "shape": [4, 32]}, {"name": "v", "shape": [4, 32]}]
-    written_out = {
-        "name": "tiny",
-        "layers": 3,
-        "page_tokens": 4,
-        "dtype": "bfloat16",
-        "planes": planes,
-    }
-    assert ModelConfig(**written_out).namespace_fields() == ModelConfig(**MHA).namespace_fields()

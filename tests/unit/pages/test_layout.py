@@ -18,7 +18,6 @@ from gdscache.pages.layout import (
     Plane,
     copy_groups,
 )
-from tests.support.helpers import EXTRA, MHA, MLA, layout_of
 from tests.support.layouts import layouts
 
 
@@ -66,13 +65,6 @@ def test_full_and_touched_pages(page_tokens: int, tokens: int) -> None:
     starts = range(0, tokens, page_tokens)
     assert layout.pages_for(tokens) == len(starts)
     assert layout.full_pages(tokens) == sum(1 for s in starts if s + page_tokens <= tokens)
-
-
-def test_attention_kinds_differ_in_planes_and_in_nothing_else() -> None:
-    assert [[p.name for p in layer] for layer in layout_of(MHA).layers] == [["k", "v"]] * 3
-    assert [[p.name for p in layer] for layer in layout_of(MLA).layers] == [["latent", "rope"]] * 3
-    names = [[p.name for p in layer] for layer in layout_of(EXTRA).layers]
-    assert names == [["k", "v", "scale", "index"], ["k", "v", "scale"], ["k", "v", "scale", "index"]]
 
 
 def test_dtype_bytes_are_those_of_torch() -> None:

@@ -191,7 +191,7 @@ def trace(prompts: Sequence[Sequence[int]]) -> Workload:
     return expand(found)
 
 
-@settings(max_examples=max(80, settings.default.max_examples), deadline=None)
+@settings(max_examples=max(40, settings.default.max_examples), deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=20, max_size=150),
     st.integers(1, 12),
@@ -208,14 +208,13 @@ def test_no_trace_breaks_the_bound(prompts: list[list[int]], rounds: int, capaci
     assert lost <= bound
 
 
-@pytest.mark.parametrize("kind", [GuardedMostRecent, GuardedAdversary, Guarded])
-@pytest.mark.parametrize("seed", range(3))
-def test_an_order_that_is_always_wrong_costs_a_constant(kind: type[Guarded], seed: int) -> None:
+@pytest.mark.parametrize("kind", [GuardedMostRecent, GuardedAdversary])
+def test_an_order_that_is_always_wrong_costs_a_constant(kind: type[Guarded]) -> None:
     """Popular texts, and an order that gives up what is wanted next: it loses its budget, and then nothing more."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     capacity, losses = 60, []
     prompts: list[list[int]] = []
-    for requests in (1500, 3000, 6000):
+    for requests in (1000, 2000, 4000):
         while len(prompts) < requests:
             prompts.append([int(80 * draw.random() ** 2), *([draw.randrange(3)] * draw.randint(0, 2))])
         work = trace(prompts)
@@ -230,7 +229,7 @@ def test_an_order_that_is_always_wrong_costs_a_constant(kind: type[Guarded], see
 def test_without_the_guard_the_same_orders_lose_without_end() -> None:
     """What the tests above are against."""
     draw = random.Random(0)
-    work = trace([[int(80 * draw.random() ** 2)] for _ in range(6000)])
+    work = trace([[int(80 * draw.random() ** 2)] for _ in range(4000)])
     base = simulate(work, 20, LRU()).hits
     assert simulate(work, 20, MostRecent()).hits < 0.8 * base
     assert simulate(work, 20, GuardedMostRecent()).hits > 0.97 * base - 20
@@ -305,21 +304,25 @@ def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
     draw = random.Random(1)
     policy, exact = SmallSample(), Guarded()
     present: list[bytes] = []
+    there: set[bytes] = set()
     if restored:
         present = [name(i) for i in range(900)]
+        there.update(present)
         for order in (policy, exact):
             order.restore(present, range(900))
-    for _ in range(40_000):
+    for _ in range(16_000):
         key = name(int(3000 * draw.random() ** 2))
-        if key in present:
+        if key in there:
             policy.touch(key)
             exact.touch(key)
             continue
         if len(present) >= 1000:
             gone = present.pop(draw.randrange(1000))  # neither of them is asked: it is the count that is compared
+            there.remove(gone)
             policy.evict_all([(gone, None)])
             exact.evict_all([(gone, None)])
         present.append(key)
+        there.add(key)
         policy.insert(key)
         exact.insert(key)
     assert 100 <= policy._shadow.room <= 200
@@ -342,7 +345,7 @@ class Watchful(SmallSample):
     __slots__ = ()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_pages_at_once_are_one_after_the_other(seed: int) -> None:
     draw = random.Random(seed)
     many, single = Watchful(), Watchful()

@@ -114,9 +114,7 @@ class Queue(RuleBasedStateMachine):
     SWEPT: ClassVar[int] = 1024
 
     @initialize(
-        concurrent=st.integers(1, 3),
-        limit=st.sampled_from([1, 2, 4, 8, 100]),
-        queue=st.sampled_from([100, 100, 2]),
+        concurrent=st.integers(1, 3), limit=st.sampled_from([1, 2, 4, 8, 100]), queue=st.sampled_from([100, 100, 2])
     )
     def begin_with(self, concurrent: int, limit: int, queue: int) -> None:
         self.now = 100.0
