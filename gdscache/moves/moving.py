@@ -81,7 +81,7 @@ class NativeMoving:
         try:
             landed = self._carrier.await_move(self.number, group, seconds)
         except NativeCallError:
-            if self._end is None:
+            if not self.known:
                 raise
             return Landed(None)  # a close has ended it, and then the executor, since it was asked above
         return None if landed is None else Landed(landed.event, layers)
