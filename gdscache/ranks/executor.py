@@ -297,8 +297,7 @@ class RanksExecutor(ThreadDriver):
         moving.begun(parts)
         if not moving.into_planes:
             marks = [mark.number for mark in after if isinstance(mark, StoreMark)]
-            for part in parts:
-                self._send(moving, part, marks)
+            self._send(moving, parts, marks)
         for part in parts:
             if part.link.lost:  # before the move was under way: `_gone` has not seen it
                 moving.lost(part.link)
@@ -407,10 +406,19 @@ class RanksExecutor(ThreadDriver):
                     found.append(_Part(link, rows))
         return found
 
-    def _send(self, moving: RanksMoving, part: _Part, marks: Sequence[int]) -> None:
-        fields, arrays = wire.described(_share_of(moving.move, part.rows, part.link.shard, self.layers))
-        told = {"do": "move", "id": moving.number, "after": [*marks], "move": fields}
-        part.link.channel.send(wire.pack(told, arrays))
+    def _send(self, moving: RanksMoving, parts: Sequence[_Part], marks: Sequence[int]) -> None:
+        """Each rank its rows. Ranks that get all of them are told the same, but for their shard's sums."""
+        summed = any(way.sums is not None for way in moving.move.ways)
+        packed: dict[int, bytes] = {}  # by shard
+        for part in parts:
+            shard = part.link.shard if summed else 0
+            message = packed.get(shard) if part.rows is None else None
+            if message is None:
+                fields, arrays = wire.described(_share_of(moving.move, part.rows, part.link.shard, self.layers))
+                message = wire.pack({"do": "move", "id": moving.number, "after": [*marks], "move": fields}, arrays)
+                if part.rows is None:
+                    packed[shard] = message
+            part.link.channel.send(message)
 
     def cancel(self, moving: RanksMoving, links: Sequence[Link]) -> None:
         for link in links:

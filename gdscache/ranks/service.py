@@ -429,10 +429,10 @@ class Service:
         """Moves come to their end; what is late is waited for, for a time, and what it may touch is kept behind it."""
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._channel.close)
+            last_to_first.callback(self._channel.send, wire.pack({"closed": True}))
             for mark in self._marks.values():
                 mark.there.set()
             log_failure(failure_of(self._workers.shutdown))
-            self._channel.send(wire.pack({"closed": True}))
             with self._lock:
                 in_time = self._lock.wait_for(lambda: not self._late, CLOSE_S)
             if not in_time:
