@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import gdscache
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import InvalidValueError, PlanesError, RankError
+from gdscache.errors import InvalidValueError, PlanesError, RankError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
+from gdscache.ranks import wire
 from tests.support.helpers import MHA, MLA, WAIT, drop_from, flip_file, prompt, until
 from tests.support.ranks import RanksHost
 
@@ -213,6 +215,35 @@ def test_a_store_that_no_rank_was_told_of_is_dropped(ranks_host: Open) -> None:
     assert len(handle.result(WAIT).dropped) == 2
     assert host.engine.stats()["ranks"][1]["state"] == "running"
     host.ranks[0].hear()
+
+
+def test_another_version_or_protocol_is_refused_with_both(ranks_host: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = ranks_host([0, 1])
+    host.engine.close()
+    with monkeypatch.context() as other:
+        other.setattr(gdscache, "__version__", "9.9.9")
+        with pytest.raises(RankMismatchError, match=r"leader is gdscache 9\.9\.9 .*, and rank 0 is "):
+            host.open()
+    with monkeypatch.context() as other:
+        other.setattr(wire, "PROTOCOL", wire.PROTOCOL + 1)
+        with pytest.raises(RankMismatchError, match=rf"\(protocol {wire.PROTOCOL}\), and rank 0 is "):
+            host.open()
+    host.engine = host.open()  # the ranks serve the next leader
+    assert host.store(prompt(1, 2)).tiers == (("cpu", "ssd"),) * 2
+
+
+def test_an_order_of_another_leader_brings_nothing(ranks_host: Open) -> None:
+    host, tokens = ranks_host([0, 1]), prompt(1, 2)
+    host.store(tokens)
+    hit = host.engine.lookup(tokens)
+    load = host.engine.load(hit, [0, 1])
+    order = load.order
+    answers = host.every("load", order, [], [], 5.0)
+    assert [statuses for statuses, _ in answers] == [[GOOD.value] * 2] * 2
+    host.engine.close()
+    host.engine = host.open()
+    answers = host.every("load", order, [], [], 5.0)
+    assert [statuses for statuses, _ in answers] == [[PageStatus.RANK_LOST.value] * 2] * 2
 
 
 def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Path) -> None:
