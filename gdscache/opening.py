@@ -18,6 +18,7 @@ import torch
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
 from gdscache.cuda.host_memory import Pin
+from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
@@ -123,7 +124,7 @@ def build(
 ) -> Parts:
     """Open everything, or raise and leave nothing open. `addresses`: of the ranks that have the planes."""
     # A tensor that is made in the caller's inference mode could not be written to outside of it.
-    with torch.inference_mode(mode=False), contextlib.ExitStack() as undo:
+    with torch.inference_mode(mode=False), contextlib.ExitStack() as placed, contextlib.ExitStack() as undo:
         lock = threading.RLock()
         layout, ranks, gpu = config.model.layout(), None, None
         planes: PagedPlanes | RemotePlanes
@@ -138,6 +139,7 @@ def build(
             planes = gpu.pool
         else:
             planes = PagedPlanes(layout, attached)
+        placed.enter_context(near(planes.device))
         cpu = None
         if config.cpu is not None:
             cpu = CpuTier(_memory(layout, planes.device, ranks, "cpu", config.cpu.capacity), config.eviction)

@@ -20,6 +20,7 @@ import torch
 import gdscache
 from gdscache.arrays import Int64Array
 from gdscache.config import GpuConfig, ModelConfig
+from gdscache.cuda.numa import near
 from gdscache.cuda.streams import Event
 from gdscache.disk.directory import lock_slab
 from gdscache.disk.locks import FileLock
@@ -95,6 +96,7 @@ class Service:
         self.leader = ""  # which it is: orders of another are not ours
         self.layout: PageLayout
         self._given = planes
+        self._device = next((tensor.device for layer in planes for tensor in layer), torch.device("cpu"))
         self._rank, self._shard = rank, shard
         self._gpu = GpuConfig()
         self._planes: PagedPlanes
@@ -162,7 +164,8 @@ class Service:
         """A call, whose errors are told by their class."""
         told: dict[str, Any] = {}
         try:
-            told = dict(self._calls[fields["do"]](fields, given))
+            with near(self._device):
+                told = dict(self._calls[fields["do"]](fields, given))
         except GdsCacheError as error:
             told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             told["errno"] = getattr(error, "errno", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from gdscache.commands.doctor import Asked, Facts, Report, Row, copies, defaults
 from gdscache.commands.doctor.facts import Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config
+from gdscache.cuda.numa import Placement
 from gdscache.errors import DeviceError, PinnedMemoryError
 from gdscache.movers import calibration as calibrate
 from gdscache.movers import choice as paths
@@ -72,6 +74,24 @@ def test_a_whole_machine() -> None:
     assert said["driver"].value == "580.82.07, CUDA 13.0"
     assert said["GPU 0"].value == "NVIDIA H200, compute capability 9.0, 140GiB, 132 SMs"
     assert said["gpu.kernels"].data["implementation"] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("place", "verdict", "said"),
+    [
+        (Placement(1, frozenset({4, 5})), "ok", "NUMA node 1: its pools and threads lie there"),
+        (Placement(0, lacks="this process may use no processor of NUMA node 0"), "info", ""),
+        (Placement(lacks="the machine does not say which NUMA node it is on"), "info", ""),
+    ],
+)
+def test_where_what_serves_a_gpu_lies(place: Placement, verdict: str, said: str) -> None:
+    (gpu,) = WHOLE.devices.value or ()
+    facts = dataclasses.replace(WHOLE, devices=Found((dataclasses.replace(gpu, numa=place),)))
+    row = rows(doctor.examine(facts, asks()))["GPU 0"]
+    assert row.verdict == verdict
+    assert said in row.value
+    assert place.lacks in row.hint
+    assert row.data["numa"] == {"node": place.node, "cpus": sorted(place.cpus)}
 
 
 def test_a_machine_without_a_gpu_lacks_nothing_that_the_defaults_ask_for() -> None:

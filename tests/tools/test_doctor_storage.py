@@ -233,14 +233,6 @@ def test_what_the_kernel_shows_of_gds(tmp_path: Path) -> None:
     assert found["P2PDMA"].value == "lacks kernel 6.2 or newer, CONFIG_PCI_P2PDMA; cannot be seen: NVMe multipath off"
 
 
-def test_the_numa_node_of_a_gpu(tmp_path: Path) -> None:
-    put(
-        tmp_path,
-        {"sys/bus/pci/devices/0000:18:00.0/numa_node": "1", "sys/bus/pci/devices/0000:19:00.0/numa_node": "-1"},
-    )
-    assert [disk.gpu_numa_node(f"0000:{bus}:00.0", tmp_path) for bus in (18, 19, 20)] == [1, None, None]
-
-
 def test_libcufile_is_found_in_the_system_and_in_wheels(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"libcufile\.so is not found"):
         storage.find_cufile(tmp_path, [])

@@ -110,12 +110,6 @@ def _numa(place: Path, root: Path) -> int | None:
     return int(text) if text.isdecimal() else None  # -1: the machine does not say
 
 
-def gpu_numa_node(address: str, root: Path = ROOT) -> int | None:
-    """The NUMA node of the GPU at a PCI address (`0000:18:00.0`); None where it is not known."""
-    text = _text(root / "sys/bus/pci/devices" / address / "numa_node")
-    return int(text) if text.isdecimal() else None
-
-
 def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
     """nvidia-fs, P2PDMA, udev and the IOMMU. `device`: of the file system, as `major:minor`; may be empty."""
     version = _text(root / "proc/driver/nvidia-fs/version")

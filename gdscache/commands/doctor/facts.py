@@ -8,6 +8,7 @@ from pathlib import Path
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import Config
+from gdscache.cuda.numa import Placement
 from gdscache.movers.choice import Calibration
 
 
@@ -59,6 +60,7 @@ class Gpu:
     capability: tuple[int, int]
     memory_bytes: int
     processors: int
+    numa: Placement = dataclasses.field(default_factory=Placement)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 
 from gdscache.commands.doctor.facts import Asked, Facts, Gpu, NvidiaDriver
 from gdscache.commands.doctor.report import Found, Row, Verdict, comes_to
+from gdscache.cuda.numa import gpu_address, placement
 from gdscache.errors import DeviceError
 from gdscache.sizes import about
 
@@ -47,7 +48,8 @@ def find_devices() -> tuple[Gpu, ...]:
     found = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
-        found.append(Gpu(p.name, (p.major, p.minor), p.total_memory, p.multi_processor_count))
+        place = placement(gpu_address(torch.device("cuda", index)))
+        found.append(Gpu(p.name, (p.major, p.minor), p.total_memory, p.multi_processor_count, place))
     return tuple(found)
 
 
@@ -79,7 +81,11 @@ def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     for index, found in enumerate(facts.devices.value or ()):
         capability = ".".join(map(str, found.capability))
         value = f"{found.name}, compute capability {capability}, {about(found.memory_bytes)}, {found.processors} SMs"
-        yield Row(f"GPU {index}", value, "ok", data=dataclasses.asdict(found))
+        place = found.numa
+        value += f", NUMA node {place.node}: its pools and threads lie there" if place.cpus else ""
+        hint = f"{place.lacks}: its pools and threads lie anywhere, and copies may be slower" if place.lacks else ""
+        data = dataclasses.asdict(found) | {"numa": {"node": place.node, "cpus": sorted(place.cpus)}}
+        yield Row(f"GPU {index}", value, "info" if hint else "ok", hint, data)
     if facts.torch_cuda and not facts.has_gpu:
         yield Row("GPU", facts.devices.cause, lack, facts.devices.hint if driver else "")
     wanted, device = asked.config.gpu.device, facts.device.value

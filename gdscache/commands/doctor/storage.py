@@ -12,7 +12,6 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from gdscache.commands.doctor.facts import Asked, Directory, FreeSpace, Place, S
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.commands.doctor.trial import DEADLINE_S, Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
+from gdscache.cuda import numa
 from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
@@ -193,7 +193,4 @@ def find_gpu_node(device: str) -> int | None:
     """The NUMA node of `cuda:N`, where torch and the kernel tell it."""
     if not device.startswith("cuda"):
         return None
-    told: Any = torch.cuda.get_device_properties(torch.device(device))
-    if not hasattr(told, "pci_bus_id"):  # older torch
-        return None
-    return disk.gpu_numa_node(f"{told.pci_domain_id:04x}:{told.pci_bus_id:02x}:{told.pci_device_id:02x}.0")
+    return numa.gpu_numa_node(numa.gpu_address(torch.device(device)))
