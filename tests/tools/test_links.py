@@ -12,6 +12,7 @@ from gdscache.errors import InvalidValueError
 from tests.support.terminal import on_terminal
 
 
+@pytest.mark.suite
 def test_two_ranks_are_measured(tmp_path: Path) -> None:
     file, plot = tmp_path / "links.json", tmp_path / "links.png"
     options = ["--quick", "--ranks", "2", "--report", str(file), "--plot", str(plot)]
