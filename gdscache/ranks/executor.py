@@ -293,8 +293,8 @@ class RanksExecutor(ThreadDriver):
             moving.refuse(PageStatus(absent) if absent else PageStatus.ABORTED)
             return moving
         parts = self._parts(move)
-        self._under_way[moving.number] = moving
         moving.begun(parts)
+        self._under_way[moving.number] = moving
         if not moving.into_planes:
             marks = [mark.number for mark in after if isinstance(mark, StoreMark)]
             self._send(moving, parts, marks)

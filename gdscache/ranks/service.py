@@ -79,6 +79,9 @@ class _Given(NamedTuple):
     descriptors: list[int]
 
 
+_Call = Callable[[dict[str, Any], _Given], Mapping[str, Any]]
+
+
 class _Mark:
     """A place in the order of this rank's stream, once it has come there."""
 
@@ -113,11 +116,11 @@ class Service:
         self._lock = threading.Condition()
         self._over = Flag()
         self._why = ""
-        self._calls: Mapping[str, Callable[[dict[str, Any], _Given], Mapping[str, Any]]] = {
+        self._calls: Mapping[str, _Call] = {
             "hello": self._hello,
-            "memory": self._add_memory,
-            "slab": self._add_slab,
-            "start": self._start,
+            "memory": self._near(self._add_memory),
+            "slab": self._near(self._add_slab),
+            "start": self._near(self._start),
             "flush": self._flush,
             "check": self._check,
             "lengthen": self._lengthen,
@@ -164,8 +167,7 @@ class Service:
         """A call, whose errors are told by their class."""
         told: dict[str, Any] = {}
         try:
-            with near(self._device):
-                told = dict(self._calls[fields["do"]](fields, given))
+            told = dict(self._calls[fields["do"]](fields, given))
         except GdsCacheError as error:
             told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             told["errno"] = getattr(error, "errno", None)
@@ -177,6 +179,15 @@ class Service:
             wire.pack({"answer": fields["call"], "descriptors": 0 if shared is None else 1, **told}),
             () if shared is None else (shared,),
         )
+
+    def _near(self, call: _Call) -> _Call:
+        """A call that makes threads or memory, near the planes' GPU."""
+
+        def made(fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
+            with near(self._device):
+                return call(fields, given)
+
+        return made
 
     def _hello(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         if (fields["version"], fields["protocol"]) != (gdscache.__version__, wire.PROTOCOL):

@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.scale.pool_parts import (
     PAGES,
     PYTHON,
     RealPool,
-    end_fence,
     eventually,
     fence,
     needs_mooncake,
@@ -30,18 +28,6 @@ from tests.scale.pool_parts import (
 
 pytestmark = pytest.mark.scale
 MANY = 4 * PAGES  # 8 MiB: some tens of milliseconds
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[RealPool]:
-    with real_pool(tmp_path) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fenced() -> Iterator[None]:
-    yield
-    end_fence()
 
 
 def stored_in_both(found: list[list[str]]) -> bool:

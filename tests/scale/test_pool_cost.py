@@ -6,27 +6,12 @@ they are to find is what is broken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tests.scale.pool_parts import RealPool, end_fence, real_pool
+from tests.scale.pool_parts import RealPool
 
 pytestmark = [pytest.mark.scale, pytest.mark.throughput]
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[RealPool]:
-    with real_pool(tmp_path) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fenced() -> Iterator[None]:
-    yield
-    end_fence()
 
 
 def test_pages_move_nearly_as_fast_as_by_the_bare_calls(pool: RealPool) -> None:

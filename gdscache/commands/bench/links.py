@@ -90,8 +90,9 @@ def serve(line: Connection, number: int, shard: int, model: dict[str, Any], page
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with Rank(planes, number, shard=shard) as rank:
         line.send(rank.address)
-        while (asked := line.recv()) is not None:
-            (what, order), good, start = asked, True, time.perf_counter()
+        while True:  # until it is ended
+            what, order = line.recv()
+            good, start = True, time.perf_counter()
             if what == "store":
                 rank.store(order)
             elif what == "load":
@@ -111,7 +112,6 @@ class Links:
     def __init__(self, settings: Settings, model: dict[str, Any], *, shared: bool) -> None:
         self.pages = max(1, settings.total // page_bytes(model))
         self.nbytes = self.pages * page_bytes(model)
-        self._undo = contextlib.ExitStack()
         context = multiprocessing.get_context("spawn")
         self._lines: list[Connection] = []
         with contextlib.ExitStack() as undo:

@@ -7,7 +7,7 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -144,12 +144,8 @@ def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = socket.socketpair()
     pid, uid, _ = struct.unpack("3i", there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     assert (pid, uid) == (os.getpid(), os.geteuid())
-    monkeypatch.setattr(os, "geteuid", _constant(uid + 1))
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     with pytest.raises(RankProtocolError, match=f"process {pid} of user {uid}"):
         Channel(there, "test", lambda message, given: None, lambda why: None)
     here.close()
     there.close()
-
-
-def _constant(value: int) -> Callable[[], int]:
-    return lambda: value
