@@ -90,7 +90,7 @@ def test_where_what_serves_a_gpu_lies(place: Placement, verdict: str, said: str)
     row = rows(doctor.examine(facts, asks()))["GPU 0"]
     assert row.verdict == verdict
     assert said in row.value
-    assert place.lacks in row.hint
+    assert place.lacks in row.next_step
     assert row.data["numa"] == {"node": place.node, "cpus": sorted(place.cpus)}
 
 
