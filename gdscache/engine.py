@@ -26,6 +26,7 @@ from gdscache.errors import (
 )
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
+from gdscache.groups.base import Group
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
@@ -109,7 +110,8 @@ class CacheEngine:
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
         self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
-        self._namespaces: dict[str, bytes] = {}
+        self.groups: tuple[Group, ...] = config.model.layer_groups()
+        self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
 
@@ -158,21 +160,26 @@ class CacheEngine:
             raise SequenceStateError("this engine has attached planes and no pool of its own", "use load() and store()")
         return gpu
 
-    def namespace(self, salt: str = "") -> bytes:
+    def namespace(self, salt: str = "", group: Group | None = None) -> bytes:
         """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant).
 
-        Raises `InvalidValueError` for a salt that is no text.
+        `group`: one of `groups`, whose pages have a namespace of their own. Raises `InvalidValueError` for a salt that
+        is no text.
         """
         self.calls.check()
-        digest = self._namespaces.get(arguments.text(salt, "salt"))
+        digest = self._namespaces.get((arguments.text(salt, "salt"), group))
         if digest is None:
-            digest = namespace_digest(self._fields(salt))
+            digest = namespace_digest(self._fields(salt, group))
             if len(self._namespaces) < _SALTS_KEPT:
-                self._namespaces[salt] = digest
+                self._namespaces[salt, group] = digest
         return digest
 
-    def _fields(self, salt: str) -> dict[str, object]:
-        return self.config.model.namespace_fields(salt, shards=self.layout.shards)
+    def namespaces(self, salt: str = "") -> list[bytes]:
+        """The namespaces of a request's salt: one, or one a group of layers."""
+        return [self.namespace(salt, group) for group in self.groups or (None,)]
+
+    def _fields(self, salt: str, group: Group | None) -> dict[str, object]:
+        return self.config.model.namespace_fields(salt, shards=self.layout.shards, group=group)
 
     def pages(self, tokens: Any, salt: str = "") -> list[Page]:
         """The names of all full pages of `tokens`, which are token ids or `PageHashes`."""
@@ -331,11 +338,12 @@ class CacheEngine:
         retention: Retention = DEFAULT,
     ) -> StoreHandle:
         """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
-        namespace = self.namespace(salt)
-        if pages and namespace not in self._described and len(self._described) < _SALTS_KEPT:
-            self._described.add(namespace)
-            for tier in self.manager.files:
-                tier.describe_namespace(namespace, self._fields(salt))
+        if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
+            for group in self.groups or (None,):
+                namespace = self.namespace(salt, group)
+                self._described.add(namespace)
+                for tier in self.manager.files:
+                    tier.describe_namespace(namespace, self._fields(salt, group))
         event = self._parts.executor.mark(after)
         handle = StoreHandle(len(pages), self.calls)
         if isinstance(event, StoreMark):
@@ -411,12 +419,15 @@ class CacheEngine:
         with self.calls:
             return self.manager.clearing.clear()
 
-    def invalidate(self, namespace: bytes) -> dict[str, int]:
-        """Drop every page of one namespace (see `namespace()`) from every tier; the pages removed, by tier."""
-        if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
-            raise InvalidValueError(f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)")
+    def invalidate(self, *namespaces: bytes) -> dict[str, int]:
+        """Drop every page of these namespaces (see `namespaces()`) from every tier; the pages removed, by tier."""
+        for namespace in namespaces:
+            if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
+                raise InvalidValueError(
+                    f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)"
+                )
         with self.calls:
-            return self.manager.clearing.clear(namespace)
+            return self.manager.clearing.clear(*namespaces) if namespaces else dict.fromkeys(self.manager.tiers, 0)
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSche
 
 from gdscache.config.problems import ConfigSection, reject
 from gdscache.errors import ConfigError, GeometryError
+from gdscache.groups.base import Group
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
 from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
 
@@ -36,6 +37,24 @@ class PlaneConfig(ConfigSection):
     layers: Annotated[tuple[Layer, ...], Strict(False)] | None = Field(
         default=None,
         description="numbers of the layers that have the plane, counted from 0 in this process; null means all",
+    )
+
+
+class GroupConfig(ConfigSection):
+    """Layers of a hybrid model that keep the same tokens: all, where neither `window` nor `chunk` is given."""
+
+    missing_key: ClassVar[type[ConfigError]] = GeometryError
+
+    name: str = Field(min_length=1, description="name of the group; unique in the model")
+    layers: Annotated[tuple[Layer, ...], Strict(False)] = Field(
+        min_length=1, description="numbers of its layers, counted from 0 in this process"
+    )
+    window: Positive | None = Field(
+        default=None, description="sliding window: tokens that a token attends to, itself among them"
+    )
+    chunk: Positive | None = Field(default=None, description="chunked attention: tokens of a chunk")
+    page_tokens: int | None = Field(
+        default=None, ge=1, le=MAX_PAGE_TOKENS, description="tokens of a page; null means model.page_tokens"
     )
 
 
@@ -72,6 +91,11 @@ class ModelConfig(ConfigSection):
         le=MAX_COUNT,
         description="pipeline parallelism: number in the model of this process's first layer",
     )
+    groups: Annotated[tuple[GroupConfig, ...], Strict(False)] = Field(
+        default=(),
+        description="hybrid models: a list of groups of layers that keep different tokens; each has name, layers, "
+        "window or chunk, and page_tokens. Empty: all layers keep all tokens",
+    )
     salt: str = Field(
         default="",
         description="text that separates these pages from all others; the adapters for vLLM and SGLang put there what "
@@ -80,7 +104,7 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _describes_a_page(self, info: ValidationInfo) -> Self:
-        problems = self._kind_problems()
+        problems = self._kind_problems() or self._group_problems()
         if problems:
             raise reject(GeometryError, "; ".join(problems), self._hint, info)
         try:
@@ -120,6 +144,20 @@ class ModelConfig(ConfigSection):
         verb = "is" if len(missing) == 1 else "are"
         return [f"{', '.join(missing)} {verb} not given"] if missing else []
 
+    def _group_problems(self) -> list[str]:
+        names = [group.name for group in self.groups]
+        problems = [f"model.groups names {name!r} twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+        for group in self.groups:
+            what = f"group {group.name!r}"
+            if group.window and group.chunk:
+                problems.append(f"{what} has a window and a chunk")
+            if len(set(group.layers)) < len(group.layers) or max(group.layers) >= self.layers:
+                problems.append(f"{what} has layers {list(group.layers)} of a model of {self.layers}")
+        in_none = set(range(self.layers)) - {layer for group in self.groups for layer in group.layers}
+        if self.groups and in_none and not problems:
+            problems.append(f"layer {min(in_none)} is in no group ({len(in_none)} of {self.layers} layers are in none)")
+        return problems
+
     def _given(self, key: str) -> bool:
         return bool(getattr(self, key) != type(self).model_fields[key].get_default())
 
@@ -148,12 +186,25 @@ class ModelConfig(ConfigSection):
             raise GeometryError(f"no plane is in layer {bare[0]} ({len(bare)} of {self.layers} layers have none)")
         return PageLayout(tuple(map(tuple, layers)), self.page_tokens)
 
-    def namespace_fields(self, salt: str = "", *, shards: int = 1) -> dict[str, object]:
+    def layer_groups(self) -> tuple[Group, ...]:
+        """The groups; none where all layers keep all tokens."""
+        return tuple(
+            Group(
+                group.name,
+                group.layers,
+                group.page_tokens or self.page_tokens,
+                "window" if group.window else "chunk" if group.chunk else "all",
+                group.window or group.chunk or 0,
+            )
+            for group in self.groups
+        )
+
+    def namespace_fields(self, salt: str = "", *, shards: int = 1, group: Group | None = None) -> dict[str, object]:
         """Everything that makes bytes interchangeable, as plain data for `keys.namespace_digest`.
 
         `salt` is the request's own (a tenant or an adapter chosen for one request), beside the one of the config.
         The planes stand for `dtype` and all sizes: two ways to write the same planes share their pages. `shards`: of
-        how many of these a page has parts.
+        how many of these a page has parts. `group`: whose pages, in a hybrid model.
         """
         return {
             "name": self.name,
@@ -166,6 +217,7 @@ class ModelConfig(ConfigSection):
             "head_groups": shards,
             "salt": self.salt,
             "request_salt": salt,
+            **({} if group is None else {"group": group.describe()}),
         }
 
 

@@ -202,7 +202,7 @@ class Prices:
         tiers: Sequence[str],
         start: int,
         tokens: int,
-        page_tokens: int,
+        page_tokens: float,
         page_bytes: int,
         ahead: Mapping[str, int],
     ) -> None:

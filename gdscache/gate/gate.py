@@ -41,18 +41,24 @@ class Gate:
         self._declined = 0  # hits since the last trial of which something was declined
         self._lock = threading.Lock()
 
-    def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
-        """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
+    def decide(
+        self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int], hit: int | None = None
+    ) -> Decision:
+        """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`.
+
+        `hit`: all pages together save so many tokens, and fewer of them none: all of them pay or none does.
+        """
         costs, whole = self.costs, len(tiers)
         below = set(tiers) - {"gpu"}
-        prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
+        page_tokens = self._page_tokens if hit is None else hit / max(1, whole)
+        prices = Prices(costs, tiers, start, tokens, page_tokens, self._page_bytes, ahead)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and costs.measured(below):
-            worth = prices.best()
+            worth = prices.best() if hit is None else whole if prices.total(whole) <= prices.total(0) else 0
             kind = "loaded" if worth == whole else "declined" if set(tiers[:worth]) <= {"gpu"} else "cut"
             pages = worth
             if self.mode == "enforcing" and worth < whole and self._explores(set(tiers[worth:])):
-                kind, pages = "explored", prices.trial(worth, _TRIAL_SHARE)
+                kind, pages = "explored", prices.trial(worth, _TRIAL_SHARE) if hit is None else whole
         if self.mode != "off" and below:
             self._count(kind, tiers, worth, pages)
         if self.mode == "advisory":

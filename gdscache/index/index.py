@@ -256,12 +256,12 @@ class PageIndex(EvictablePages):
 
     # -- many pages at once -------------------------------------------------------------------------------------------
 
-    def drop_all(self, keys: Iterable[bytes], namespace: bytes) -> int:
-        """Drop those of `keys` that are of `namespace`; how many of them were visible."""
+    def drop_all(self, keys: Iterable[bytes], namespaces: Collection[bytes]) -> int:
+        """Drop those of `keys` that are of one of the `namespaces`; how many of them were visible."""
         visible = 0
         for key in keys:
             slot = self.slot(key)
-            entry = self.find(key) if slot is not None and self._namespaces[slot] == namespace else None
+            entry = self.find(key) if slot is not None and self._namespaces[slot] in namespaces else None
             if entry is not None:
                 visible += entry.state is not PENDING
                 self.drop(entry)

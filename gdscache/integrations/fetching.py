@@ -30,7 +30,20 @@ if TYPE_CHECKING:
 ENDING_S = 5.0  # pins that end so soon are too old to begin a load from
 
 
-class Fetch(Protocol):
+class Fetched(Protocol):
+    """What a load takes of a fetch."""
+
+    def release(self) -> None:
+        """Bring no more, and let go of what is pinned. Twice is fine."""
+
+    def checked(self, first: int, pages: int) -> Any:
+        """Those pages, which were verified: what a load takes that cannot fail."""
+
+    def unchecked(self, first: int, pages: int) -> Any:
+        """Those pages from wherever they are: what a load takes that has a verdict."""
+
+
+class Fetch(Fetched, Protocol):
     """Pages of one request on their way to the CPU tier, and those that are there, pinned."""
 
     @property
@@ -60,17 +73,8 @@ class Fetch(Protocol):
     def lapsed(self, within: float = 0.0) -> bool:
         """Whether its pins have ended, or end within so many seconds."""
 
-    def release(self) -> None:
-        """Bring no more, and let go of what is pinned. Twice is fine."""
-
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""
-
-    def checked(self, first: int, pages: int) -> Any:
-        """Those pages, which `verified` counts: what a load takes that cannot fail."""
-
-    def unchecked(self, first: int, pages: int) -> Any:
-        """Those pages from wherever they are: what a load takes that has a verdict."""
 
 
 class Cache(Protocol):
@@ -200,11 +204,11 @@ class PinningCache:
     def __init__(self, engine: CacheEngine, pin_seconds: float) -> None:
         self.engine = engine
         self.salt = ""
-        self._pin_seconds = pin_seconds
+        self.pin_seconds = pin_seconds
 
     def fetch(self, hashes: PageHashes, pages: int) -> PinnedFetch:
         """Begin to bring the first `pages` pages, as far as they are cached and worth loading."""
-        return PinnedFetch(self.engine, hashes, pages, self._pin_seconds, self.salt)
+        return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt)
 
     def cached(self, hashes: PageHashes) -> int:
         """How many of the first pages are cached, on any tier. Counts as no use of them."""
@@ -215,7 +219,7 @@ class PinningCache:
         old, self.salt = self.salt, fresh_salt()
         try:
             if old:
-                self.engine.invalidate(self.engine.namespace(old))
+                self.engine.invalidate(*self.engine.namespaces(old))
         except GdsCacheError as error:  # it has another name by now, and is evicted in time
             log_failure(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from gdscache.pages.keys import Page
 
@@ -32,3 +33,8 @@ class Hit:
     pays: int = 0
     declined: int = 0
     checked: bool = False
+
+    def part(self, numbers: Sequence[int]) -> Hit:
+        """Some of its pages, by their numbers, for a load into blocks of theirs."""
+        pages, tiers = self.pages, self.tiers
+        return dataclasses.replace(self, pages=tuple(pages[i] for i in numbers), tiers=tuple(tiers[i] for i in numbers))

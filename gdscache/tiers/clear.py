@@ -31,7 +31,7 @@ class Clearing:
         self._files = files
         self._epoch = 0
         self._epochs: dict[bytes, int] = {}
-        self._swept: bytes | None = None  # the namespace that is being cleared
+        self._swept: frozenset[bytes] = frozenset()  # the namespaces that are being cleared
         self._refusals = itertools.count(1)
 
     def epoch(self, namespace: bytes) -> int:
@@ -40,20 +40,21 @@ class Clearing:
         While its pages are being dropped no two answers are the same: what is accepted then may come from a page that
         is still to go.
         """
-        if namespace == self._swept:
+        if namespace in self._swept:
             return -next(self._refusals)
         return self._epoch + self._epochs.get(namespace, 0)
 
-    def clear(self, namespace: bytes | None = None) -> dict[str, int]:
-        """Drop every page (of one namespace) from every tier, durably; the pages removed by tier.
+    def clear(self, *namespaces: bytes) -> dict[str, int]:
+        """Drop every page (of these namespaces, if some are given) from every tier, durably; the pages removed by tier.
 
-        Everything goes in one step. A namespace goes piece by piece; what is stored of it meanwhile is dropped. When
+        Everything goes in one step. Namespaces go piece by piece; what is stored of them meanwhile is dropped. When
         several clear at once, each returns when what the others dropped before it is gone for good, too.
         """
         with self.alone:
-            removed = self._drop_everything() if namespace is None else self._sweep(namespace)
+            removed = self._sweep(frozenset(namespaces)) if namespaces else self._drop_everything()
         for tier in self._files:
-            tier.commit_all_deletions(namespace)
+            for namespace in namespaces or (None,):
+                tier.commit_all_deletions(namespace)
         return removed
 
     def _drop_everything(self) -> dict[str, int]:
@@ -76,8 +77,8 @@ class Clearing:
         with self._lock:
             tier.index.retire(slots)
 
-    def _sweep(self, namespace: bytes) -> dict[str, int]:
-        """Drop the pages of a namespace, each from all tiers at once: no load can bring it back from another tier.
+    def _sweep(self, namespaces: frozenset[bytes]) -> dict[str, int]:
+        """Drop the pages of namespaces, each from all tiers at once: no load can bring it back from another tier.
 
         None of its pages is new meanwhile, for `epoch` refuses stores; a load may only copy what is among the keys.
         """
@@ -87,15 +88,16 @@ class Clearing:
                 if len(self._epochs) >= _NAMESPACE_EPOCHS_KEPT:  # forget them all: a newer epoch for everybody
                     self._epoch += max(self._epochs.values())
                     self._epochs.clear()
-                self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
-                self._swept = namespace
+                for namespace in namespaces:
+                    self._epochs[namespace] = self._epochs.get(namespace, 0) + 1
+                self._swept = namespaces
                 keys = [tier.index.select(None) for tier in self._tiers.values()]
             for piece in self._pieces(itertools.chain.from_iterable(keys)):
                 with self._lock:
                     for name, tier in self._tiers.items():
-                        removed[name] += tier.index.drop_all(piece, namespace)
+                        removed[name] += tier.index.drop_all(piece, namespaces)
         finally:
-            self._swept = None
+            self._swept = frozenset()
         return removed
 
     def _pieces(self, items: Iterable[_T]) -> Iterator[list[_T]]:

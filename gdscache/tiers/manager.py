@@ -128,6 +128,12 @@ class TierManager:
             self.counts["misses", cause] += missing
             return found
 
+    def missed(self, pages: int) -> None:
+        """Pages that a lookup asked for beside those of `lookup`, and that no tier has."""
+        with self.lock:
+            self.counts["lookups", "pages"] += pages
+            self.counts["misses", "absent"] += pages
+
     def _visible(self, found: list[str], pages: Sequence[Page], start: int) -> tuple[list[str], int]:
         """`found` up to the first page that quarantine hides, and how many pages that leaves out."""
         seen = self._first_hidden(found, pages, start)
@@ -161,6 +167,23 @@ class TierManager:
         if not self._watching and self._watches and self._clock() - self._watched >= WATCH_S:
             self._watching = True
             self.calls.post(self.watch)
+
+    def visible(self, keys: Sequence[bytes]) -> bytes:
+        """Whether a tier that lookups see has each page, 1 or 0; counts nothing, and expires nothing."""
+        with self.lock:
+            if self.quarantine.hiding and self.quarantine.absent():
+                return bytes(len(keys))
+            masks = [self._visible_on(name, tier, keys) for name, tier in self.served]
+        return masks[0] if len(masks) == 1 else bytes(map(any, zip(*masks, strict=True)))
+
+    def _visible_on(self, name: str, tier: Tier, keys: Sequence[bytes]) -> bytes:
+        mask = tier.index.visible(keys)
+        if tier.kind != "files" or not self.quarantine.hiding:
+            return mask
+        slots = map(tier.index.slot, keys)
+        return bytes(
+            seen and slot is not None and not self.hidden(name, slot) for seen, slot in zip(mask, slots, strict=True)
+        )
 
     def peek(self, pages: Sequence[Page], *, unserved: bool = False) -> list[str]:
         """What `lookup` would answer; counts nothing, not even a use. `unserved`: with tiers that it does not see."""

@@ -269,9 +269,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(page=names)
     def clear_one(self, page: Page) -> None:
         there = {e.key: e for e in self.index}
-        assert self.index.drop_all([page.key, name("absent")], b"m" * 32) == 0
+        assert self.index.drop_all([page.key, name("absent")], {b"m" * 32}) == 0
         known = next((k for k in self.order if k.page == page), None)
-        assert self.index.drop_all([page.key], NAMESPACE) == (known is not None and not known.pending)
+        assert self.index.drop_all([page.key], {NAMESPACE}) == (known is not None and not known.pending)
         if known is not None:
             self.leave(known)
             self.gone += [there[page.key]] if known.leases else []

@@ -73,7 +73,7 @@ class Setup:
         model.multimodal_config.mm_encoder_fp8_scale_path = str(folder / "scales")
         self.parts["CacheConfig"].prefix_caching_hash_algo = "sha256"
         self.vllm.quant_config = SimpleNamespace(bits=8)
-        group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=16))
+        group = SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=FullAttentionSpec(block_size=16))
         self.cache = SimpleNamespace(kv_cache_groups=[group], kv_cache_layout="LBNHC")
         self.version = VERSION
         self.environment: dict[str, str] = {}

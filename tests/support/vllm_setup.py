@@ -42,7 +42,7 @@ def setup(**changes: Any) -> tuple[Any, Any]:
         speculative_config=None,
         weight_transfer_config=None,
     )
-    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=16))
+    group = SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=FullAttentionSpec(block_size=16))
     cache = SimpleNamespace(kv_cache_groups=[group], hash_block_size=16, kv_cache_layout="LBNHC")
     for path, value in changes.items():
         *names, last = path.split("__")
@@ -54,10 +54,10 @@ def setup(**changes: Any) -> tuple[Any, Any]:
 
 
 def group(kind: type, tokens: int = 16) -> Any:
-    return SimpleNamespace(kv_cache_spec=kind(block_size=tokens))
+    return SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=kind(block_size=tokens))
 
 
 def uniform(kind: type, tokens: int = 16) -> Any:
     """A group of layers of unequal width, the second one of a kind of its own."""
     layers = {"layer.0": FullAttentionSpec(block_size=tokens), "layer.1": kind(block_size=tokens)}
-    return SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers))
+    return SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers))

@@ -269,7 +269,7 @@ class TransformersClient:
         if manager.cpu is not None and where != "cpu":
             with manager.lock:
                 gone = some[len(some) // 2 if where == "mixed" else 0 :]
-                manager.cpu.index.drop_all([page.key for page in gone], some[0].namespace)
+                manager.cpu.index.drop_all([page.key for page in gone], {some[0].namespace})
         if where != "cpu" and not self.direct:
             io_cache.drop(self.slabs())
         if manager.peek(some) != expected_tiers(where, len(some)):

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -39,13 +40,16 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
+from gdscache.integrations.group_fetching import GroupCache
+from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
+from gdscache.integrations.vllm.groups import GroupTable
 from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of, one_model
-from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
+from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (
     WEIGHT_METHODS,
@@ -58,7 +62,7 @@ from gdscache.integrations.vllm.setup import (
     shard_of,
     variables_of,
 )
-from gdscache.integrations.vllm.worker import EngineWorker
+from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
 from gdscache.integrations.watching import ExecutorWatch, WeightWatch
 from gdscache.ranks.address import RankAddress
 
@@ -111,7 +115,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         refuse_setup(vllm_config, kv_cache_config)
         self._options = _options(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
-        self._spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._grouped = bool(groups_of(kv_cache_config))
         self._counts: Counter[str] = Counter()
         self._separate = separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
@@ -134,17 +138,19 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _begin(self, session: VllmSession) -> None:
         """The scheduler's object has its session."""
         self._session = session
-        self._table = RequestTable(
-            session,
-            self._spec.block_size,
-            wait=self._options.wait_seconds,
-            refuses=functools.partial(leaves_alone, media=self._options.media),
-        )
+        refuses = functools.partial(leaves_alone, media=self._options.media)
+        wait, groups = self._options.wait_seconds, session.engine.groups
+        if groups:
+            cache = GroupCache(session, self._kv_cache_config.hash_block_size)
+            every = self._options.window_every
+            self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses)
+        else:
+            self._table = RequestTable(session, session.engine.layout.page_tokens, wait=wait, refuses=refuses)
 
     @property
     def _overlapping(self) -> bool:
-        """Whether vLLM submits a step before it knows how the one before has ended."""
-        return bool(self._vllm_config.scheduler_config.async_scheduling)
+        """Whether vLLM cannot take a step back whose load was bad: it has submitted the next one, or has groups."""
+        return self._grouped or bool(self._vllm_config.scheduler_config.async_scheduling)
 
     # -- class ---------------------------------------------------------------------------------------------------------
 
@@ -201,7 +207,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         with self._timed("scheduler_seconds"):
-            self._table.place(request, blocks.get_block_ids()[0], num_external_tokens)
+            tables = blocks.get_block_ids()
+            self._table.place(request, tables if self._grouped else tables[0], num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         if not num_external_tokens:
@@ -209,7 +216,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tokens: Counter[CacheHitSource] = Counter()
         for tier, pages in self._table.hit_sources(request).items():
             source = CacheHitSource.HOST if tier == "cpu" else CacheHitSource.DISK
-            tokens[source] += pages * self._spec.block_size
+            tokens[source] += pages * self._table.page_tokens
         return dict(tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
@@ -219,9 +226,12 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fresh = table.take_fresh()
             for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
                 if blocks is not None and request_id not in cached.resumed_req_ids:
-                    fresh.update(blocks[0])
-            state = step.kv_connector_block_state
-            stores = list(table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0]))
+                    fresh.update(*blocks)
+            fresh.update(copy.dst_block_id for copy in step.kv_cache_block_copies or ())
+            tables = step.kv_connector_block_state.get_block_ids
+            stores: list[StoreOrder] = list(
+                table.stores(step.num_scheduled_tokens, tables if self._grouped else lambda name: tables(name)[0])
+            )
             idle, loads = not step.num_scheduled_tokens, table.take_loads()
             orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1
@@ -295,7 +305,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, cache = self._vllm_config, self._kv_cache_config
-        planes = planes_of(kv_caches, cache.num_blocks, self._spec.block_size, str(cache.kv_cache_layout))
+        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), str(cache.kv_cache_layout))
         self._layers = planes.layers
         model = model_of(config, cache, planes, vllm.__version__, os.environ)
         if self._separate:
@@ -367,8 +377,17 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.loads.take_arrived() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """With several groups a load that failed is told by its request: numbers of blocks end vLLM there."""
+        loads = self._worker.loads
+        failed = loads.take_failed()
+        return KVConnectorTransferResults(
+            finished_recving=loads.take_arrived(), failed_recving=failed if self._grouped else set()
+        )
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.loads.take_bad()
+        bad = self._worker.loads.take_bad()
+        return set() if self._grouped else bad
 
     # -- both ----------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from gdscache.errors import WeightsNotFoundError
 from gdscache.integrations.fields import FieldTable, plain
 from gdscache.integrations.ropes import ropes
 from gdscache.integrations.settings import content_of
+from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_read
 
@@ -57,7 +58,13 @@ def model_of(
     what a layout's name means is vLLM's affair. `environment`: the process's.
     """
     salt = json.dumps(facts_of(vllm, cache, planes, version, environment), sort_keys=True, separators=(",", ":"))
-    return {"name": str(vllm.model_config.model), **planes.model(), "salt": salt}
+    groups = [
+        {**group, "layers": sorted({planes.layers[name] for name in names})}
+        for group in groups_of(cache)
+        if isinstance(names := group["layers"], list)
+    ]
+    section = {"name": str(vllm.model_config.model), **planes.model(), "salt": salt}
+    return {**section, "groups": groups} if groups else section
 
 
 def facts_of(
@@ -80,17 +87,13 @@ def facts_of(
         "accelerator": "rocm" if torch.version.hip else planes.tensors[0].device.type,
         **known.facts([vllm], known.variables(environment, _PREFIXES)),
     }
+    if groups := groups_of(cache):
+        facts["groups"] = groups
     if planes.tensors[0].device.type == "cpu":
         facts["processor"] = [platform.machine(), *_tiles()]
     if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes are of a version of Python
         facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     return facts
-
-
-def kinds_of(spec: Any) -> list[str]:
-    """The kinds of a group's layers, by vLLM's names; several where a group has layers of unequal width."""
-    layers = getattr(spec, "kv_cache_specs", None)
-    return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
 
 
 def weights_of(vllm: Any) -> str:

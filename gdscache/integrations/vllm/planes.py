@@ -17,7 +17,7 @@ from gdscache.integrations.settings import planes_section
 
 @dataclasses.dataclass(frozen=True)
 class VllmPlanes:
-    """`tensors[i]` is the plane of layer `i`: uint8, (blocks, block_tokens, bytes). `layers`: each of vLLM's names."""
+    """`tensors[i]` is a plane: uint8, (blocks, block_tokens, bytes). `layers`: the plane of each of vLLM's names."""
 
     tensors: list[torch.Tensor]
     layers: dict[str, int]
@@ -29,27 +29,62 @@ class VllmPlanes:
         return planes_section([{"kv": int(tensor.shape[2])} for tensor in self.tensors], tokens)
 
 
-def planes_of(caches: Mapping[str, torch.Tensor], blocks: int, block_tokens: int, layout: str) -> VllmPlanes:
+def planes_of(
+    caches: Mapping[str, torch.Tensor], blocks: int, block_tokens: int | Mapping[str, int], layout: str
+) -> VllmPlanes:
     """Planes over vLLM's tensors by layer name, each (blocks or a multiple, heads, tokens, content).
 
-    Layers that share their cache are one plane. Raises `CacheLayoutUnsupportedError` where a block is not one run of
-    bytes.
+    `block_tokens`: of all layers, or of each that is in a group; another layer shares the cache of one. Layers at one
+    address are one plane: they share their cache, or are of groups that draw their blocks from one pool, in which a
+    plane is as wide as the widest of them. A row of it is the block's bytes over the fewest tokens of a block. Raises
+    `CacheLayoutUnsupportedError` where a block is not one run of bytes.
     """
-    tensors: list[torch.Tensor] = []
+    tokens = dict.fromkeys(caches, block_tokens) if isinstance(block_tokens, int) else block_tokens
+    runs: list[_Run] = []
     layers: dict[str, int] = {}
-    described: list[object] = []
-    seen: dict[tuple[object, ...], int] = {}
-    for name, cache in caches.items():
-        alias = (cache.data_ptr(), tuple(cache.shape), cache.stride(), cache.dtype)
-        if alias not in seen:
-            seen[alias] = len(tensors)
-            tensors.append(_plane(name, cache, blocks, block_tokens, layout))
-            described.append([list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)])
-        layers[name] = seen[alias]
-    return VllmPlanes(tensors, layers, described)
+    described: dict[tuple[int, object], object] = {}
+    seen: dict[int, int] = {}
+    for name in [*tokens, *(name for name in caches if name not in tokens)]:
+        cache = caches[name]
+        where = cache.data_ptr()
+        if name in tokens:
+            run = _run(name, cache, blocks, tokens[name], layout)
+            if where not in seen:
+                seen[where] = len(runs)
+                runs.append(run)
+            elif runs[seen[where]].step != run.step:
+                raise _not_one_run(name, cache, blocks, tokens[name], layout)
+            elif run.nbytes > runs[seen[where]].nbytes:
+                runs[seen[where]] = run
+        if where not in seen:
+            raise CacheLayoutUnsupportedError(
+                f"layer {name} is in no group, and shares its cache with none that is", "leave the connector out"
+            )
+        layers[name] = seen[where]
+        shape = [list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)]
+        described.setdefault((seen[where], str(shape)), shape)
+    least = min(tokens.values())
+    return VllmPlanes([run.view(least) for run in runs], layers, list(described.values()))
 
 
-def _plane(name: str, cache: torch.Tensor, blocks: int, block_tokens: int, layout: str) -> torch.Tensor:
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The blocks of a layer: bytes of the cache's storage from one to the next, and bytes of one."""
+
+    cache: torch.Tensor
+    blocks: int
+    step: int
+    nbytes: int
+
+    def view(self, tokens: int) -> torch.Tensor:
+        """As uint8, (blocks, tokens, bytes)."""
+        everything = torch.empty(0, dtype=torch.uint8, device=self.cache.device).set_(self.cache.untyped_storage())
+        width = self.nbytes // tokens
+        offset = self.cache.storage_offset() * self.cache.element_size()
+        return torch.as_strided(everything, (self.blocks, tokens, width), (self.step, width, 1), offset)
+
+
+def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) -> _Run:
     item, kernel_blocks = cache.element_size(), int(cache.shape[0])
     each = cache[0].numel()  # of one of vLLM's kernel blocks, a whole number of which are a block
     ratio, rest = divmod(kernel_blocks, blocks)
@@ -57,17 +92,16 @@ def _plane(name: str, cache: torch.Tensor, blocks: int, block_tokens: int, layou
     nbytes = each * ratio * item
     run = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
     dense = all(stride == size_below for (stride, _), size_below in zip(run, _sizes(run), strict=True))
-    if rest or not ratio or not dense or (ratio > 1 and step != each) or nbytes % block_tokens:
-        raise CacheLayoutUnsupportedError(
-            f"layer {name}: {kernel_blocks} kernel blocks for {blocks} blocks of {block_tokens} tokens, shape "
-            f"{tuple(cache.shape)}, strides {cache.stride()}, layout {layout}: a block is not one run of bytes",
-            "set VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC, as the attention backend allows",
-        )
-    storage = cache.untyped_storage()
-    everything = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
-    width = nbytes // block_tokens
-    return torch.as_strided(
-        everything, (blocks, block_tokens, width), (step * ratio * item, width, 1), cache.storage_offset() * item
+    if rest or not ratio or not dense or (ratio > 1 and step != each) or nbytes % tokens:
+        raise _not_one_run(name, cache, blocks, tokens, layout)
+    return _Run(cache, blocks, step * ratio * item, nbytes)
+
+
+def _not_one_run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) -> CacheLayoutUnsupportedError:
+    return CacheLayoutUnsupportedError(
+        f"layer {name}: {cache.shape[0]} kernel blocks for {blocks} blocks of {tokens} tokens, shape "
+        f"{tuple(cache.shape)}, strides {cache.stride()}, layout {layout}: a block is not one run of bytes",
+        "set VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC, as the attention backend allows",
     )
 
 

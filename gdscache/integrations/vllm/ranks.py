@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.vllm.prefills import Prefills
-from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
-from gdscache.integrations.vllm.worker import LoadBatch, Loads, Stores, begin_loads, end_step
+from gdscache.integrations.vllm.requests import LoadOrder
+from gdscache.integrations.vllm.worker import LoadBatch, Loads, StoreOrder, Stores, begin_loads, end_step
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
@@ -125,6 +125,7 @@ class Lead:
         computed, self._computed = self._computed, ()
         end_step(self._loads, self._stores, computed, idle=idle, last=last)
         self._loads.take_arrived()  # the ranks say so themselves
+        self._loads.take_failed()
         self._loads.take_bad()
 
     def _told(self, batches: Sequence[LoadBatch]) -> list[RankBatch]:

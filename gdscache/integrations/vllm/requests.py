@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Cache, Fetch
-from gdscache.pages.keys import PageHashes
+from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
+from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
 HASH_BYTES = 32  # of a page hash; shorter ones of vLLM's (xxhash has 16) are filled up with zeros
@@ -32,7 +32,7 @@ class LoadOrder:
     """
 
     request_id: str
-    fetch: Fetch
+    fetch: Fetched
     first: int
     blocks: tuple[int, ...]
     between: bool = False
@@ -47,9 +47,13 @@ class StoreOrder:
     first: int
     blocks: tuple[int, ...]
 
+    def pages(self, namespace: bytes) -> Sequence[Page]:
+        """Their names."""
+        return self.hashes.pages(namespace)[self.first : self.first + len(self.blocks)]
+
 
 @dataclasses.dataclass(slots=True)
-class _Known:
+class Known:
     """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
     when it was told "not yet" for the first time, since pages came for it last; `looked`: when they were looked up."""
 
@@ -80,11 +84,11 @@ class RequestTable:
     ) -> None:
         """`wait`: seconds that a request may be told "not yet". `refuses`: why a request is left alone, or ""."""
         self._cache = cache
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._wait = wait
         self._refuses = refuses
         self._clock = clock
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
         self._deferred = 0
@@ -102,8 +106,8 @@ class RequestTable:
         self.finish(request.request_id)
         why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if _skips(request) else "")
         self.alone.update([why] if why else [])
-        known = self._known[request.request_id] = _Known(request, bool(why))
-        if not known.refused and request.num_tokens > self._page_tokens:
+        known = self._known[request.request_id] = self._new(request, bool(why))
+        if not known.refused and request.num_tokens > self.page_tokens:
             self._begin(known)
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -114,7 +118,7 @@ class RequestTable:
         known = self._known.get(request.request_id)
         if known is None:
             return 0, False
-        size = self._page_tokens
+        size = self.page_tokens
         known.local, known.between = computed // size, False
         most = (request.num_tokens - 1) // size
         if known.refused or most <= known.local:
@@ -148,7 +152,7 @@ class RequestTable:
             self._fresh.update(blocks)
             return
         self._fresh.update(blocks[known.local :])
-        fetch, pages = known.fetch, tokens // self._page_tokens
+        fetch, pages = known.fetch, tokens // self.page_tokens
         if fetch is None:  # a load between steps is over, or there was nothing to load
             if known.offered is None and not known.refused:
                 known.offered = self._missing(known, known.local, 0)
@@ -214,7 +218,7 @@ class RequestTable:
         A request's `num_computed_tokens` is the count before the step. The hashes are those of tokens that are known,
         so what is sampled or speculated in this step is not stored yet.
         """
-        size, find = self._page_tokens, self._known.get
+        size, find = self.page_tokens, self._known.get
         for request_id, tokens in scheduled.items():
             known = find(request_id)
             if known is None or (offered := known.offered) is None:
@@ -231,28 +235,31 @@ class RequestTable:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, known: _Known) -> Fetch:
+    def _new(self, request: Any, refused: bool) -> Known:
+        return Known(request, refused)
+
+    def _begin(self, known: Known) -> Fetch:
         self._name(known)
         known.late, known.looked = False, self._clock()
-        fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self._page_tokens)
+        fetch = self._cache.fetch(known.hashes, (known.request.num_tokens - 1) // self.page_tokens)
         known.fetch = fetch
         return fetch
 
-    def _outgrown(self, known: _Known, fetch: Fetch, most: int, now: float) -> bool:
+    def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
         """Whether more of a request's pages are cached by now than when its fetch began, by others who waited less."""
         if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
             return False
         known.looked = now
         return self._cache.cached(known.hashes) > fetch.cached
 
-    def _missing(self, known: _Known, there: int, cached: int) -> int:
+    def _missing(self, known: Known, there: int, cached: int) -> int:
         """The first page that needs a store. `there`: pages that are in their blocks without this step."""
         if there > cached:  # vLLM's own cache has pages that ours had not when the request came: has it now?
             self._name(known)
             cached = self._cache.cached(known.hashes)
         return min(there, cached)
 
-    def _name(self, known: _Known) -> None:
+    def _name(self, known: Known) -> None:
         """Name the pages that have got a hash since."""
         have, hashes = len(known.hashes), known.request.block_hashes
         if len(hashes) > have:

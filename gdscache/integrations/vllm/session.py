@@ -53,7 +53,7 @@ class VllmSession(PinningCache):
         From now on pages have another salt: they are of weights that no file has, as far as anybody knows, so that an
         engine that begins with the files' weights again must not find them.
         """
-        self.engine.invalidate(self.engine.namespace(""))
+        self.engine.invalidate(*self.engine.namespaces())
         self.renew_salt()
         if self._stores is not None:
             self._stores.begin_anew(self.salt)

@@ -14,7 +14,6 @@ from typing import Any
 from gdscache import arguments
 from gdscache.config import Config
 from gdscache.errors import (
-    CacheGroupsUnsupportedError,
     ConfigError,
     ConnectorRoleError,
     DynamicScalesError,
@@ -32,9 +31,9 @@ from gdscache.errors import (
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import engine_configuration
-from gdscache.integrations.vllm.facts import kinds_of
+from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
+from gdscache.limits import MAX_COUNT
 
-_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of what the options say
 WEIGHT_METHODS = ("reload_weights",)  # of vLLM's workers, which tell no connector that they write weights
@@ -48,6 +47,7 @@ class Options:
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
     layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it. `media`:
     requests with images, sounds or videos are cached, too, since no client names media itself (`multi_modal_uuids`).
+    `window_every`: of models with sliding windows, tokens of a prompt from one window that is stored to the next.
     """
 
     config: str | Mapping[str, Any]
@@ -55,6 +55,7 @@ class Options:
     pin_seconds: float = 120.0
     layerwise: bool = True
     media: bool = False
+    window_every: int = 4096
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -73,6 +74,8 @@ class Options:
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
+        if "window_every" in given:
+            switches["window_every"] = arguments.whole(given["window_every"], "window_every", 0, MAX_COUNT)
         times = {
             name: arguments.span(given[name], name, _LONGEST, least)
             for name, least in (("wait_seconds", 0.0), ("pin_seconds", ENDING_S))
@@ -94,7 +97,7 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
     refuse_config(vllm, environment)
-    _refuse_groups(cache)
+    refuse_groups(cache)
     _refuse_ropes(vllm.model_config)  # whose length vLLM may shorten until there are caches
 
 
@@ -181,10 +184,10 @@ def shard_of(vllm: Any, cache: Any, rank: int) -> int:
 
 def _replicas(vllm: Any, cache: Any) -> int:
     ranks: int = vllm.parallel_config.tensor_parallel_size
-    spec, model = cache.kv_cache_groups[0].kv_cache_spec, vllm.model_config
-    if kinds_of(spec) == ["MLAAttentionSpec"]:
+    specs, model = [group.kv_cache_spec for group in cache.kv_cache_groups], vllm.model_config
+    if {kind for spec in specs for kind in kinds_of(spec)} == {"MLAAttentionSpec"}:
         return ranks
-    layers = [*getattr(spec, "kv_cache_specs", {"": spec}).values()]
+    layers = [layer for spec in specs for layer in getattr(spec, "kv_cache_specs", {"": spec}).values()]
     uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
         getattr(model, "model_arch_config", None), "per_layer_overrides", None
     )
@@ -192,22 +195,6 @@ def _replicas(vllm: Any, cache: Any) -> int:
         return 1
     heads: int = model.get_total_num_kv_heads()
     return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1
-
-
-def _refuse_groups(cache: Any) -> None:
-    groups = cache.kv_cache_groups
-    kinds = [kind for group in groups for kind in kinds_of(group.kv_cache_spec)]
-    if len(groups) != 1 or not set(kinds) <= set(_KINDS):
-        raise CacheGroupsUnsupportedError(
-            f"the KV cache has {len(groups)} groups, of {', '.join(kinds)}; one of {' or '.join(_KINDS)} is supported",
-            "use a model whose every layer attends to all tokens; for one with sliding windows beside full attention "
-            "(Gemma 3, gpt-oss) set --disable-hybrid-kv-cache-manager, which keeps all tokens of all layers",
-        )
-    block, hashed = groups[0].kv_cache_spec.block_size, getattr(cache, "hash_block_size", None)
-    if hashed not in (None, block):
-        raise CacheGroupsUnsupportedError(
-            f"blocks have {block} tokens, and hashes are of {hashed}", "leave --prefix-match-unit out"
-        )
 
 
 def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ from gdscache.cuda.streams import Event, record
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.handing import HandedStore, StoreThread
 from gdscache.integrations.vllm.prefills import Prefills
-from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
+from gdscache.integrations.vllm.requests import LoadOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
@@ -43,6 +43,18 @@ class Place(Protocol):
 
     @property
     def blocks(self) -> tuple[int, ...]: ...
+
+
+class StoreOrder(Protocol):
+    """Pages of a request that are in `blocks` when the step has been computed: see `requests` and `groups`."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def blocks(self) -> tuple[int, ...]: ...
+
+    def pages(self, namespace: bytes) -> Sequence[Page]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +144,7 @@ class Stores:
         self._order = steps
         self._counts = counts
         self._salt = ""
+        self._single = max(1, len(engine.groups))  # pages that a request fills at a time while it decodes
         self._waiting: list[StoreOrder] = []
         self._steps = 0  # since the first of them came
         self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # of the latest steps, which are not proven; `last`
@@ -147,7 +160,8 @@ class Stores:
         self._held.append((list(orders), last))
         ending = self._let_go(unproven)
         self._steps += bool(self._waiting)
-        many = len(self._waiting) >= _PAGES or any(len(order.blocks) > 1 for order in self._waiting)
+        pages = [len(order.blocks) for order in self._waiting]
+        many = sum(pages) >= _PAGES * self._single or max(pages, default=0) > self._single
         if many or ending or self._steps >= _STEPS:
             self.flush()
 
@@ -163,9 +177,9 @@ class Stores:
         if not orders:
             return
         engine, salt, pages, blocks = self._engine, self._salt, list[Page](), list[int]()
-        namespace = engine.namespace(salt)
+        namespace = engine.namespaces(salt)[0]
         for order in orders:
-            pages += order.hashes.pages(namespace)[order.first : order.first + len(order.blocks)]
+            pages += order.pages(namespace)
             blocks += order.blocks
         epoch, after = engine.manager.clearing.epoch(namespace), self._order.now()
 
@@ -234,6 +248,7 @@ class Loads:
         self._unproven: list[tuple[int, LoadBatch]] = []  # with the step of each, oldest first
         self._between: list[LoadBatch] = []
         self._arrived: set[str] = set()
+        self._failed: set[str] = set()
         self._bad: set[int] = set()
 
     @property
@@ -301,6 +316,11 @@ class Loads:
         arrived, self._arrived = self._arrived, set()
         return arrived
 
+    def take_failed(self) -> set[str]:
+        """Those of them whose load was not well, since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
     def take_bad(self) -> set[int]:
         """Blocks that were not loaded, since the last call."""
         bad, self._bad = self._bad, set()
@@ -333,6 +353,7 @@ class Loads:
             if _done(batch):
                 bad = _bad_blocks(batch)
                 self._arrived.update(place.request_id for place in batch.places)
+                self._failed.update(place.request_id for place in batch.places if not bad.isdisjoint(place.blocks))
                 self._bad |= bad
                 self._counts["bad_pages"] += len(bad)
             else:

@@ -180,7 +180,8 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
         return handles[-1]
 
     engine: Any = SimpleNamespace(
-        namespace=lambda salt="": b"",
+        groups=(),
+        namespaces=lambda salt="": [b""],
         submit_store=submit,
         manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
     )

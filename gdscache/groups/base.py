@@ -1,0 +1,135 @@
+"""Groups of layers that keep the same tokens, and the lengths at which a cached prefix serves all of them.
+
+Pure: no tier, no engine. The rules are those of vLLM's managers of block tables (0.32 and 0.33): a token attends to
+itself and to the tokens before it that its layer keeps, so a hit of `n` tokens needs what token `n` attends to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+Keeps = Literal["all", "window", "chunk"]
+Presence = Callable[[int, int, int], bytes]  # (group, first page, page behind the last one): 1 or 0 for each page
+_PIECE = 256  # pages that are asked for at a time, where it is not known how many will matter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that keep the same tokens. `layers`: by number, counted from 0; `page_tokens`: tokens of a page.
+
+    `keeps`: `all` tokens, a `window` of the last `span` tokens (the token itself among them), or of the `chunk` of
+    `span` tokens that a token is in, those before it.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    page_tokens: int
+    keeps: Keeps = "all"
+    span: int = 0
+
+    def first(self, tokens: int) -> int:
+        """The first page that a hit of `tokens` tokens needs. The last one is the one that ends there."""
+        if self.keeps == "window":
+            return max(0, tokens - self.span + 1) // self.page_tokens
+        if self.keeps == "chunk":
+            return tokens // self.span * self.span // self.page_tokens
+        return 0
+
+    def describe(self) -> dict[str, object]:
+        """What tells the pages of one group from those of another, as plain data."""
+        return {
+            "name": self.name,
+            "layers": list(self.layers),
+            "keeps": self.keeps,
+            "span": self.span,
+            "page_tokens": self.page_tokens,
+        }
+
+
+def alignment(groups: Sequence[Group]) -> int:
+    """Tokens of which every length of a hit is a multiple: all groups have a page that ends there."""
+    return math.lcm(*(group.page_tokens for group in groups))
+
+
+def lengths(
+    groups: Sequence[Group],
+    has: Presence,
+    most: int,
+    *,
+    align: int | None = None,
+    local: int = 0,
+    whole: int | None = None,
+) -> Iterator[int]:
+    """The lengths in tokens of which every group has what a hit needs, the longest first.
+
+    Multiples of `align` (`alignment` of the groups) above `local` and up to `most`. `local`: tokens that are there
+    already in all groups, so that no page before them is needed. `has(g, first, stop)` is asked for pages of
+    `groups[g]`, only for those that can matter. `whole`: what `complete` says, where that was asked.
+    """
+    align = align or alignment(groups)
+    whole = complete(groups, has, most, local=local) if whole is None else whole
+    tails = [
+        (group, _Tail(has, g, most // group.page_tokens)) for g, group in enumerate(groups) if group.keeps != "all"
+    ]
+    length = min(most, whole) // align * align
+    while length > local:
+        for group, tail in tails:
+            size = group.page_tokens
+            absent = tail.last_absent(max(group.first(length), local // size), length // size)
+            if absent >= 0:  # so it is for each length whose last page comes behind that one
+                length = min(length - align, absent * size // align * align)
+                break
+        else:
+            yield length
+            length -= align
+
+
+def complete(groups: Sequence[Group], has: Presence, most: int, *, local: int = 0) -> int:
+    """Up to how many tokens the groups that keep all have every page, `most` where there is no such group."""
+    for g, group in enumerate(groups):
+        if group.keeps == "all":
+            at, stop = local // group.page_tokens, most // group.page_tokens
+            while at < stop:
+                piece = has(g, at, min(stop, at + _PIECE))
+                absent = piece.find(0)
+                if absent >= 0:
+                    most = min(most, (at + absent) * group.page_tokens)
+                    break
+                at += len(piece)
+    return most
+
+
+class _Tail:
+    """Which pages of a group are there, asked from the last one backwards, each once."""
+
+    def __init__(self, has: Presence, group: int, pages: int) -> None:
+        self._has, self._group = has, group
+        self._mask, self._from = bytearray(pages), pages
+
+    def last_absent(self, first: int, stop: int) -> int:
+        """The last page of `first ... stop-1` that is not there; -1: all are."""
+        if first < self._from:
+            start = min(first, max(0, self._from - _PIECE))
+            self._mask[start : self._from] = self._has(self._group, start, self._from)
+            self._from = start
+        return self._mask.rfind(0, first, stop)
+
+
+def needed(groups: Sequence[Group], length: int, local: int = 0) -> list[range]:
+    """The pages of each group that a hit of `length` tokens needs, but for those before `local`."""
+    return [
+        range(max(group.first(length), local // group.page_tokens), length // group.page_tokens) for group in groups
+    ]
+
+
+def kept(group: Group, ends: Iterable[int], first: int, stop: int) -> list[int]:
+    """Those of the pages `first ... stop-1` that a hit of one of these lengths needs, ascending."""
+    if group.keeps == "all":
+        return list(range(first, stop))
+    found: set[int] = set()
+    for end in ends:
+        found.update(range(max(first, group.first(end)), min(stop, end // group.page_tokens)))
+    return sorted(found)

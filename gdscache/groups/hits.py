@@ -1,0 +1,59 @@
+"""What of a request is cached in all groups of a hybrid model at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from gdscache.groups.base import complete, lengths, needed
+from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.pages.hit import Hit
+
+if TYPE_CHECKING:
+    from gdscache.engine import CacheEngine
+
+_TRIES = 2  # pages may go while one looks for others
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupHit:
+    """`hit.tokens` tokens are cached in all groups, in `pages`, which are `hit.pages` in that order. `whole`: up to how
+    many tokens the groups that keep all tokens have every page: where a prompt that parts later may have parted."""
+
+    hit: Hit
+    pages: tuple[GroupPage, ...]
+    whole: int
+
+
+def longest(engine: CacheEngine, names: GroupNames, most: int) -> int:
+    """The length in tokens of the longest hit, up to `most`. Counts as no use of its pages."""
+    return next(lengths(names.groups, names.presence(engine.manager.visible), min(most, names.tokens)), 0)
+
+
+def find(engine: CacheEngine, names: GroupNames, most: int, tokens: int) -> GroupHit:
+    """The longest hit of up to `most` tokens, of a request of `tokens`. Counts a use of its pages.
+
+    With `load.gate: enforcing`, a hit that takes longer to load than to compute is left out as a whole.
+    """
+    manager, groups, most = engine.manager, names.groups, min(most, names.tokens)
+    presence = names.presence(manager.visible)
+    manager.have_watched()
+    with engine.timeline.span("lookup", pages=most // engine.layout.page_tokens):
+        for _ in range(_TRIES):
+            whole = complete(groups, presence, most)
+            length = next(lengths(groups, presence, most, whole=whole), 0)
+            pages = tuple(names.chain(needed(groups, length)))
+            found = manager.lookup([one.page for one in pages], 0)
+            if len(found) == len(pages):
+                break
+        else:
+            pages, found, length = (), [], 0
+        manager.missed((most - length) // engine.layout.page_tokens)
+    decided = engine.gate.decide(found, 0, tokens, engine.loader.planner.under_way, hit=length)
+    declined = length if length and not decided.pages else 0
+    if declined:
+        pages, found, length = (), [], 0
+    named = tuple(one.page for one in pages)
+    paying = length if decided.worth == len(found) else 0
+    hit = Hit(0, length, tuple(found), decided.seconds, named, decided.recompute_seconds, paying, declined)
+    return GroupHit(hit, pages, whole)

@@ -1,0 +1,100 @@
+"""The names of a request's pages in all groups of a hybrid model, made when they are asked for.
+
+A page is named by the digest of the request that ends where it does, in the namespace of its group: the digest names
+all tokens before it, and the namespace the layers. What a page follows is told as eviction needs it: a page that all
+tokens are kept of follows the windows that end with it, so that these outlive it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from gdscache.groups.base import Group
+from gdscache.limits import KEY_BYTES
+from gdscache.pages.keys import Page
+
+
+class GroupPage(NamedTuple):
+    """A page of a group: its number in the request, and its name."""
+
+    group: int
+    number: int
+    page: Page
+
+
+class GroupNames:
+    """The names of one request's pages. `digests`: of each `digest_tokens` tokens and all before them, 32 bytes.
+
+    `namespaces`: one a group. Not thread-safe.
+    """
+
+    def __init__(self, groups: Sequence[Group], namespaces: Sequence[bytes], digest_tokens: int) -> None:
+        self.groups = groups
+        self._namespaces = namespaces
+        self._steps = [group.page_tokens // digest_tokens for group in groups]
+        self._digest_tokens = digest_tokens
+        self._digests: list[bytes] = []
+        self._keyed = [hashlib.blake2b(digest_size=KEY_BYTES, key=some) for some in namespaces]
+        self._keys: list[dict[int, bytes]] = [{} for _ in groups]
+        self._last = next((g for g, group in enumerate(groups) if group.keeps == "all"), None)
+
+    @property
+    def digests(self) -> int:
+        """How many digests it has."""
+        return len(self._digests)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have a digest."""
+        return len(self._digests) * self._digest_tokens
+
+    def extend(self, digests: Sequence[bytes]) -> None:
+        """The request has grown."""
+        self._digests += digests
+
+    def key(self, group: int, number: int) -> bytes:
+        """The key of a page."""
+        known = self._keys[group]
+        key = known.get(number)
+        if key is None:
+            keyed = self._keyed[group].copy()
+            keyed.update(self._digests[(number + 1) * self._steps[group] - 1])
+            key = known[number] = keyed.digest()
+        return key
+
+    def keys(self, group: int, first: int, stop: int) -> list[bytes]:
+        """The keys of pages `first ... stop-1` of a group."""
+        key = self.key
+        return [key(group, number) for number in range(first, stop)]
+
+    def presence(self, visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
+        """`base.Presence`, by what a tier, or all of them, say of keys."""
+        return lambda group, first, stop: visible(self.keys(group, first, stop))
+
+    def chain(self, wanted: Sequence[Sequence[int]]) -> list[GroupPage]:
+        """Pages of each group by their numbers, named in the order of their ends, and windows before what follows them.
+
+        A group that keeps all follows, page by page, what comes before it here. A window's page follows the page of
+        such a group before it; where there is no such group, none.
+        """
+        groups, last = self.groups, self._last
+        places = sorted(
+            ((number + 1) * groups[g].page_tokens, groups[g].keeps == "all", g, number)
+            for g, numbers in enumerate(wanted)
+            for number in numbers
+        )
+        named: list[GroupPage] = []
+        before: bytes | None = None
+        for end, _, g, number in places:
+            namespace = self._namespaces[g]
+            if last is None:
+                before = namespace
+            elif before is None:
+                at = (end - groups[g].page_tokens) // groups[last].page_tokens - 1
+                before = self.key(last, at) if at >= 0 else namespace
+            page = Page(self.key(g, number), before, namespace)
+            named.append(GroupPage(g, number, page))
+            before = page.key
+        return named

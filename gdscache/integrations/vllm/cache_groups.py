@@ -1,0 +1,74 @@
+"""The groups of layers of vLLM's KV cache: what each keeps, and which are supported.
+
+Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gdscache.errors import CacheGroupsUnsupportedError
+
+_WINDOW, _CHUNK = "SlidingWindowSpec", "ChunkedLocalAttentionSpec"
+_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", _WINDOW, _CHUNK)
+
+
+def kinds_of(spec: Any) -> list[str]:
+    """The kinds of a group's layers, by vLLM's names; several where a group has layers of unequal width."""
+    layers = getattr(spec, "kv_cache_specs", None)
+    return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
+
+
+def groups_of(cache: Any) -> list[dict[str, object]]:
+    """The groups of a hybrid model as vLLM has them, by the keys of `model.groups` but for the planes of their layers:
+    `layers` has their names. None where there is one group, whose layers keep all tokens. `cache`: a `KVCacheConfig`.
+    """
+    found: list[dict[str, object]] = []
+    for number, group in enumerate(cache.kv_cache_groups):
+        spec = group.kv_cache_spec
+        about: dict[str, object] = {"page_tokens": spec.block_size, "layers": list(group.layer_names)}
+        kind = kinds_of(spec)[0]
+        if kind == _WINDOW:
+            about |= {"name": f"{number} window", "window": spec.sliding_window}
+        elif kind == _CHUNK:
+            about |= {"name": f"{number} chunk", "chunk": spec.attention_chunk_size}
+        else:
+            about["name"] = f"{number} all"
+        found.append(about)
+    return [] if len(found) == 1 and not found[0].keys() & {"window", "chunk"} else found
+
+
+def block_tokens(cache: Any) -> dict[str, int]:
+    """Tokens of a block of each layer that is in a group."""
+    return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
+
+
+def refuse_groups(cache: Any) -> None:
+    groups = cache.kv_cache_groups
+    kinds = [kinds_of(group.kv_cache_spec) for group in groups]
+    every = sorted({kind for some in kinds for kind in some})
+    mixed = (len(groups) > 1 and "MLAAttentionSpec" in every) or any(len(some) > 1 for some in kinds)
+    if not set(every) <= set(_KINDS) or mixed:
+        raise CacheGroupsUnsupportedError(
+            f"the KV cache has {len(groups)} groups, of {', '.join(every)}; full attention, sliding windows and "
+            "chunked attention beside each other, or latents (MLA) alone, are supported",
+            "use another model; for one with sliding windows in some of its layers "
+            "--disable-hybrid-kv-cache-manager keeps all tokens of all layers",
+        )
+    for number, group in enumerate(groups):
+        spec, what = group.kv_cache_spec, ""
+        if getattr(group, "is_eagle_group", False):
+            what = "is of a draft model"
+        elif not (getattr(spec, "prefix_cacheable", True) and getattr(group, "enable_kv_transfer", True)):
+            what = "has no prefix that could be cached"
+        elif getattr(spec, "extra_retained_tokens", 0):
+            what = f"keeps {spec.extra_retained_tokens} tokens more than its window"
+        if what:
+            raise CacheGroupsUnsupportedError(f"group {number} of the KV cache {what}", "leave speculation out")
+    blocks, hashed = [group.kv_cache_spec.block_size for group in groups], getattr(cache, "hash_block_size", None)
+    if hashed not in (None, math.gcd(*blocks)):
+        raise CacheGroupsUnsupportedError(
+            f"blocks have {', '.join(map(str, sorted(set(blocks))))} tokens, and hashes are of {hashed}",
+            "leave --prefix-match-unit out",
+        )

@@ -1,0 +1,200 @@
+"""The scheduler's side of the vLLM connector for hybrid models: requests whose layers keep different tokens.
+
+vLLM has a block table a group, in which a block that its layers do not keep is block 0. All groups draw their blocks
+from one pool, and a block is a page of whichever group has it. Nothing of vLLM is imported.
+
+All pages of full attention are stored, and of a window those that a hit can need: at the end of the prompt, in what is
+generated, every so many tokens, and where the prompt parted from others (its full pages go on past its hit).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gdscache.errors import InterfaceUnsupportedError
+from gdscache.groups.base import Group, alignment, kept
+from gdscache.groups.names import GroupNames
+from gdscache.integrations.fetching import Fetch
+from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
+from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable
+from gdscache.pages.keys import Page
+
+Tables = Sequence[Sequence[int]]  # the block table of each group
+NULL = 0  # the block of vLLM that stands for none
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupStoreOrder:
+    """Pages of a request that are in `blocks` when the step has been computed."""
+
+    request_id: str
+    named: tuple[Page, ...]
+    blocks: tuple[int, ...]
+
+    def pages(self, namespace: bytes) -> Sequence[Page]:
+        """Their names, each in the namespace of its group."""
+        return self.named
+
+
+@dataclasses.dataclass(slots=True)
+class _GroupKnown(Known):
+    """`names`: of its pages; `ends`: lengths of hits that its windows are kept for; `next`: of each group, the first
+    page that was not offered yet."""
+
+    names: GroupNames = dataclasses.field(default_factory=lambda: GroupNames((), (), 1))
+    ends: set[int] = dataclasses.field(default_factory=set)
+    next: list[int] = dataclasses.field(default_factory=list)
+
+
+class GroupTable(RequestTable):
+    """All requests that vLLM's scheduler has, of a hybrid model. A page is here what all groups have a page end in."""
+
+    def __init__(self, groups: Sequence[Group], cache: GroupCache, every: int, **settings: Any) -> None:
+        """`every`: tokens from one kept window of a prompt to the next; 0: none but where prompts end or part.
+        `settings`: of `RequestTable`."""
+        super().__init__(_NoPages(), alignment(groups), **settings)
+        self._groups = groups
+        self._of_groups = cache
+        self._every = every
+        self._least = min(group.page_tokens for group in groups)
+
+    def place(self, request: Any, blocks: Any, tokens: int) -> None:
+        """The request has got `blocks`, a table a group, and `tokens` tokens are to be loaded."""
+        known, size = self._known.get(request.request_id), self.page_tokens
+        tables: Tables = blocks
+        local = 0 if known is None else known.local * size
+        for group, table in zip(self._groups, tables, strict=True):
+            self._fresh.update(table[local // group.page_tokens :])
+        self._fresh.discard(NULL)
+        if not isinstance(known, _GroupKnown):
+            return
+        fetch, length = known.fetch, local + tokens
+        if fetch is None:  # a load between steps is over, or there was nothing to load
+            if known.offered is None and not known.refused:
+                self._offer(known, local, 0, 0)
+            return
+        assert isinstance(fetch, GroupFetch), "a fetch of one group"
+        known.sources = fetch.sources(known.local, tokens // size)
+        hit = fetch.found.hit.tokens
+        self._offer(known, length, hit + fetch.found.hit.declined, fetch.found.whole)
+        known.fetch, known.since = None, None
+        if not tokens:
+            fetch.release()
+            return
+        numbers, found = self._wanted(request.request_id, fetch, tables, local, length)
+        self._loads.append(LoadOrder(request.request_id, GroupPart(fetch, numbers), 0, found, known.between))
+
+    def stores(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Any]) -> Iterable[Any]:
+        """See `RequestTable.stores`; `blocks_of` gives a table a group, of this step."""
+        groups, find = self._groups, self._known.get
+        for request_id, tokens in scheduled.items():
+            known = find(request_id)
+            if not isinstance(known, _GroupKnown) or known.offered is None:
+                continue
+            before = known.request.num_computed_tokens
+            after = before + tokens
+            if after // self._least <= known.offered <= before // self._least:
+                continue  # most requests in most steps
+            self._name(known)
+            after = min(after, known.names.tokens)
+            known.offered = max(known.offered, after // self._least)
+            prompt = getattr(known.request, "num_prompt_tokens", known.request.num_tokens)
+            wanted: list[list[int]] = []
+            for g, group in enumerate(groups):
+                full = after // group.page_tokens
+                first = min(known.next[g], before // group.page_tokens)  # less where a page is computed again
+                some = kept(group, known.ends, first, full)
+                if group.keeps != "all":  # what is generated is the next prompt's
+                    begin = max(first, prompt // group.page_tokens)
+                    some = sorted({*some, *range(begin, full)})
+                wanted.append(some)
+                known.next[g] = max(first, full)
+            if any(wanted):
+                tables: Tables = blocks_of(request_id)
+                chain = known.names.chain([[n for n in some if tables[g][n] != NULL] for g, some in enumerate(wanted)])
+                if chain:
+                    blocks = tuple(tables[one.group][one.number] for one in chain)
+                    yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _new(self, request: Any, refused: bool) -> Known:
+        return _GroupKnown(request, refused, names=self._of_groups.names())
+
+    def _begin(self, known: Known) -> Fetch:
+        assert isinstance(known, _GroupKnown)
+        self._name(known)
+        known.late, known.looked = False, self._clock()
+        tokens, size = known.request.num_tokens, self.page_tokens
+        fetch = known.fetch = self._of_groups.fetch(known.names, (tokens - 1) // size * size, tokens)
+        return fetch
+
+    def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
+        if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
+            return False
+        known.looked = now
+        assert isinstance(known, _GroupKnown)
+        return self._of_groups.longest(known.names, most * self.page_tokens) > fetch.cached * self.page_tokens
+
+    def _name(self, known: Known) -> None:
+        assert isinstance(known, _GroupKnown)
+        hashes, have = known.request.block_hashes, known.names.digests
+        if len(hashes) > have:
+            known.names.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
+
+    def _offer(self, known: _GroupKnown, there: int, hit: int, whole: int) -> None:
+        """What needs a store. `there`: tokens that are in their blocks without this step; `hit`: of them in our tiers;
+        `whole`: up to which our tiers have all that is kept of all tokens."""
+        size, prompt = self.page_tokens, known.request.num_tokens
+        ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
+        if there > hit:  # vLLM's own cache has windows that ours lacks
+            ends.add(there)
+        if self._every:
+            ends.update(range(self._every, prompt, max(size, self._every // size * size)))
+        known.ends = ends
+        known.next = [
+            min(there, whole) // group.page_tokens
+            if group.keeps == "all"
+            else (there // group.page_tokens if there <= hit else group.first(there))
+            for group in self._groups
+        ]
+        known.offered = min(n * group.page_tokens for n, group in zip(known.next, self._groups, strict=True)) // (
+            self._least
+        )
+
+    def _wanted(
+        self, request_id: str, fetch: GroupFetch, tables: Tables, local: int, length: int
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """The numbers of the fetch's pages that go into blocks, and these. Raises `InterfaceUnsupportedError` where
+        vLLM wants another page: its rules are not those that the hit was found by."""
+        numbers: list[int] = []
+        blocks: list[int] = []
+        for number, one in enumerate(fetch.pages):
+            size, table = self._groups[one.group].page_tokens, tables[one.group]
+            if one.number * size >= local and table[one.number] != NULL:
+                numbers.append(number)
+                blocks.append(table[one.number])
+        wanted = sum(
+            block != NULL
+            for group, table in zip(self._groups, tables, strict=True)
+            for block in table[local // group.page_tokens : length // group.page_tokens]
+        )
+        if wanted != len(blocks):
+            raise InterfaceUnsupportedError(
+                f"request {request_id} has {wanted} blocks for tokens {local} to {length} that its layers attend to, "
+                f"and a hit of that length {len(blocks)} pages",
+                "use one of the versions of vLLM that docs/vllm.md names",
+            )
+        return numbers, tuple(blocks)
+
+
+class _NoPages:
+    """In place of the cache of models with one group, which nobody asks here."""
+
+    def fetch(self, hashes: Any, pages: int) -> Fetch:
+        raise AssertionError("a request of a hybrid model is named by its groups")
+
+    def cached(self, hashes: Any) -> int:
+        raise AssertionError("a request of a hybrid model is named by its groups")
