@@ -27,6 +27,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group
+from gdscache.groups.pools import pools_of
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
@@ -100,6 +101,11 @@ class CacheEngine:
         self.config = config
         self.timeline = timeline_from_environment() if timeline is None else timeline
         self.calls = calls = Calls()
+        self.groups: tuple[Group, ...] = config.model.layer_groups()
+        if len(pools_of(self.groups)) > 1 or (self.groups and ranks is None and planes is None):
+            raise InvalidValueError(
+                "model.groups has groups with planes of their own, or there are no planes", "open a HybridEngine"
+            )
         if ranks is not None and planes is not None:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
         opened = functools.partial(_opened, config, planes, ranks, self.timeline, calls, limits)
@@ -110,7 +116,6 @@ class CacheEngine:
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
         self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
-        self.groups: tuple[Group, ...] = config.model.layer_groups()
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
@@ -160,6 +165,20 @@ class CacheEngine:
             raise SequenceStateError("this engine has attached planes and no pool of its own", "use load() and store()")
         return gpu
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of the planes."""
+        return self._parts.planes.blocks
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks of the planes that make a page."""
+        return self._parts.planes.blocks_per_page
+
+    def block_table(self, slots: Any) -> Blocks:
+        """Block indices as an int64 array of shape (pages, blocks_per_page): see `BlockTables.block_table`."""
+        return self._parts.planes.block_table(slots)
+
     def namespace(self, salt: str = "", group: Group | None = None) -> bytes:
         """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant).
 
@@ -187,6 +206,12 @@ class CacheEngine:
 
     def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
         """The names of all full pages, and the tokens of the whole request."""
+        if self.groups:
+            names = ", ".join(group.name for group in self.groups)
+            raise InvalidValueError(
+                f"the model has groups of layers ({names}), and a page is of one",
+                "open a HybridEngine, which looks at all of them",
+            )
         namespace = self.namespace(salt)
         if isinstance(tokens, PageHashes):
             length = tokens.length(self.layout.page_tokens)
@@ -327,6 +352,23 @@ class CacheEngine:
             epoch = self.manager.clearing.epoch(self.namespace(salt))
             return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
+    def store_pages(
+        self,
+        pages: Sequence[Page],
+        blocks: Blocks,
+        salt: str = "",
+        after: Event = None,
+        *,
+        priority: int = 0,
+        ttl: float | None = None,
+    ) -> StoreHandle:
+        """`store`, of pages of this salt that are named already, in this order."""
+        with self.calls:
+            self._check_attached()
+            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
+            epoch = self.manager.clearing.epoch(self.namespaces(salt)[0] if not pages else pages[0].namespace)
+            return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
+
     def submit_store(
         self,
         pages: Sequence[Page],
@@ -399,8 +441,12 @@ class CacheEngine:
         Use it in a `with` block, or call `release`. `pin.tokens` is the number of tokens that it holds: fewer if pages
         are not cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
         """
+        return self.pin_pages(self.pages(tokens, salt), seconds)
+
+    def pin_pages(self, pages: Sequence[Page], seconds: float) -> Pin:
+        """`pin`, of pages that are named already, up to the first that no tier has."""
         with self.calls:
-            return self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens)
+            return self.manager.pin(pages, seconds, self.layout.page_tokens)
 
     def on_events(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(batch)` for each batch of KV events, in a thread of the engine's; what takes that back.

@@ -60,4 +60,6 @@ def group(kind: type, tokens: int = 16) -> Any:
 def uniform(kind: type, tokens: int = 16) -> Any:
     """A group of layers of unequal width, the second one of a kind of its own."""
     layers = {"layer.0": FullAttentionSpec(block_size=tokens), "layer.1": kind(block_size=tokens)}
-    return SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers))
+    return SimpleNamespace(
+        layer_names=["layer.0"], kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers)
+    )

@@ -142,7 +142,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         wait, groups = self._options.wait_seconds, session.engine.groups
         if groups:
             cache = GroupCache(session, self._kv_cache_config.hash_block_size)
-            every = self._options.window_every
+            every = session.engine.config.store.window_every
             self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, wait=wait, refuses=refuses)

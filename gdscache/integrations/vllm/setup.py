@@ -32,7 +32,6 @@ from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
-from gdscache.limits import MAX_COUNT
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of what the options say
@@ -47,7 +46,6 @@ class Options:
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
     layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it. `media`:
     requests with images, sounds or videos are cached, too, since no client names media itself (`multi_modal_uuids`).
-    `window_every`: of models with sliding windows, tokens of a prompt from one window that is stored to the next.
     """
 
     config: str | Mapping[str, Any]
@@ -55,7 +53,6 @@ class Options:
     pin_seconds: float = 120.0
     layerwise: bool = True
     media: bool = False
-    window_every: int = 4096
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -74,8 +71,6 @@ class Options:
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
-        if "window_every" in given:
-            switches["window_every"] = arguments.whole(given["window_every"], "window_every", 0, MAX_COUNT)
         times = {
             name: arguments.span(given[name], name, _LONGEST, least)
             for name, least in (("wait_seconds", 0.0), ("pin_seconds", ENDING_S))
