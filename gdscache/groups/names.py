@@ -56,18 +56,20 @@ class GroupNames:
 
     def key(self, group: int, number: int) -> bytes:
         """The key of a page."""
-        known = self._keys[group]
-        key = known.get(number)
-        if key is None:
-            keyed = self._keyed[group].copy()
-            keyed.update(self._digests[(number + 1) * self._steps[group] - 1])
-            key = known[number] = keyed.digest()
-        return key
+        return self._keys[group].get(number) or self.keys(group, number, number + 1)[0]
 
     def keys(self, group: int, first: int, stop: int) -> list[bytes]:
         """The keys of pages `first ... stop-1` of a group."""
-        key = self.key
-        return [key(group, number) for number in range(first, stop)]
+        known, digests, step, copy = self._keys[group], self._digests, self._steps[group], self._keyed[group].copy
+        found: list[bytes] = []
+        for number in range(first, stop):
+            key = known.get(number)
+            if key is None:
+                keyed = copy()
+                keyed.update(digests[(number + 1) * step - 1])
+                key = known[number] = keyed.digest()
+            found.append(key)
+        return found
 
     def presence(self, visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
         """`base.Presence`, by what a tier, or all of them, say of keys."""
@@ -79,22 +81,21 @@ class GroupNames:
         A group that keeps all follows, page by page, what comes before it here. A window's page follows the page of
         such a group before it; where there is no such group, none.
         """
-        groups, last = self.groups, self._last
+        groups, last, namespaces, keys = self.groups, self._last, self._namespaces, self._keys
+        sizes, whole = [group.page_tokens for group in groups], [group.keeps == "all" for group in groups]
         places = sorted(
-            ((number + 1) * groups[g].page_tokens, groups[g].keeps == "all", g, number)
-            for g, numbers in enumerate(wanted)
-            for number in numbers
+            ((number + 1) * sizes[g], whole[g], g, number) for g, numbers in enumerate(wanted) for number in numbers
         )
         named: list[GroupPage] = []
         before: bytes | None = None
         for end, _, g, number in places:
-            namespace = self._namespaces[g]
+            namespace = namespaces[g]
             if last is None:
                 before = namespace
             elif before is None:
-                at = (end - groups[g].page_tokens) // groups[last].page_tokens - 1
+                at = (end - sizes[g]) // sizes[last] - 1
                 before = self.key(last, at) if at >= 0 else namespace
-            page = Page(self.key(g, number), before, namespace)
-            named.append(GroupPage(g, number, page))
-            before = page.key
+            key = keys[g].get(number) or self.key(g, number)
+            named.append(GroupPage(g, number, Page(key, before, namespace)))
+            before = key
         return named
