@@ -44,7 +44,9 @@ def block_tokens(cache: Any) -> dict[str, int]:
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
 
 
-def refuse_groups(cache: Any) -> None:
+def refuse_groups(cache: Any, *, untried: bool = False) -> None:
+    """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve those, too, that follow the
+    contract and that no GPU has run."""
     groups = cache.kv_cache_groups
     kinds = [kinds_of(group.kv_cache_spec) for group in groups]
     every = sorted({kind for some in kinds for kind in some})
@@ -55,6 +57,12 @@ def refuse_groups(cache: Any) -> None:
             "chunked attention beside each other, or latents (MLA) alone, are supported",
             "use another model; for one with sliding windows in some of its layers "
             "--disable-hybrid-kv-cache-manager keeps all tokens of all layers",
+        )
+    if not untried and any(_has_indexer(group.kv_cache_spec) for group in groups):
+        raise CacheGroupsUnsupportedError(
+            "the model keeps an indexer's keys beside its latents (sparse attention), which no GPU has run with this "
+            "connector",
+            'use another model; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
         )
     for number, group in enumerate(groups):
         spec, what = group.kv_cache_spec, ""
@@ -72,3 +80,10 @@ def refuse_groups(cache: Any) -> None:
             f"blocks have {', '.join(map(str, sorted(set(blocks))))} tokens, and hashes are of {hashed}",
             "leave --prefix-match-unit out",
         )
+
+
+def _has_indexer(spec: Any) -> bool:
+    """Whether a group of latents has layers of several widths: the latents', and those of the indexer that chooses."""
+    layers = getattr(spec, "kv_cache_specs", {}).values()
+    widths = {layer.page_size_bytes for layer in layers if type(layer).__name__ == "MLAAttentionSpec"}
+    return len(widths) > 1

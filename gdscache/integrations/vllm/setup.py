@@ -46,6 +46,7 @@ class Options:
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
     layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it. `media`:
     requests with images, sounds or videos are cached, too, since no client names media itself (`multi_modal_uuids`).
+    `untried`: models are served, too, whose caches follow the contract and that no GPU has run.
     """
 
     config: str | Mapping[str, Any]
@@ -53,6 +54,7 @@ class Options:
     pin_seconds: float = 120.0
     layerwise: bool = True
     media: bool = False
+    untried: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -67,7 +69,7 @@ class Options:
                 "kv_connector_extra_config names no configuration",
                 'write one with `gdscache config init vllm`, and pass {"config": "gdscache.yaml"}',
             )
-        switches: dict[str, Any] = {name: given[name] for name in ("layerwise", "media") if name in given}
+        switches: dict[str, Any] = {name: given[name] for name in ("layerwise", "media", "untried") if name in given}
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
@@ -92,7 +94,8 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
     refuse_config(vllm, environment)
-    refuse_groups(cache)
+    untried = (vllm.kv_transfer_config.kv_connector_extra_config or {}).get("untried")
+    refuse_groups(cache, untried=untried is True)
     _refuse_ropes(vllm.model_config)  # whose length vLLM may shorten until there are caches
 
 
