@@ -621,6 +621,8 @@ def _model(config: Config, groups: Sequence[Group], pool: Pool) -> dict[str, Any
     salt = json.dumps([section["salt"], section["layers"], [group.describe() for group in groups]])
     tokens = {groups[g].page_tokens for g in pool.groups}
     page_tokens = tokens.pop() if len(tokens) == 1 else section["page_tokens"]
+    if all(groups[g].keeps == "state" for g in pool.groups):
+        page_tokens = 1  # a page is one row of each plane
     return {
         **section,
         "layers": len(pool.layers),

@@ -44,7 +44,8 @@ def kept_tokens(group: Group, every: int) -> float:
         return 1.0
     prompt = 2 * every or _PROMPT
     windows = 1 + (prompt // every if every else 0)
-    return min(1.0, windows * (group.span + group.page_tokens) / prompt)
+    tokens = 1 if group.keeps == "state" else group.span + group.page_tokens
+    return min(1.0, windows * tokens / prompt)
 
 
 def shares(groups: Sequence[Group], pools: Sequence[Pool], token_bytes: Sequence[int], every: int) -> list[float]:
