@@ -94,6 +94,7 @@ class RequestTable:
         self._deferred = 0
         self.alone: Counter[str] = Counter()  # requests that are left alone, by cause
         self.late = 0  # requests whose pages did not come in time
+        self.between = False  # every load goes between steps
         self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
     def __len__(self) -> int:
@@ -142,7 +143,7 @@ class RequestTable:
             known.since = None
         crowded = fetch.crowded()
         pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
-        known.between = crowded and pages > 0
+        known.between = (crowded or self.between) and pages > 0
         return pages * size, known.between
 
     def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:

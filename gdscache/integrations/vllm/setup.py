@@ -189,7 +189,7 @@ def _replicas(vllm: Any, cache: Any) -> int:
     uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
         getattr(model, "model_arch_config", None), "per_layer_overrides", None
     )
-    if uneven or any(layer.num_kv_heads != 1 for layer in layers):
+    if uneven or any(getattr(layer, "num_kv_heads", 0) != 1 for layer in layers):
         return 1
     heads: int = model.get_total_num_kv_heads()
     return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1
