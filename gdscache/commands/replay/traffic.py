@@ -165,7 +165,7 @@ class Traffic:
         self.outcome.hit_tokens += length
         yield from self._load_and_compute(plan, tokens, loaded)
         self._first_token(i, arrival, tokens)
-        ends = {most, whole, *range(self._every, most, self._every or 1)}
+        ends = {most, whole, *(range(self._every, most, self._every) if self._every else ())}
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
         if any(rest):
             self._tiers.store([one.page for one in names.chain(rest)])
