@@ -30,7 +30,7 @@ bool within(const std::vector<int64_t>& values, int64_t count, int64_t limit) {
 
 // Whether a way makes sense for these spaces: nothing of it reaches beyond them.
 bool sound(const Way& way, const Executor& executor) {
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     const Limits& limits = executor.limits();
     const auto known = [&](int32_t space) { return space >= 0 && space < static_cast<int32_t>(spaces.size()); };
     if (!known(way.source) || !known(way.target) || way.pages < 0 || way.pages >= kMost) return false;
@@ -41,7 +41,7 @@ bool sound(const Way& way, const Executor& executor) {
     if (source == Kind::kPlanes && spaces[way.target].sums == nullptr) return false;
     const auto fits = [&](int32_t space, const std::vector<int64_t>& slots) {
         const int64_t each = spaces[space].kind == Kind::kPlanes ? limits.page_blocks : 1;
-        return within(slots, way.pages * each, executor.places()[space].slots);
+        return within(slots, way.pages * each, spaces[space].slots);
     };
     if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
     if (!way.sums.empty() && static_cast<int64_t>(way.sums.size()) != way.pages * limits.layers) return false;
@@ -50,28 +50,24 @@ bool sound(const Way& way, const Executor& executor) {
         if (spaces[way.through].kind != Kind::kMemory || !fits(way.through, way.places)) return false;
     }
     if (!files) return true;
-    const bool passes = target == Kind::kPlanes && way.places.empty() && way.pages != 0;
-    const int32_t memory = target == Kind::kFiles    ? way.source
-                           : target != Kind::kPlanes ? way.target
-                           : !way.places.empty()     ? way.through
-                                                     : executor.reserve_space();
-    if (memory < 0) return !passes;
+    const int32_t memory = memory_of(way, source, target, executor.reserve_space());
+    if (memory < 0) return way.pages == 0;  // it would pass through a reserve
     const int32_t disk = spaces[target == Kind::kFiles ? way.target : way.source].disk;
-    return (executor.places()[memory].reached >> disk & 1) != 0;
+    return (spaces[memory].reached >> disk & 1) != 0;
 }
 
 // Whether a way's copies are between memory of a GPU and planes that are not its own.
 bool crosses(const Way& way, const Executor& executor) {
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     const Space &source = spaces[way.source], &target = spaces[way.target];
-    if (source.kind == Kind::kPlanes) return !source.foreign && target.foreign;
-    if (target.kind != Kind::kPlanes || target.foreign) return false;
-    const int32_t memory = source.kind == Kind::kMemory ? way.source : !way.places.empty() ? way.through : executor.reserve_space();
+    if (source.kind != Kind::kPlanes && target.kind != Kind::kPlanes) return false;
+    if ((source.kind == Kind::kPlanes ? source : target).foreign) return false;
+    const int32_t memory = memory_of(way, source.kind, target.kind, executor.reserve_space());
     return memory >= 0 && spaces[memory].foreign;
 }
 
 bool is_load(const Way& way, const Executor& executor) {
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     return spaces[way.target].kind != Kind::kFiles && spaces[way.source].kind != Kind::kPlanes;
 }
 
@@ -98,16 +94,16 @@ void check(const Limits& limits) {
     refuse_if(!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes), "no sound layers");
 }
 
-void check(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu) {
-    const auto memory = reinterpret_cast<uint64_t>(place.memory);
-    refuse_if(place.slots < 0 || place.slots >= kMost, "a space of no sound number of slots");
-    refuse_if(space.kind != Kind::kPlanes && place.slots > kMostBytes / extent_bytes, "a space of too many bytes");
-    refuse_if(place.fence < 0, "a fence of no sound number of slots");
-    const auto bytes = static_cast<uint64_t>(place.slots * extent_bytes);
+void check(const Place& space, int64_t extent_bytes, bool on_gpu) {
+    const auto memory = reinterpret_cast<uint64_t>(space.memory);
+    refuse_if(space.slots < 0 || space.slots >= kMost, "a space of no sound number of slots");
+    refuse_if(space.kind != Kind::kPlanes && space.slots > kMostBytes / extent_bytes, "a space of too many bytes");
+    refuse_if(space.fence < 0, "a fence of no sound number of slots");
+    const auto bytes = static_cast<uint64_t>(space.slots * extent_bytes);
     const bool here = space.kind == Kind::kMemory && (!space.foreign || on_gpu);
     refuse_if(here && !memory, "a memory without an address");
     refuse_if(here && memory > UINT64_MAX - bytes, "a memory that leaves the address space");
-    refuse_if(space.kind == Kind::kFiles && place.stretch < 1, "files of no stretch");
+    refuse_if(space.kind == Kind::kFiles && space.stretch < 1, "files of no stretch");
 }
 
 void check(const Place& planes, const Pool* pool, const Limits& limits) {
@@ -120,11 +116,9 @@ void check(const Place& planes, const Pool* pool, const Limits& limits) {
     refuse_if(!same, "a pool of other pages");
 }
 
-void check(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits) {
-    if (space.kind != Kind::kPlanes) return;
-    refuse_if(place.slots > planes.blocks, "more blocks than the pool has");
-    const bool same = planes.page_blocks == limits.page_blocks && planes.bounds == limits.bounds;
-    refuse_if(!same, "a pool of other pages");
+void check(const Place& planes, const GpuPlanes& gpu, const Limits& limits) {
+    refuse_if(planes.slots > gpu.blocks, "more blocks than the pool has");
+    refuse_if(gpu.page_blocks != limits.page_blocks || gpu.bounds != limits.bounds, "a pool of other pages");
 }
 
 bool loads(const std::vector<Way>& ways, const Executor& executor) {
@@ -133,7 +127,7 @@ bool loads(const std::vector<Way>& ways, const Executor& executor) {
 
 bool sound(const std::vector<Way>& ways, const Executor& executor, bool on_gpu) {
     if (ways.size() > 1 << 10) return false;
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     int64_t rows = 0;
     for (const Way& way : ways) {
         if (!sound(way, executor) || (on_gpu && crosses(way, executor))) return false;

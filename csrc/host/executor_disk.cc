@@ -13,7 +13,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     uint8_t* const memory = places_[job.memory].memory;
     const int64_t count = static_cast<int64_t>(files.files.size());
     const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
-    const int64_t limit = spaces_[job.files].io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
+    const int64_t limit = files.io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
     flight->shares = shares(job, limit);
     std::vector<Request> requests;
     requests.reserve(job.pages.size() * flight->shares.size());
@@ -89,11 +89,10 @@ void Executor::disk_loop(int32_t number) {
     Held held(*this, number);
     while (!closing_ || !flights.empty()) {
         pieces.clear();
-        IoJob job;
         const auto room = [&] { return disk.pending() + pieces.size() < disk.room(); };
-        while (!closing_ && room() && moves_.take_io(number, &job)) {
+        while (const IoJob* const job = !closing_ && room() ? moves_.take_io(number) : nullptr) {
             held.let_go();
-            auto made = flight(std::move(job), disk);
+            auto made = flight(*job, disk);
             const Place& files = places_[made->job.files];
             for (size_t n = 0; n < made->runs.runs.size(); ++n) {
                 const Run& run = made->runs.runs[n];

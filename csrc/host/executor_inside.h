@@ -22,6 +22,7 @@ public:
     ~Held() {
         if (lock_.owns_lock()) let_go();
     }
+    Moves* operator->() const { return &executor_.moves_; }
     void let_go();
     void take_again() { lock_.lock(); }
     // Whether somebody had to be woken; then what is waited for may have come meanwhile.

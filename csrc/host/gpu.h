@@ -132,7 +132,6 @@ private:
     bool cut(Lane& lane, Transfer& transfer, Chunk* chunk);
     void load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-    void look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
     void copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
     void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;

@@ -57,14 +57,13 @@ void GpuServer::join() {
 
 PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) const {
     const Place& place = executor_.places()[job.memory];
-    const bool device = executor_.spaces()[job.memory].foreign;
     slots->clear();
     for (const Transfer& page : job.pages) slots->push_back(page.slot);
     const int64_t base = job.window * executor_.limits().extent_bytes;
     const bool part = job.window_slots != 0;
     const int64_t count = part ? job.window_slots * executor_.limits().extent_bytes / job.stride : place.slots;
     const ExtentSlots extents{reinterpret_cast<uint64_t>(place.memory) + static_cast<uint64_t>(base), job.stride,
-                              job.origin, count, device, place.pinned, part ? 0 : place.fence};
+                              job.origin, count, place.foreign, place.pinned, part ? 0 : place.fence};
     const auto pages = static_cast<int64_t>(job.pages.size());
     return {job.copy == Copy::kScatter, static_cast<Route>(job.route), job.sums, job.first, job.last, pages, extents,
             slots->data(), job.blocks.data(), job.after.data(), job.after.size()};
@@ -74,13 +73,7 @@ void GpuServer::queue(Hands hands, Direction& direction) {
     const MustNotFail reserve;
     std::vector<int64_t> slots;
     gpu_.leave_captures_alone();
-    while (true) {
-        Waited waited;
-        const CopyJob* const job = executor_.take_copy(hands, std::numeric_limits<Nanoseconds>::max(), &waited);
-        if (job == nullptr) {
-            if (waited == Waited::kClosed) return;
-            continue;
-        }
+    while (const CopyJob* const job = executor_.take_copy(hands, std::numeric_limits<Nanoseconds>::max())) {
         const int64_t number = job->id, move = job->move;
         try {
             if (job->copy == Copy::kDigest) throw CudaError("a look at memory of a GPU, which nothing asks for");

@@ -72,6 +72,14 @@ struct MoveSpec {
     bool open = false;            // of a load: more ways follow (Moves::extend)
 };
 
+// The memory that a way's bytes are copied from or to, or are looked at in. `reserve`: what passes through is there.
+inline int32_t memory_of(const Way& way, Space::Kind source, Space::Kind target, int32_t reserve) {
+    if (source == Space::Kind::kPlanes) return way.target;
+    if (source != Space::Kind::kFiles) return way.source;
+    if (!way.places.empty()) return way.through;
+    return target == Space::Kind::kPlanes ? reserve : way.target;
+}
+
 // Sizes that a job has, in bytes, and what may be in flight.
 struct Limits {
     int64_t extent_bytes = 0;

@@ -55,10 +55,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
     add(move, std::move(ways));
     const MustNotFail reserve;
     for (int32_t way = before; move.cancelled && way < move.ways(); ++way) call_off(move, way);
-    if (move.expired) {
-        IoJob none;
-        next_read(move, 0, &none);  // which gives them their verdict
-    }
+    if (move.expired) read_no_further(move, Status::kDeadline);
     if (last) {
         move.spec.open = false;
         for (int32_t group = 0; group < move.groups(); ++group) {
@@ -95,7 +92,8 @@ void Moves::add(Move& move, std::vector<Way> ways) {
             move.first_row.back() += pages;
         } else {
             move.first_row.push_back(move.rows() + pages);
-            move.cursors.push_back({read || move.work == Work::kWrite ? 0 : groups, 0});
+            const bool has_io = pages != 0 && (read || move.work == Work::kWrite);
+            move.cursors.push_back({has_io ? 0 : groups, 0});
             move.spec.ways.push_back(std::move(way));
         }
         if (move.work != Work::kWrite) tell(move, move.spec.ways.back(), read ? 1 : pages * limits_.extent_bytes);
@@ -230,12 +228,12 @@ void Moves::pass_deadline(Move& move) {
         held_slots_ += reading->slots;
         --move.ios;
         ++move.late_ios;
-        for (size_t page = 0; page < reading->pages.size(); ++page) {
+        for (size_t page = 0; page < reading->over.size(); ++page) {
             if (reading->over[page]) continue;
-            const int32_t row = reading->pages[page].row;
+            const int32_t row = reading->job.pages[page].row;
             flying_ -= reading->part;
             if (move.row[row].late++ == 0) move.outcome.late.push_back(row);
-            if (reading->write) {
+            if (reading->job.write) {
                 writing_ -= reading->part;
                 --move.group[0].todo;
             } else {
@@ -243,11 +241,7 @@ void Moves::pass_deadline(Move& move) {
             }
         }
     }
-    if (move.work == Work::kLoad) {
-        IoJob none;
-        next_read(move, 0, &none);  // which gives what is left its verdict
-        return;
-    }
+    if (move.work == Work::kLoad) return read_no_further(move, Status::kDeadline);
     for (int32_t way = 0; way < move.ways(); ++way) {  // nothing touches what was never begun
         Move::Cursor& next = move.cursors[way];
         for (int64_t& page = next.page; next.group == 0 && page < move.spec.ways[way].pages; ++page) {

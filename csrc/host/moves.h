@@ -92,21 +92,22 @@ public:
 
     // --- for who moves them
 
-    // The next I/O of a disk; false where none may begin now.
-    bool take_io(int32_t disk, IoJob* job);
+    // The next I/O of a disk, which is kept until all of its pages have ended; null where none may begin now.
+    const IoJob* take_io(int32_t disk);
     // The disks, a bit each, whose I/O waits for other I/O, or for copies, to end.
     uint64_t crowded() const { return crowded_; }
     // Some pages of a job have ended. False, and nothing was done, where it is not under way, or has no such pages.
     // `sums`: (pages of the job, layers), of the bytes of those that have ended; none where nobody took them.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
-    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
-    bool take_copy(Hands hands, CopyJob* job);
+    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory. It is
+    // kept until it has ended; null where there is none.
+    const CopyJob* take_copy(Hands hands);
     // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
-    // greater.
-    void copy_queued(int64_t job, int64_t point);
+    // greater. False where it is not under way.
+    bool copy_queued(int64_t job, int64_t point);
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
-    // null.
-    void copy_ended(int64_t job, const uint64_t* found, const char* broken);
+    // null. False, and nothing was done, where it is not under way, or lacks what it asked for.
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
     // Since the last time.
     News take_news() { return std::exchange(news_, {}); }
     // When `expire` has something to do next; the largest number where it never will.
@@ -129,14 +130,16 @@ private:
     bool reads(const Way& way) const;
     bool passes(const Way& way) const;
     void call_off(Move& move, int32_t way);
-    bool take_read(int32_t disk, IoJob* job);
-    bool take_write(int32_t disk, IoJob* job);
-    bool next_read(Move& move, int32_t disk, IoJob* job);
-    bool next_write(Move& move, int32_t disk, IoJob* job);
+    const IoJob* take_read(int32_t disk);
+    const IoJob* take_write(int32_t disk);
+    const IoJob* next_read(Move& move, int32_t disk);
+    const IoJob* next_write(Move& move, int32_t disk);
+    void read_no_further(Move& move, Status status);
+    bool take_slots(Reading& reading, int32_t disk);
     bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
     bool crowds(int32_t disk);
     int64_t io_bytes(int32_t files) const { return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes; }
-    void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
+    const IoJob* issue(Move& move, std::unique_ptr<Reading> reading);
     bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, int32_t disk);
     bool fits_write(int64_t bytes, int32_t files);
@@ -147,9 +150,9 @@ private:
     void landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums = nullptr);
     void may_be_copied(Move& move, int32_t group, int32_t way);
     bool too_few(const Move& move, int32_t group, int32_t way) const;
-    bool next_copy(Move& move, bool foreign, CopyJob* job);
+    const CopyJob* next_copy(Move& move, bool foreign);
     void announce(Move& move, int32_t group);
-    bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);
+    const CopyJob* fill_copy(Move& move, int32_t group, int32_t way, bool foreign);
     void judge(Move& move, int32_t row, Status status);
     void copied(Move& move, int32_t row, int32_t group);
     void end_cell(Move& move, int32_t row, int32_t group);

@@ -139,10 +139,15 @@ private:
     nb::object kept_;
 };
 
+// A field of an object of Python's.
+template <typename T>
+T field(nb::handle of, const char* name) {
+    return nb::cast<T>(of.attr(name));
+}
+
 // The `start` and `stop` of a range.
 struct Range {
-    explicit Range(const nb::object& range)
-        : start(nb::cast<int64_t>(range.attr("start"))), stop(nb::cast<int64_t>(range.attr("stop"))) {}
+    explicit Range(nb::handle range) : start(field<int64_t>(range, "start")), stop(field<int64_t>(range, "stop")) {}
     int64_t size() const { return stop > start ? stop - start : 0; }
 
     int64_t start, stop;
@@ -170,8 +175,8 @@ void bind_executor(nb::module_& module);
 
 class Disk;
 
-// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes between
-// an executor and its first disk.
+// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes
+// between an executor and its first disk.
 [[gnu::weak, gnu::visibility("default")]] void bind_hooks(nb::module_& module);
 [[gnu::weak, gnu::visibility("default")]] std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk);
 

@@ -1,12 +1,20 @@
-// Disks that Python drives itself, and the bare loop.
+// Disks as Python asks for them, and the bare loop.
 
 #include "disk.h"
-
-#include <optional>
 
 #include "../bare.h"
 
 namespace gdscache {
+
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
+                                   const nb::object& transport, std::vector<DeviceRange> devices) {
+    if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
+    const nb::gil_scoped_release others;
+    if (cufile) return open_cufile_disk(workers, cufile->shared(), cufile->batched);
+    if (!kind) return open_disk(workers, depth);
+    return *kind == "ring" ? open_ring_disk(workers, depth) : open_threads_disk(workers);
+}
+
 namespace {
 
 double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, int64_t memory_bytes,

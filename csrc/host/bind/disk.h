@@ -1,4 +1,4 @@
-// A disk that Python drives itself.
+// Disks as Python asks for them, and one that it drives itself.
 
 #pragma once
 
@@ -16,19 +16,21 @@ namespace gdscache {
 constexpr int64_t kMostRows = int64_t{1} << 32;
 static_assert(sizeof(iovec) == 2 * sizeof(uint64_t), "fragments are given as rows of two words");
 
+// What a disk moves bytes by: a transport, else cuFile; else io_uring ("ring"), threads, or the first of the two that can
+// be had. Throws `Error`.
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
+                                   const nb::object& transport, std::vector<DeviceRange> devices);
+
 // One thread submits, reaps and closes; any may wake.
 class OpenDisk {
 public:
     OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const nb::object& transport) {
         require(!kind || *kind == "ring" || *kind == "threads", "there is no such disk");
         try {
-            if (!transport.is_none()) disk_ = open_transport_disk(workers, transport, {});
-            else if (cufile) disk_ = open_cufile_disk(workers, cufile->shared(), cufile->batched);
-            else if (!kind) disk_ = open_disk(workers, depth);
-            else if (*kind == "ring") disk_ = open_ring_disk(workers, depth);
-            else disk_ = open_threads_disk(workers);
+            disk_ = open_disk_by(kind, workers, depth, cufile, transport, {});
         } catch (const Error& error) {
-            throw CallError{error.what(), error.code, "allow io_uring, or raise ulimit -n and ulimit -u", "RefusedDiskError"};
+            const char* const hint = "allow io_uring, or raise ulimit -n and ulimit -u";
+            throw CallError{error.what(), error.code, hint, "RefusedDiskError"};
         }
     }
     ~OpenDisk() { close(); }

@@ -14,8 +14,7 @@
 #include <vector>
 
 #include "../checks.h"
-#include "handles.h"
-#include "transport.h"
+#include "disk.h"
 
 namespace gdscache {
 namespace {
@@ -42,26 +41,19 @@ Nanoseconds deadline(double seconds) {
 // What a disk is opened by (Descriptors in gdscache/moves/machine.py).
 struct Means {
     explicit Means(nb::handle about)
-        : threads(nb::cast<int>(about.attr("threads"))), uring(nb::cast<bool>(about.attr("uring"))), transport(about.attr("transport")) {
-        const auto* const opened = nb::cast<const OpenCuFiles*>(about.attr("cufile"));
-        if (opened) cufile = opened->shared(), batched = opened->batched;
-    }
+        : threads(field<int>(about, "threads")),
+          kind(field<bool>(about, "uring") ? Text() : Text("threads")),
+          cufile(field<const OpenCuFiles*>(about, "cufile")),
+          transport(about.attr("transport")) {}
     // A transport refuses what it does not reach itself.
     bool reaches(uint64_t address, size_t bytes) const {
-        return !transport.is_none() || (cufile && cufile->memory(address, bytes));
-    }
-    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices) const {
-        if (!transport.is_none()) return open_transport_disk(threads, transport, devices);
-        const nb::gil_scoped_release others;
-        if (cufile) return open_cufile_disk(threads, cufile, batched);
-        return uring ? open_disk(threads, kDepth * threads) : open_threads_disk(threads);
+        return !transport.is_none() || (cufile && cufile->shared()->memory(address, bytes));
     }
 
     int threads;
-    bool uring;
+    Text kind;
+    const OpenCuFiles* cufile;
     nb::object transport;  // of Python's, which gives files numbers of its own; or none
-    std::shared_ptr<CuFiles> cufile;
-    int64_t batched = 0;
 };
 
 nb::object range_of(int64_t start, int64_t stop) {
@@ -73,7 +65,7 @@ nb::object range_of(int64_t start, int64_t stop) {
 OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
-    const auto bytes = [&](const char* name) { return nb::cast<int64_t>(limits.attr(name)); };
+    const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
     Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
                  {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
                  bytes("foreign_copy")};
@@ -91,57 +83,55 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
         refuse_if(means.back() && means.back()->threads < 1, "no sound number of threads");
     }
     std::vector<DeviceRange> devices;
-    std::vector<Space> kinds;
     std::vector<Place> places;
     bool ours = false;
     for (const auto [name, about] : spaces) {
-        const auto has = [&about = about](const char* field) { return nb::object(about.attr(field)); };
-        const std::string kind = nb::cast<std::string>(has("kind"));
-        Space space;
-        space.kind = kind == "planes" ? Space::Kind::kPlanes : kind == "memory" ? Space::Kind::kMemory : Space::Kind::kFiles;
-        refuse_if(space.kind == Space::Kind::kFiles && kind != "files", "a space of no kind");
-        space.foreign = nb::cast<bool>(has("foreign"));
-        Place place;
-        place.slots = nb::cast<int64_t>(has("slots"));
-        place.stretch = nb::cast<int64_t>(has("stretch"));
-        place.pinned = nb::cast<bool>(has("pinned"));
-        place.fence = nb::cast<int64_t>(has("fence"));
-        place.memory = at<uint8_t>(nb::cast<uint64_t>(has("device_memory")));
+        const std::string kind = field<std::string>(about, "kind");
+        const bool in_planes = kind == "planes", in_memory = kind == "memory", in_files = kind == "files";
+        refuse_if(!in_planes && !in_memory && !in_files, "a space of no kind");
+        Place space;
+        space.kind = in_planes ? Space::Kind::kPlanes : in_memory ? Space::Kind::kMemory : Space::Kind::kFiles;
+        space.foreign = field<bool>(about, "foreign") && !in_files;
+        space.slots = field<int64_t>(about, "slots");
+        space.stretch = field<int64_t>(about, "stretch");
+        space.pinned = field<bool>(about, "pinned");
+        space.fence = field<int64_t>(about, "fence");
+        space.memory = at<uint8_t>(field<uint64_t>(about, "device_memory"));
         Array<std::byte> memory;
         Array<uint64_t> sums;
-        require(memory.take(has("memory").ptr()) && sums.take(has("sums").ptr()), "a space of no arrays");
-        if (!memory.none()) place.memory = reinterpret_cast<uint8_t*>(memory.data());
+        const bool arrays = memory.take(nb::object(about.attr("memory")).ptr()) && sums.take(nb::object(about.attr("sums")).ptr());
+        require(arrays, "a space of no arrays");
+        if (!memory.none()) space.memory = reinterpret_cast<uint8_t*>(memory.data());
         space.sums = sums.data();
-        if (space.kind == Space::Kind::kFiles) {
-            space.foreign = false;
-            space.disk = nb::cast<int32_t>(has("disk"));
+        if (in_files) {
+            space.disk = field<int32_t>(about, "disk");
             refuse_if(space.disk < 0 || space.disk >= static_cast<int32_t>(means.size()), "files without a disk");
-            for (const nb::handle file : nb::iter(has("files"))) place.files.push_back(nb::cast<int>(file));
+            for (const nb::handle file : nb::iter(about.attr("files"))) space.files.push_back(nb::cast<int>(file));
             if (const auto& by = means[space.disk]) {
                 const bool asked = !by->transport.is_none();
-                refuse_if(place.files.empty(), "a space without files");
-                place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
-                if (asked) space.io_bytes = nb::cast<int64_t>(by->transport.attr("call_bytes"));
+                refuse_if(space.files.empty(), "a space without files");
+                space.copied = !asked && std::any_of(space.files.begin(), space.files.end(), kernel_copies);
+                if (asked) space.io_bytes = field<int64_t>(by->transport, "call_bytes");
                 refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }
         }
-        check(space, place, extent_bytes, made->gpu != nullptr);
-        refuse_if(!memory.none() && memory.bytes() < place.slots * extent_bytes, "a memory of fewer bytes than its slots");
-        refuse_if(!sums.none() && !sums.has(place.slots, sizes.layers), "checksums of other slots");
-        if (space.foreign && made->gpu) check(space, place, made->gpu->gpu->planes(), sizes);
-        else if (!space.foreign && space.kind == Space::Kind::kPlanes) check(place, planes, sizes);
-        const auto size = static_cast<size_t>(place.slots * extent_bytes);
-        const auto address = reinterpret_cast<uint64_t>(place.memory);
-        const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
-        if (on_gpu) devices.push_back({address, size, nb::cast<int>(has("device"))});
-        for (size_t n = 0; n < means.size() && space.kind == Space::Kind::kMemory; ++n) {
-            if (!on_gpu || !means[n] || means[n]->reaches(address, size)) place.reached |= uint64_t{1} << n;
+        check(space, extent_bytes, made->gpu != nullptr);
+        const int64_t size = space.slots * extent_bytes;
+        refuse_if(!memory.none() && memory.bytes() < size, "a memory of fewer bytes than its slots");
+        refuse_if(!sums.none() && !sums.has(space.slots, sizes.layers), "checksums of other slots");
+        if (in_planes && !space.foreign) check(space, planes, sizes);
+        if (in_planes && space.foreign && made->gpu) check(space, made->gpu->gpu->planes(), sizes);
+        const auto address = reinterpret_cast<uint64_t>(space.memory);
+        const bool on_gpu = in_memory && space.foreign;
+        if (on_gpu) devices.push_back({address, static_cast<size_t>(size), field<int>(about, "device")});
+        for (size_t n = 0; in_memory && n < means.size(); ++n) {
+            const bool reached = !on_gpu || !means[n] || means[n]->reaches(address, static_cast<size_t>(size));
+            if (reached) space.reached |= uint64_t{1} << n;
         }
-        ours = ours || (!space.foreign && space.kind != Space::Kind::kFiles);
-        numbers_[name] = kinds.size();
+        ours = ours || (!space.foreign && !in_files);
+        numbers_[name] = places.size();
         names_.append(name);
-        kinds.push_back(space);
-        places.push_back(std::move(place));
+        places.push_back(std::move(space));
     }
     refuse_if(ours && threads < 1, "nobody for what is not foreign");
     int32_t reserve_space = -1;
@@ -149,21 +139,23 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     if (!reserve.is_none()) {
         reserve_space = number_of(reserve[0]);
         first = nb::cast<int64_t>(reserve[1]), slots = nb::cast<int64_t>(reserve[2]);
-        const bool inside = kinds[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
+        const bool inside = places[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
                             slots <= places[reserve_space].slots - first;
         refuse_if(!inside, "a reserve outside its memory");
     }
     refuse_if(fence < 0, "a reserve outside its memory");
     std::vector<std::unique_ptr<Disk>> opened;
-    for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
+    for (const auto& by : means) {
+        opened.push_back(!by ? nullptr : open_disk_by(by->kind, by->threads, kDepth * by->threads, by->cufile, by->transport, devices));
+    }
     if (!opened.empty() && opened[0]) {
         made->disk = opened[0]->name();
         if (between) opened[0] = between(std::move(opened[0]));
     }
     {
         const nb::gil_scoped_release others;
-        made->executor = std::make_unique<Executor>(sizes, std::move(kinds), std::move(places), reserve_space,
-                                                    Reserve(first, slots, fence), planes, std::move(opened), threads);
+        made->executor = std::make_unique<Executor>(sizes, std::move(places), reserve_space, Reserve(first, slots, fence),
+                                                    planes, std::move(opened), threads);
         if (made->gpu) made->server = std::make_unique<GpuServer>(*made->executor, *made->gpu->gpu);
     }
     opened_ = std::move(made);
@@ -189,7 +181,7 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
         way.places = Numbers<int64_t>(from.attr("places")).copied();
         way.sums = Numbers<uint64_t>(from.attr("sums")).copied();
         if (!way.places.empty()) way.through = number_of(from.attr("through"));
-        const bool planes = open().executor->spaces()[way.source].kind == Space::Kind::kPlanes;
+        const bool planes = open().executor->places()[way.source].kind == Space::Kind::kPlanes;
         const auto count = static_cast<int64_t>(way.sources.size());
         require(!planes || count % page_blocks == 0, "blocks of half a page");
         way.pages = planes ? count / page_blocks : count;
@@ -260,24 +252,19 @@ void OpenExecutor::refuse(int status) {
 
 namespace {
 
-// What `take(until, &waited)` gives, null where nothing came in time. Signals are heard. `with_lock`: others of Python
-// wait at first.
+// Calls `take(until)` until it says that something has come, or the time is over. Signals are heard. `with_lock`: others
+// of Python wait at first.
 template <typename Take>
-auto taken(Opened& opened, double seconds, Take take, bool with_lock = false) {
+void wait_for(Opened& opened, double seconds, Take take, bool with_lock = false) {
     const Nanoseconds until = deadline(seconds);
     for (;; with_lock = false) {
         const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
-        Waited waited;
-        decltype(take(slice, &waited)) found{};
         {
             std::optional<nb::gil_scoped_release> others;
             if (!with_lock) others.emplace();
             const Inside inside(opened);
-            if (inside.closed) waited = Waited::kClosed;
-            else found = take(slice, &waited);
+            if (take(slice) || slice == until) return;
         }
-        if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
-        if (waited == Waited::kHappened || slice == until) return found;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
 }
@@ -288,10 +275,12 @@ nb::object OpenExecutor::take_late(double seconds, int64_t most) {
     require(most > 0, "no room for late pages");
     open();
     const std::shared_ptr<Opened> kept = opened_;
-    nb::list rows;
-    const auto found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
-        return kept->executor->take_ended_late(until, static_cast<size_t>(most), waited);
+    std::vector<std::pair<int64_t, int32_t>> found;
+    wait_for(*kept, seconds, [&](Nanoseconds until) {
+        found = kept->executor->take_ended_late(until, static_cast<size_t>(most));
+        return !found.empty();
     });
+    nb::list rows;
     for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
     return rows;
 }
@@ -299,13 +288,9 @@ nb::object OpenExecutor::take_late(double seconds, int64_t most) {
 nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
     open();
     const std::shared_ptr<Opened> kept = opened_;
-    const auto look = [&](Nanoseconds until, Waited* waited) {
-        int64_t point = 0;
-        // One that nobody knows any more was over.
-        if (!kept->executor->wait(move, group, until, waited, &point)) *waited = Waited::kHappened;
-        return *waited == Waited::kHappened ? std::optional(point) : std::nullopt;
-    };
-    const std::optional<int64_t> point = taken(*kept, seconds, look, group >= 0 || seconds <= 0);
+    std::optional<int64_t> point;
+    const auto look = [&](Nanoseconds until) { return (point = kept->executor->wait(move, group, until)).has_value(); };
+    wait_for(*kept, seconds, look, group >= 0 || seconds <= 0);
     return point ? nb::int_(*point) : nb::object(nb::none());
 }
 

@@ -25,17 +25,18 @@ struct Opened {
     std::atomic<bool> closing{false};
 };
 
-// A part of a wait within the executor, which is not closed meanwhile. Signals are heard between two of them.
+// A part of a wait within the executor, which is not closed meanwhile. Signals are heard between two of them. Throws
+// `Stopped` where it is too late.
 class Inside {
 public:
     explicit Inside(Opened& opened) : inside_(opened.inside) {
         ++inside_;
-        closed = opened.closing;
+        if (!opened.closing) return;
+        --inside_;
+        throw Stopped();
     }
     ~Inside() { --inside_; }
     Inside(Inside&&) = delete;
-
-    bool closed;  // it is too late
 
 private:
     std::atomic<int>& inside_;

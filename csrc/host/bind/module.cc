@@ -7,6 +7,7 @@
 
 #include "../cuda.h"
 #include "../cufile.h"
+#include "../executor.h"
 #include "../memory.h"
 #include "bind.h"
 
@@ -43,6 +44,8 @@ void translate(const std::exception_ptr& thrown, void*) {
         raise({error.what(), error.code, "see what the CUDA driver says", "DeviceError"});
     } catch (const CuFileError& error) {
         raise({error.what(), error.code, "see docs/gds.md"});
+    } catch (const Stopped& error) {
+        raise({error.what(), error.code, "wait before close"});
     } catch (const Error& error) {
         raise({error.what(), error.code});
     } catch (const std::bad_alloc&) {

@@ -28,7 +28,8 @@ struct Shared {
     }
     Shared(Shared&&) = delete;
 
-    const DeviceRange* device(uint64_t address) const {
+    const DeviceRange* device(const iovec& fragment) const {
+        const auto address = reinterpret_cast<uint64_t>(fragment.iov_base);
         const auto found = std::find_if(devices.begin(), devices.end(), [&](const DeviceRange& one) {
             return address >= one.address && address - one.address < one.bytes;
         });
@@ -62,28 +63,18 @@ public:
 
     // Fragments that follow each other in one memory are one call.
     int64_t transfer(const Piece& piece, const Call& call) override {
-        const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(call.vectors[n].iov_base); };
-        int64_t moved = 0;
-        for (uint32_t n = 0; n < call.count;) {
-            const uint64_t address = at(n);
-            const DeviceRange* const device = shared_->device(address);
-            int64_t bytes = 0;
-            do {
-                bytes += static_cast<int64_t>(call.vectors[n++].iov_len);
-            } while (n < call.count && at(n) == address + static_cast<uint64_t>(bytes) && shared_->device(at(n)) == device);
-            const int64_t answer = move(piece, device, address, bytes, call.offset + moved);
-            if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
-            moved += answer;
-            if (answer < bytes) break;
-        }
-        return moved;
+        const auto memory = [&](const iovec& fragment) { return shared_->device(fragment); };
+        return move_stretches(call, false, memory, [&](const OneCall& one, int64_t offset) {
+            return move(piece, one.memory, one.address, one.bytes, offset);
+        });
     }
 
     bool looks() const override { return false; }  // a page is read by as few calls as may be
 
 private:
-    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
-                 int64_t offset) const {
+    using OneCall = Stretch<const DeviceRange*>;
+
+    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes, int64_t offset) const {
         if (!nb::is_alive()) return -ECANCELED;
         if (device && !shared_->to_gpu) return -EFAULT;
         const nb::gil_scoped_acquire lock;

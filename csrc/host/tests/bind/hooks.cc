@@ -114,14 +114,12 @@ public:
     static nb::object take_io(const OpenExecutor& self, int32_t disk) {
         require(disk >= 0 && disk < 64, "no such disk");
         Executor& executor = *self.open().executor;
-        IoJob found;
-        {
-            const Executor::Held held(executor);
-            if (!executor.moves_.take_io(disk, &found)) return nb::none();
-        }
-        Job job{found.id, found.move, found.write, found.sums, self.name_of(found.files), self.name_of(found.memory),
-                range_of(found.first, found.last), {}, {}, {}, {}, {}, found.start, found.stop};
-        fill_pages(job, found.pages);
+        const IoJob* const found = Executor::Held(executor)->take_io(disk);
+        if (!found) return nb::none();
+        Job job{found->id, found->move, found->write, found->sums, self.name_of(found->files),
+                self.name_of(found->memory), range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start,
+                found->stop};
+        fill_pages(job, found->pages);
         return nb::cast(std::move(job));
     }
     static void io_ended(const OpenExecutor& self, int64_t job, const nb::object& pages, int32_t error) {
@@ -131,20 +129,16 @@ public:
             const int64_t page = rows.data()[n];
             ends.push_back({static_cast<int32_t>(std::clamp<int64_t>(page, -1, INT32_MAX)), error});
         }
-        Executor& executor = *self.open().executor;
-        const Executor::Held held(executor);
-        require(executor.moves_.io_ended(job, ends.data(), rows.size()), "no pages of a job that is under way");
+        const bool known = Executor::Held(*self.open().executor)->io_ended(job, ends.data(), rows.size());
+        require(known, "no pages of a job that is under way");
     }
     static void expire(const OpenExecutor& self, Nanoseconds time) {
-        Executor& executor = *self.open().executor;
-        const Executor::Held held(executor);
-        executor.moves_.expire(time);
+        Executor::Held(*self.open().executor)->expire(time);
     }
 
     static nb::object take_copy(const OpenExecutor& self) {
         Executor& executor = of(self);
-        Waited waited;
-        const CopyJob* const found = executor.take_copy(Hands::kForeign, 0, &waited);
+        const CopyJob* const found = executor.take_copy(Hands::kForeign, 0);
         if (!found) return nb::none();
         Job job{found->id, found->move, static_cast<int>(found->copy), found->sums, {}, self.name_of(found->memory),
                 range_of(found->first, found->last), range_of(found->window, found->window + found->window_slots),
