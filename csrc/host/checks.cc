@@ -109,7 +109,7 @@ void check(const Place& space, int64_t extent_bytes, bool on_gpu) {
 void check(const Place& planes, const Pool* pool, const Limits& limits) {
     refuse_if(!pool, "planes without a pool");
     refuse_if(planes.slots > pool->blocks, "more blocks than the pool has");
-    bool same = pool->n_layers == limits.layers && pool->page_blocks == limits.page_blocks;
+    bool same = pool->layers() == limits.layers && pool->page_blocks == limits.page_blocks;
     for (int32_t layer = 0; same && layer < limits.layers; ++layer) {
         same = layer_bytes(*pool, layer) == limits.bounds[layer + 1] - limits.bounds[layer];
     }

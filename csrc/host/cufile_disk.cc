@@ -143,7 +143,8 @@ private:
         return false;
     }
 
-    // Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited for.
+    // Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited
+    // for.
     void reap(Batch& batch, const Told& told) {
         std::vector<CuFileEvent> events(batch.entries.size());
         std::vector<bool> over(batch.entries.size(), false);

@@ -72,7 +72,8 @@ public:
     // Pieces that have not ended, and how many of them may be under way.
     virtual size_t pending() const = 0;
     virtual size_t depth() const = 0;
-    // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for it.
+    // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for
+    // it.
     virtual size_t room() const = 0;
     // Fragments that a piece should have at most.
     virtual uint32_t most_fragments() const { return kMostFragments; }

@@ -1,4 +1,4 @@
-#include "executor_inside.h"
+#include "executor.h"
 
 #include <algorithm>
 #include <chrono>
@@ -121,12 +121,7 @@ bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
 
 bool Executor::knows(int64_t move) { return Held(*this)->knows(move); }
 
-bool Executor::cancel(int64_t move) {
-    const Held held(*this);
-    if (!moves_.knows(move)) return false;
-    moves_.cancel(move);
-    return true;
-}
+bool Executor::cancel(int64_t move) { return Held(*this)->cancel(move); }
 
 void Executor::refuse(Status status) { Held(*this)->refuse(status); }
 
@@ -147,12 +142,7 @@ const Outcome* Executor::outcome(int64_t move) {
     return moves_.knows(move) && moves_.ended(move) ? &moves_.outcome(move) : nullptr;
 }
 
-bool Executor::forget(int64_t move) {
-    const Held held(*this);
-    if (!moves_.knows(move) || !moves_.ended(move)) return false;
-    moves_.forget(move);
-    return true;
-}
+bool Executor::forget(int64_t move) { return Held(*this)->forget(move); }
 
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until) {
     Held held(*this);

@@ -1,7 +1,7 @@
 // The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one a disk.
 //
 // Threads of others take what is foreign: the lanes of a GPU (gpu_server.h). Of ours, only a disk of threads may wait
-// for Python's lock, which nobody keeps who waits for them or ends them (bind/transport.h).
+// for Python's lock, which nobody keeps who waits for them or ends them (bind/disk.h).
 
 #pragma once
 
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "disk.h"
+#include "memory.h"
 #include "moves.h"
 #include "pages.h"
 
@@ -84,8 +85,8 @@ public:
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is the caller's until its end is said; waits for one until then, or until `stop`, and is
-    // null where none has come. Who waits asks for those of loads, or those of stores.
+    // The next foreign job, which is the caller's until its end is said; waits for one until then, or until `stop`, and
+    // is null where none has come. Who waits asks for those of loads, or those of stores.
     const CopyJob* take_copy(Hands hands, Nanoseconds until);
     bool copy_queued(int64_t job, int64_t point);
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
@@ -112,7 +113,41 @@ private:
     friend class ExecutorHooks;  // of the tests' build
     struct Flight;
     struct Share;
-    class Held;
+
+    // The lock. Those that wait for what its holder has brought about are woken when it is let go, and not before: a
+    // thread that is woken while another holds the lock that it needs only costs both a turn.
+    class Held {
+    public:
+        // `disk`: of the thread of that one, which nobody has to wake.
+        explicit Held(Executor& executor, int32_t disk = -1)
+            : executor_(executor), own_(disk < 0 ? 0 : uint64_t{1} << disk), lock_(executor.lock_) {}
+        ~Held() {
+            if (lock_.owns_lock()) let_go();
+        }
+        Moves* operator->() const { return &executor_.moves_; }
+        void let_go();
+        void take_again() { lock_.lock(); }
+        // Whether somebody had to be woken; then what is waited for may have come meanwhile.
+        bool woke();
+        void wait(std::condition_variable& condition, Nanoseconds time) {
+            condition.wait_for(lock_, std::chrono::nanoseconds(time));
+        }
+        void wake_all() { all_ = true; }
+
+    private:
+        struct Call {
+            News news;       // `copies`: threads
+            uint64_t disks;  // a bit each
+        };
+        Call call();
+        void wake(const Call& call);
+
+        const MustNotFail reserve_;  // else what changes halfway stays so
+        Executor& executor_;
+        const uint64_t own_;
+        std::unique_lock<std::mutex> lock_;
+        bool all_ = false;
+    };
 
     template <typename Ready>
     bool wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
@@ -131,9 +166,9 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of ours.
-    // A call for nothing costs its caller, too: to signal a condition may wait for threads that were called before and
-    // are not awake yet.
+    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of
+    // ours. A call for nothing costs its caller, too: to signal a condition may wait for threads that were called
+    // before and are not awake yet.
     std::condition_variable ended_, late_, loads_, stores_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;

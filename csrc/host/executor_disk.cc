@@ -1,11 +1,38 @@
-// The threads of an executor that read and write, one a disk: jobs become pieces of files, and their answers ends of pages.
+// The threads of an executor that read and write, one a disk: jobs become pieces of files, and their answers ends of
+// pages.
 
 #include <algorithm>
 #include <unordered_map>
 
-#include "executor_inside.h"
+#include "executor.h"
 
 namespace gdscache {
+
+// A part of each page of a job: bytes of the extent, and the layers that lie wholly in it.
+struct Executor::Share {
+    int64_t start, stop;
+    int32_t first, last;
+};
+
+// A job of ours on its way through the disk.
+struct Executor::Flight {
+    IoJob job;
+    std::vector<Share> shares;
+    Runs runs;                     // requests are numbered page by page, and by share
+    std::vector<uint32_t> left;    // fragments of each page that have not ended
+    std::vector<int32_t> errors;   // of each page
+    std::vector<Look> looks;       // in the order of fragments
+    std::vector<size_t> looks_at;  // of each run, and their number at the end
+    std::vector<uint64_t> sums;    // (pages, layers)
+    std::vector<int32_t> summed;   // of each page: layers
+    uint32_t open = 0;             // pages that have not ended
+    Nanoseconds begin = 0;
+
+    uint32_t page_of(uint32_t fragment) const {
+        return runs.requests[fragment] / static_cast<uint32_t>(shares.size());
+    }
+    const Share& share_of(uint32_t fragment) const { return shares[runs.requests[fragment] % shares.size()]; }
+};
 
 std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) const {
     auto flight = std::make_unique<Flight>();
@@ -36,8 +63,8 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     return flight;
 }
 
-// One share of the whole, or where checksums are wanted parts of up to `limit` bytes that end with a layer and a sector, as
-// far as there are such. What is larger is cut on, and nobody looks at it then.
+// One share of the whole, or where checksums are wanted parts of up to `limit` bytes that end with a layer and a
+// sector, as far as there are such. What is larger is cut on, and nobody looks at it then.
 std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) const {
     if (!job.sums) return {{job.start, job.stop, job.first, job.last}};
     std::vector<Share> made{{job.start, job.start, job.first, job.first}};
@@ -76,16 +103,11 @@ void Executor::add_looks(Flight& flight, const IoJob& job) const {
 
 void Executor::disk_loop(int32_t number) {
     Disk& disk = *disks_[number];
-    std::unordered_map<int64_t, std::unique_ptr<Flight>> flights;
+    std::unordered_map<uint32_t, std::unique_ptr<Flight>> flights;
+    uint32_t next_flight = 0;
     std::vector<Piece> pieces;
     std::vector<Ended> ended;
     std::vector<IoEnd> ends, looked;
-    struct Sent {
-        Flight* flight;
-        uint32_t first, left;  // fragments
-    };
-    std::unordered_map<uint64_t, Sent> runs;  // by tag
-    uint64_t next_tag = 1;
     Held held(*this, number);
     while (!closing_ || !flights.empty()) {
         pieces.clear();
@@ -96,14 +118,13 @@ void Executor::disk_loop(int32_t number) {
             const Place& files = places_[made->job.files];
             for (size_t n = 0; n < made->runs.runs.size(); ++n) {
                 const Run& run = made->runs.runs[n];
-                runs.emplace(next_tag, Sent{made.get(), run.first, run.count});
-                pieces.push_back({next_tag++, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
-                                  made->job.write ? Op::kWrite : Op::kRead, files.copied});
+                pieces.push_back({uint64_t{next_flight} << 32 | n, made->runs.fragments.data() + run.first, run.count, run.fd,
+                                  run.offset, made->job.write ? Op::kWrite : Op::kRead, files.copied});
                 if (made->looks.empty()) continue;
                 pieces.back().looks = made->looks.data() + made->looks_at[n];
                 pieces.back().n_looks = static_cast<uint32_t>(made->looks_at[n + 1] - made->looks_at[n]);
             }
-            flights.emplace(made->job.id, std::move(made));
+            flights.emplace(next_flight++, std::move(made));
             held.take_again();
         }
         held.let_go();
@@ -112,11 +133,9 @@ void Executor::disk_loop(int32_t number) {
         if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
         held.take_again();
         for (const Ended& some : ended) {
-            Sent& sent = runs.at(some.tag);
-            Flight* const owner = sent.flight;
-            const uint32_t first = sent.first;
-            sent.left -= some.count;
-            if (sent.left == 0) runs.erase(some.tag);
+            const auto flight_number = static_cast<uint32_t>(some.tag >> 32);
+            Flight* const owner = flights.at(flight_number).get();
+            const uint32_t first = owner->runs.runs[static_cast<uint32_t>(some.tag)].first;
             ends.clear(), looked.clear();
             int64_t moved = some.moved;
             for (uint32_t n = 0; n < some.count; ++n) {
@@ -146,7 +165,7 @@ void Executor::disk_loop(int32_t number) {
                 const auto pages = static_cast<int64_t>(done.pages.size());
                 keep({done.write ? Span::Kind::kWrite : Span::Kind::kRead, done.first, done.last, done.move, pages,
                       pages * (done.stop - done.start), owner->begin, now()});
-                flights.erase(done.id);
+                flights.erase(flight_number);
             }
         }
     }

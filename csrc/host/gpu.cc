@@ -94,14 +94,12 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
 void Gpu::give_back(QueuedCopies& queued) {
     for (const HostBuffers::Buffer& table : std::exchange(queued.tables, {})) buffers_.give(table);
     buffers_.give(std::exchange(queued.digests, {}));
-    const std::lock_guard held(times_lock_);
-    for (CudaEvent& event : queued.times) {
-        if (event != nullptr) timed_.push_back(std::exchange(event, nullptr));
-    }
+    for (OwnEvent& event : queued.times) event.reset();
 }
 
-void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
-    if (queued.point == 0) return;
+StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
+    StreamTimes times;
+    if (queued.point == 0) return times;
     const Cuda::Entered entered(cuda_);
     await(queued.point);
     const size_t layers = static_cast<size_t>(queued.last - queued.first);
@@ -109,13 +107,13 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
         std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);
     }
     try {
-        tell_times(queued, times);
+        times = times_of(queued);
     } catch (...) {
         give_back(queued);
         throw;
     }
     give_back(queued);
-    if (sums == nullptr) return;
+    if (sums == nullptr) return times;
     const int64_t origin = planes_.bounds[queued.first], span = planes_.bounds[queued.last] - origin;
     std::vector<uint8_t> fetched(queued.device && !queued.parts.empty() ? static_cast<size_t>(span) : 0);
     for (size_t page = 0; page < queued.parts.size(); ++page) {
@@ -130,20 +128,10 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
             sums[page * layers + static_cast<size_t>(layer - queued.first)] = xxh3(part + (at - origin), size);
         }
     }
+    return times;
 }
 
 // --- times
-
-CudaEvent Gpu::timed_event() {
-    const std::lock_guard held(times_lock_);
-    if (timed_.empty()) {
-        all_timed_.push_back(own_event(cuda_, EventUse::kTime));
-        return all_timed_.back().get();
-    }
-    const CudaEvent event = timed_.back();
-    timed_.pop_back();
-    return event;
-}
 
 // Before (`which` 0) and behind (1) what a transfer queues on the streams that it needs.
 void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
@@ -152,16 +140,16 @@ void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
     const bool needed[] = {transfer.copies.load || alone || route == Route::kStaged, !alone || transfer.on_gpu};
     for (const int stream : {0, 1}) {
         if (!needed[stream]) continue;
-        CudaEvent& event = transfer.queued.times[2 * stream + which];
-        event = timed_event();
-        cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
+        OwnEvent& event = transfer.queued.times[2 * stream + which];
+        event = own_event(cuda_, EventUse::kTime);
+        cuda_.record(event.get(), stream == 0 ? lane.copies : lane.kernels);
     }
 }
 
-void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
-    times[0] = times[1] = {};
-    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return;
-    const std::lock_guard held(times_lock_);
+StreamTimes Gpu::times_of(const QueuedCopies& queued) {
+    StreamTimes times;
+    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return times;
+    const std::lock_guard held(anchor_lock_);
     const auto clock = [] {
         const auto time = std::chrono::steady_clock::now().time_since_epoch();
         return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
@@ -177,10 +165,11 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
     for (const int stream : {0, 1}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
-            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]) * 1e9);
+            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which].get()) * 1e9);
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }
+    return times;
 }
 
 // --- points
@@ -188,24 +177,6 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
 Points& Gpu::points_of(int64_t point) {
     Points* const all[] = {&loads_.done, &stores_.done, &loads_.read, &stores_.read};
     return *all[point % Points::kStep];
-}
-
-bool Gpu::reached(int64_t point) {
-    if (point == 0) return true;
-    const Cuda::Entered entered(cuda_);
-    return points_of(point).reached(point);
-}
-
-void Gpu::await(int64_t point) {
-    if (point == 0) return;
-    const Cuda::Entered entered(cuda_);
-    points_of(point).await(point);
-}
-
-void Gpu::follow(CudaStream stream, int64_t point) {
-    if (point == 0) return;
-    const Cuda::Entered entered(cuda_);
-    points_of(point).follow(stream, point);
 }
 
 }  // namespace gdscache

@@ -80,8 +80,8 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     return true;
 }
 
-// Where the copy engine alone moves the bytes, a kernel looks at the planes: at what a load has brought there, and at what
-// a store takes while it does.
+// Where the copy engine alone moves the bytes, a kernel looks at the planes: at what a load has brought there, and at
+// what a store takes while it does.
 void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
     cuda_.follow(lane.copies, chunk.segment->done);
@@ -160,8 +160,8 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
                      &arguments, offsetof(KernelArguments, team), lane.kernels);
         return;
     }
-    // As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be half
-    // idle: one of them only folds.
+    // As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be
+    // half idle: one of them only folds.
     const int64_t pieces = chunk.pages * layers;
     int32_t threads = 256;
     while (threads < 1024 && pieces * threads < kSumsLeast) threads *= 2;

@@ -24,11 +24,16 @@ void for_planes(const GpuPlanes& planes, const PageCopies& copies, const Functio
 
 }  // namespace
 
-void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
+void Gpu::add_table(const Chunk& chunk, CopyList* list) const {
     if (chunk.table == nullptr) return;
+    const auto bytes = static_cast<size_t>(chunk.table_bytes);
+    list->add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), bytes, true);
+}
+
+void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
     CopyList list;
-    list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes), true);
-    cuda_.copy(list, 0, 1, stream, true);
+    add_table(chunk, &list);
+    cuda_.copy(list, 0, list.size(), stream, true);
 }
 
 // Copies of a chunk's pages between extents and ring, neighbours joined. A load's table goes with the first of them: by
@@ -37,10 +42,7 @@ void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const 
     const bool load = transfer.copies.load;
     CopyList list;
     list.most = lane.unbroken;
-    if (load && chunk.table != nullptr) {
-        list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes),
-                 true);
-    }
+    if (load) add_table(chunk, &list);
     for (int64_t page = 0; page < chunk.pages; ++page) {
         const uint64_t ring = chunk.segment->data + static_cast<uint64_t>(page * transfer.stride);
         const uint64_t host = transfer.part(chunk.first + page);
@@ -61,8 +63,8 @@ void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) con
     }
 }
 
-// Straight between extents and planes. Pieces of pages that lie equal steps apart go by one call each, a row a page: it is
-// short, and whoever launches a model's kernels waits for the same lock. Other pages go one by one, in lists.
+// Straight between extents and planes. Pieces of pages that lie equal steps apart go by one call each, a row a page: it
+// is short, and whoever launches a model's kernels waits for the same lock. Other pages go one by one, in lists.
 void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const {
     const PageCopies& copies = transfer.copies;
     const int64_t count = end - first;
@@ -129,8 +131,8 @@ Gpu::Stretch Gpu::Transfer::stretch(const int64_t* pages, int64_t count, int64_t
     return found;
 }
 
-// What a page has in a plane. Neighbours are joined, never across two planes, which may be two allocations side by side,
-// nor across two pages, which may lie in two registrations of host memory.
+// What a page has in a plane. Neighbours are joined, never across two planes, which may be two allocations side by
+// side, nor across two pages, which may lie in two registrations of host memory.
 void Gpu::add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const {
     const PageCopies& copies = transfer.copies;
     const int64_t* const blocks = copies.blocks + page * planes_.page_blocks;

@@ -23,18 +23,16 @@ Span GpuServer::span(Span::Kind kind, int64_t move, const QueuedCopies& copies, 
 }
 
 GpuServer::GpuServer(Executor& executor, Gpu& gpu) : executor_(executor), gpu_(gpu) {
-    const struct {
-        const char* name;
-        Hands hands;
-        Direction& direction;
-    } ways[] = {{"gds-load", Hands::kForeignLoads, loads_}, {"gds-store", Hands::kForeignStores, stores_}};
     try {
         const SignalsBlocked blocked;
-        for (const auto& way : ways) {
-            threads_.emplace_back(&GpuServer::queue, this, way.hands, std::ref(way.direction));
-            set_name(threads_.back(), way.name, 0);
-            threads_.emplace_back(&GpuServer::end, this, std::ref(way.direction));
-            set_name(threads_.back(), way.name, 1);
+        for (const bool loads : {true, false}) {
+            const char* const name = loads ? "gds-load" : "gds-store";
+            const Hands hands = loads ? Hands::kForeignLoads : Hands::kForeignStores;
+            Direction& direction = loads ? loads_ : stores_;
+            threads_.emplace_back(&GpuServer::queue, this, hands, std::ref(direction));
+            set_name(threads_.back(), name, 0);
+            threads_.emplace_back(&GpuServer::end, this, std::ref(direction));
+            set_name(threads_.back(), name, 1);
         }
     } catch (...) {
         join();
@@ -103,11 +101,10 @@ void GpuServer::end(Direction& direction) {
         direction.queued.pop_front();
         held.unlock();
         QueuedCopies& copies = queued.copies;
-        StreamTime times[2];
         try {
             const Nanoseconds begin = now();
             sums.resize(static_cast<size_t>(copies.pages * (copies.last - copies.first)));
-            gpu_.finish(copies, copies.sums ? sums.data() : nullptr, times);
+            const StreamTimes times = gpu_.finish(copies, copies.sums ? sums.data() : nullptr);
             executor_.tell(span(Span::Kind::kDigest, queued.move, copies, {begin, now()}));
             for (const int stream : {0, 1}) {
                 if (times[stream].begin == times[stream].end) continue;

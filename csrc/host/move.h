@@ -28,9 +28,9 @@ enum class Status : uint8_t {
 enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
 constexpr int kPriorities = 4;
 
-// Where bytes lie. `foreign`: planes and memory of a GPU, whose copies are made by threads that ask for jobs, and say what
-// came of them (Moves::take_copy). `sums`: uint64 (slots, layers). Of a memory, what stores leave there, and reads of files
-// that have such a table: there who has read a page has put down what its bytes give, before its end is said.
+// Where bytes lie. `foreign`: planes and memory of a GPU, whose copies are made by threads that ask for jobs, and say
+// what came of them (Moves::take_copy). `sums`: uint64 (slots, layers). Of a memory, what stores leave there, and reads
+// of files that have such a table: there who has read a page has put down what its bytes give, before its end is said.
 struct Space {
     enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
     Kind kind;
@@ -40,7 +40,8 @@ struct Space {
     int64_t io_bytes = 0;    // of one job of them; 0: as in `Limits`
 };
 
-// Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or alone.
+// Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or
+// alone.
 struct Group {
     int32_t first, last;
     int64_t begin, end;  // the layers' bytes in an extent

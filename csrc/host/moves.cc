@@ -103,7 +103,8 @@ void Moves::add(Move& move, std::vector<Way> ways) {
     if (move.work != Work::kGather) news_.io = true;
 }
 
-// Whether pages lie in the memory that the last ones of a load lie in, and go where those go: copies take both together.
+// Whether pages lie in the memory that the last ones of a load lie in, and go where those go: copies take both
+// together.
 bool Moves::goes_on(const Move& move, const Way& way) const {
     const Way& last = move.spec.ways.back();
     if (move.work != Work::kLoad || reads(way) || way.pages == 0) return false;
@@ -123,13 +124,15 @@ void Moves::refuse(Status status) {
     news_.io = true;
 }
 
-void Moves::cancel(int64_t id) {
+bool Moves::cancel(int64_t id) {
+    if (!knows(id)) return false;
     Move& move = at(id);
-    if (move.over || move.work != Work::kLoad) return;
+    if (move.over || move.work != Work::kLoad) return true;
     move.cancelled = news_.io = true;
     tell_all(move);
     for (int32_t way = 0; way < move.ways(); ++way) call_off(move, way);
     settle(move);
+    return true;
 }
 
 // Pages of a cancelled load that would stay nowhere but in the planes are read for nothing.
@@ -152,9 +155,11 @@ bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
 
 const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
 
-void Moves::forget(int64_t id) {
+bool Moves::forget(int64_t id) {
+    if (!knows(id) || !ended(id)) return false;
     at(id).forgotten = true;
     drop_forgotten(at(id));
+    return true;
 }
 
 std::vector<std::pair<int64_t, int32_t>> Moves::take_ended_late(size_t most) {

@@ -63,26 +63,27 @@ public:
     // --- for who wants bytes moved
 
     void begin(MoveSpec spec);
-    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is there
-    // no group is ready, and it does not end. False where it is not open.
+    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is
+    // there no group is ready, and it does not end. False where it is not open.
     bool extend(int64_t move, std::vector<Way> ways, bool last);
-    // Copy no further into the planes; what is being read comes to its end.
-    void cancel(int64_t move);
+    // Copy no further into the planes; what is being read comes to its end. False for a move that nobody knows.
+    bool cancel(int64_t move);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status);
     bool knows(int64_t move) const { return moves_.contains(move); }
     int32_t groups(int64_t move) const;
     int64_t rows(int64_t move) const;
     bool ended(int64_t move) const;
-    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the last
-    // of them was queued with, else 0. Of a move that has ended every group is ready.
+    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the
+    // last of them was queued with, else 0. Of a move that has ended every group is ready.
     bool ready(int64_t move, int32_t group, int64_t* point) const;
     // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
     void watch() { watched_ = true; }
     std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
     const Outcome& outcome(int64_t move) const;
-    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`.
-    void forget(int64_t move);
+    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`. False for a move that
+    // has not ended, or that nobody knows.
+    bool forget(int64_t move);
     // Late pages whose I/O has ended at last: (move, row).
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
     bool has_ended_late() const { return !ended_late_.empty(); }
@@ -99,8 +100,8 @@ public:
     // Some pages of a job have ended. False, and nothing was done, where it is not under way, or has no such pages.
     // `sums`: (pages of the job, layers), of the bytes of those that have ended; none where nobody took them.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
-    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory. It is
-    // kept until it has ended; null where there is none.
+    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory. It
+    // is kept until it has ended; null where there is none.
     const CopyJob* take_copy(Hands hands);
     // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
     // greater. False where it is not under way.

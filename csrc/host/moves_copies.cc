@@ -72,8 +72,8 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
     else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
 }
 
-// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody. What
-// passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
+// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody.
+// What passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;

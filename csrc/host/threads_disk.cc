@@ -1,8 +1,4 @@
-#include <poll.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -14,13 +10,13 @@
 #include "memory.h"
 #include "quiet.h"
 #include "threads_disk.h"
+#include "xxh3.h"
 
 namespace gdscache {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int kMostThreads = 1024;
+constexpr double kLongest = 1e9;  // seconds of a wait
 constexpr size_t kRoom = 16;  // pieces a thread: one of 256 KiB takes a thread 0.1 ms, and to be called takes as long
 
 class SystemCaller final : public Caller {
@@ -62,7 +58,6 @@ public:
     }
 
     void submit(std::span<const Piece> pieces) override {
-        bool refused = false;
         {
             const std::lock_guard lock(mutex_);
             for (const Piece& piece : pieces) {
@@ -72,11 +67,9 @@ public:
                 } else {
                     ended_.push_back({piece.tag, 0, piece.count, EINVAL, 0});
                     over_++;
-                    refused = true;
                 }
             }
         }
-        if (refused) event_.signal();
         if (pieces.size() == 1) {
             work_.notify_one();
         } else {
@@ -85,21 +78,25 @@ public:
     }
 
     int reap(std::vector<Ended>& ended, double seconds) override {
-        const Clock::time_point began = Clock::now();
-        for (;;) {
-            if (const int count = take(ended); count || woken_.exchange(false)) return count;
-            double left = seconds;
-            if (seconds > 0) {
-                left = std::max(0.0, seconds - std::chrono::duration<double>(Clock::now() - began).count());
-            }
-            if (left == 0) return 0;
-            wait(left);
-        }
+        const auto some = [&] { return !ended_.empty() || woken_; };
+        std::unique_lock lock(mutex_);
+        if (seconds < 0) told_.wait(lock, some);
+        else told_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, kLongest)), some);
+        const int taken = static_cast<int>(ended_.size());
+        ended.insert(ended.end(), ended_.begin(), ended_.end());
+        ended_.clear();
+        pending_ -= over_;
+        over_ = 0;
+        if (taken == 0) woken_ = false;
+        return taken;
     }
 
     void wake() override {
-        woken_.store(true);
-        event_.signal();
+        {
+            const std::lock_guard lock(mutex_);
+            woken_ = true;
+        }
+        told_.notify_one();
     }
 
     size_t pending() const override { return pending_; }
@@ -109,28 +106,6 @@ public:
     const char* name() const override { return name_; }
 
 private:
-    // What has ended, without a wait. The event says no more than that it is worth looking, so it is drained first.
-    int take(std::vector<Ended>& ended) {
-        uint64_t count;
-        while (read(event_.fd, &count, sizeof count) < 0 && errno == EINTR) {
-        }
-        const std::lock_guard lock(mutex_);
-        ended.insert(ended.end(), ended_.begin(), ended_.end());
-        const int taken = static_cast<int>(ended_.size());
-        ended_.clear();
-        pending_ -= over_;
-        over_ = 0;
-        return taken;
-    }
-
-    void wait(double seconds) {
-        pollfd polled{event_.fd, POLLIN, 0};
-        const double bounded = std::min(seconds, 1e9);
-        const timespec until{static_cast<time_t>(bounded),
-                             static_cast<long>((bounded - static_cast<double>(static_cast<time_t>(bounded))) * 1e9)};
-        ppoll(&polled, 1, seconds < 0 ? nullptr : &until, nullptr);
-    }
-
     void serve() {
         give_way();
         const MustNotFail reserve;
@@ -232,18 +207,17 @@ private:
             over_ += over;
         }
         ended.clear();
-        if (first) event_.signal();
+        if (first) told_.notify_one();
     }
 
-    const Event event_{EFD_NONBLOCK};  // that there may be something to take
     const size_t wanted_;
     const uint32_t most_;
     const char* const name_;
     const MakeCaller make_;
-    std::atomic<bool> woken_{false};
     size_t pending_ = 0;  // the owner's
     std::mutex mutex_;    // guards what follows
-    std::condition_variable work_;
+    std::condition_variable work_, told_;
+    bool woken_ = false;
     std::deque<Piece> queue_;
     std::vector<int32_t> turns_;  // files of pieces under way that one thread at a time carries out
     std::vector<Ended> ended_;
@@ -258,6 +232,41 @@ int64_t system_call(const Piece& piece, const Call& call) {
     const auto system = piece.op == Op::kRead ? preadv : pwritev;
     const ssize_t moved = system(piece.fd, call.vectors, static_cast<int>(call.count), call.offset);
     return moved < 0 ? -errno : moved;
+}
+
+int64_t read_and_look(Caller& caller, const Piece& piece) {
+    const size_t most = piece.copied ? kStride : SIZE_MAX;
+    const Look *look = piece.looks, *const last = look + piece.n_looks;
+    std::vector<iovec> stride;
+    int64_t moved = 0;
+    size_t within = 0;  // bytes of fragment `next` that were read
+    for (uint32_t next = 0; next < piece.count;) {
+        const iovec* const fragments = piece.fragments + next;
+        size_t bytes = 0;
+        stride.clear();
+        while (next < piece.count && bytes < most) {
+            const iovec& fragment = piece.fragments[next];
+            const size_t some = std::min(fragment.iov_len - within, most - bytes);
+            stride.push_back({static_cast<uint8_t*>(fragment.iov_base) + within, some});
+            bytes += some;
+            within += some;
+            if (within == fragment.iov_len) ++next, within = 0;
+        }
+        const Call call{stride.data(), static_cast<uint32_t>(stride.size()), piece.offset + moved,
+                        static_cast<int64_t>(bytes)};
+        const int64_t answer = caller.transfer(piece, call);
+        if (answer < 0) return moved ? moved : answer;
+        moved += answer;
+        if (answer != call.bytes) return moved;
+        for (size_t n = 0; n < stride.size(); ++n) {
+            const auto* const begin = static_cast<const uint8_t*>(fragments[n].iov_base);
+            const auto* const end = static_cast<const uint8_t*>(stride[n].iov_base) + stride[n].iov_len;
+            for (; look != last && begin <= look->memory && look->memory + look->bytes <= end; ++look) {
+                *look->sum = xxh3(look->memory, look->bytes);
+            }
+        }
+    }
+    return moved;
 }
 
 std::unique_ptr<Disk> open_threads_disk(int threads) {

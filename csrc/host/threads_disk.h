@@ -63,7 +63,8 @@ auto first_stretch(const iovec* vectors, uint32_t count, bool scattered, const O
     return found;
 }
 
-// Moves a call stretch by stretch: bytes from its beginning on, or the error of its first stretch. `move(stretch, offset)`.
+// Moves a call stretch by stretch: bytes from its beginning on, or the error of its first stretch. `move(stretch,
+// offset)`.
 template <typename Of, typename Move>
 int64_t move_stretches(const Call& call, bool scattered, const Of& memory, const Move& move) {
     int64_t moved = 0;
@@ -78,14 +79,14 @@ int64_t move_stretches(const Call& call, bool scattered, const Of& memory, const
     return moved;
 }
 
-// A core's own cache is 1 to 2 MiB, and has a stride when its checksums are taken. Behind pieces of 4 MiB instead, sixteen
-// threads read a RAM disk with 33 GB/s and not with 40 (an H100 machine; 42 without checksums).
+// A core's own cache is 1 to 2 MiB, and has a stride when its checksums are taken. Behind pieces of 4 MiB instead,
+// sixteen threads read a RAM disk with 33 GB/s and not with 40 (an H100 machine; 42 without checksums).
 constexpr size_t kStride = 512 << 10;
 
-// Reads all of a piece, and takes each look when its bytes are there. What the kernel copies comes in strides; a disk that
-// does not copy by a processor has more to do at once by one large call. Answers as one call would: the bytes from its
-// beginning on, fewer than it has where a call brought fewer or failed, and the error where that was the first call.
-// Unless all bytes came, some looks were not taken.
+// Reads all of a piece, and takes each look when its bytes are there. What the kernel copies comes in strides; a disk
+// that does not copy by a processor has more to do at once by one large call. Answers as one call would: the bytes from
+// its beginning on, fewer than it has where a call brought fewer or failed, and the error where that was the first
+// call. Unless all bytes came, some looks were not taken.
 int64_t read_and_look(Caller& caller, const Piece& piece);
 
 // `name`: of the disk, a literal. `most`: fragments of a piece.

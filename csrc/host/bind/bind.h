@@ -4,11 +4,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +23,8 @@
 namespace nb = nanobind;
 
 namespace gdscache {
+
+using namespace nb::literals;
 
 // Python raises it as the class `kind` of gdscache.errors.
 struct CallError : Error {
@@ -95,10 +99,12 @@ private:
     Py_buffer view_{};
 };
 
+using Int64s = Array<const int64_t>;
+using UInt64s = Array<const uint64_t>;
+
 // `numpy.empty(shape, dtype)`.
 nb::object empty_array(const nb::object& shape, const nb::object& dtype);
 nb::object dtype_of(const char* name);
-nb::object shape_of(std::initializer_list<int64_t> shape);
 
 template <typename T>
 constexpr const char* name_of() {
@@ -110,7 +116,8 @@ constexpr const char* name_of() {
 // A new array of numpy's, with nothing in it yet.
 template <typename T>
 struct Fresh {
-    explicit Fresh(std::initializer_list<int64_t> shape) : array(empty_array(shape_of(shape), dtype_of(name_of<T>()))) {
+    template <typename... Sizes>
+    explicit Fresh(Sizes... shape) : array(empty_array(nb::make_tuple(shape...), dtype_of(name_of<T>()))) {
         Array<T> view;
         require(view.take(array.ptr()), "numpy gives no array of ours");
         data = view.data();

@@ -61,21 +61,20 @@ double run_bare(const OpenCuFiles& self, int file, uint64_t address, int64_t nby
 
 void bind_cufile(nb::module_& module) {
     module.attr("CUFILE_ERRORS") = kCuFileErrors;
-    module.def("error_text", &cufile_text, nb::arg("error"));
+    module.def("error_text", &cufile_text, "error"_a);
     nb::class_<OpenCuFiles>(module, "CuFiles")
         .def("__init__",
              [](OpenCuFiles* self, const char* driver, uint64_t context, const char* library, const Text& log_folder,
                 int64_t batched) { new (self) OpenCuFiles(open_files(driver, context, library, log_folder, batched)); },
-             nb::arg("driver"), nb::arg("context"), nb::arg("library"), nb::arg("log_folder").none() = nb::none(),
-             nb::arg("batched") = -1)
-        .def("add_file", &add_file, nb::arg("file"))
-        .def("remove_file", &remove_file, nb::arg("file"))
-        .def("add_memory", &add_memory, nb::arg("address"), nb::arg("nbytes"))
-        .def("remove_memory", &remove_memory, nb::arg("address"))
-        .def("move", &move, nb::arg("file"), nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
-             nb::arg("write"))
-        .def("run_bare", &run_bare, nb::arg("file"), nb::arg("address"), nb::arg("nbytes"), nb::arg("piece_bytes"),
-             nb::arg("threads"), nb::kw_only(), nb::arg("write"))
+             "driver"_a, "context"_a, "library"_a, "log_folder"_a.none() = nb::none(),
+             "batched"_a = -1)
+        .def("add_file", &add_file, "file"_a)
+        .def("remove_file", &remove_file, "file"_a)
+        .def("add_memory", &add_memory, "address"_a, "nbytes"_a)
+        .def("remove_memory", &remove_memory, "address"_a)
+        .def("move", &move, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "write"_a)
+        .def("run_bare", &run_bare, "file"_a, "address"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, nb::kw_only(),
+             "write"_a)
         .def("close", [](OpenCuFiles& self) {
             std::shared_ptr<CuFiles> ended = std::move(self.files);
             const nb::gil_scoped_release others;

@@ -29,17 +29,16 @@ double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threa
 }  // namespace
 
 void bind_disk(nb::module_& module) {
-    module.def("bare_loop", &bare, nb::arg("file"), nb::arg("write"), nb::arg("nbytes"), nb::arg("piece_bytes"),
-               nb::arg("threads"), nb::arg("memory"), nb::arg("memory_bytes"), nb::arg("planes") = 0,
-               nb::arg("sum_bytes") = 0, nb::arg("driver").none() = nb::none(), nb::arg("context") = 0, nb::arg("device") = 0);
+    module.def("bare_loop", &bare, "file"_a, "write"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, "memory"_a,
+               "memory_bytes"_a, "planes"_a = 0, "sum_bytes"_a = 0, "driver"_a.none() = nb::none(), "context"_a = 0,
+               "device"_a = 0);
     nb::class_<OpenDisk>(module, "Disk")
-        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), nb::arg("kind").none(),
-             nb::arg("workers"), nb::arg("depth"), nb::arg("cufile").none() = nb::none(),
-             nb::arg("transport").none() = nb::none())
+        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), "kind"_a.none(), "workers"_a,
+             "depth"_a, "cufile"_a.none() = nb::none(), "transport"_a.none() = nb::none())
         .def_prop_ro("name", &OpenDisk::name)
         .def_prop_ro("pending", &OpenDisk::pending)
-        .def("submit", &OpenDisk::submit, nb::arg("pieces"), nb::arg("fragments"))
-        .def("reap", &OpenDisk::reap, nb::arg("seconds") = -1.0)
+        .def("submit", &OpenDisk::submit, "pieces"_a, "fragments"_a)
+        .def("reap", &OpenDisk::reap, "seconds"_a = -1.0)
         .def("wake", &OpenDisk::wake)
         .def("close", &OpenDisk::close);
 }

@@ -62,7 +62,7 @@ nb::object range_of(int64_t start, int64_t stop) {
 
 }  // namespace
 
-OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
+OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
@@ -76,7 +76,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     auto made = std::make_shared<Opened>();
     made->pool = pool ? pool->pool : nullptr;
     made->gpu = gpu ? gpu->copies : nullptr;
-    const Pool* const planes = made->pool ? &made->pool->pool : nullptr;
+    const Pool* const planes = made->pool.get();
     std::vector<std::optional<Means>> means;
     for (const nb::handle about : disks) {
         about.is_none() ? means.emplace_back() : means.emplace_back(about);
@@ -191,7 +191,7 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
 }
 
 void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways,
-                         const Array<const int64_t>& groups, const nb::object& routes, const Array<const uint64_t>& after,
+                         const Int64s& groups, const nb::object& routes, const UInt64s& after,
                          bool more) {
     Opened& opened = open();
     MoveSpec spec;
@@ -233,11 +233,9 @@ nb::tuple OpenExecutor::outcome(int64_t move) {
     Executor& executor = *open().executor;
     const Outcome* const found = executor.outcome(move);
     if (!found) throw CallError{"the move has not ended", EAGAIN, "wait for it"};
-    const Fresh<uint8_t> statuses({static_cast<int64_t>(found->statuses.size())});
+    const Fresh<uint8_t> statuses(static_cast<int64_t>(found->statuses.size()));
     if (!found->statuses.empty()) std::memcpy(statuses.data, found->statuses.data(), found->statuses.size());
-    nb::list errors, late;
-    for (const auto& [row, error] : found->errors) errors.append(nb::make_tuple(row, error));
-    for (const int32_t row : found->late) late.append(row);
+    const nb::object errors = nb::cast(found->errors), late = nb::cast(found->late);
     const std::string why = !found->broken ? "" : found->why.empty() ? "no reason" : found->why;
     const nb::object told = nb::steal(PyUnicode_DecodeUTF8(why.data(), static_cast<Py_ssize_t>(why.size()), "replace"));
     require(executor.forget(move), "the move has not ended");
@@ -252,8 +250,8 @@ void OpenExecutor::refuse(int status) {
 
 namespace {
 
-// Calls `take(until)` until it says that something has come, or the time is over. Signals are heard. `with_lock`: others
-// of Python wait at first.
+// Calls `take(until)` until it says that something has come, or the time is over. Signals are heard. `with_lock`:
+// others of Python wait at first.
 template <typename Take>
 void wait_for(Opened& opened, double seconds, Take take, bool with_lock = false) {
     const Nanoseconds until = deadline(seconds);
@@ -262,7 +260,8 @@ void wait_for(Opened& opened, double seconds, Take take, bool with_lock = false)
         {
             std::optional<nb::gil_scoped_release> others;
             if (!with_lock) others.emplace();
-            const Inside inside(opened);
+            const Calls::Inside inside(opened.calls);
+            if (inside.over) throw Stopped();
             if (take(slice) || slice == until) return;
         }
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -271,7 +270,7 @@ void wait_for(Opened& opened, double seconds, Take take, bool with_lock = false)
 
 }  // namespace
 
-nb::object OpenExecutor::take_late(double seconds, int64_t most) {
+std::vector<std::pair<int64_t, int32_t>> OpenExecutor::take_late(double seconds, int64_t most) {
     require(most > 0, "no room for late pages");
     open();
     const std::shared_ptr<Opened> kept = opened_;
@@ -280,18 +279,16 @@ nb::object OpenExecutor::take_late(double seconds, int64_t most) {
         found = kept->executor->take_ended_late(until, static_cast<size_t>(most));
         return !found.empty();
     });
-    nb::list rows;
-    for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
-    return rows;
+    return found;
 }
 
-nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
+std::optional<int64_t> OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
     open();
     const std::shared_ptr<Opened> kept = opened_;
     std::optional<int64_t> point;
     const auto look = [&](Nanoseconds until) { return (point = kept->executor->wait(move, group, until)).has_value(); };
     wait_for(*kept, seconds, look, group >= 0 || seconds <= 0);
-    return point ? nb::int_(*point) : nb::object(nb::none());
+    return point;
 }
 
 nb::list OpenExecutor::take_spans() {
@@ -309,22 +306,20 @@ void bind_executor(nb::module_& module) {
     module.attr("GONE") = kGone;
     module.attr("WRONG") = kWrong;
     nb::class_<OpenExecutor>(module, "Executor")
-        .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
-                      int64_t, const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
-             nb::arg("bounds"), nb::arg("extent_bytes"), nb::arg("page_blocks"), nb::arg("spaces"), nb::arg("limits"),
-             nb::arg("reserve").none() = nb::none(), nb::arg("fence") = 0, nb::arg("pool").none() = nb::none(),
-             nb::arg("gpu").none() = nb::none(), nb::arg("disks") = nb::make_tuple(), nb::arg("threads") = 0)
+        .def(nb::init<const Int64s&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&, int64_t, const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
+             "bounds"_a, "extent_bytes"_a, "page_blocks"_a, "spaces"_a, "limits"_a, "reserve"_a.none() = nb::none(),
+             "fence"_a = 0, "pool"_a.none() = nb::none(), "gpu"_a.none() = nb::none(), "disks"_a = nb::make_tuple(),
+             "threads"_a = 0)
         .def_prop_ro("disk", &OpenExecutor::disk)
         .def_prop_ro("closed", &OpenExecutor::closed)
-        .def("begin", &OpenExecutor::begin, nb::arg("number"), nb::arg("priority"), nb::arg("until"), nb::arg("ways"),
-             nb::arg("groups"), nb::arg("routes").none() = nb::none(), nb::arg("after").none() = nb::none(),
-             nb::arg("open") = false)
-        .def("extend", &OpenExecutor::extend, nb::arg("move"), nb::arg("ways"), nb::kw_only(), nb::arg("last"))
-        .def("cancel", &OpenExecutor::cancel, nb::arg("move"))
-        .def("wait", &OpenExecutor::wait, nb::arg("move"), nb::arg("seconds"), nb::arg("group") = -1)
-        .def("outcome", &OpenExecutor::outcome, nb::arg("move"))
-        .def("refuse", &OpenExecutor::refuse, nb::arg("status"))
-        .def("take_late", &OpenExecutor::take_late, nb::arg("seconds"), nb::arg("most") = 256)
+        .def("begin", &OpenExecutor::begin, "number"_a, "priority"_a, "until"_a, "ways"_a, "groups"_a,
+             "routes"_a.none() = nb::none(), "after"_a.none() = nb::none(), "open"_a = false)
+        .def("extend", &OpenExecutor::extend, "move"_a, "ways"_a, nb::kw_only(), "last"_a)
+        .def("cancel", &OpenExecutor::cancel, "move"_a)
+        .def("wait", &OpenExecutor::wait, "move"_a, "seconds"_a, "group"_a = -1)
+        .def("outcome", &OpenExecutor::outcome, "move"_a)
+        .def("refuse", &OpenExecutor::refuse, "status"_a)
+        .def("take_late", &OpenExecutor::take_late, "seconds"_a, "most"_a = 256)
         .def("held_slots", &OpenExecutor::held_slots)
         .def("free_slots", &OpenExecutor::free_slots)
         .def("trace", &OpenExecutor::trace)

@@ -16,15 +16,13 @@ namespace {
 class Asking {
 public:
     explicit Asking(const OpenGpu& open) : copies_(open.copies) {
-        if (copies_) ++copies_->asking;
-    }
-    ~Asking() {
-        if (copies_) --copies_->asking;
+        if (copies_) inside_.emplace(copies_->calls);
     }
     Gpu* gpu() const { return copies_ ? &*copies_->gpu : nullptr; }
 
 private:
     const std::shared_ptr<GpuCopies> copies_;
+    std::optional<Calls::Inside> inside_;
 };
 
 std::shared_ptr<GpuCopies> of(const OpenGpu& self) {
@@ -64,9 +62,11 @@ OpenGpu open_gpu(const char* library, const nb::object& spec) {
     return {std::move(made)};
 }
 
-nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t extents, int64_t fence, bool device,
-                bool pinned, const Array<const int64_t>& slots, const Array<const int64_t>& blocks,
-                const Array<const uint64_t>& after, const nb::object& layers, int route, bool load, bool sums) {
+// Points behind the copies and behind the last look at what they take, and a ticket.
+std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t extents,
+                                            int64_t fence, bool device, bool pinned, const Int64s& slots,
+                                            const Int64s& blocks, const UInt64s& after,
+                                            const nb::object& layers, int route, bool load, bool sums) {
     const auto copies = of(self);
     const Range range(layers);
     const GpuPlanes& planes = copies->gpu->planes();
@@ -82,9 +82,8 @@ nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t e
         const nb::gil_scoped_release others;
         {  // before anything is queued: what this throws is not about it
             const std::lock_guard held(copies->lock);
-            StreamTime times[2];
             while (!copies->unasked.empty() && copies->gpu->reached(copies->unasked.front().point)) {
-                copies->gpu->finish(copies->unasked.front(), nullptr, times);
+                copies->gpu->finish(copies->unasked.front(), nullptr);
                 copies->unasked.pop_front();
             }
         }
@@ -95,7 +94,7 @@ nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t e
         if (sums) copies->asked.emplace(ticket, std::move(queued));
         else copies->unasked.push_back(std::move(queued));
     }
-    return nb::make_tuple(point, read, ticket);
+    return {point, read, ticket};
 }
 
 nb::object finish(const OpenGpu& self, int64_t ticket) {
@@ -107,10 +106,9 @@ nb::object finish(const OpenGpu& self, int64_t ticket) {
         if (node.empty()) throw CallError{"no such copies", ENOENT};
         queued = std::move(node.mapped());
     }
-    const Fresh<uint64_t> sums({queued.pages, queued.last - queued.first});
-    StreamTime times[2];
+    const Fresh<uint64_t> sums(queued.pages, queued.last - queued.first);
     const nb::gil_scoped_release others;
-    copies->gpu->finish(queued, sums.data, times);
+    copies->gpu->finish(queued, sums.data);
     return sums.array;
 }
 
@@ -148,7 +146,7 @@ void follow(const OpenGpu& self, uint64_t stream, int64_t point) {
 void close(OpenGpu& self) {
     std::shared_ptr<GpuCopies> ended = std::move(self.copies);
     const nb::gil_scoped_release others;
-    while (ended && ended->asking) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (ended) ended->calls.end();
     ended.reset();
 }
 
@@ -158,18 +156,17 @@ void bind_gpu(nb::module_& module) {
     nb::class_<OpenGpu>(module, "Gpu")
         .def("__init__",
              [](OpenGpu* self, const char* library, const nb::object& spec) { new (self) OpenGpu(open_gpu(library, spec)); },
-             nb::arg("library"), nb::arg("spec"))
+             "library"_a, "spec"_a)
         .def_prop_ro("closed", [](const OpenGpu& self) { return !self.copies; })
         .def_prop_ro("api", [](const OpenGpu& self) { return of(self)->cuda.api(); })
-        .def("queue", &queue, nb::arg("address"), nb::arg("stride"), nb::arg("extents"), nb::arg("fence"), nb::arg("device"),
-             nb::arg("pinned"), nb::arg("slots"), nb::arg("blocks"), nb::arg("after"), nb::arg("layers"), nb::arg("route"),
-             nb::arg("load"), nb::arg("sums"))
-        .def("finish", &finish, nb::arg("ticket"))
-        .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), nb::arg("loads"))
-        .def("reached", &is<&Gpu::reached>, nb::arg("point"))
-        .def("past", &is<&Gpu::past>, nb::arg("point"))
-        .def("wait", &wait, nb::arg("point"))
-        .def("follow", &follow, nb::arg("stream"), nb::arg("point"))
+        .def("queue", &queue, "address"_a, "stride"_a, "extents"_a, "fence"_a, "device"_a, "pinned"_a, "slots"_a,
+             "blocks"_a, "after"_a, "layers"_a, "route"_a, "load"_a, "sums"_a)
+        .def("finish", &finish, "ticket"_a)
+        .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), "loads"_a)
+        .def("reached", &is<&Gpu::reached>, "point"_a)
+        .def("past", &is<&Gpu::past>, "point"_a)
+        .def("wait", &wait, "point"_a)
+        .def("follow", &follow, "stream"_a, "point"_a)
         .def("close", &close);
 }
 

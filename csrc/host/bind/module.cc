@@ -73,14 +73,6 @@ nb::object dtype_of(const char* name) {
     return dict[key];
 }
 
-nb::object shape_of(std::initializer_list<int64_t> shape) {
-    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
-    if (!made.is_valid()) throw nb::python_error();
-    Py_ssize_t n = 0;
-    for (const int64_t size : shape) PyTuple_SetItem(made.ptr(), n++, PyLong_FromLongLong(size));
-    return made;
-}
-
 }  // namespace gdscache
 
 NB_MODULE(_native, module) {

@@ -1,4 +1,6 @@
-#include "transport.h"
+// A transport of Python's as what a disk of threads moves bytes by.
+
+#include "disk.h"
 
 #include <algorithm>
 #include <utility>
@@ -11,22 +13,14 @@ namespace {
 
 nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
 
-// What all threads of a disk share. The last of them may end it, without the lock.
+// What all threads of a disk share.
 struct Shared {
     Shared(const nb::object& transport, std::vector<DeviceRange> ranges)
-        : read(nb::object(transport.attr("read")).release().ptr()),
-          write(nb::object(transport.attr("write")).release().ptr()),
-          device_memory(imported("gdscache.storage.base", "DeviceMemory").release().ptr()),
+        : read(transport.attr("read")),
+          write(transport.attr("write")),
+          device_memory(imported("gdscache.storage.base", "DeviceMemory")),
           to_gpu(nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"))),
           devices(std::move(ranges)) {}
-    ~Shared() {
-        if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
-        const nb::gil_scoped_acquire lock;
-        Py_DECREF(read);
-        Py_DECREF(write);
-        Py_DECREF(device_memory);
-    }
-    Shared(Shared&&) = delete;
 
     const DeviceRange* device(const iovec& fragment) const {
         const auto address = reinterpret_cast<uint64_t>(fragment.iov_base);
@@ -36,7 +30,14 @@ struct Shared {
         return found == devices.end() ? nullptr : &*found;
     }
 
-    PyObject *const read, *const write, *const device_memory;
+    // The last thread may end it, without the lock.
+    static void end(const Shared* shared) {
+        if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
+        const nb::gil_scoped_acquire lock;
+        delete shared;
+    }
+
+    const nb::object read, write, device_memory;
     const bool to_gpu;
     const std::vector<DeviceRange> devices;
 };
@@ -79,9 +80,10 @@ private:
         if (device && !shared_->to_gpu) return -EFAULT;
         const nb::gil_scoped_acquire lock;
         try {
-            if (device) return ask(piece, nb::borrow(shared_->device_memory)(address, bytes, device->device), bytes, offset);
+            if (device) return ask(piece, shared_->device_memory(address, bytes, device->device), bytes, offset);
+            const int access = piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ;
             const nb::object view = nb::steal(PyMemoryView_FromMemory(
-                reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ));
+                reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), access));
             if (!view.is_valid()) throw nb::python_error();
             const int64_t answer = ask(piece, view, bytes, offset);
             view.attr("release")();  // who has kept it gets an error, and no memory
@@ -97,7 +99,7 @@ private:
 
     int64_t ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const {
         try {
-            const nb::object way = nb::borrow(piece.op == Op::kRead ? shared_->read : shared_->write);
+            const nb::object& way = piece.op == Op::kRead ? shared_->read : shared_->write;
             const nb::object answer = way(piece.fd, offset, memory);
             int64_t moved = -1;
             if (nb::try_cast(answer, moved) && moved >= 0 && moved <= bytes) return moved;
@@ -115,7 +117,7 @@ private:
 }  // namespace
 
 std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices) {
-    const auto shared = std::make_shared<const Shared>(transport, std::move(devices));
+    const std::shared_ptr<const Shared> shared(new Shared(transport, std::move(devices)), Shared::end);
     const uint32_t most = nb::cast<bool>(transport.attr("merges")) ? kMostFragments : 1;
     const MakeCaller make = [shared] { return std::make_unique<TransportCaller>(shared); };
     return open_threads_disk(threads, "transport", make, most);

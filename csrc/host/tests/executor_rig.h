@@ -79,7 +79,7 @@ public:
             first_plane.push_back(static_cast<int32_t>(planes.size()));
             limits.bounds.push_back(limits.bounds.back() + row * kTokens * kPageBlocks);
         }
-        pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * pages, kTokens, kPageBlocks};
+        pool = {planes, first_plane, kPageBlocks * pages, kTokens, kPageBlocks};
         check(pool);
         limits.layers = kLayers;
         limits.page_blocks = kPageBlocks;
@@ -169,7 +169,7 @@ public:
     Limits limits;
     std::vector<PlaneMemory> planes;
     std::vector<int32_t> first_plane{0};
-    Pool pool{};
+    Pool pool;
     std::vector<uint8_t> memory[kSpaces];
     std::vector<uint64_t> sums[kSpaces];
     int files[3];
