@@ -120,10 +120,9 @@ bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
 }
 
 bool Executor::knows(int64_t move) { return Held(*this)->knows(move); }
-
 bool Executor::cancel(int64_t move) { return Held(*this)->cancel(move); }
-
 void Executor::refuse(Status status) { Held(*this)->refuse(status); }
+bool Executor::forget(int64_t move) { return Held(*this)->forget(move); }
 
 std::optional<int64_t> Executor::wait(int64_t move, int32_t group, Nanoseconds until) {
     Held held(*this);
@@ -141,8 +140,6 @@ const Outcome* Executor::outcome(int64_t move) {
     const Held held(*this);
     return moves_.knows(move) && moves_.ended(move) ? &moves_.outcome(move) : nullptr;
 }
-
-bool Executor::forget(int64_t move) { return Held(*this)->forget(move); }
 
 const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until) {
     Held held(*this);
@@ -165,7 +162,6 @@ std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds u
 }
 
 int64_t Executor::held_slots() { return Held(*this)->held_slots(); }
-
 int64_t Executor::free_slots() { return Held(*this)->free_slots(); }
 
 void Executor::trace() {

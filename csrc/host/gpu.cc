@@ -94,7 +94,10 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
 void Gpu::give_back(QueuedCopies& queued) {
     for (const HostBuffers::Buffer& table : std::exchange(queued.tables, {})) buffers_.give(table);
     buffers_.give(std::exchange(queued.digests, {}));
-    for (OwnEvent& event : queued.times) event.reset();
+    const std::lock_guard held(times_lock_);
+    for (CudaEvent& event : queued.times) {
+        if (event != nullptr) timed_.push_back(std::exchange(event, nullptr));
+    }
 }
 
 StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
@@ -133,6 +136,17 @@ StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
 
 // --- times
 
+CudaEvent Gpu::timed_event() {
+    const std::lock_guard held(times_lock_);
+    if (timed_.empty()) {
+        all_timed_.push_back(own_event(cuda_, EventUse::kTime));
+        return all_timed_.back().get();
+    }
+    const CudaEvent event = timed_.back();
+    timed_.pop_back();
+    return event;
+}
+
 // Before (`which` 0) and behind (1) what a transfer queues on the streams that it needs.
 void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
     const Route route = transfer.copies.route;
@@ -140,16 +154,16 @@ void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
     const bool needed[] = {transfer.copies.load || alone || route == Route::kStaged, !alone || transfer.on_gpu};
     for (const int stream : {0, 1}) {
         if (!needed[stream]) continue;
-        OwnEvent& event = transfer.queued.times[2 * stream + which];
-        event = own_event(cuda_, EventUse::kTime);
-        cuda_.record(event.get(), stream == 0 ? lane.copies : lane.kernels);
+        CudaEvent& event = transfer.queued.times[2 * stream + which];
+        event = timed_event();
+        cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
     }
 }
 
 StreamTimes Gpu::times_of(const QueuedCopies& queued) {
     StreamTimes times;
     if (queued.times[1] == nullptr && queued.times[3] == nullptr) return times;
-    const std::lock_guard held(anchor_lock_);
+    const std::lock_guard held(times_lock_);
     const auto clock = [] {
         const auto time = std::chrono::steady_clock::now().time_since_epoch();
         return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
@@ -165,7 +179,7 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
     for (const int stream : {0, 1}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
-            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which].get()) * 1e9);
+            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]) * 1e9);
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }

@@ -84,7 +84,7 @@ struct QueuedCopies {
     HostBuffers::Buffer digests;  // uint64 (pages, layers), where kernels take them
     std::vector<HostBuffers::Buffer> tables;
     std::vector<uint64_t> parts;  // where each page's layers begin, where the host takes checksums
-    OwnEvent times[4];            // first and last of the copies, and of the kernels, where somebody keeps the time
+    CudaEvent times[4] = {};      // first and last of the copies, and of the kernels, where somebody keeps the time
 };
 
 // When a stream worked on some copies, in nanoseconds of the host's monotonic clock; 0 where it did not.
@@ -144,6 +144,7 @@ private:
     void launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
 
     void give_back(QueuedCopies& queued);
+    CudaEvent timed_event();
     void mark(const Transfer& transfer, const Lane& lane, int which);
     StreamTimes times_of(const QueuedCopies& queued);
 
@@ -154,8 +155,10 @@ private:
     HostBuffers buffers_;
     Lane loads_, stores_;
     std::atomic<bool> traced_ = false;
-    std::mutex anchor_lock_;
-    OwnStream anchors_;  // where the clocks are compared
+    std::mutex times_lock_;
+    std::vector<OwnEvent> all_timed_;
+    std::vector<CudaEvent> timed_;  // ... that nobody has
+    OwnStream anchors_;             // where the clocks are compared
     OwnEvent anchor_;
     int64_t anchored_ = 0;  // when `anchor_` happened
 };

@@ -142,18 +142,15 @@ void Moves::call_off(Move& move, int32_t way) {
 }
 
 bool Moves::ended(int64_t move) const { return at(move).over; }
-
 int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
-
 int64_t Moves::rows(int64_t move) const { return at(move).rows(); }
+const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
 
 bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
     *point = move.group[group].flying == 0 ? 0 : move.group[group].point;  // of pages that are given up, too
     return move.over || (!move.cancelled && !move.broken && move.group[group].todo == move.group[group].queued);
 }
-
-const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
 
 bool Moves::forget(int64_t id) {
     if (!knows(id) || !ended(id)) return false;

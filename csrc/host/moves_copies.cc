@@ -7,22 +7,16 @@ namespace {
 
 constexpr int64_t kLarge = 8 << 20;  // bytes of a move that nobody finds in a cache again
 
-template <typename Landed>
-bool is_whole(const Landed& landed) {
-    return landed.reading->left == 0;
-}
+}  // namespace
 
 // The pages of one window come first, in their order there, so that their copies are one: of the first that is whole.
-template <typename Landed>
-void gather_window(std::deque<Landed>& landed) {
-    const auto whole = std::find_if(landed.begin(), landed.end(), is_whole<Landed>);
-    const auto* const reading = (whole == landed.end() ? landed.begin() : whole)->reading;
-    const auto end = std::stable_partition(landed.begin(), landed.end(),
-                                           [reading](const Landed& one) { return one.reading == reading; });
-    std::sort(landed.begin(), end, [](const Landed& one, const Landed& other) { return one.slot < other.slot; });
+void Moves::Move::Copyable::gather_window() {
+    const auto whole = std::ranges::find_if(landed, &Landed::is_whole);
+    const Reading* const of = (whole == landed.end() ? landed.begin() : whole)->reading;
+    const auto in_it = [of](const Landed& one) { return one.reading == of; };
+    const auto end = std::stable_partition(landed.begin(), landed.end(), in_it);
+    std::ranges::sort(landed.begin(), end, {}, &Landed::slot);
 }
-
-}  // namespace
 
 const CopyJob* Moves::take_copy(Hands hands) {
     for (auto next = open_.begin(); next != open_.end();) {
@@ -77,7 +71,7 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;
-    if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, is_whole<Move::Landed>);
+    if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, &Move::Landed::is_whole);
     const Group& some = move.spec.groups[group];
     const int64_t part = std::max<int64_t>(1, some.end - some.begin);
     const int64_t most = std::max<int64_t>(1, limits_.foreign_copy_bytes / part);
@@ -142,7 +136,7 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
             if (move.pending(row)) add({row, slot, slot * limits_.extent_bytes + group.begin}, nullptr);
         }
     }
-    if (foreign && passes(way) && !copyable.landed.empty()) gather_window(copyable.landed);
+    if (foreign && passes(way) && !copyable.landed.empty()) copyable.gather_window();
     while (!copyable.landed.empty() && !full()) {
         const auto [row, slot, at, reading] = copyable.landed.front();
         if (foreign && !job.pages.empty() && reading != copying->readings.back()) break;  // one window a job

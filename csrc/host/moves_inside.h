@@ -40,11 +40,13 @@ struct Moves::Move {
         int32_t row;
         int64_t slot, at;  // as in a job
         Reading* reading;
+        bool is_whole() const { return reading->left == 0; }  // the window that it is in
     };
     // Pages of a way that may be copied, of one group.
     struct Copyable {
         int64_t resident = 0;  // the next page that has been in memory all along
         std::deque<Landed> landed;
+        void gather_window();
     };
     // The next I/O of a way: a page that it has, or the group behind the last.
     struct Cursor {

@@ -25,12 +25,6 @@ public:
     bool in_turn(const Piece& piece) const override { return keeps_lock(piece); }
 };
 
-// A part of one of some pieces that is to be tried again.
-struct Again {
-    size_t piece;
-    Part part;
-};
-
 class ThreadsDisk final : public Disk {
 public:
     ThreadsDisk(int threads, const char* name, MakeCaller make, uint32_t most)
@@ -111,9 +105,8 @@ private:
         const MustNotFail reserve;
         const std::unique_ptr<Caller> caller = make_();
         std::vector<Piece> pieces;
-        std::vector<Part> parts;
+        std::vector<std::vector<Part>> left(1);  // of each piece
         std::vector<Ended> ended;
-        std::vector<Again> again;
         std::vector<int32_t> turns;
         std::unique_lock lock(mutex_);
         for (;;) {
@@ -122,25 +115,18 @@ private:
             if (next == queue_.end()) return;
             take_from(*caller, next, pieces, turns);
             lock.unlock();
-            if (pieces.size() == 1) {
-                begin(pieces[0], parts);
-                finish(*caller, pieces[0], parts, ended);
-            } else {
+            if (left.size() < pieces.size()) left.resize(pieces.size());
+            for (size_t n = 0; n < pieces.size(); n++) begin(pieces[n], left[n]);
+            if (pieces.size() > 1) {
                 caller->transfer_all(pieces, [&](size_t n, int64_t answer) {
-                    begin(pieces[n], parts);
-                    const Part part = parts.back();
-                    parts.pop_back();
-                    advance(pieces[n], part, answer, ended, parts);
-                    for (const Part& one : parts) again.push_back({n, one});
-                    tell(ended, parts.empty() ? 1 : 0);
-                    parts.clear();
+                    const Part part = left[n].back();
+                    left[n].pop_back();
+                    advance(pieces[n], part, answer, ended, left[n]);
+                    tell(ended, left[n].empty() ? 1 : 0);
                 });
-                for (size_t n = 0; n < again.size(); n++) {  // those of a piece follow each other
-                    parts.push_back(again[n].part);
-                    if (n + 1 < again.size() && again[n + 1].piece == again[n].piece) continue;
-                    finish(*caller, pieces[again[n].piece], parts, ended);
-                }
-                again.clear();
+            }
+            for (size_t n = 0; n < pieces.size(); n++) {
+                if (!left[n].empty()) finish(*caller, pieces[n], left[n], ended);
             }
             lock.lock();
             end_turns(turns);

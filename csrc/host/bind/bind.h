@@ -104,20 +104,20 @@ using UInt64s = Array<const uint64_t>;
 
 // `numpy.empty(shape, dtype)`.
 nb::object empty_array(const nb::object& shape, const nb::object& dtype);
-nb::object dtype_of(const char* name);
 
+// The name of its dtype.
 template <typename T>
-constexpr const char* name_of() {
-    if (sizeof(T) == 8) return std::is_signed_v<T> ? "int64" : "uint64";
-    if (sizeof(T) == 4) return std::is_signed_v<T> ? "int32" : "uint32";
-    return "uint8";
+nb::str dtype_of() {
+    if (sizeof(T) == 8) return nb::str(std::is_signed_v<T> ? "int64" : "uint64");
+    if (sizeof(T) == 4) return nb::str(std::is_signed_v<T> ? "int32" : "uint32");
+    return nb::str("uint8");
 }
 
 // A new array of numpy's, with nothing in it yet.
 template <typename T>
 struct Fresh {
     template <typename... Sizes>
-    explicit Fresh(Sizes... shape) : array(empty_array(nb::make_tuple(shape...), dtype_of(name_of<T>()))) {
+    explicit Fresh(Sizes... shape) : array(empty_array(nb::make_tuple(shape...), dtype_of<T>())) {
         Array<T> view;
         require(view.take(array.ptr()), "numpy gives no array of ours");
         data = view.data();
@@ -133,7 +133,7 @@ class Numbers {
 public:
     explicit Numbers(const nb::object& given) {
         if (numbers_.take(given.ptr())) return;
-        kept_ = nb::module_::import_("numpy").attr("ascontiguousarray")(given, dtype_of(name_of<T>()));
+        kept_ = nb::module_::import_("numpy").attr("ascontiguousarray")(given, dtype_of<T>());
         require(numbers_.take(kept_.ptr()), "an array of no numbers");
     }
     const T* data() const { return numbers_.data(); }

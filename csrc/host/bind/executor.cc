@@ -49,6 +49,9 @@ struct Means {
     bool reaches(uint64_t address, size_t bytes) const {
         return !transport.is_none() || (cufile && cufile->shared()->memory(address, bytes));
     }
+    std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices) const {
+        return open_disk_by(kind, threads, kDepth * threads, cufile, transport, devices);
+    }
 
     int threads;
     Text kind;
@@ -73,10 +76,8 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
     refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
     refuse_if(nb::len(disks) > 64, "no sound number of disks");
-    auto made = std::make_shared<Opened>();
-    made->pool = pool ? pool->pool : nullptr;
-    made->gpu = gpu ? gpu->copies : nullptr;
-    const Pool* const planes = made->pool.get();
+    pool_ = pool ? pool->pool : nullptr;
+    gpu_ = gpu ? gpu->copies : nullptr;
     std::vector<std::optional<Means>> means;
     for (const nb::handle about : disks) {
         about.is_none() ? means.emplace_back() : means.emplace_back(about);
@@ -99,8 +100,8 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
         space.memory = at<uint8_t>(field<uint64_t>(about, "device_memory"));
         Array<std::byte> memory;
         Array<uint64_t> sums;
-        const bool arrays = memory.take(nb::object(about.attr("memory")).ptr()) && sums.take(nb::object(about.attr("sums")).ptr());
-        require(arrays, "a space of no arrays");
+        const nb::object bytes_of = about.attr("memory"), sums_of = about.attr("sums");
+        require(memory.take(bytes_of.ptr()) && sums.take(sums_of.ptr()), "a space of no arrays");
         if (!memory.none()) space.memory = reinterpret_cast<uint8_t*>(memory.data());
         space.sums = sums.data();
         if (in_files) {
@@ -115,12 +116,12 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
                 refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }
         }
-        check(space, extent_bytes, made->gpu != nullptr);
+        check(space, extent_bytes, has_gpu());
         const int64_t size = space.slots * extent_bytes;
         refuse_if(!memory.none() && memory.bytes() < size, "a memory of fewer bytes than its slots");
         refuse_if(!sums.none() && !sums.has(space.slots, sizes.layers), "checksums of other slots");
-        if (in_planes && !space.foreign) check(space, planes, sizes);
-        if (in_planes && space.foreign && made->gpu) check(space, made->gpu->gpu->planes(), sizes);
+        if (in_planes && !space.foreign) check(space, pool_.get(), sizes);
+        if (in_planes && space.foreign && gpu_) check(space, gpu_->gpu->planes(), sizes);
         const auto address = reinterpret_cast<uint64_t>(space.memory);
         const bool on_gpu = in_memory && space.foreign;
         if (on_gpu) devices.push_back({address, static_cast<size_t>(size), field<int>(about, "device")});
@@ -145,21 +146,16 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
     }
     refuse_if(fence < 0, "a reserve outside its memory");
     std::vector<std::unique_ptr<Disk>> opened;
-    for (const auto& by : means) {
-        opened.push_back(!by ? nullptr : open_disk_by(by->kind, by->threads, kDepth * by->threads, by->cufile, by->transport, devices));
-    }
+    for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
     if (!opened.empty() && opened[0]) {
-        made->disk = opened[0]->name();
+        disk_ = opened[0]->name();
         if (between) opened[0] = between(std::move(opened[0]));
     }
-    {
-        const nb::gil_scoped_release others;
-        made->executor = std::make_unique<Executor>(sizes, std::move(places), reserve_space, Reserve(first, slots, fence),
-                                                    planes, std::move(opened), threads);
-        if (made->gpu) made->server = std::make_unique<GpuServer>(*made->executor, *made->gpu->gpu);
-    }
-    opened_ = std::move(made);
     kept_ = spaces;
+    const nb::gil_scoped_release others;
+    executor_ = std::make_unique<Executor>(sizes, std::move(places), reserve_space, Reserve(first, slots, fence),
+                                           pool_.get(), std::move(opened), threads);
+    if (gpu_) server_ = std::make_unique<GpuServer>(*executor_, *gpu_->gpu);
 }
 
 int32_t OpenExecutor::number_of(const nb::object& name) const {
@@ -171,7 +167,7 @@ int32_t OpenExecutor::number_of(const nb::object& name) const {
 
 std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
     std::vector<Way> made;
-    const int64_t page_blocks = open().executor->limits().page_blocks;
+    const int64_t page_blocks = executor().limits().page_blocks;
     for (const nb::handle from : ways) {
         Way way;
         way.source = number_of(from.attr("source"));
@@ -181,7 +177,7 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
         way.places = Numbers<int64_t>(from.attr("places")).copied();
         way.sums = Numbers<uint64_t>(from.attr("sums")).copied();
         if (!way.places.empty()) way.through = number_of(from.attr("through"));
-        const bool planes = open().executor->places()[way.source].kind == Space::Kind::kPlanes;
+        const bool planes = executor().places()[way.source].kind == Space::Kind::kPlanes;
         const auto count = static_cast<int64_t>(way.sources.size());
         require(!planes || count % page_blocks == 0, "blocks of half a page");
         way.pages = planes ? count / page_blocks : count;
@@ -191,9 +187,7 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
 }
 
 void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways,
-                         const Int64s& groups, const nb::object& routes, const UInt64s& after,
-                         bool more) {
-    Opened& opened = open();
+                         const Int64s& groups, const nb::object& routes, const UInt64s& after, bool more) {
     MoveSpec spec;
     spec.id = number;
     spec.priority = static_cast<Priority>(priority);
@@ -204,48 +198,46 @@ void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const 
     for (int64_t n = 0; n < count; ++n) {
         const int64_t* const row = groups.data() + 8 * n;
         require(row[0] >= 0 && row[0] <= kMostLayers && row[1] >= 0 && row[1] <= kMostLayers, "no such layers");
-        spec.groups.push_back({static_cast<int32_t>(row[0]), static_cast<int32_t>(row[1]), row[2], row[3], row[4], row[5],
-                               row[6], row[7]});
+        const auto first = static_cast<int32_t>(row[0]), last = static_cast<int32_t>(row[1]);
+        spec.groups.push_back({first, last, row[2], row[3], row[4], row[5], row[6], row[7]});
         if (routes.is_none()) continue;
-        const nb::object both = routes(range_of(row[0], row[1]));
-        spec.groups.back().route = nb::cast<int32_t>(both[0]);
-        spec.groups.back().summed_route = nb::cast<int32_t>(both[1]);
+        const auto both = nb::cast<std::pair<int32_t, int32_t>>(routes(range_of(first, last)));
+        std::tie(spec.groups.back().route, spec.groups.back().summed_route) = both;
     }
     if (!after.none()) spec.after.assign(after.data(), after.data() + after.size());
     spec.open = more;
-    const Executor& executor = *opened.executor;
+    Executor& known = executor();
     const bool good = priority >= 0 && priority < kPriorities && spec.after.size() <= 1 << 20 &&
-                      sound(spec.ways, executor, opened.gpu != nullptr) && sound(spec.groups, executor.limits()) &&
-                      (!more || loads(spec.ways, executor));
+                      sound(spec.ways, known, has_gpu()) && sound(spec.groups, known.limits()) &&
+                      (!more || loads(spec.ways, known));
     require(good, "a move that makes no sense");
-    if (!opened.executor->begin(std::move(spec))) throw CallError{"another move has that number", EEXIST};
+    if (!known.begin(std::move(spec))) throw CallError{"another move has that number", EEXIST};
 }
 
 void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
-    Executor& executor = *open().executor;
-    if (!executor.knows(move)) throw CallError{"no such move", ENOENT};
+    if (!executor().knows(move)) throw CallError{"no such move", ENOENT};
     std::vector<Way> more = read(ways);
-    const bool good = sound(more, executor, open().gpu != nullptr) && loads(more, executor);
-    require(good && executor.extend(move, std::move(more), last), "ways that make no sense for this move");
+    const bool good = sound(more, executor(), has_gpu()) && loads(more, executor());
+    require(good && executor().extend(move, std::move(more), last), "ways that make no sense for this move");
 }
 
 nb::tuple OpenExecutor::outcome(int64_t move) {
-    Executor& executor = *open().executor;
-    const Outcome* const found = executor.outcome(move);
+    const Outcome* const found = executor().outcome(move);
     if (!found) throw CallError{"the move has not ended", EAGAIN, "wait for it"};
     const Fresh<uint8_t> statuses(static_cast<int64_t>(found->statuses.size()));
     if (!found->statuses.empty()) std::memcpy(statuses.data, found->statuses.data(), found->statuses.size());
     const nb::object errors = nb::cast(found->errors), late = nb::cast(found->late);
     const std::string why = !found->broken ? "" : found->why.empty() ? "no reason" : found->why;
     const nb::object told = nb::steal(PyUnicode_DecodeUTF8(why.data(), static_cast<Py_ssize_t>(why.size()), "replace"));
-    require(executor.forget(move), "the move has not ended");
+    require(executor().forget(move), "the move has not ended");
     return nb::make_tuple(statuses.array, errors, late, told);
 }
 
 void OpenExecutor::refuse(int status) {
-    const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && status != static_cast<int>(Status::kLoaded);
+    const auto given = static_cast<Status>(status);
+    const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && given != Status::kLoaded;
     require(good, "no verdict of pages that nobody has read");
-    open().executor->refuse(static_cast<Status>(status));
+    executor().refuse(given);
 }
 
 namespace {
@@ -253,14 +245,14 @@ namespace {
 // Calls `take(until)` until it says that something has come, or the time is over. Signals are heard. `with_lock`:
 // others of Python wait at first.
 template <typename Take>
-void wait_for(Opened& opened, double seconds, Take take, bool with_lock = false) {
+void wait_for(Calls& calls, double seconds, Take take, bool with_lock = false) {
     const Nanoseconds until = deadline(seconds);
     for (;; with_lock = false) {
         const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
         {
             std::optional<nb::gil_scoped_release> others;
             if (!with_lock) others.emplace();
-            const Calls::Inside inside(opened.calls);
+            const Calls::Inside inside(calls);
             if (inside.over) throw Stopped();
             if (take(slice) || slice == until) return;
         }
@@ -272,28 +264,26 @@ void wait_for(Opened& opened, double seconds, Take take, bool with_lock = false)
 
 std::vector<std::pair<int64_t, int32_t>> OpenExecutor::take_late(double seconds, int64_t most) {
     require(most > 0, "no room for late pages");
-    open();
-    const std::shared_ptr<Opened> kept = opened_;
+    executor();
     std::vector<std::pair<int64_t, int32_t>> found;
-    wait_for(*kept, seconds, [&](Nanoseconds until) {
-        found = kept->executor->take_ended_late(until, static_cast<size_t>(most));
+    wait_for(calls_, seconds, [&](Nanoseconds until) {
+        found = executor_->take_ended_late(until, static_cast<size_t>(most));
         return !found.empty();
     });
     return found;
 }
 
 std::optional<int64_t> OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
-    open();
-    const std::shared_ptr<Opened> kept = opened_;
+    executor();
     std::optional<int64_t> point;
-    const auto look = [&](Nanoseconds until) { return (point = kept->executor->wait(move, group, until)).has_value(); };
-    wait_for(*kept, seconds, look, group >= 0 || seconds <= 0);
+    const auto look = [&](Nanoseconds until) { return (point = executor_->wait(move, group, until)).has_value(); };
+    wait_for(calls_, seconds, look, group >= 0 || seconds <= 0);
     return point;
 }
 
 nb::list OpenExecutor::take_spans() {
     nb::list rows;
-    for (const Span& span : open().executor->take_spans(4096)) {
+    for (const Span& span : executor().take_spans(4096)) {
         rows.append(nb::make_tuple(static_cast<int>(span.kind), range_of(span.first, span.last), span.move, span.pages,
                                    span.bytes, span.begin, span.end));
     }

@@ -44,8 +44,10 @@ private:
 };
 
 struct OpenCuFiles {
+    OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t most);
+
     std::shared_ptr<CuFiles> files;  // none behind `close`; disks and executors have their own share
-    int64_t batched = kBatchedBytes;
+    int64_t batched;                 // bytes of a piece that may go through a batch
 
     std::shared_ptr<CuFiles> shared() const {
         open(files, "cuFile");
@@ -66,8 +68,6 @@ struct GpuCopies {
     ~GpuCopies() {
         try {
             const Cuda::Entered entered(cuda);
-            asked.clear();
-            unasked.clear();
             gpu.reset();
         } catch (const CudaError&) {  // the driver is gone: the process ends
         }
@@ -84,6 +84,9 @@ struct GpuCopies {
 };
 
 struct OpenGpu {
+    // `spec`: an object with the fields of `GpuSpec` in kernels/gpu.py.
+    OpenGpu(const char* library, const nb::object& spec);
+
     std::shared_ptr<GpuCopies> copies;  // none behind `close`
 };
 

@@ -95,7 +95,7 @@ nb::object range_of(int64_t start, int64_t stop) {
 class ExecutorHooks {
 public:
     static void fail(const OpenExecutor& self, const Int64s& faults) {
-        auto* const disk = dynamic_cast<FaultyDisk*>(self.open().executor->disks_.at(0).get());
+        auto* const disk = dynamic_cast<FaultyDisk*>(self.executor().disks_.at(0).get());
         require(disk, "an executor without faults");
         disk->fail(faults_of<PlaceFault>(faults, 5, [](auto row, auto what, int64_t value) {
             return PlaceFault{static_cast<int32_t>(row[0]), row[1], row[2], what, value};
@@ -112,7 +112,7 @@ public:
 
     static nb::object take_io(const OpenExecutor& self, int32_t disk) {
         require(disk >= 0 && disk < 64, "no such disk");
-        Executor& executor = *self.open().executor;
+        Executor& executor = self.executor();
         const IoJob* const found = Executor::Held(executor)->take_io(disk);
         if (!found) return nb::none();
         Job job{found->id, found->move, found->write, found->sums, self.name_of(found->files),
@@ -128,11 +128,11 @@ public:
             const int64_t page = rows.data()[n];
             ends.push_back({static_cast<int32_t>(std::clamp<int64_t>(page, -1, INT32_MAX)), error});
         }
-        const bool known = Executor::Held(*self.open().executor)->io_ended(job, ends.data(), rows.size());
+        const bool known = Executor::Held(self.executor())->io_ended(job, ends.data(), rows.size());
         require(known, "no pages of a job that is under way");
     }
     static void expire(const OpenExecutor& self, Nanoseconds time) {
-        Executor::Held(*self.open().executor)->expire(time);
+        Executor::Held(self.executor())->expire(time);
     }
 
     static nb::object take_copy(const OpenExecutor& self) {
@@ -159,8 +159,8 @@ public:
 
 private:
     static Executor& of(const OpenExecutor& self) {
-        require(!self.open().gpu, "a GPU's copies are its threads'");
-        return *self.open().executor;
+        require(!self.has_gpu(), "a GPU's copies are its threads'");
+        return self.executor();
     }
 };
 
