@@ -89,8 +89,9 @@ void check(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) {
 
 void check(const Limits& limits) {
     const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_copy_bytes};
-    const bool each = std::all_of(std::begin(bytes), std::end(bytes), [](int64_t one) { return some(one, kMostBytes); });
-    refuse_if(!each || !some(limits.extent_bytes, kMostExtent) || !some(limits.page_blocks, kMostLayers), "no sound sizes");
+    const bool each = std::ranges::all_of(bytes, [](int64_t one) { return some(one, kMostBytes); });
+    const bool pages = some(limits.extent_bytes, kMostExtent) && some(limits.page_blocks, kMostLayers);
+    refuse_if(!each || !pages, "no sound sizes");
     refuse_if(!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes), "no sound layers");
 }
 
@@ -156,8 +157,8 @@ bool sound(const std::vector<Group>& groups, const Limits& limits) {
 }
 
 void check(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging) {
-    const bool counts = some(planes.layers, kMostLayers) && some(planes.page_blocks, kMostLayers) && some(planes.blocks, kMost);
-    refuse_if(!counts, "no sound number of layers or blocks");
+    const bool blocks = some(planes.page_blocks, kMostLayers) && some(planes.blocks, kMost);
+    refuse_if(!some(planes.layers, kMostLayers) || !blocks, "no sound number of layers or blocks");
     refuse_if(!some(planes.extent_bytes, kMostExtent) || !some(staging, kMostBytes), "no sound sizes");
     for (const int64_t bytes : {sizes.moved, sizes.looked, sizes.looked_last, sizes.unbroken}) {
         refuse_if(!some(bytes, kMostBytes), "no sound sizes of chunks");
@@ -189,7 +190,8 @@ void check(const PageCopies& copies, const GpuPlanes& planes) {
     refuse_if(copies.first < 0 || copies.last < copies.first || copies.last > planes.layers, "no such layers");
     refuse_if(copies.pages >= kMost || extents.slots < 0 || extents.slots >= kMost, "no sound counts");
     refuse_if(!extents.address || extents.stride < 1 || extents.fence < 0, "no sound extents");
-    const bool large = extents.stride > kMostBytes / std::max<int64_t>(extents.slots, 1) || extents.origin < -kMostBytes;
+    const int64_t slots = std::max<int64_t>(extents.slots, 1);
+    const bool large = extents.stride > kMostBytes / slots || extents.origin < -kMostBytes;
     const bool outside = large || extents.address > UINT64_MAX - static_cast<uint64_t>(extents.slots * extents.stride);
     refuse_if(outside, "extents that leave the address space");
     const int64_t first = planes.bounds[copies.first], last = planes.bounds[copies.last];

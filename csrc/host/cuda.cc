@@ -90,7 +90,9 @@ void Cuda::copy(const CopyRows& rows, CudaStream stream) const {
 
 void Cuda::launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                   CudaStream stream) const {
-    void* extra[] = {reinterpret_cast<void*>(1), const_cast<void*>(arguments), reinterpret_cast<void*>(2), &size, nullptr};
+    void* const buffer = reinterpret_cast<void*>(1);  // of arguments, and its size
+    void* const length = reinterpret_cast<void*>(2);
+    void* extra[] = {buffer, const_cast<void*>(arguments), length, &size, nullptr};
     check("cuLaunchKernel", functions_->launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, nullptr, extra));
 }
 

@@ -83,7 +83,8 @@ struct CuFiles::Functions {
     Answer (*set_text)(int, const char*) = library.find("cuFileSetParameterString");  // since 1.14
     Answer (*open_batch)(CuFileBatch*, unsigned) = library.find("cuFileBatchIOSetUp");
     Answer (*submit)(CuFileBatch, unsigned, CuFileEntry*, unsigned) = library.find("cuFileBatchIOSubmit");
-    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) = library.find("cuFileBatchIOGetStatus");
+    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) =
+        library.find("cuFileBatchIOGetStatus");
     Answer (*cancel)(CuFileBatch) = library.find("cuFileBatchIOCancel");
     void (*close_batch)(CuFileBatch) = library.find("cuFileBatchIODestroy");
 };

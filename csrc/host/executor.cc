@@ -72,15 +72,9 @@ Executor::Executor(const Limits& limits, std::vector<Place> places, int32_t rese
       moves_(limits, {places_.begin(), places_.end()}, reserve_space, std::move(reserve)),
       disks_(std::move(disks)) {
     try {
-        const SignalsBlocked blocked;
-        for (int32_t n = 0; n < threads; ++n) {
-            threads_.emplace_back(&Executor::copy_loop, this);
-            set_name(threads_.back(), "gds-copy", static_cast<size_t>(n));
-        }
+        for (int32_t n = 0; n < threads; ++n) start(threads_, "gds-copy", n, &Executor::copy_loop, this);
         for (size_t n = 0; n < disks_.size(); ++n) {
-            if (!disks_[n]) continue;
-            threads_.emplace_back(&Executor::disk_loop, this, static_cast<int32_t>(n));
-            set_name(threads_.back(), "gds-io", n);
+            if (disks_[n]) start(threads_, "gds-io", n, &Executor::disk_loop, this, static_cast<int32_t>(n));
         }
     } catch (...) {
         end();

@@ -19,13 +19,16 @@ struct Executor::Flight {
     IoJob job;
     std::vector<Share> shares;
     Runs runs;                     // requests are numbered page by page, and by share
-    std::vector<uint32_t> left;    // fragments of each page that have not ended
-    std::vector<int32_t> errors;   // of each page
+    struct Page {
+        uint32_t left = 0;  // fragments that have not ended
+        int32_t error = 0;
+        int32_t summed = 0;  // layers
+    };
+    std::vector<Page> pages;
     std::vector<Look> looks;       // in the order of fragments
     std::vector<size_t> looks_at;  // of each run, and their number at the end
     std::vector<uint64_t> sums;    // (pages, layers)
-    std::vector<int32_t> summed;   // of each page: layers
-    uint32_t open = 0;             // pages that have not ended
+    size_t open = 0;               // pages that have not ended
     Nanoseconds begin = 0;
 
     uint32_t page_of(uint32_t fragment) const {
@@ -53,11 +56,10 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
         }
     }
     flight->runs = cut_and_merge(requests, limit, disk.most_fragments());
-    flight->left.assign(job.pages.size(), 0);
-    flight->errors.assign(job.pages.size(), 0);
-    for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->left[flight->page_of(n)];
+    flight->pages.resize(job.pages.size());
+    flight->open = job.pages.size();
+    for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->pages[flight->page_of(n)].left;
     if (job.sums) add_looks(*flight, job);
-    flight->open = static_cast<uint32_t>(job.pages.size());
     flight->job = std::move(job);
     flight->begin = now();
     return flight;
@@ -84,7 +86,6 @@ std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) c
 void Executor::add_looks(Flight& flight, const IoJob& job) const {
     const Runs& runs = flight.runs;
     flight.sums.resize(job.pages.size() * limits_.layers);
-    flight.summed.assign(job.pages.size(), 0);
     for (const Run& run : runs.runs) {
         flight.looks_at.push_back(flight.looks.size());
         for (uint32_t n = run.first; n < run.first + run.count; ++n) {
@@ -118,8 +119,9 @@ void Executor::disk_loop(int32_t number) {
             const Place& files = places_[made->job.files];
             for (size_t n = 0; n < made->runs.runs.size(); ++n) {
                 const Run& run = made->runs.runs[n];
-                pieces.push_back({uint64_t{next_flight} << 32 | n, made->runs.fragments.data() + run.first, run.count, run.fd,
-                                  run.offset, made->job.write ? Op::kWrite : Op::kRead, files.copied});
+                const uint64_t tag = uint64_t{next_flight} << 32 | n;
+                pieces.push_back({tag, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
+                                  made->job.write ? Op::kWrite : Op::kRead, files.copied});
                 if (made->looks.empty()) continue;
                 pieces.back().looks = made->looks.data() + made->looks_at[n];
                 pieces.back().n_looks = static_cast<uint32_t>(made->looks_at[n + 1] - made->looks_at[n]);
@@ -140,23 +142,23 @@ void Executor::disk_loop(int32_t number) {
             int64_t moved = some.moved;
             for (uint32_t n = 0; n < some.count; ++n) {
                 const uint32_t fragment = first + some.first + n;
-                const uint32_t page = owner->page_of(fragment);
+                const uint32_t number_of = owner->page_of(fragment);
+                Flight::Page& page = owner->pages[number_of];
                 const int64_t wanted = static_cast<int64_t>(owner->runs.fragments[fragment].iov_len);
                 int32_t error = some.error;
                 if (error == 0 && moved < wanted) error = kShort;
                 moved -= std::min(moved, wanted);
-                if (owner->errors[page] == 0) owner->errors[page] = error;
-                if (some.looked) {
-                    const Share& share = owner->share_of(fragment);
-                    if (wanted == share.stop - share.start) owner->summed[page] += share.last - share.first;
-                }
-                if (--owner->left[page] != 0) continue;
-                const bool all = !owner->summed.empty() && owner->summed[page] == limits_.layers;
-                (all ? looked : ends).push_back({static_cast<int32_t>(page), owner->errors[page]});
+                if (page.error == 0) page.error = error;
+                const Share& share = owner->share_of(fragment);
+                if (some.looked && wanted == share.stop - share.start) page.summed += share.last - share.first;
+                if (--page.left != 0) continue;
+                const bool all = page.summed == limits_.layers;
+                (all ? looked : ends).push_back({static_cast<int32_t>(number_of), page.error});
             }
             const auto end = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
-                owner->open -= static_cast<uint32_t>(pages.size());
-                if (!pages.empty()) moves_.io_ended(owner->job.id, pages.data(), static_cast<int64_t>(pages.size()), sums);
+                owner->open -= pages.size();
+                const auto count = static_cast<int64_t>(pages.size());
+                if (count != 0) moves_.io_ended(owner->job.id, pages.data(), count, sums);
             };
             end(ends, nullptr);
             end(looked, owner->sums.data());

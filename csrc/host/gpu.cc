@@ -43,8 +43,7 @@ void Gpu::leave_captures_alone() const noexcept {
 QueuedCopies Gpu::queue(const PageCopies& asked) {
     QueuedCopies queued;
     queued.pages = asked.pages, queued.first = asked.first, queued.last = asked.last;
-    queued.sums = asked.sums;
-    queued.device = asked.extents.device;
+    queued.sums = asked.sums, queued.device = asked.extents.device;
     if (asked.pages == 0 || asked.first == asked.last) return queued;
     const Cuda::Entered entered(cuda_);
     PageCopies copies = asked;
@@ -179,7 +178,8 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
     for (const int stream : {0, 1}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
-            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]) * 1e9);
+            const double seconds = cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]);
+            return anchored_ + static_cast<int64_t>(seconds * 1e9);
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }

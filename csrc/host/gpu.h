@@ -136,7 +136,8 @@ private:
     void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
     void copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
-    void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
+    void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer,
+                    const PlaneRuns& plane) const;
     void add_table(const Chunk& chunk, CopyList* list) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;

@@ -56,8 +56,8 @@ void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) con
     const bool pinned = transfer.copies.extents.pinned || transfer.copies.extents.device;
     for (size_t first = 0, last = 0; first < list.size(); first = last) {
         size_t bytes = 0;
-        const auto fits = [&] { return last - first < kBatch && (last == first || list.bytes[last] <= list.most - bytes); };
-        while (last < list.size() && fits()) bytes += list.bytes[last++];
+        const size_t end = std::min(list.size(), first + kBatch);
+        while (last < end && (last == first || list.bytes[last] <= list.most - bytes)) bytes += list.bytes[last++];
         lane.make_way(bytes);
         cuda_.copy(list, first, last, lane.copies, pinned);
     }
@@ -106,8 +106,8 @@ void Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch
         list.clear();
         add_pieces(&list, transfer, stretch.pages[0], layer, plane);
         for (size_t n = 0; n < list.size(); ++n) {
-            const size_t to_step = copies.load ? in_planes : in_extents, from_step = copies.load ? in_extents : in_planes;
-            const CopyRows rows{list.to[n], list.from[n], list.bytes[n], to_step, from_step, static_cast<size_t>(stretch.count)};
+            const CopyRows rows{list.to[n], list.from[n], list.bytes[n], copies.load ? in_planes : in_extents,
+                                copies.load ? in_extents : in_planes, static_cast<size_t>(stretch.count)};
             lane.make_way(rows.bytes * rows.rows);
             cuda_.copy(rows, lane.copies);
         }
@@ -133,7 +133,8 @@ Gpu::Stretch Gpu::Transfer::stretch(const int64_t* pages, int64_t count, int64_t
 
 // What a page has in a plane. Neighbours are joined, never across two planes, which may be two allocations side by
 // side, nor across two pages, which may lie in two registrations of host memory.
-void Gpu::add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const {
+void Gpu::add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer,
+                     const PlaneRuns& plane) const {
     const PageCopies& copies = transfer.copies;
     const int64_t* const blocks = copies.blocks + page * planes_.page_blocks;
     const uint64_t layer_at = transfer.part(page) + static_cast<uint64_t>(planes_.bounds[layer] - transfer.origin);

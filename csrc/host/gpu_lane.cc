@@ -41,15 +41,13 @@ bool Points::reached(int64_t point) {
     const std::lock_guard held(lock_);
     if (point <= reached_) return true;
     const Cuda::Entered entered(cuda_);
-    for (const Mark& mark : marks_) {
-        if (mark.number >= point) return cuda_.happened(mark.event);
-    }
-    return true;
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
+    return mark == marks_.end() || cuda_.happened(mark->event);
 }
 
 void Points::await(int64_t point) {
     std::unique_lock held(lock_);
-    const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
     if (point <= reached_ || mark == marks_.end()) return;
     const Cuda::Entered entered(cuda_);
     ++mark->waiting;  // nobody takes its event meanwhile; a deque's ends leave the others where they are
@@ -70,7 +68,7 @@ void Points::await(int64_t point) {
 void Points::follow(CudaStream stream, int64_t point) {
     const std::lock_guard held(lock_);
     if (point <= reached_) return;
-    const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
     if (mark == marks_.end()) return;
     const Cuda::Entered entered(cuda_);
     cuda_.follow(stream, mark->event);

@@ -24,16 +24,10 @@ Span GpuServer::span(Span::Kind kind, int64_t move, const QueuedCopies& copies, 
 
 GpuServer::GpuServer(Executor& executor, Gpu& gpu) : executor_(executor), gpu_(gpu) {
     try {
-        const SignalsBlocked blocked;
-        for (const bool loads : {true, false}) {
-            const char* const name = loads ? "gds-load" : "gds-store";
-            const Hands hands = loads ? Hands::kForeignLoads : Hands::kForeignStores;
-            Direction& direction = loads ? loads_ : stores_;
-            threads_.emplace_back(&GpuServer::queue, this, hands, std::ref(direction));
-            set_name(threads_.back(), name, 0);
-            threads_.emplace_back(&GpuServer::end, this, std::ref(direction));
-            set_name(threads_.back(), name, 1);
-        }
+        start(threads_, "gds-load", 0, &GpuServer::queue, this, Hands::kForeignLoads, std::ref(loads_));
+        start(threads_, "gds-load", 1, &GpuServer::end, this, std::ref(loads_));
+        start(threads_, "gds-store", 0, &GpuServer::queue, this, Hands::kForeignStores, std::ref(stores_));
+        start(threads_, "gds-store", 1, &GpuServer::end, this, std::ref(stores_));
     } catch (...) {
         join();
         throw;

@@ -139,7 +139,7 @@ private:
     bool take_slots(Reading& reading, int32_t disk);
     bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
     bool crowds(int32_t disk);
-    int64_t io_bytes(int32_t files) const { return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes; }
+    int64_t io_bytes(int32_t files) const;
     const IoJob* issue(Move& move, std::unique_ptr<Reading> reading);
     bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, int32_t disk);

@@ -76,7 +76,8 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         const Group& group = move.spec.groups[cursor.group];
         const int64_t part = group.bytes(passes);
         // What passes through the reserve fills the slots that it takes.
-        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (io_bytes(way.source) + extent - 1) / extent * extent;
+        const int64_t extent = passes ? limits_.extent_bytes : 1;
+        const int64_t whole = (io_bytes(way.source) + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
         IoJob& job = reading->job;
@@ -135,6 +136,10 @@ bool Moves::take_slots(Reading& reading, int32_t disk) {
 bool Moves::looked_at(const Move& move, const Way& way) const {
     const bool stays = spaces_[way.target].kind != Space::Kind::kPlanes;
     return stays && move.groups() == 1 && !way.sums.empty() && !foreign(move, way);
+}
+
+int64_t Moves::io_bytes(int32_t files) const {
+    return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes;
 }
 
 // Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
@@ -212,7 +217,8 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
     Reading& reading = *found->second;
     Move& move = *reading.move;
     const auto pages = static_cast<int32_t>(reading.over.size());
-    if (std::any_of(ends, ends + count, [&](const IoEnd& end) { return end.page < 0 || end.page >= pages; })) return false;
+    const auto known = [&](const IoEnd& end) { return end.page >= 0 && end.page < pages; };
+    if (!std::all_of(ends, ends + count, known)) return false;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t page = ends[i].page;
         if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);

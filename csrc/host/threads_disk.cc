@@ -43,12 +43,8 @@ public:
     }
 
     // Throws std::system_error where the system has no more threads; those that run are joined by the destructor.
-    void start() {
-        const SignalsBlocked blocked;
-        for (size_t n = 0; n < wanted_; n++) {
-            threads_.emplace_back([this] { serve(); });
-            set_name(threads_.back(), "gds-disk", n);
-        }
+    void begin_threads() {
+        for (size_t n = 0; n < wanted_; n++) start(threads_, "gds-disk", n, &ThreadsDisk::serve, this);
     }
 
     void submit(std::span<const Piece> pieces) override {
@@ -260,10 +256,10 @@ std::unique_ptr<Disk> open_threads_disk(int threads) {
 }
 
 std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, uint32_t most) {
-    if (threads < 1 || threads > kMostThreads) throw Error(EINVAL, "no sound number of threads");
+    require(threads >= 1 && threads <= kMostThreads, "no sound number of threads");
     auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), most);
     try {
-        disk->start();
+        disk->begin_threads();
     } catch (const std::system_error& error) {
         throw Error(error.code().value(), "a thread cannot be had");
     }

@@ -17,13 +17,15 @@ std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, con
 
 namespace {
 
-double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, int64_t memory_bytes,
-            uint64_t planes, int64_t sum_bytes, const Text& driver, uint64_t context, uint64_t device) {
+double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory,
+            int64_t memory_bytes, uint64_t planes, int64_t sum_bytes, const Text& driver, uint64_t context,
+            uint64_t device) {
     const nb::gil_scoped_release others;
     std::optional<Cuda> cuda;
     if (driver) cuda.emplace(driver->c_str(), at<void>(context));
-    return run(BareLoop{{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads}, at<uint8_t>(memory), memory_bytes,
-                at<uint8_t>(planes), sum_bytes, cuda ? &*cuda : nullptr, device});
+    const LoopShape shape{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads};
+    return run(BareLoop{shape, at<uint8_t>(memory), memory_bytes, at<uint8_t>(planes), sum_bytes,
+                        cuda ? &*cuda : nullptr, device});
 }
 
 }  // namespace

@@ -296,7 +296,8 @@ void bind_executor(nb::module_& module) {
     module.attr("GONE") = kGone;
     module.attr("WRONG") = kWrong;
     nb::class_<OpenExecutor>(module, "Executor")
-        .def(nb::init<const Int64s&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&, int64_t, const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
+        .def(nb::init<const Int64s&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&, int64_t,
+                      const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
              "bounds"_a, "extent_bytes"_a, "page_blocks"_a, "spaces"_a, "limits"_a, "reserve"_a.none() = nb::none(),
              "fence"_a = 0, "pool"_a.none() = nb::none(), "gpu"_a.none() = nb::none(), "disks"_a = nb::make_tuple(),
              "threads"_a = 0)

@@ -115,9 +115,8 @@ nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<co
         uint64_t words[4], binding = 0;  // little-endian, as every machine that this is built for
         std::memcpy(words, key, sizeof words);
         for (int word = 0; word < 4; ++word) binding += words[word] * kFactors[word];
-        for (const uint64_t *one = stored.data() + wanted.data()[n] * sums, *end = one + sums; one != end; binding += kStep) {
-            *out++ = *one++ - binding;
-        }
+        const uint64_t* const row = stored.data() + wanted.data()[n] * sums;
+        for (int64_t layer = 0; layer < sums; ++layer, binding += kStep) *out++ = row[layer] - binding;
     }
     return found.array;
 }

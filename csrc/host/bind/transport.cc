@@ -44,7 +44,9 @@ struct Shared {
 
 // A negative error for what a transport raised. What is no error of I/O is logged.
 int64_t told(nb::handle error) {
-    for (const auto& [name, code] : {std::pair{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}}) {
+    using Named = std::pair<const char*, int32_t>;
+    const Named all[] = {{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}};
+    for (const auto& [name, code] : all) {
         if (PyObject_IsInstance(error.ptr(), imported("gdscache.errors", name).ptr()) == 1) return -code;
     }
     const nb::object known = nb::make_tuple(nb::borrow(PyExc_OSError), imported("gdscache.errors", "GdsCacheError"));
