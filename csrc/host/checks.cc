@@ -1,9 +1,7 @@
 #include "checks.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <functional>
-#include <vector>
 
 namespace gdscache {
 namespace {

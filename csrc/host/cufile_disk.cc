@@ -1,4 +1,4 @@
-#include "cufile_disk.h"
+#include "cufile.h"
 
 #include <algorithm>
 #include <atomic>
@@ -40,9 +40,7 @@ public:
 
     bool small(const Piece& piece) const override {
         if (!batched_ || piece.count > kMostEntries) return false;
-        int64_t bytes = 0;
-        for (uint32_t n = 0; n < piece.count; ++n) bytes += static_cast<int64_t>(piece.fragments[n].iov_len);
-        if (bytes > batched_) return false;
+        if (bytes_of(piece.fragments, piece.count) > batched_) return false;
         return std::all_of(piece.fragments, piece.fragments + piece.count, memory_);
     }
 

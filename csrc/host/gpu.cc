@@ -1,6 +1,5 @@
 #include "gpu.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <ranges>

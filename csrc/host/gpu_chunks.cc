@@ -2,7 +2,6 @@
 
 #include "gpu_chunks.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <string>

@@ -1,6 +1,5 @@
 // What the copy engine does of a transfer: see gpu.h.
 
-#include <algorithm>
 #include <cstddef>
 #include <numeric>
 

@@ -131,8 +131,7 @@ private:
     bool reads(const Way& way) const;
     bool passes(const Way& way) const;
     void call_off(Move& move, int32_t way);
-    const IoJob* take_read(int32_t disk);
-    const IoJob* take_write(int32_t disk);
+    const IoJob* next_of(Work work, int32_t disk);
     const IoJob* next_read(Move& move, int32_t disk);
     const IoJob* next_write(Move& move, int32_t disk);
     void read_no_further(Move& move, Status status);

@@ -26,31 +26,22 @@ const IoJob* Moves::take_io(int32_t disk) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
-    if (const IoJob* const job = write_first ? take_write(disk) : nullptr) return job;
-    owed_ = write_first && (crowded_ >> disk & 1) != 0;
-    if (const IoJob* const job = take_read(disk)) {
-        reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
-        return job;
+    const IoJob* job = write_first ? next_of(Work::kWrite, disk) : nullptr;
+    if (!job) {
+        owed_ = write_first && (crowded_ >> disk & 1) != 0;
+        job = next_of(Work::kLoad, disk);
     }
-    return writes_wait && !write_first ? take_write(disk) : nullptr;
+    if (!job && writes_wait && !write_first) job = next_of(Work::kWrite, disk);
+    if (job) reads_in_row_ = writes_wait && !job->write ? reads_in_row_ + 1 : 0;
+    return job;
 }
 
-const IoJob* Moves::take_read(int32_t disk) {
+const IoJob* Moves::next_of(Work work, int32_t disk) {
     for (auto next = open_.begin(); next != open_.end();) {
         Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
-        if (move.work != Work::kLoad) continue;
-        if (const IoJob* const job = next_read(move, disk)) return job;
-    }
-    return nullptr;
-}
-
-const IoJob* Moves::take_write(int32_t disk) {
-    for (auto& [order, move] : open_) {
-        if (move->work != Work::kWrite) continue;
-        if (const IoJob* const job = next_write(*move, disk)) {
-            reads_in_row_ = 0;
-            return job;
-        }
+        if (move.work != work) continue;
+        const IoJob* const job = work == Work::kLoad ? next_read(move, disk) : next_write(move, disk);
+        if (job) return job;
     }
     return nullptr;
 }

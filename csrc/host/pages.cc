@@ -92,11 +92,8 @@ public:
 
 private:
     void move(uint8_t* to, const uint8_t* from, size_t size, bool stream) {
-        if (sums_) {
-            hash_.update_copy(to, from, size, stream);
-        } else {
-            std::memcpy(to, from, size);
-        }
+        if (sums_) hash_.update_copy(to, from, size, stream);
+        else std::memcpy(to, from, size);
     }
 
     static constexpr size_t kLongRun = 4096, kBuffer = 8192;

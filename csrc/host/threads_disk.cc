@@ -60,11 +60,8 @@ public:
                 }
             }
         }
-        if (pieces.size() == 1) {
-            work_.notify_one();
-        } else {
-            work_.notify_all();
-        }
+        if (pieces.size() == 1) work_.notify_one();
+        else work_.notify_all();
     }
 
     int reap(std::vector<Ended>& ended, double seconds) override {

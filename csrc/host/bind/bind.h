@@ -138,7 +138,6 @@ public:
     }
     const T* data() const { return numbers_.data(); }
     int64_t size() const { return numbers_.size(); }
-    bool none() const { return numbers_.none(); }
     std::vector<T> copied() const { return {data(), data() + size()}; }
 
 private:

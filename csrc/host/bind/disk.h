@@ -5,7 +5,6 @@
 #include <memory>
 #include <vector>
 
-#include "../cufile_disk.h"
 #include "../memory.h"
 #include "bind.h"
 #include "handles.h"

@@ -8,10 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "../checks.h"
 #include "disk.h"

@@ -2,9 +2,6 @@
 
 #include "../gpu.h"
 
-#include <chrono>
-#include <thread>
-
 #include "../checks.h"
 #include "../executor.h"
 #include "handles.h"

@@ -11,7 +11,8 @@
 #include <optional>
 #include <thread>
 
-#include "../cufile_disk.h"
+#include "../cufile.h"
+#include "../disk.h"
 #include "../gpu.h"
 #include "../pages.h"
 #include "bind.h"

@@ -2,8 +2,6 @@
 
 #include "../pages.h"
 
-#include <memory>
-
 #include "../xxh3.h"
 #include "handles.h"
 

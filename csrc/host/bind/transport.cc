@@ -3,7 +3,6 @@
 #include "disk.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "../moves.h"
 #include "../threads_disk.h"
