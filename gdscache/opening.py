@@ -22,6 +22,7 @@ from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
+from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
 from gdscache.errors import InvalidValueError, TierUnavailableError
 from gdscache.events.base import KVEventHub
@@ -146,24 +147,17 @@ def build(
             undo.callback(cpu.close)
         ssd, clock = None, _clock(config)
         if config.ssd is not None:
-            choose, remote = None, None
-            if ranks is None:
-                choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
-            else:
-                remote = functools.partial(RemoteSlab, layout, config.ssd, ranks)
-            device, kept = str(planes.device), limits.ssd_reserve
             ssd = SsdTier(
-                layout,
-                config.ssd,
-                device,
-                lock,
-                choose,
+                *(layout, config.ssd, str(planes.device), lock),
                 eviction=config.eviction,
-                reserve=kept,
+                reserve=limits.ssd_reserve,
                 wall_clock=clock,
-                remote=remote,
+                open_slab=None if ranks is None else functools.partial(RemoteSlab, layout, config.ssd, ranks),
             )
             undo.callback(ssd.close)
+            if isinstance(ssd.io, SlabIO):
+                asked = layout, planes.device, config.ssd
+                ssd.route = ssd_route.choose(*asked, ssd.io, ssd.index, keep=cpu is not None)
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
         for tier in further:
             undo.callback(tier.close)
@@ -293,7 +287,7 @@ def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figur
     state = "stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running"
     return Figures(
         format_version=FORMAT_VERSION,
-        directories=ssd.directories,
+        directories=ssd.io.slab.directories,
         extent_bytes=ssd.layout.extent_bytes,
         slots=index.slots,
         pages=len(index),
@@ -303,7 +297,7 @@ def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figur
         state=state,
         stopped=stopped,
         counts=dict(manager.counts) | {("lost", cause): n for cause, n in ssd.lost.items()},
-        shards=ssd.shards,
+        shards=ssd.layout.shards,
         ranks=_ranks_told(ranks, state),
         latencies={what: manager.latencies.summary(what, ssd.name) for what in LATENCIES},
     )

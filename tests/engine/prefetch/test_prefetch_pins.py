@@ -9,6 +9,7 @@ import random
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -686,13 +687,13 @@ class ClaimsMachine(RuleBasedStateMachine):
             assert {key[0] for key in pins._promised} == self.expected()
             assert {key[0] for key in pins._owed} == self.owed
             on_time = {n for n, age in held if self.there.get(n) == age}
-            assert {e.key[0] for e in pins._held["cpu"] if not e.dropped} == on_time
+            at = {entry.slot: entry.key[0] for entry in self.index}
+            assert {at[slot] for slot in pins._held["cpu"] if slot not in self.index._leaving} == on_time
             assert len(pins._held["cpu"]) == len(held)
             assert len(held) + len(self.owed) <= SLOTS // 2
-            assert {e for lease in self.manager._leases for _, e in lease} == set(pins._held["cpu"])
-            assert {e for e in self.index._entries.values() if e.leases} == {
-                e for e in pins._held["cpu"] if not e.dropped
-            }
+            leased = [slot for lease in self.manager._leases for _, _, slots in lease.runs() for slot in slots]
+            assert Counter(leased) == pins._held["cpu"]
+            assert {entry.slot for entry in self.index if entry.leases} == {*leased} - {*self.index._leaving}
             assert self.index.check() == []
             assert bool(self.manager._leases) == bool(self.asked)
 

@@ -27,7 +27,7 @@ ANY: Any = None  # nothing that could be measured: what looks at it fails
 
 
 def choose(asked: Any, *kinds: str, device: torch.device = CUDA, keep: bool = True) -> routes.RouteChoice:
-    io: Any = SimpleNamespace(memory_kinds=frozenset(kinds))
+    io: Any = SimpleNamespace(transport=SimpleNamespace(memory_kinds=frozenset(kinds)))
     return routes.choose(ANY, device, SsdConfig(path=Path("slab"), route=asked), io, ANY, keep=keep)
 
 
