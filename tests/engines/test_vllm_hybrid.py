@@ -40,6 +40,7 @@ CROWD: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 100} for seed in
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A model of `vllm_child.HYBRIDS`. `align`: tokens of which a hit is a multiple; `groups`: what each keeps.
+    `every`: tokens from one window of a prompt that is stored to the next.
 
     `junctions`: tokens that are cached of `JUNCTIONS`, of which the second of each pair parts where the first one did.
     """
@@ -48,21 +49,21 @@ class Kind:
     groups: tuple[str, ...]
     junctions: tuple[int, ...]
     align: int = 32
-    options: tuple[tuple[str, Any], ...] = ()
+    every: int = 4096
 
     def whole(self, *prompts: dict[str, Any]) -> list[int]:
         """Tokens of each prompt that can be cached: one token is left to compute."""
         return [(sum(number for _, number in prompt["parts"]) - 1) // self.align * self.align for prompt in prompts]
 
     def cache(self, directory: Path, **changes: Any) -> dict[str, Any]:
-        options = dict(self.options) | changes.pop("options", {})
-        return parts.cache(directory, **{"ssd": {"capacity": "64MiB"}} | changes, options=options)
+        sections = {"ssd": {"capacity": "64MiB"}, "store": {"window_every": self.every}}
+        return parts.cache(directory, **sections | changes)
 
 
 WINDOWS = Kind("windows", ("window",) * 3 + ("all",), (0, 576, 992, 1376, 1472, 1472))
 UNEQUAL = Kind("unequal", ("window", "window", "all"), (0, 576, 960, 1344, 1472, 1472), align=64)
 SINKS = Kind("sinks", ("window", "all"), (0, 576, 992, 1376, 1472, 1472))
-SLIDING = Kind("sliding", ("window",), (512, 512, 1024, 1024, 1472, 1472), options=(("window_every", 512),))
+SLIDING = Kind("sliding", ("window",), (512, 512, 1024, 1024, 1472, 1472), every=512)
 CHUNKS = Kind("chunks", ("chunk",) * 3 + ("all",), (512, 576, 1376, 1376, 1472, 1472))
 CROWDED = (WINDOWS, CHUNKS)
 KINDS = (WINDOWS, UNEQUAL, SINKS, SLIDING, CHUNKS)
