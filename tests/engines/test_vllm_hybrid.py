@@ -277,11 +277,11 @@ def test_a_bad_page_between_steps_is_told_by_its_request_and_asked_again(story: 
     """Numbers of blocks end vLLM there. In each group alone, on the SSD and in a CPU tier that has few of the pages."""
     script = Script()
     script.add("good", *each(PROMPTS))
-    script.add("good", RESET, ask(*PROMPTS, together=True), METRICS)
+    script.add("good", RESET, ask(*PROMPTS, together=True))
     for tier in ("ssd", "cpu"):
         for group in range(len(story.kind.groups)):
             script.add("bad", RESET, ask(LONG), DRAIN, RESET, ("flip", {"tier": tier, "group": group}))
-            script.add("bad", ask(LONG), DRAIN, METRICS)
+            script.add("bad", TELL, ask(LONG), DRAIN, TELL)
     script.add("bad together", RESET, ("flip", {"tier": "ssd", "group": 0}), ask(*PROMPTS, together=True))
     script.add("", DRAIN, TELL)
     asked, rest = script.play(tmp_path, story.model, story.kind.cache(story.copy(tmp_path), **SMALL))
@@ -289,12 +289,15 @@ def test_a_bad_page_between_steps_is_told_by_its_request_and_asked_again(story: 
     parts.same(asked["good"], story.of(*PROMPTS) * 2)
     parts.same(asked["bad"], story.of(LONG) * len(asked["bad"]))
     parts.same(asked["bad together"], story.of(*PROMPTS))
-    bad = [metrics.get("vllm:gdscache_bad_pages", 0) for metrics in rest["metrics"][: 1 + len(story.kind.groups)]]
-    assert all(a < b for a, b in itertools.pairwise(bad)), bad
-    at_rest(rest["tell"][0])
+    bad = [told["misses"].get("checksum", 0) for told in rest["tell"][:-1]]
+    for flipped, before, after in zip(rest["flip"], bad[::2], bad[1::2], strict=False):
+        assert after > before or not flipped, (rest["flip"], bad)
+    assert min(rest["flip"][: len(story.kind.groups)]) > 0
+    assert max(rest["flip"][len(story.kind.groups) : -1]) > 0
+    at_rest(rest["tell"][-1])
 
 
-@of(WINDOWS, SINKS)
+@of(SINKS)
 @pytest.mark.parametrize("room", ["much", "little"])
 def test_aborts_while_pages_come(story: Story, tmp_path: Path, room: str) -> None:
     slow = {"rules": [{"fault": "delay", "op": "read", "seconds": 0.2}], "inner": "posix"}
@@ -313,7 +316,7 @@ def test_aborts_while_pages_come(story: Story, tmp_path: Path, room: str) -> Non
 
 @of(WINDOWS, UNEQUAL)
 def test_heads_of_all_groups_on_each_rank(story: Story, tmp_path: Path) -> None:
-    """Tensor parallelism. Then, behind a restart, some bytes of one rank are bad."""
+    """Tensor parallelism. Then, behind a restart, loads go between steps, and bytes of one rank alone are bad."""
     ranks: dict[str, Any] = {
         "llm": {"tensor_parallel_size": parts.TP, "distributed_executor_backend": "mp"},
         "environment": {"OMP_NUM_THREADS": "1"},
@@ -332,15 +335,14 @@ def test_heads_of_all_groups_on_each_rank(story: Story, tmp_path: Path) -> None:
     assert parts.cached(asked["parted"]) == list(story.kind.junctions[:2])
     parts.same(asked["parted"], story.of(*JUNCTIONS[:2]))
     at_rest(rest["tell"][0])
-    slab = tmp_path / "ssd" / "slab-0.0.1.bin"
     again = Script()
     again.add("again", *each(PROMPTS), RESET, ask(*PROMPTS, together=True))
-    again.add("", METRICS, TELL)
-    for room, bad in (({}, False), (SMALL, True)):
-        if bad:
-            parts.flip(slab, 320 << 10)
-        asked, rest = again.play(tmp_path, story.model, story.kind.cache(tmp_path / "ssd", **room), **ranks)
-        parts.same(asked["again"], story.of(*PROMPTS) * 2)
-        assert (parts.cached(asked["again"]) == whole * 2) or bad
-        assert (rest["metrics"][0].get("vllm:gdscache_bad_pages", 0) > 0) == bad
-        at_rest(rest["tell"][0])
+    for group in range(len(story.kind.groups)):
+        again.add("bad", RESET, TELL, ("flip", {"tier": "ssd", "group": group}), ask(LONG), DRAIN, TELL)
+    asked, rest = again.play(tmp_path, story.model, story.kind.cache(tmp_path / "ssd", **SMALL), **ranks)
+    assert parts.cached(asked["again"]) == whole * 2
+    parts.same(asked["again"], story.of(*PROMPTS) * 2)
+    parts.same(asked["bad"], story.of(LONG) * len(asked["bad"]))
+    bad = [told["misses"].get("checksum", 0) for told in rest["tell"]]
+    assert all(after > before for before, after in zip(bad[::2], bad[1::2], strict=True)), bad
+    at_rest(rest["tell"][-1])

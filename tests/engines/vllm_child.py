@@ -391,7 +391,10 @@ class Run:
         return len(blocks)
 
     def flip(self, tier: str, group: int) -> int:
-        """One bit is another in each page that a tier has of a group; the CPU tier is empty then if it is not that."""
+        """One bit is another in each page that a tier has of a group, on the last rank alone if there are several.
+
+        The CPU tier is empty then if it is not that.
+        """
         session, cache = self._core.scheduler.connector._session, self.cache
         manager, namespace = cache.manager, cache.namespaces(session.salt)[group]
         with manager.lock:
@@ -403,7 +406,7 @@ class Run:
             for slot in slots:
                 manager.cpu.extents.memory(slot)[100] ^= 16
             return len(slots)
-        slab = max(Path(cache.config.ssd.path).glob("slab*"), key=lambda path: path.stat().st_size)
+        slab = max(Path(cache.config.ssd.path).glob("slab*"), key=lambda path: len(path.name))  # of the last shard
         with slab.open("r+b", buffering=0) as file:
             for slot in slots:
                 at = slot * cache.layout.extent_bytes + 100
