@@ -298,6 +298,20 @@ def test_a_bad_page_between_steps_is_told_by_its_request_and_asked_again(story: 
 
 
 @of(SINKS)
+def test_loads_that_always_fail_are_not_asked_for_ever(story: Story, tmp_path: Path) -> None:
+    flips = {"rules": [{"fault": "flip", "op": "read", "bit": 5}], "inner": "posix"}
+    changes = {"ssd": {"transport": FAULTY, "capacity": "64MiB"}, **SMALL}
+    script = Script()
+    script.add("asked", RESET, ask(*PROMPTS, together=True), DRAIN, TELL, METRICS)
+    connector = story.kind.cache(story.copy(tmp_path), **changes)
+    asked, rest = script.play(tmp_path, story.model, connector, faults=flips)
+    parts.same(asked["asked"], story.of(*PROMPTS))
+    assert rest["metrics"][0]["vllm:gdscache_bad_pages"] > 0
+    assert rest["metrics"][0]["vllm:gdscache_loads"] <= 2 * len(PROMPTS)
+    at_rest(rest["tell"][0])
+
+
+@of(SINKS)
 @pytest.mark.parametrize("room", ["much", "little"])
 def test_aborts_while_pages_come(story: Story, tmp_path: Path, room: str) -> None:
     slow = {"rules": [{"fault": "delay", "op": "read", "seconds": 0.2}], "inner": "posix"}
