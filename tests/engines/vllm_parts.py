@@ -167,6 +167,16 @@ def cached(found: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in found]
 
 
+def flip(slab: Path, every: int) -> None:
+    """One bit of every so many bytes of a file is another."""
+    with slab.open("r+b") as file:
+        for at in range(every // 2, os.fstat(file.fileno()).st_size, every):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 16]))
+
+
 # What later versions have besides, and that the connector may do without.
 LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
 

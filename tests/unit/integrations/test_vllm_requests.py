@@ -118,6 +118,27 @@ def test_a_bad_page_is_stored_again_when_it_was_computed() -> None:
     assert (order.first, order.blocks) == (1, (3, 9, 1, 5))
 
 
+def test_a_load_that_fails_as_a_whole_is_asked_again_once() -> None:
+    """What is wrong may be no bad page, and so still there when the request asks again."""
+    scheduler, cache, request = arrived(4)
+    for _ in range(2):
+        fetch = cache.fetches[-1]
+        fetch.ended = fetch.no_room = True
+        assert scheduler.ask(request, 0) == (8, True)
+        scheduler.place(request, [7, 3, 9, 1], 8)
+        (load,) = scheduler.take_loads()
+        load.fetch.release()
+        scheduler.failed("r")
+        scheduler.ask(request, 0)
+    assert scheduler.ask(request, 0) == (0, False)
+    scheduler.place(request, [7, 3, 9, 1, 5, 8], 0)
+    (order,) = scheduler.stores({"r": 11}, lambda name: [7, 3, 9, 1, 5, 8])
+    assert order.first == 0
+    scheduler.finish("r")
+    scheduler.failed("r")  # its news come late
+    assert [fetch.released for fetch in cache.fetches] == [1, 1]
+
+
 def test_requests_that_are_left_alone() -> None:
     cache = FakeCache()
     scheduler = RequestTable(
