@@ -24,7 +24,7 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
-from gdscache.events.base import KVEventBatch
+from gdscache.events.base import GroupFacts, KVEventBatch
 from gdscache.gate.gate import Gate, PoolLoad
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of
@@ -394,9 +394,11 @@ class CacheEngine:
     ) -> StoreHandle:
         """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
         if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
-            for group in self.groups or (None,):
+            for number, group in enumerate(self.groups or (None,)):
                 namespace = self.namespace(salt, group)
                 self._described.add(namespace)
+                if group is not None and self._parts.events is not None:
+                    self._parts.events.name(namespace, GroupFacts.of(number, group))
                 for tier in self.manager.files:
                     tier.describe_namespace(namespace, self._fields(salt, group))
         event = self._parts.executor.mark(after)

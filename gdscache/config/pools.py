@@ -18,6 +18,8 @@ from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, pools_of, shares
 from gdscache.sizes import format_size
 
+POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`: the numbers of its groups follow
+
 # What pools share, and how many pages of its own a pool's part must hold.
 _SHARED = {
     ("gpu", "capacity"): 1,
@@ -115,15 +117,10 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float) -> di
             section = section[key]
         section[path[-1]] = int(size * share)
     if config.ssd is not None:
-        below = directory_of(pool)
+        below = POOL_PREFIX + "-".join(map(str, pool.groups))
         data["ssd"]["path"] = str(config.ssd.path / below)
         data["ssd"]["stripes"] = [str(path / below) for path in config.ssd.stripes]
     return data
-
-
-def directory_of(pool: Pool) -> str:
-    """The name of a pool's directory below `ssd.path`, by the numbers of its groups."""
-    return f"groups-{'-'.join(map(str, pool.groups))}"
 
 
 def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus
 from gdscache.errors import (
@@ -29,8 +30,11 @@ from gdscache.errors import (
     SlotRangeError,
     TokensError,
 )
+from gdscache.events.base import BlockStored, KVEventBatch
+from gdscache.events.view import CacheView
 from gdscache.gate.fit import ENOUGH
 from gdscache.gate.gate import EXPLORE_EVERY
+from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, together, until
@@ -813,3 +817,61 @@ def test_ends_can_be_waited_for_by_descriptors(open_hybrid: OpenHybrid) -> None:
     host.store(PROMPT)
     assert set(select.select(descriptors, [], [], WAIT)[0]) <= set(descriptors)
     assert len(set(descriptors)) == 2
+
+
+def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed")
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(host.engine.by_groups))
+    host.store(PROMPT)
+    for names, engine in host.engine.by_groups.items():
+        stored = registry.get_sample_value("gdscache_stored_pages_total", {"engine": names, "tier": "cpu"})
+        assert stored == len(engine.manager.tiers["cpu"].index)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, model: str) -> None:
+    kinds = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention"}
+    for restarted in (False, True):
+        host = open_hybrid(model, events={}, every=8)
+        heard: list[tuple[str, KVEventBatch]] = []
+        views = {names: CacheView() for names in host.engine.by_groups}
+
+        def hear(
+            names: str,
+            batch: KVEventBatch,
+            heard: list[tuple[str, KVEventBatch]] = heard,
+            views: dict[str, CacheView] = views,
+        ) -> None:
+            heard.append((names, batch))
+            assert views[names].apply(batch)
+
+        remove = host.engine.on_events(hear)
+        if restarted:
+            drop(host, "cpu")
+            assert host.load(PROMPT).tokens == 48  # pages of the restart come into the CPU tier
+        else:
+            host.store(PROMPT)
+
+        def agrees(host: HybridHost = host, views: dict[str, CacheView] = views) -> bool:
+            return all(
+                len(views[names]) >= len(engine.manager.tiers["cpu"].index)
+                for names, engine in host.engine.by_groups.items()
+            )
+
+        until(agrees, "all is told")
+        told: dict[bytes, BlockStored] = {}
+        for names, batch in heard:
+            for event in batch.events:
+                assert isinstance(event, BlockStored)
+                assert host.groups[[g.name for g in host.groups].index(names.split(", ")[event.group_idx or 0])]
+                told |= dict.fromkeys(event.block_hashes, event)
+        for group in host.groups:
+            for number in range(48 // group.page_tokens):
+                if "cpu" in host.on_tiers(group.name, PROMPT, number):
+                    event = told[host.key(group.name, PROMPT, number)]
+                    assert event.block_size == group.page_tokens
+                    assert event.kv_cache_spec_kind == kinds[group.keeps]
+                    assert event.kv_cache_spec_sliding_window == (group.span if group.keeps == "window" else None)
+        remove()
+        host.engine.close()
