@@ -400,7 +400,7 @@ class HybridEngine:
             for _ in range(_TRIES):
                 whole = complete(groups, has, most, local=start)
                 found = next(lengths(groups, has, most, local=start, whole=whole), start)
-                hit = self.nothing(start) if found == start else self._used(names, start, found)
+                hit = self._used(names, start, found)
                 if hit.tokens == found - start:
                     break
             missing = max(0, most - start - hit.tokens)
@@ -438,8 +438,8 @@ class HybridEngine:
         for engine, order in zip(self.engines, hit.order, strict=True):
             rows = {g: self._table(self.groups[g], slots, hit, engine) for g in {one.group for one in order}}
             first = {g: hit.pages[self.groups[g].name].start for g in rows}
-            table = [rows[one.group][one.number - first[one.group]] for one in order]
-            tables.append(engine.block_table(np.array(table, np.int64)))
+            blocks = [rows[one.group][one.number - first[one.group]] for one in order]
+            tables.append(engine.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
                 raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
@@ -487,7 +487,7 @@ class HybridEngine:
             for g, table in zip(pool.groups, some, strict=True):
                 group = self.groups[g]
                 firsts.append(first := start // group.page_tokens)
-                there = (table >= 0).all(axis=1)
+                there = np.all(table >= 0, axis=1).tolist()
                 stop = first + len(table)
                 wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
             chain = own.chain(wanted)

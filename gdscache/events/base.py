@@ -254,8 +254,9 @@ class KVEventHub:
                 parent = None if first.parent == first.namespace else first.parent
                 keys = [page.key for page in run]
                 medium, locality, ownership = place
-                size, *group = self._groups.get(first.namespace, self._all)
-                yield BlockStored(keys, parent, [], size, None, medium, None, locality, ownership, *group)
+                facts = self._groups.get(first.namespace, self._all)
+                where, group = (medium, None, locality, ownership), (facts.number, facts.kind, facts.window)
+                yield BlockStored(keys, parent, [], facts.page_tokens, None, *where, *group)
 
 
 def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:
