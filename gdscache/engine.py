@@ -24,8 +24,8 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
-from gdscache.events.base import KVEventBatch
-from gdscache.gate.gate import Gate
+from gdscache.events.base import GroupFacts, KVEventBatch
+from gdscache.gate.gate import Gate, PoolLoad
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
@@ -102,9 +102,14 @@ class CacheEngine:
         self.timeline = timeline_from_environment() if timeline is None else timeline
         self.calls = calls = Calls()
         self.groups: tuple[Group, ...] = config.model.layer_groups()
-        if len(pools_of(self.groups)) > 1 or (self.groups and ranks is None and planes is None):
+        if self.groups and ranks is None and planes is None:
             raise InvalidValueError(
-                "model.groups has groups with planes of their own, or there are no planes", "open a HybridEngine"
+                "model.groups is given, and no planes: sequence() knows layers that keep all tokens alone",
+                "open a HybridEngine, which allocates planes for each group; or take model.groups out",
+            )
+        if (pools := len(pools_of(self.groups))) > 1:
+            raise InvalidValueError(
+                f"model.groups has groups with planes of their own, {pools} pools of them", "open a HybridEngine"
             )
         if ranks is not None and planes is not None:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
@@ -178,6 +183,10 @@ class CacheEngine:
     def block_table(self, slots: Any) -> Blocks:
         """Block indices as an int64 array of shape (pages, blocks_per_page): see `BlockTables.block_table`."""
         return self._parts.planes.block_table(slots)
+
+    def check_blocks(self, blocks: Blocks) -> None:
+        """Raises `SlotRangeError` for what is no block of the planes, or is named twice."""
+        self._parts.planes.check_blocks(blocks)
 
     def namespace(self, salt: str = "", group: Group | None = None) -> bytes:
         """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant).
@@ -268,6 +277,10 @@ class CacheEngine:
         with self.calls:
             self.manager.measure_for(gate.costs)
             self.gate = gate
+
+    def pool_load(self, tiers: Sequence[str]) -> PoolLoad:
+        """What a gate needs to know of pages of a hit that lie here, on these tiers."""
+        return PoolLoad(self.manager.costs, tiers, self.layout.page_bytes, self._parts.loader.planner.under_way)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
@@ -381,9 +394,11 @@ class CacheEngine:
     ) -> StoreHandle:
         """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
         if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
-            for group in self.groups or (None,):
+            for number, group in enumerate(self.groups or (None,)):
                 namespace = self.namespace(salt, group)
                 self._described.add(namespace)
+                if group is not None and self._parts.events is not None:
+                    self._parts.events.name(namespace, GroupFacts.of(number, group))
                 for tier in self.manager.files:
                     tier.describe_namespace(namespace, self._fields(salt, group))
         event = self._parts.executor.mark(after)

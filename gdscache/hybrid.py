@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -26,26 +27,38 @@ import torch
 
 from gdscache import arguments
 from gdscache.config import Config, load_config
+from gdscache.config.pools import PoolPart, pool_parts
 from gdscache.cuda.streams import Event, resolve_device
 from gdscache.engine import CacheEngine, CheckReport
-from gdscache.errors import GeometryError, InvalidValueError, PoolFullError, SlotCountError, TokensError
-from gdscache.gate.costs import Prices
+from gdscache.errors import (
+    ConfigError,
+    InvalidValueError,
+    PlanesError,
+    PoolFullError,
+    SlotCountError,
+    SlotRangeError,
+    TokensError,
+)
+from gdscache.events.base import KVEventBatch
+from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, alignment, complete, kept, lengths, needed
 from gdscache.groups.names import GroupNames, GroupPage
-from gdscache.groups.pools import Pool, pools_of, shares
-from gdscache.limits import LIMITS, EngineLimits
+from gdscache.groups.pools import Pool
+from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_digest
-from gdscache.pages.planes import Blocks, PagedPlanes
+from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
-from gdscache.store.handle import StoreHandle, StoreReport
+from gdscache.sizes import about
+from gdscache.store.handle import StoreHandle
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
 
 Slots = Mapping[str, Any]
-_TRIES = 2  # pages may go while one looks for others
+_TRIES = 4  # pages may go while one looks for others
+_SALTS_KEPT = 4096
 _log = logging.getLogger("gdscache")
 
 
@@ -72,12 +85,22 @@ class HybridHit:
 
 @dataclasses.dataclass(frozen=True)
 class HybridReport:
-    """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad."""
+    """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad. `pages`: by group, of
+    each page of the hit."""
 
     tokens: int
     pages: dict[str, tuple[PageStatus, ...]]
     bytes_by_tier: dict[str, int]
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridStoreReport:
+    """What became of a store, by group, and by the number of each page that was to be stored: `tiers` that committed it
+    now, and why it was `dropped`. A page that was stored already has no tiers and no cause."""
+
+    tiers: dict[str, dict[int, tuple[str, ...]]]
+    dropped: dict[str, dict[int, str]]
 
 
 class HybridLoad:
@@ -108,12 +131,13 @@ class HybridLoad:
 
     def result(self, seconds: float | None = None) -> HybridReport:
         """The verdict. Never raises for a bad page; `DeadlineError` when it is late."""
+        left = _remaining(seconds)
         pages: dict[str, list[PageStatus]] = {name: [] for name in self._hit.pages}
         by_tier, took, whole = Counter[str](), 0.0, True
         for load, order in zip(self._loads, self._hit.order, strict=True):
             if load is None:
                 continue
-            report = load.result(seconds)
+            report = load.result(left())
             statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
             for one, status in zip(order, statuses, strict=True):
                 pages[self._engine.groups[one.group].name].append(status)
@@ -131,63 +155,93 @@ class HybridLoad:
 
     def released(self, seconds: float | None = None) -> None:
         """Wait until nothing writes to the slots any more. Raises `DeadlineError`."""
+        left = _remaining(seconds)
         for load in filter(None, self._loads):
-            load.release_event.synchronize(seconds)
+            load.release_event.synchronize(left())
 
 
 class HybridStore:
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
-    def __init__(self, handles: Sequence[StoreHandle]) -> None:
-        self._handles = handles
+    def __init__(
+        self, groups: Sequence[Group], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
+    ) -> None:
+        self._groups, self._handles, self._order = groups, handles, order
 
     def done(self) -> bool:
         """True when every page has its outcome; never waits."""
         return all(handle.done() for handle in self._handles)
 
-    def result(self, seconds: float | None = None) -> list[StoreReport]:
-        """What every tier committed, by pool. Raises `DeadlineError` when it takes longer than `seconds`."""
-        return [handle.result(seconds) for handle in self._handles]
+    def result(self, seconds: float | None = None) -> HybridStoreReport:
+        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
+        left = _remaining(seconds)
+        tiers: dict[str, dict[int, tuple[str, ...]]] = {group.name: {} for group in self._groups}
+        dropped: dict[str, dict[int, str]] = {group.name: {} for group in self._groups}
+        for handle, order in zip(self._handles, self._order, strict=True):
+            report = handle.result(left())
+            for place, one in enumerate(order):
+                name = self._groups[one.group].name
+                tiers[name][one.number] = report.tiers[place]
+                if place in report.dropped:
+                    dropped[name][one.number] = report.dropped[place]
+        return HybridStoreReport(tiers, dropped)
 
     def released(self, seconds: float | None = None) -> None:
         """Wait until the slots may be written again. Raises `DeadlineError`."""
+        left = _remaining(seconds)
         for handle in self._handles:
-            handle.release_event.synchronize(seconds)
+            handle.release_event.synchronize(left())
 
 
 class HybridPrefetch:
-    """The handle of a prefetch. Made by `HybridEngine.prefetch`; leaving its `with` block cancels it."""
+    """The handle of a prefetch. Made by `HybridEngine.prefetch`; thread-safe. Leaving its `with` block cancels it."""
 
     def __init__(self, engine: HybridEngine, hit: HybridHit, parts: Sequence[Prefetch | None]) -> None:
         self._engine, self._hit, self._parts = engine, hit, parts
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the hit that it has seen in the CPU tier: all of them, or 0."""
+        return self._if_all(lambda part: part.tokens)
+
+    @property
     def verified(self) -> int:
         """Tokens of the hit that lie in the CPU tier now, pinned, and were found good: all of them, or 0."""
+        return self._if_all(lambda part: part.verified)
+
+    def _if_all(self, tokens: Callable[[Prefetch], int]) -> int:
         there = zip(self._engine.engines, self._parts, self._hit.order, strict=True)
         good = all(
-            part is None or part.verified == len(order) * engine.layout.page_tokens for engine, part, order in there
+            part is None or tokens(part) == len(order) * engine.layout.page_tokens for engine, part, order in there
         )
         return self._hit.tokens if good else 0
 
     def hit(self) -> HybridHit:
         """The hit of pages that are verified and pinned, for a load that cannot fail but by the copy itself; one of 0
-        tokens where some are not."""
-        if not self.verified:
-            return self._engine.nothing(self._hit.start)
+        tokens where some are not. Raises `InvalidValueError` without pins."""
         parts = tuple(
             part if prefetch is None else prefetch.hit()
             for part, prefetch in zip(self._hit.parts, self._parts, strict=True)
         )
+        if any(len(part.pages) < len(order) for part, order in zip(parts, self._hit.order, strict=True)):
+            return self._engine.nothing(self._hit.start)
         return dataclasses.replace(self._hit, parts=parts)
 
     def done(self) -> bool:
         """True when it has ended; never waits."""
         return all(part is None or part.done() for part in self._parts)
 
+    def wait(self, seconds: float | None = 0.0) -> int:
+        """Wait up to so many seconds for its end, then stop it, and return `tokens`: see `Prefetch.wait`."""
+        left = _remaining(seconds)
+        for part in filter(None, self._parts):
+            part.wait(left())
+        return self.tokens
+
     def result(self, seconds: float | None = None) -> list[PrefetchReport]:
         """Wait until it has ended, by pool: see `Prefetch.result`."""
-        return [part.result(seconds) for part in self._parts if part is not None]
+        left = _remaining(seconds)
+        return [part.result(left()) for part in self._parts if part is not None]
 
     def cancel(self) -> None:
         """End it, and its pins. Twice is fine."""
@@ -227,12 +281,22 @@ class HybridPin:
         self.release()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The names of a request's pages, pool by pool, and its tokens."""
+
+    names: tuple[GroupNames, ...]
+    length: int
+
+
 class HybridEngine:
     """A tiered KV cache for a model with `model.groups`.
 
     `planes[layer][plane]`: tensors of the model's layers, (blocks, block_tokens, *row); layers of one group have equal
     numbers of blocks. None: the engine allocates them, of `gpu.capacity` together, and `take` gives blocks of them.
-    All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what cannot be opened.
+    `engines`: of each pool of groups in the same planes, a `CacheEngine`. All methods may be called from many threads,
+    and Ctrl-C does what it does to a `CacheEngine`. Raises a subclass of `GdsCacheError` that names what cannot be
+    opened.
     """
 
     def __init__(
@@ -243,6 +307,12 @@ class HybridEngine:
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> None:
+        """`timeline` and `limits` are as for `CacheEngine`."""
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"a configuration was given as {type(config).__name__}",
+                "use HybridEngine.from_config, or pass a Config",
+            )
         self.config = config
         self.groups: tuple[Group, ...] = config.model.layer_groups()
         if not self.groups:
@@ -252,25 +322,27 @@ class HybridEngine:
                 f"tiers names {config.tiers[0].tier}, and groups of layers have the CPU tier and the SSD alone",
                 "take tiers out",
             )
-        self.pools = pools_of(self.groups)
+        parts = pool_parts(config)
+        self.pools: list[Pool] = [part.pool for part in parts]
         self.alignment = alignment(self.groups)
-        self._digest_tokens = math.gcd(*(group.page_tokens for group in self.groups))
-        self._names = PageNames(self._digest_tokens)
+        self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
+        self._names = PageNames(self.hash_tokens)
+        self._bases: dict[str, bytes] = {}
+        self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
+        self._by_name = {group.name: g for g, group in enumerate(self.groups)}
         self._places = {layer: (p, at) for p, pool in enumerate(self.pools) for at, layer in enumerate(pool.layers)}
-        parts = _parts(config, self.groups, self.pools)
-        if planes is None:
-            planes = _allocated(config, self.pools, parts)
-        if len(planes) != config.model.layers:
-            raise GeometryError(f"planes of {len(planes)} layers are given, and the model has {config.model.layers}")
-        self.planes = [tuple(layer) for layer in planes]
+        self._owned = planes is None
+        self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
         with contextlib.ExitStack() as undo:
             self.engines: list[CacheEngine] = []
-            for pool, part in zip(self.pools, parts, strict=True):
-                own = [self.planes[layer] for layer in pool.layers]
-                self.engines.append(undo.enter_context(CacheEngine(part, own, timeline=timeline, limits=limits)))
+            for part in parts:
+                self.engines.append(undo.enter_context(_opened(part, self.planes, timeline, limits)))
             undo.pop_all()
-        self._free = [[*range(engine.blocks)] for engine in self.engines]
-        self.gate = self.engines[0].gate
+        self._free = [[*range(engine.blocks)] if self._owned else [] for engine in self.engines]
+        self._taken: list[set[int]] = [set() for _ in self.engines]
+        self._lock = threading.Lock()
+        first = self.engines[0]
+        self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.page_bytes)
 
     @classmethod
     def from_config(
@@ -288,44 +360,97 @@ class HybridEngine:
             config = load_config(config)
         return cls(config, planes, timeline=timeline, limits=limits)
 
+    @property
+    def by_groups(self) -> dict[str, CacheEngine]:
+        """The engines by the names of their groups, as `metrics.EngineCollector` takes them."""
+        return {self._title(pool): engine for pool, engine in zip(self.pools, self.engines, strict=True)}
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Any, start: int = 0, salt: str = "") -> HybridHit:
         """The longest cached prefix behind token `start`, a multiple of `alignment`, at which all groups have what a
-        hit needs. `tokens`: token ids, or `PageHashes` of as many tokens each as the smallest page has.
+        hit needs. `tokens`: token ids, or `PageHashes` of `hash_tokens` tokens each, from the first of the request on.
 
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, a hit that takes longer to load
-        than to compute is left out.
+        than to compute is left out as a whole.
         """
-        names, length = self._named(tokens, salt)
-        start = self._start(start)
-        masks = [engine.manager.visible for engine in self.engines]
+        request, start = self._request(tokens, salt), self._start(start)
+        hit = self._find(request, start)
+        loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
+        decided = self.gate.decide_whole(loads, start, request.length, hit.tokens)
+        if decided.pages < sum(len(part.pages) for part in hit.parts):
+            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens)
+        return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds)
+
+    def _find(self, request: _Request, start: int) -> HybridHit:
+        """`lookup`, without a gate."""
+        groups, names, engines = self.groups, request.names, self.engines
+        managers = [engine.manager for engine in engines]
+        for manager in managers:
+            manager.have_watched()
         of = {g: (p, at) for p, pool in enumerate(self.pools) for at, g in enumerate(pool.groups)}
 
         def has(g: int, first: int, stop: int) -> bytes:
             pool, at = of[g]
-            return masks[pool](names[pool].keys(at, first, stop))
+            return managers[pool].visible(names[pool].keys(at, first, stop))
 
-        most = length // self.alignment * self.alignment
-        for _ in range(_TRIES):
-            whole = complete(self.groups, has, most, local=start)
-            found = next(lengths(self.groups, has, most, local=start, whole=whole), start)
-            hit = self._hit(names, start, found, whole, length)
-            if hit is not None:
-                for engine in self.engines:
-                    engine.manager.missed((most - found) // engine.layout.page_tokens)
-                return hit
-        return self.nothing(start)
+        most = request.length // self.alignment * self.alignment
+        found, whole, hit = start, start, self.nothing(start)
+        with engines[0].timeline.span("lookup", pages=most // self.alignment):
+            for _ in range(_TRIES):
+                whole = complete(groups, has, most, local=start)
+                found = next(lengths(groups, has, most, local=start, whole=whole), start)
+                hit = self._used(names, start, found)
+                if hit.tokens == found - start:
+                    break
+            missing = max(0, most - start - hit.tokens)
+            for engine in engines:
+                with engine.calls:
+                    engine.manager.missed(missing // engine.layout.page_tokens)
+        return dataclasses.replace(hit, parted=max(start, whole))
+
+    def _used(self, names: Sequence[GroupNames], start: int, found: int) -> HybridHit:
+        """The hit that ends at token `found`, whose pages are used now; one of 0 tokens where one has gone since."""
+        pages = needed(self.groups, found, start)
+        parts, orders = list[Hit](), list[tuple[GroupPage, ...]]()
+        for engine, pool, own in zip(self.engines, self.pools, names, strict=True):
+            chain = own.chain([pages[g] for g in pool.groups])
+            named = tuple(one.page for one in chain)
+            with engine.calls:
+                tiers = tuple(engine.manager.lookup(named, 0))
+            if len(tiers) < len(named):
+                return self.nothing(start)
+            parts.append(Hit(start, len(named) * engine.layout.page_tokens, tiers, None, named))
+            orders.append(tuple(one._replace(group=pool.groups[one.group]) for one in chain))
+        by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
+        return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(orders))
 
     def load(self, hit: HybridHit, slots: Slots, after: Event = None) -> HybridLoad:
         """Begin copying a hit into blocks; returns at once. `slots`: of each group by name, blocks for the pages
         `hit.pages[name]`, in that order. Written after the current stream's work so far, or after the event `after`.
+
+        Raises `InvalidValueError`, `SlotCountError` or `SlotRangeError`, and begins nothing then.
         """
-        tables = {name: self._table(name, slots, len(pages)) for name, pages in hit.pages.items()}
+        if not isinstance(hit, HybridHit) or len(hit.parts) != len(self.engines):
+            raise InvalidValueError("a load is asked for without a hit", "pass what lookup() of this engine returned")
+        self._check_names(slots)
+        tables: list[Blocks] = []
+        for engine, order in zip(self.engines, hit.order, strict=True):
+            rows = {g: self._table(self.groups[g], slots, hit, engine) for g in {one.group for one in order}}
+            first = {g: hit.pages[self.groups[g].name].start for g in rows}
+            blocks = [rows[one.group][one.number - first[one.group]] for one in order]
+            tables.append(engine.block_table(np.array(blocks, np.int64)))
+        for name, pages in hit.pages.items():
+            if not pages and name in slots and len(host_indices(slots[name])):
+                raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
         loads: list[LayerwiseLoad | None] = []
-        for engine, part, order in zip(self.engines, hit.parts, hit.order, strict=True):
-            rows = [tables[name][one.number - hit.pages[name].start] for one, name in self._by_name(order)]
-            loads.append(engine.load(part, np.concatenate(rows), after) if rows else None)
+        try:
+            for engine, part, table in zip(self.engines, hit.parts, tables, strict=True):
+                loads.append(engine.load(part, table, after) if len(table) else None)
+        except BaseException:  # nobody gets its handle
+            for load in filter(None, loads):
+                load.cancel()
+            raise
         return HybridLoad(self, hit, loads)
 
     def store(
@@ -344,35 +469,63 @@ class HybridEngine:
 
         `slots`: of each group by name, blocks of its pages from `start` on, page after page; -1 for the blocks of pages
         that the group let go. Of windows those pages are stored that a hit of all `tokens` needs, or one at each
-        `store.window_every` tokens, or at the lengths `keep_at`. The rest is as for `CacheEngine.store`.
+        `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
+        stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises what that raises, and `InvalidValueError`
+        for `keep_at`; nothing is stored then.
         """
-        names, length = self._named(tokens, salt)
-        start, size = self._start(start), self.alignment
-        ends = {length // size * size, *(one // size * size for one in keep_at)}
-        if every := self.config.store.window_every:
-            ends.update(range(max(size, every // size * size), length, max(size, every // size * size)))
-        handles: list[StoreHandle] = []
-        for engine, pool, own in zip(self.engines, self.pools, names, strict=True):
+        request, start = self._request(tokens, salt), self._start(start)
+        self._check_names(slots)
+        ends = self._ends(request.length, keep_at)
+        chains: list[list[GroupPage]] = []
+        tables: list[Blocks] = []
+        for engine, pool, own in zip(self.engines, self.pools, request.names, strict=True):
+            some = [self._rows(self.groups[g], slots, engine, start, request.length) for g in pool.groups]
+            given = np.concatenate([table.reshape(-1) for table in some])
+            engine.check_blocks(given[given != -1])
             wanted: list[list[int]] = []
-            tables: list[Blocks] = []
-            for g in pool.groups:
+            firsts: list[int] = []
+            for g, table in zip(pool.groups, some, strict=True):
                 group = self.groups[g]
-                first, stop = start // group.page_tokens, length // group.page_tokens
-                tables.append(table := self._rows(group.name, slots, engine, stop - first))
-                there = {first + row for row in np.flatnonzero((table >= 0).all(axis=1)).tolist()}
-                wanted.append([number for number in kept(group, ends, first, stop) if number in there])
+                firsts.append(first := start // group.page_tokens)
+                there = np.all(table >= 0, axis=1).tolist()
+                stop = first + len(table)
+                wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
             chain = own.chain(wanted)
-            begins = [start // self.groups[g].page_tokens for g in pool.groups]
-            rows = [tables[one.group][one.number - begins[one.group]] for one in chain]
-            blocks = np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page)
-            named = [one.page for one in chain]
-            handles.append(engine.store_pages(named, blocks, salt, after, priority=priority, ttl=ttl))
-        return HybridStore(handles)
+            rows = [some[one.group][one.number - firsts[one.group]] for one in chain]
+            tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
+            chains.append(chain)
+        kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
+        handles = [
+            engine.store_pages([one.page for one in chain], table, salt, after, **kept_for)
+            for engine, chain, table in zip(self.engines, chains, tables, strict=True)
+        ]
+        orders = [
+            [one._replace(group=pool.groups[one.group]) for one in chain]
+            for pool, chain in zip(self.pools, chains, strict=True)
+        ]
+        return HybridStore(self.groups, handles, orders)
+
+    def _ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
+        """The lengths at which windows are kept, those behind `length` too that need a page before it."""
+        size = self.alignment
+        given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
+        ends = {one // size * size for one in (length, *given)}
+        if every := self.config.store.window_every:
+            step = max(size, every // size * size)
+            ends.update(range(step, length + max(group.span for group in self.groups) + size, step))
+        return ends - {0}
 
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> HybridPrefetch:
-        """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids,
-        `PageHashes`, or a `HybridHit`. `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`."""
-        hit = tokens if isinstance(tokens, HybridHit) else self.lookup(tokens, start, salt)
+        """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids or
+        `PageHashes`, whose longest hit it is, whatever the gate says of it; or a `HybridHit`, which has its own `start`
+        and `salt`. `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`."""
+        if isinstance(tokens, HybridHit):
+            if start or salt:
+                message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
+                raise InvalidValueError(message, "leave both out: a hit has its own")
+            hit = tokens
+        else:
+            hit = self._find(self._request(tokens, salt), self._start(start))
         with contextlib.ExitStack() as undo:
             parts: list[Prefetch | None] = []
             for engine, part in zip(self.engines, hit.parts, strict=True):
@@ -381,33 +534,51 @@ class HybridEngine:
         return HybridPrefetch(self, hit, parts)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:
-        """Keep what a hit needs from eviction on every tier that has it, for `seconds` at most."""
-        hit = self.lookup(tokens, salt=salt)
+        """Keep what the longest hit needs from eviction on every tier that has it, for `seconds` at most."""
+        hit = self._find(self._request(tokens, salt), 0)
         pins: list[tuple[Pin, int]] = []
         with contextlib.ExitStack() as undo:
             for engine, part in zip(self.engines, hit.parts, strict=True):
                 pin = undo.enter_context(engine.pin_pages(part.pages, seconds))
-                pins.append((pin, len(part.pages) * engine.layout.page_tokens))
+                pins.append((pin, part.tokens))
             undo.pop_all()
         return HybridPin(hit, pins)
 
     # -- blocks of its own ---------------------------------------------------------------------------------------------
 
     def take(self, group: str, pages: int) -> list[int]:
-        """Blocks for so many pages of a group, where the engine allocated the planes. Raises `PoolFullError`."""
-        pool = self._pool(group)
-        free, wanted = self._free[pool], pages * self.engines[pool].blocks_per_page
-        if len(free) < wanted:
-            raise PoolFullError(
-                f"group {group!r} needs {wanted} blocks, and {len(free)} are free", "raise gpu.capacity"
-            )
-        taken = free[len(free) - wanted :]
-        del free[len(free) - wanted :]
+        """Blocks for so many pages of a group, where the engine allocated the planes.
+
+        Raises `PoolFullError` where fewer are free, and takes none then.
+        """
+        pool = self._own_pool(group)
+        wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].blocks_per_page
+        with self._lock:
+            free = self._free[pool]
+            if len(free) < wanted:
+                raise PoolFullError(
+                    f"group {group!r} needs {wanted} blocks, and {len(free)} are free", "raise gpu.capacity"
+                )
+            taken = free[len(free) - wanted :]
+            del free[len(free) - wanted :]
+            self._taken[pool].update(taken)
         return taken
 
     def give(self, group: str, blocks: Iterable[int]) -> None:
-        """Give blocks of `take` back."""
-        self._free[self._pool(group)] += blocks
+        """Give blocks of `take` back. Raises `SlotRangeError` for one that is not taken, and takes none back then."""
+        pool, given = self._own_pool(group), [*blocks]
+        with self._lock:
+            if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
+                raise SlotRangeError(
+                    f"group {group!r}: blocks are given back that are not taken", "give each block back once"
+                )
+            self._taken[pool].difference_update(given)
+            self._free[pool] += given
+
+    def _own_pool(self, group: str) -> int:
+        if not self._owned:
+            raise InvalidValueError("the planes are attached", "take blocks of your own allocator")
+        return self._pool_of[self._number(group)]
 
     def place(self, layer: int) -> tuple[int, int]:
         """The pool of a layer of the model, and its place there. Raises `InvalidValueError`."""
@@ -425,34 +596,67 @@ class HybridEngine:
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
     ) -> None:
         """Tell the gate what a prefill took: see `CacheEngine.observe_prefill`."""
-        self.engines[0].observe_prefill(tokens, cached_tokens, seconds, load_seconds)
+        for engine in self.engines:
+            engine.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
 
-    def clear(self) -> list[dict[str, int]]:
-        """Drop every page from every tier; the pages removed by tier, of each pool."""
-        return [engine.clear() for engine in self.engines]
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Tell the gate what a load took: see `CacheEngine.observe_load`."""
+        for engine in self.engines:
+            engine.observe_load(tier, nbytes, seconds)
 
-    def invalidate(self, salt: str = "") -> list[dict[str, int]]:
-        """Drop every page of a request's salt from every tier; the pages removed by tier, of each pool."""
-        return [engine.invalidate(*engine.namespaces(salt)) for engine in self.engines]
+    def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
+        """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
+
+        `names`: those of the pool's groups, as in `by_groups`. Batches are numbered pool by pool, and a batch's
+        `AllBlocksCleared` is of its pool. Returns a function that removes it.
+        """
+        with contextlib.ExitStack() as undo:
+            for names, engine in self.by_groups.items():
+
+                def told(batch: KVEventBatch, names: str = names) -> None:
+                    callback(names, batch)
+
+                undo.callback(engine.on_events(told))
+            return undo.pop_all().close
+
+    def filenos(self) -> list[int]:
+        """A file descriptor of each pool: see `CacheEngine.fileno`."""
+        return [engine.fileno() for engine in self.engines]
+
+    def clear(self) -> dict[str, int]:
+        """Drop every page from every tier; the pages removed, by tier."""
+        return _sum(engine.clear() for engine in self.engines)
+
+    def invalidate(self, salt: str = "") -> dict[str, int]:
+        """Drop every page of a request's salt from every tier; the pages removed, by tier."""
+        return _sum(engine.invalidate(*engine.namespaces(salt)) for engine in self.engines)
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
+        left = _remaining(seconds)
         for engine in self.engines:
-            engine.drain(seconds)
+            engine.drain(left())
 
     def flush(self, seconds: float | None = None) -> None:
         """See `CacheEngine.flush`."""
+        left = _remaining(seconds)
         for engine in self.engines:
-            engine.flush(seconds)
+            engine.flush(left())
 
     def stats(self) -> dict[str, Any]:
-        """By pool, under the names of its groups: see `CacheEngine.stats`."""
-        return {self._title(pool): engine.stats() for pool, engine in zip(self.pools, self.engines, strict=True)}
+        """`pools`: under the names of its groups, what `CacheEngine.stats` says of each pool; `gate`: of whole hits."""
+        return {
+            "pools": {names: engine.stats() for names, engine in self.by_groups.items()},
+            "gate": self.gate.stats(),
+        }
 
     def check(self, fix: bool = False) -> CheckReport:
-        """See `CacheEngine.check`."""
-        found = [engine.check(fix) for engine in self.engines]
-        return CheckReport(tuple(problem for one in found for problem in one.problems), all(one.fixed for one in found))
+        """See `CacheEngine.check`. Problems begin with the names of their pool's groups."""
+        found = {names: engine.check(fix) for names, engine in self.by_groups.items()}
+        return CheckReport(
+            tuple(f"{names}: {problem}" for names, one in found.items() for problem in one.problems),
+            all(one.fixed for one in found.values()),
+        )
 
     def close(self, drain: bool = True) -> None:
         """Finish stores (or drop them), wait for loads, give everything back. Twice is fine."""
@@ -468,179 +672,143 @@ class HybridEngine:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _named(self, tokens: Any, salt: str) -> tuple[list[GroupNames], int]:
-        """The names of a request's pages, pool by pool, and its tokens."""
-        size = self._digest_tokens
+    def _request(self, tokens: Any, salt: str) -> _Request:
+        """What a call is about. Raises `TokensError`, and `InvalidValueError` for a salt that is no text."""
+        base, size = self._base(salt), self.hash_tokens
         if isinstance(tokens, PageHashes):
-            length = tokens.length(size)
-            base = namespace_digest(self.config.model.namespace_fields(salt))
-            digests = [page.key for page in tokens.pages(base)]
+            if not tokens.whole:
+                raise TokensError(
+                    "page hashes with a parent begin in the middle of a request",
+                    "pass those of the whole request: windows are counted from its first token",
+                )
+            length, pages = tokens.length(size), tokens.pages(base)
         else:
             ids = as_tokens(tokens)
-            length = len(ids)
-            base = namespace_digest(self.config.model.namespace_fields(salt))
-            digests = [page.key for page in self._names.of(base, ids)]
+            length, pages = len(ids), self._names.of(base, ids)
+        digests = [page.key for page in pages]
         found: list[GroupNames] = []
         for engine, pool in zip(self.engines, self.pools, strict=True):
             names = GroupNames([self.groups[g] for g in pool.groups], engine.namespaces(salt), size)
             names.extend(digests)
             found.append(names)
-        return found, length
+        return _Request(tuple(found), length)
 
-    def _hit(self, names: Sequence[GroupNames], start: int, found: int, whole: int, length: int) -> HybridHit | None:
-        """The hit that ends at token `found`; None where a page of it has gone meanwhile."""
-        pages = needed(self.groups, found, start) if found > start else []
-        if not pages:
-            return dataclasses.replace(self.nothing(start), parted=whole)
-        tokens, parts, orders, seconds = found - start, list[Hit](), list[tuple[GroupPage, ...]](), 0.0
-        known, last = True, 0.0
-        for engine, pool, own in zip(self.engines, self.pools, names, strict=True):
-            chain = own.chain([pages[g] for g in pool.groups])
-            named = tuple(one.page for one in chain)
-            tiers = tuple(engine.manager.lookup(named, 0))
-            if len(tiers) < len(named):
-                return None
-            ahead = engine.loader.planner.under_way
-            each = tokens / max(1, len(named))
-            prices = Prices(engine.manager.costs, tiers, start, length, each, engine.layout.page_bytes, ahead)
-            known, last = known and prices.known, prices.load(len(named))
-            seconds += last
-            parts.append(Hit(start, len(named) * engine.layout.page_tokens, tiers, last, named, pays=tokens))
-            orders.append(tuple(one._replace(group=pool.groups[one.group]) for one in chain))
-        saved = self._saved(start, tokens, length)
-        names_of = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
-        hit = HybridHit(
-            start, tokens, names_of, whole, seconds if known else None, saved, 0, tuple(parts), tuple(orders)
-        )
-        if self.gate.mode == "enforcing" and known and saved is not None and seconds > saved:
-            return dataclasses.replace(self.nothing(start), parted=whole, declined=tokens)
-        return hit
-
-    def _saved(self, start: int, tokens: int, length: int) -> float | None:
-        """Seconds to compute so many tokens behind `start`, of a request of `length`; None before that is known."""
-        costs = self.engines[0].manager.costs
-        if self.gate.mode == "off" or costs.prefill.coefficients is None:
-            return None
-        prices = Prices(costs, ("cpu",), start, length, tokens, 0, {})
-        return max(0.0, prices.rest(0) - prices.rest(1))
+    def _base(self, salt: str) -> bytes:
+        """What the digests of a request begin with: all groups are in it, since a model's layers feed each other."""
+        base = self._bases.get(arguments.text(salt, "salt"))
+        if base is None:
+            fields = self.config.model.namespace_fields(salt)
+            base = namespace_digest({**fields, "groups": [group.describe() for group in self.groups]})
+            if len(self._bases) < _SALTS_KEPT:
+                self._bases[salt] = base
+        return base
 
     def _start(self, start: Any) -> int:
-        if not isinstance(start, int) or start < 0 or start % self.alignment:
-            raise TokensError(
-                f"start is {arguments.shown(start)}, and all groups have pages that end at multiples of "
-                f"{self.alignment} tokens",
-                "pass such a number of tokens",
-            )
-        return start
+        return arguments.start_page(start, self.alignment) * self.alignment
 
-    def _table(self, name: str, slots: Slots, pages: int) -> Blocks:
-        """Blocks of a group for so many pages, (pages, blocks_per_page)."""
-        if not pages:
-            return np.empty((0, 1), np.int64)
-        if name not in slots:
-            raise InvalidValueError(f"no slots are given for group {name!r}", f"pass slots for {', '.join(slots)}")
-        table = self.engines[self._pool(name)].block_table(slots[name])
+    def _check_names(self, slots: Any) -> None:
+        if not isinstance(slots, Mapping):
+            raise InvalidValueError(
+                f"slots are {arguments.shown(slots)}", "pass a mapping: the blocks of each group by its name"
+            )
+        for name in slots:
+            self._number(name)
+
+    def _number(self, group: Any) -> int:
+        number = self._by_name.get(group) if isinstance(group, str) else None
+        if number is None:
+            names = ", ".join(self._by_name)
+            raise InvalidValueError(f"there is no group {arguments.shown(group)}", f"the model's groups are {names}")
+        return number
+
+    def _given(self, group: Group, slots: Slots) -> Any:
+        if group.name not in slots:
+            raise InvalidValueError(f"no slots are given for group {group.name!r}", "pass slots for each group")
+        return slots[group.name]
+
+    def _table(self, group: Group, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
+        """Blocks for a group's pages of a hit, (pages, blocks_per_page)."""
+        table, pages = engine.block_table(self._given(group, slots)), len(hit.pages[group.name])
         if len(table) != pages:
             raise SlotCountError(
-                f"group {name!r}: slots for {len(table)} pages, and a hit of {pages}", "pass those of hit.pages"
+                f"group {group.name!r}: slots for {len(table)} pages, and the hit has {pages}",
+                f"pass {engine.blocks_per_page} blocks for each page of hit.pages[{group.name!r}]",
             )
         return table
 
-    def _rows(self, name: str, slots: Slots, engine: CacheEngine, pages: int) -> Blocks:
-        """Blocks of a group for a store, (pages, blocks_per_page), -1 for none."""
-        if name not in slots:
-            raise InvalidValueError(f"no slots are given for group {name!r}", "pass slots for each group")
-        given = np.asarray(slots[name], np.int64).reshape(-1)
-        whole = len(given) // engine.blocks_per_page
-        if whole > pages:
+    def _rows(self, group: Group, slots: Slots, engine: CacheEngine, start: int, length: int) -> Blocks:
+        """Blocks of a group's pages from `start` on for a store, (pages, blocks_per_page), -1 for none."""
+        given, each = host_indices(self._given(group, slots)), engine.blocks_per_page
+        pages = max(0, length // group.page_tokens - start // group.page_tokens)
+        if len(given) % each or len(given) // each > pages:
             raise SlotCountError(
-                f"group {name!r}: slots for {whole} pages, there are {pages} full pages from there on",
-                "a partial last page is not stored: pass slots for full pages only",
+                f"group {group.name!r}: {len(given)} blocks, of which {each} make a page, and there are {pages} full "
+                f"pages of {group.page_tokens} tokens from token {start} on",
+                "pass the blocks of full pages only, -1 for those that were let go",
             )
-        engine.block_table(given[given >= 0])
-        return given[: whole * engine.blocks_per_page].reshape(whole, engine.blocks_per_page)
-
-    def _by_name(self, order: Sequence[GroupPage]) -> Iterator[tuple[GroupPage, str]]:
-        return ((one, self.groups[one.group].name) for one in order)
-
-    def _pool(self, group: str) -> int:
-        for number, pool in enumerate(self.pools):
-            if any(self.groups[g].name == group for g in pool.groups):
-                return number
-        raise InvalidValueError(
-            f"there is no group {arguments.shown(group)}", f"name one of {', '.join(g.name for g in self.groups)}"
-        )
+        return given.reshape(-1, each)
 
     def _title(self, pool: Pool) -> str:
         return ", ".join(self.groups[g].name for g in pool.groups)
 
 
-def _parts(config: Config, groups: Sequence[Group], pools: Sequence[Pool]) -> list[Config]:
-    """A configuration for each pool: its layers, and its part of each tier."""
-    if len(pools) == 1:
-        return [config]
-    if config.events is not None and config.events.endpoint is not None:
-        raise InvalidValueError(
-            f"events.endpoint is {config.events.endpoint}, and groups with planes of their own publish apart",
-            "leave events.endpoint out",
-        )
-    models = [_model(config, groups, pool) for pool in pools]
-    layouts = [Config.from_dict({"model": model}).model.layout() for model in models]
-    token_bytes = [layout.extent_bytes // layout.page_tokens for layout in layouts]
-    each = shares(groups, pools, token_bytes, config.store.window_every)
-    parts: list[Config] = []
-    for pool, model, share in zip(pools, models, each, strict=True):
-        data = {**config.dump(), "model": model}
-        for section, key in (("gpu", "capacity"), ("gpu", "staging"), ("cpu", "capacity"), ("ssd", "capacity")):
-            if data[section] is not None:
-                data[section] = {**data[section], key: max(1, int(data[section][key] * share))}
-        data["host_buffer"] = max(1, int(config.host_buffer * share))
-        if config.ssd is not None:
-            below = "-".join(str(g) for g in pool.groups)
-            data["ssd"]["path"] = str(config.ssd.path / f"groups-{below}")
-            data["ssd"]["stripes"] = [str(path / f"groups-{below}") for path in config.ssd.stripes]
-        names = ", ".join(groups[g].name for g in pool.groups)
-        _log.info("groups %s: %d layers, %.0f %% of each tier", names, len(pool.layers), 100 * share)
-        parts.append(Config.from_dict(data, source=f"the part of groups {names}"))
-    return parts
+def _remaining(seconds: float | None) -> Callable[[], float | None]:
+    """What is left of so many seconds that begin now, for one wait after another."""
+    limit = arguments.seconds(seconds)
+    if limit is None:
+        return lambda: None
+    end = time.monotonic() + limit
+    return lambda: max(0.0, end - time.monotonic())
 
 
-def _model(config: Config, groups: Sequence[Group], pool: Pool) -> dict[str, Any]:
-    """The section `model` of a pool. Its layers count from 0, so its salt says which of the model's they are."""
-    section: dict[str, Any] = config.model.model_dump(mode="json")
-    at = {layer: place for place, layer in enumerate(pool.layers)}
-    planes = []
-    for plane in section["planes"]:
-        own = None if plane["layers"] is None else [at[layer] for layer in plane["layers"] if layer in at]
-        if own is None or own:
-            planes.append({**plane, "layers": own})
-    own_groups = [
-        {**section["groups"][g], "layers": list(pool.local(groups[g])), "page_tokens": groups[g].page_tokens}
-        for g in pool.groups
-    ]
-    salt = json.dumps([section["salt"], section["layers"], [group.describe() for group in groups]])
-    tokens = {groups[g].page_tokens for g in pool.groups}
-    page_tokens = tokens.pop() if len(tokens) == 1 else section["page_tokens"]
-    if all(groups[g].keeps == "state" for g in pool.groups):
-        page_tokens = 1  # a page is one row of each plane
-    return {
-        **section,
-        "layers": len(pool.layers),
-        "planes": planes,
-        "groups": own_groups,
-        "salt": salt,
-        "page_tokens": page_tokens,
-    }
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for some in counts:
+        for name, n in some.items():
+            total[name] = total.get(name, 0) + n
+    return total
 
 
-def _allocated(config: Config, pools: Sequence[Pool], parts: Sequence[Config]) -> list[tuple[torch.Tensor, ...]]:
+def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Attached planes, of as many layers as the model has."""
+    try:
+        found = [tuple(layer) for layer in planes]
+    except TypeError as error:
+        raise PlanesError(f"planes are of type {type(planes).__name__}: {error}", _PLANES) from None
+    if len(found) != config.model.layers:
+        raise PlanesError(f"{len(found)} layers of planes for a model of {config.model.layers}", _PLANES)
+    return found
+
+
+_PLANES = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane], of each layer of the model"
+
+
+def _opened(
+    part: PoolPart, planes: Sequence[tuple[torch.Tensor, ...]], timeline: Timeline | None, limits: EngineLimits
+) -> CacheEngine:
+    """The engine of a pool."""
+    own = [planes[layer] for layer in part.pool.layers]
+    try:
+        engine = CacheEngine(part.config, own, timeline=timeline, limits=limits)
+    except PlanesError as error:
+        where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
+        raise PlanesError(f"{where}: {error.message}", error.hint) from None
+    config = part.config
+    tiers = [("cpu", None if config.cpu is None else config.cpu.capacity)]
+    tiers.append(("ssd", None if config.ssd is None else config.ssd.capacity))
+    sizes = ", ".join(f"{name} {about(size)}" for name, size in tiers if size is not None)
+    _log.info("groups %s: %d layers, %.1f %% of each size: %s", part.names, len(own), 100 * part.share, sizes)
+    return engine
+
+
+def _allocated(config: Config, parts: Sequence[PoolPart]) -> list[tuple[torch.Tensor, ...]]:
     """Planes of each layer, as many blocks of each pool as its part of `gpu.capacity` holds."""
     device = resolve_device(config.gpu.device)
     planes: list[tuple[torch.Tensor, ...]] = [()] * config.model.layers
-    for pool, part in zip(pools, parts, strict=True):
-        layout = part.model.layout()
+    for part in parts:
+        layout = part.config.model.layout()
         with torch.inference_mode(mode=False):
-            own = PagedPlanes.allocate(layout, part.gpu.capacity // layout.page_bytes, device)
-        for layer, tensors in zip(pool.layers, own.tensors, strict=True):
+            own = PagedPlanes.allocate(layout, part.config.gpu.capacity // layout.page_bytes, device)
+        for layer, tensors in zip(part.pool.layers, own.tensors, strict=True):
             planes[layer] = tensors
     return planes

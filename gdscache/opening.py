@@ -24,8 +24,8 @@ from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
-from gdscache.errors import InvalidValueError, TierUnavailableError
-from gdscache.events.base import KVEventHub
+from gdscache.errors import InvalidValueError, IOFailedError, TierUnavailableError
+from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
@@ -221,6 +221,7 @@ def build(
         if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)
             undo.callback(events.close)
+            _name_groups(events, config, ssd)
             with lock:
                 events.watch(manager.tiers.values())
         undo.pop_all()
@@ -261,6 +262,22 @@ def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
 
         publisher = ZmqPublisher(config.endpoint, config.replay, config.topic)
     return KVEventHub(page_tokens, publisher)
+
+
+def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> None:
+    """Tell of which groups of a hybrid model the pages are that the SSD has already."""
+    known = [(group.describe(), GroupFacts.of(n, group)) for n, group in enumerate(config.model.layer_groups())]
+    if not known or ssd is None:
+        return
+    try:
+        described = ssd.namespaces()
+    except IOFailedError as error:  # events do without
+        _log.warning("%s: events of pages that are there do not say their group: %s", ssd.path, error)
+        return
+    for digest, fields in described.items():
+        for group, facts in known:
+            if isinstance(fields, dict) and fields.get("group") == group:
+                events.name(digest, facts)
 
 
 def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str, str]:

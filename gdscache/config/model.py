@@ -112,9 +112,9 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _describes_a_page(self, info: ValidationInfo) -> Self:
-        problems = self._kind_problems() or self._group_problems()
-        if problems:
-            raise reject(GeometryError, "; ".join(problems), self._hint, info)
+        for problems, hint in ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS)):
+            if problems:
+                raise reject(GeometryError, "; ".join(problems), hint, info)
         try:
             extent = self.layout().extent_bytes
         except GeometryError as error:
@@ -240,4 +240,5 @@ _HINTS = {
     "mla": "MLA needs kv_lora_rank and rope_dim; for one plane with both, list it in planes",
     "planes": "every layer needs a plane of the list",
 }
+_GROUPS = "give each group a name, its layers, and a window, a chunk or neither; each layer is in a group"
 _ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"

@@ -48,11 +48,11 @@ def kept_tokens(group: Group, every: int) -> float:
     return min(1.0, windows * tokens / prompt)
 
 
-def shares(groups: Sequence[Group], pools: Sequence[Pool], token_bytes: Sequence[int], every: int) -> list[float]:
-    """What part of a tier's bytes each pool gets: by what prompts leave there. `token_bytes`: of a page, in all layers
-    of the pool, over the tokens of a page; `every`: tokens from one kept window to the next."""
+def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int) -> list[float]:
+    """What part of a tier's bytes each pool gets: by what prompts leave there. `page_bytes`: of a page in all layers of
+    the pool; `every`: tokens from one kept window to the next."""
     needs = [
-        each * sum(kept_tokens(groups[g], every) for g in pool.groups)
-        for pool, each in zip(pools, token_bytes, strict=True)
+        each * sum(kept_tokens(groups[g], every) / groups[g].page_tokens for g in pool.groups)
+        for pool, each in zip(pools, page_bytes, strict=True)
     ]
     return [need / sum(needs) for need in needs]

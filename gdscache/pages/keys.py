@@ -222,6 +222,11 @@ class PageHashes:
         """Full pages."""
         return len(self._hashes)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the first page is the first of its request; else there is a `parent`."""
+        return self._parent is None
+
     def __repr__(self) -> str:
         return f"PageHashes({len(self._hashes)} pages, tokens={self._tokens})"
 

@@ -370,6 +370,10 @@ class SsdTier(DurableTier):
     def _retention(self, key: bytes) -> Retention:
         return self.index.retention(key) or DEFAULT
 
+    def namespaces(self) -> dict[bytes, dict[str, object]]:
+        """Digest → description of the namespaces that the directory knows."""
+        return self._catalog.namespaces()
+
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         """Write down what a namespace means, with the next commit: for people who inspect the directory."""
         with self.lock:

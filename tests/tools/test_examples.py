@@ -48,6 +48,7 @@ def test_every_example_is_tested() -> None:
         "attach_engine",
         "demo",
         "gds_throughput",
+        "hybrid",
         "quickstart",
         "tensor_parallel",
         "transformers_generate",
@@ -96,6 +97,13 @@ def test_attach_engine(device: str, tmp_path: Path) -> None:
     assert [int(n) for n, _ in served] == [0, 192, 192, 224, 224, 224]
     assert [source for _, source in served] == ["nowhere", "cpu", "cpu", "ssd", "cpu, ssd", "cpu, ssd"]
     assert lines[-1] == "every row was the one that the model computes"
+
+
+def test_hybrid(tmp_path: Path) -> None:
+    lines = example("cpu", tmp_path, "hybrid").splitlines()
+    cached = [int(line.split(" of ")[0].split()[-1]) for line in lines]
+    assert cached == [0, 496, 256, 288, 496], "windows are kept at each 256 tokens, and where a prompt has parted"
+    assert lines[1].endswith("pages full 0-31, window 25-31")
 
 
 @pytest.mark.suite
