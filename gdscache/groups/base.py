@@ -103,18 +103,20 @@ def complete(groups: Sequence[Group], has: Presence, most: int, *, local: int = 
 
 
 class _Tail:
-    """Which pages of a group are there, asked from the last one backwards, each once."""
+    """Which pages of a group are there, asked from the end of ever shorter lengths backwards, each once at most."""
 
     def __init__(self, has: Presence, group: int, pages: int) -> None:
         self._has, self._group = has, group
         self._mask, self._from = bytearray(pages), pages
+        self._ahead = 0  # pages that are asked for at least: few, until it shows that lengths lack some
 
     def last_absent(self, first: int, stop: int) -> int:
-        """The last page of `first ... stop-1` that is not there; -1: all are."""
-        if first < self._from:
-            start = min(first, max(0, self._from - _PIECE))
-            self._mask[start : self._from] = self._has(self._group, start, self._from)
-            self._from = start
+        """The last page of `first ... stop-1` that is not there; -1: all are. `stop` is none greater than before."""
+        end = min(stop, self._from)
+        if first < end:
+            start = max(0, min(first, end - self._ahead))
+            self._mask[start:end] = self._has(self._group, start, end)
+            self._from, self._ahead = start, min(_PIECE, 2 * (end - start))
         return self._mask.rfind(0, first, stop)
 
 
