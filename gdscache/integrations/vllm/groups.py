@@ -15,7 +15,7 @@ from typing import Any
 
 from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import Group, alignment, kept
-from gdscache.groups.names import GroupNames
+from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable
@@ -41,11 +41,12 @@ class GroupStoreOrder:
 @dataclasses.dataclass(slots=True)
 class _GroupKnown(Known):
     """`names`: of its pages; `ends`: lengths of hits that its windows are kept for; `next`: of each group, the first
-    page that was not offered yet."""
+    page that was not offered yet; `last`: the last page that was stored, since it got its blocks."""
 
     names: GroupNames = dataclasses.field(default_factory=lambda: GroupNames((), (), 1))
     ends: set[int] = dataclasses.field(default_factory=set)
     next: list[int] = dataclasses.field(default_factory=list)
+    last: GroupPage | None = None
 
 
 class GroupTable(RequestTable):
@@ -113,8 +114,10 @@ class GroupTable(RequestTable):
                 known.next[g] = max(first, full)
             if any(wanted):
                 tables: Tables = blocks_of(request_id)
-                chain = known.names.chain([[n for n in some if tables[g][n] != NULL] for g, some in enumerate(wanted)])
+                there = [[n for n in some if tables[g][n] != NULL] for g, some in enumerate(wanted)]
+                chain = known.names.chain(there, known.last)
                 if chain:
+                    known.last = chain[-1]
                     blocks = tuple(tables[one.group][one.number] for one in chain)
                     yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks)
 
@@ -153,7 +156,7 @@ class GroupTable(RequestTable):
             ends.add(there)
         if self._every:
             ends.update(range(self._every, prompt, max(size, self._every // size * size)))
-        known.ends = ends
+        known.ends, known.last = ends, None
         known.next = [
             min(there, whole) // group.page_tokens
             if group.keeps == "all"
