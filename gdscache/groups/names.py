@@ -38,7 +38,7 @@ class GroupNames:
         self._digests: list[bytes] = []
         self._keyed = [hashlib.blake2b(digest_size=KEY_BYTES, key=some) for some in namespaces]
         self._keys: list[dict[int, bytes]] = [{} for _ in groups]
-        self._last = next((g for g, group in enumerate(groups) if group.keeps == "all"), None)
+        self._full = [(g, group.page_tokens) for g, group in enumerate(groups) if group.keeps == "all"]
 
     @property
     def digests(self) -> int:
@@ -75,27 +75,37 @@ class GroupNames:
         """`base.Presence`, by what a tier, or all of them, say of keys."""
         return lambda group, first, stop: visible(self.keys(group, first, stop))
 
-    def chain(self, wanted: Sequence[Sequence[int]]) -> list[GroupPage]:
+    def chain(self, wanted: Sequence[Sequence[int]], after: GroupPage | None = None) -> list[GroupPage]:
         """Pages of each group by their numbers, named in the order of their ends, and windows before what follows them.
 
-        A group that keeps all follows, page by page, what comes before it here. A window's page follows the page of
-        such a group before it; where there is no such group, none.
+        Where a group keeps all, each page follows the one before it here. The first one follows the last page of such a
+        group that comes before it, or `after`, of an earlier part of the request, if that comes between the two. Where
+        there is no such group, a page follows none.
         """
-        groups, last, namespaces, keys = self.groups, self._last, self._namespaces, self._keys
-        sizes, whole = [group.page_tokens for group in groups], [group.keeps == "all" for group in groups]
-        places = sorted(
-            ((number + 1) * sizes[g], whole[g], g, number) for g, numbers in enumerate(wanted) for number in numbers
-        )
+        keys, namespaces = self._keys, self._namespaces
+        places = sorted(self._place(g, number) for g, numbers in enumerate(wanted) for number in numbers)
         named: list[GroupPage] = []
         before: bytes | None = None
-        for end, _, g, number in places:
+        for place in places:
+            *_, g, number = place
             namespace = namespaces[g]
-            if last is None:
-                before = namespace
-            elif before is None:
-                at = (end - sizes[g]) // sizes[last] - 1
-                before = self.key(last, at) if at >= 0 else namespace
+            if before is None or not self._full:
+                before = self._before(place, after) or namespace
             key = keys[g].get(number) or self.key(g, number)
             named.append(GroupPage(g, number, Page(key, before, namespace)))
             before = key
         return named
+
+    def _place(self, group: int, number: int) -> tuple[int, bool, int, int]:
+        """Where a page comes in that order."""
+        about = self.groups[group]
+        return (number + 1) * about.page_tokens, about.keeps == "all", group, number
+
+    def _before(self, place: tuple[int, bool, int, int], after: GroupPage | None) -> bytes | None:
+        """The key of the page that the first page of a chain follows."""
+        if not self._full:
+            return None
+        found = [self._place(g, place[0] // size - back) for g, size in self._full for back in (1, 2)]
+        found += [self._place(after.group, after.number)] if after else []
+        *_, group, number = max((one for one in found if one < place), default=(0, -1))
+        return self.key(group, number) if number >= 0 else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import Group, alignment, kept
-from gdscache.groups.names import GroupNames
+from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable
@@ -43,12 +43,13 @@ class GroupStoreOrder:
 @dataclasses.dataclass(slots=True)
 class _GroupKnown(Known):
     """`names`: of its pages; `ends`: lengths of hits that its windows are kept for; `next`: of each group, the first
-    page that was not offered yet."""
+    page that was not offered yet; `last`: the last page that was stored, since it got its blocks."""
 
     names: GroupNames = dataclasses.field(default_factory=lambda: GroupNames((), (), 1))
     state: int = 0  # tokens of the last state that was stored for its place alone
     ends: set[int] = dataclasses.field(default_factory=set)
     next: list[int] = dataclasses.field(default_factory=list)
+    last: GroupPage | None = None
 
 
 class GroupTable(RequestTable):
@@ -154,8 +155,9 @@ class GroupTable(RequestTable):
                     wanted[g].append(number)
                     places[g, number] = block
                     self._lent.add(block)
-            chain = known.names.chain(wanted)
+            chain = known.names.chain(wanted, known.last)
             if chain:
+                known.last = chain[-1]
                 blocks = tuple(places[one.group, one.number] for one in chain)
                 yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks)
 
@@ -203,7 +205,7 @@ class GroupTable(RequestTable):
             ends.add(there)
         if self._every:
             ends.update(range(self._every, prompt, max(size, self._every // size * size)))
-        known.ends = ends
+        known.ends, known.last = ends, None
         known.next = [
             min(there, whole) // group.page_tokens
             if group.keeps == "all"
