@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gdscache import PageHashes
 from gdscache.errors import InvalidValueError
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, LoadTable
 from gdscache.integrations.sglang.pages import PageLinks, digest
+from tests.support.fetches import PIN, FakeCache, names_of
 
-WAIT, PIN = 0.5, 60.0
+WAIT = 0.5
 PROMPTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 9, 9, 9, 9), (7, 7, 7)]
 
 
@@ -26,75 +24,12 @@ def keys_of(tokens: tuple[int, ...]) -> list[str]:
     return [hashlib.sha256(repr(tokens[: end + 1]).encode()).hexdigest() for end in range(len(tokens))]
 
 
-def names_of(hashes: PageHashes) -> list[bytes]:
-    return [page.key for page in hashes.pages(bytes(32))]
-
-
 def named(keys: list[str]) -> list[bytes]:
     return names_of(PageLinks().named(keys))
 
 
-class FakeFetch:
-    """A fetch whose pages come when the test says so."""
-
-    def __init__(self, names: list[bytes], cached: int, wanted: int, clock: Any) -> None:
-        self.names, self.cached, self.wanted, self.asking = names, cached, wanted, False
-        self.there, self.ended, self.released = 0, wanted == 0, 0
-        self._clock, self.until = clock, clock() + PIN
-
-    def done(self) -> bool:
-        return self.ended or self.there >= self.wanted
-
-    def verified(self) -> int:
-        return 0 if self._clock() >= self.until else self.there
-
-    def outpaced(self) -> bool:
-        return False
-
-    def crowded(self) -> bool:
-        return False
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        return bool(self._clock() + within >= self.until)
-
-    def release(self) -> None:
-        self.released += 1
-
-    def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        return Counter()
-
-    def checked(self, first: int, pages: int) -> Any:
-        assert not self.released
-        assert first + pages <= self.verified(), "a load of pages that are not checked"
-        return self.names[first : first + pages]
-
-    unchecked = checked
-
-
-class FakeCache:
-    """Pages that are stored, by their names in some namespace."""
-
-    def __init__(self) -> None:
-        self.stored: set[bytes] = set()
-        self.fetches: list[FakeFetch] = []
-        self.now, self.asks = 0.0, False  # `asks`: a tier beyond this machine, which says nothing
-
-    def clock(self) -> float:
-        return self.now
-
-    def cached(self, hashes: PageHashes) -> int:
-        names = names_of(hashes)
-        return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
-
-    def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
-        cached = self.cached(hashes)
-        self.fetches.append(FakeFetch(names_of(hashes), cached, min(pages, cached), self.clock))
-        self.fetches[-1].asking = self.asks
-        return self.fetches[-1]
-
-
 def store(cache: FakeCache, keys: list[str]) -> None:
-    cache.stored |= set(names_of(PageLinks().named(keys)))
+    cache.stored |= set(named(keys))
 
 
 class Table:
