@@ -33,7 +33,7 @@ WAIT = 60.0  # seconds after which something hangs, on a machine that others kee
 # Of engines that are counted in pages: every slot of the SSD takes one, and prefetches move one chunk at a time.
 SMALL = EngineLimits(prefetch_chunks=1, prefetch_share=1.0, ssd_reserve=0)
 # Seconds of a test that does random things from many threads: in `make suites`, and in `make soak`.
-LONG = [pytest.param(3.0, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
+LONG = [pytest.param(1.5, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
 SEED = int(
     os.environ.get("GDSCACHE_SEED", "0")
 )  # what is drawn at random follows from it; `make soak` prints a fresh one

@@ -253,15 +253,15 @@ def drawn(rng: random.Random, transport: str) -> Round:
     return Round(kind, way) if stage == ALONE else Round(kind, way, rng.choice(seconds), rng.choice(WAYS), stage)
 
 
-def short_form(some: Sequence[str]) -> list[tuple[str, list[Round]]]:
-    """Each kind once and from now on, half of them with a second one. The transports take turns."""
+def each_kind(some: Sequence[str], *, whole: bool) -> list[tuple[str, list[Round]]]:
+    """Each kind once, from now on, or both (`whole`), half of them with a second one. The transports take turns."""
     rng, rounds = random.Random(5), {transport: list[Round]() for transport in some}
     for number, kind in enumerate(dict.fromkeys(kind for transport in some for kind in kinds_of(transport))):
         able = [transport for transport in some if kind in kinds_of(transport)]
         transport = able[number % len(able)]
         others = [k for k in kinds_of(transport) if not k.startswith(("late", "hung")) and means(k) != means(kind)]
         stage = (ALONE, OVERLAP, ALONE, CLOSING if means(kind) == "calls" else OVERLAP, ALONE, REOPEN)[number % 6]
-        for way in (ONCE, ON):
+        for way in (ONCE, ON) if whole else ((ONCE, ON)[number // 6 % 2],):
             second = (rng.choice(others), rng.choice(WAYS), stage) if stage != ALONE else ()
             rounds[transport].append(Round(kind, way, *second))
     rounds["posix"] += [Round("catalogue write", way, "thread", way, REOPEN) for way in (ONCE, ON)]

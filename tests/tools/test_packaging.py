@@ -67,8 +67,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     target = tmp_path_factory.mktemp("wheel")
+    quick = target.with_name("c++")  # what is compiled here is not run for long
+    quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n', encoding="utf-8")
+    quick.chmod(0o755)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(target)]
-    subprocess.run([*command, str(source)], check=True, timeout=500, capture_output=True)
+    environment = os.environ | ({} if "CXX" in os.environ or not shutil.which("c++") else {"CXX": str(quick)})
+    subprocess.run([*command, str(source)], check=True, timeout=500, capture_output=True, env=environment)
     (file,) = target.iterdir()
     return zipfile.ZipFile(file)
 

@@ -702,6 +702,36 @@ TestClaims = ClaimsMachine.TestCase
 TestClaims.settings = settings(max_examples=max(120, settings.default.max_examples), stateful_step_count=50)
 
 
+def test_room_of_a_page_is_theirs_who_expect_it_when_it_is_let_go() -> None:
+    """Steps that the machine draws too rarely to miss a check of them; and those of the next test."""
+    manager, pages = bare_manager(SLOTS, Clock()), [page_of(number) for number in range(SLOTS // 2)]
+    pins, index = manager.pins, manager.cpu_index
+    with manager.lock:
+        one, two, three = (pins.claim(some, 60.0, 1) for some in (pages, pages[:1], pages[:1]))
+        index.insert(pages[0], index.take_free(1)[0], PageState.VERIFIED)
+        for claim in (one, two):
+            pins.fill(claim, [0])
+        assert (one.good, two.good) == (1, 1), "no room is left, and a page that is held needs none"
+        for claim in (one, two):
+            pins.end(claim)
+        assert pins.describe() == {"pinned_pages": 0, "promised_pages": 1, "pin_quota_pages": 6}
+        pins.fill(three, [0])
+        assert pins.describe() == {"pinned_pages": 1, "promised_pages": 0, "pin_quota_pages": 6}
+
+
+def test_a_page_that_was_dropped_while_it_was_held_has_no_room_for_what_comes_in_its_place() -> None:
+    manager, page = bare_manager(SLOTS, Clock()), page_of(0)
+    pins, index = manager.pins, manager.cpu_index
+    with manager.lock:
+        claim = pins.claim([page], 60.0, 1)
+        for _ in range(2):
+            entry = index.insert(page, index.take_free(1)[0], PageState.VERIFIED)
+            pins.fill(claim, [0])
+            index.drop(entry)
+            pins.claim([page_of(number) for number in range(1, 6)], 60.0, 1)
+        assert pins.describe() == {"pinned_pages": 1, "promised_pages": 5, "pin_quota_pages": 6}
+
+
 # -- an engine, against what it says ---------------------------------------------------------------------------------
 
 actions = st.lists(
