@@ -198,15 +198,9 @@ def test_a_device_that_torch_would_take_for_another_one_is_refused(device: str) 
 # Where a number's least value is below what the rest of the configuration needs, the least that is not: in pages.
 PAGE = 8192  # bytes of an extent of the tests' model
 LEAST = {
-    "gpu.capacity": PAGE,
-    "gpu.staging": 2 * PAGE,
-    "cpu.capacity": PAGE,
-    "ssd.capacity": PAGE,
-    "tiers[].capacity": PAGE,
-    "ssd.endurance": 8 * PAGE,
-    "store.queue": PAGE,
-    "host_buffer": 2 * PAGE,
-}
+    "gpu.capacity": PAGE, "gpu.staging": 2 * PAGE, "cpu.capacity": PAGE, "ssd.capacity": PAGE,
+    "tiers[].capacity": PAGE, "ssd.endurance": 8 * PAGE, "store.queue": PAGE, "host_buffer": 2 * PAGE,
+}  # fmt: skip
 # What would be that much memory, disk or work; what is refused there is tested by itself.
 CAPACITIES = ("gpu.capacity", "gpu.staging", "cpu.capacity", "ssd.capacity", "tiers[].capacity", "host_buffer")
 SHAPES = ("model.layers", "model.page_tokens", "model.kv_heads", "model.head_dim", "model.v_head_dim")

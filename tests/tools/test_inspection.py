@@ -238,12 +238,8 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
         assert inspect(cache)["owner"]["pid"] == os.getpid()
         (cache / LOCK_NAME).write_bytes(b"[")  # its holder has not said its name
         assert find_owner(cache, catalog_open=True).describe() == {
-            "state": "in use",
-            "pid": os.getpid(),
-            "host": None,
-            "started": None,
-            "command": None,
-        }
+            "state": "in use", "pid": os.getpid(), "host": None, "started": None, "command": None,
+        }  # fmt: skip
         monkeypatch.setattr(fcntl, "flock", genuine)
     lock = {"pid": 1, "host": "elsewhere.example", "started": "then", "command": "x"}
     (cache / LOCK_NAME).write_text(json.dumps(lock))

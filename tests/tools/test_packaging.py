@@ -30,18 +30,8 @@ def test_core_dependencies_are_the_promised_ones() -> None:
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) == {
-        "cuda12",
-        "cuda13",
-        "kernels",
-        "cupy12",
-        "cupy13",
-        "hf",
-        "plot",
-        "mooncake",
-        "events",
-        "test",
-        "dev",
-    }
+        "cuda12", "cuda13", "kernels", "cupy12", "cupy13", "hf", "plot", "mooncake", "events", "test", "dev",
+    }  # fmt: skip
 
 
 def test_every_package_of_the_tree_is_shipped() -> None:
@@ -199,22 +189,10 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 @pytest.mark.parametrize(
     "target",
     [
-        "demo",
-        "test",
-        "suites",
-        "sanitize",
-        "lint",
-        "soak",
-        "mutants",
-        "scale",
-        "scale-smoke",
-        "resolve",
-        "wheels",
-        "bench",
-        "clean",
-        "help",
+        "demo", "test", "suites", "sanitize", "lint", "soak", "mutants", "scale", "scale-smoke", "resolve", "wheels",
+        "bench", "clean", "help",
     ],
-)
+)  # fmt: skip
 def test_each_target_can_be_planned(target: str, tmp_path: Path) -> None:
     done = make("-n", target, f"VENV={tmp_path / 'new'}")
     assert done.returncode == 0, done.stderr

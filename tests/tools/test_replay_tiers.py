@@ -487,13 +487,8 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
     report = json.loads(out)
     assert report["schema"] == "gdscache.replay/4"
     assert report["workload"] == {
-        "requests": 5,
-        "page_tokens": 512,
-        "pages": 9,
-        "unique_pages": 5,
-        "tokens": 4608,
-        "seconds": 4.0,
-    }
+        "requests": 5, "page_tokens": 512, "pages": 9, "unique_pages": 5, "tokens": 4608, "seconds": 4.0,
+    }  # fmt: skip
     [found] = report["runs"]
     assert found["hit_pages"] == found["lookup_pages"] - 5 == 4
     assert found["hit_pages"] == sum(tier["hit_pages"] for tier in found["tiers"].values())

@@ -26,13 +26,9 @@ PAGE, PAGES, LAYERS = 4, 5, 3
 
 def server(**changes: Any) -> Any:
     given = {
-        "model_path": "org/model",
-        "load_format": "auto",
-        "tp_size": 1,
-        "speculative_algorithm": None,
-        "enable_lora": None,
-        "disaggregation_mode": "null",
-    }
+        "model_path": "org/model", "load_format": "auto", "tp_size": 1, "speculative_algorithm": None,
+        "enable_lora": None, "disaggregation_mode": "null",
+    }  # fmt: skip
     return SimpleNamespace(**{**given, **changes})
 
 

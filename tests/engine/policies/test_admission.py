@@ -251,12 +251,8 @@ def test_all_lets_everything_in() -> None:
     assert gate(admission="tinylfu").refuses
     assert [admission.admit(page(i), name("victim")) for i in range(100)] == [""] * 100
     assert admission.describe() == {
-        "policy": "all",
-        "memory_bytes": 0,
-        "admitted": 100,
-        "refused": {},
-        "endurance": None,
-    }
+        "policy": "all", "memory_bytes": 0, "admitted": 100, "refused": {}, "endurance": None,
+    }  # fmt: skip
 
 
 def test_offers_are_forgotten() -> None:

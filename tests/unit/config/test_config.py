@@ -254,24 +254,11 @@ print(sorted({{"torch", "cupy", "kvikio", "nixl", "transformers", "triton"}} & s
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        (0, 0),
-        (4096, 4096),
-        ("4096", 4096),
-        ("17B", 17),
-        ("4KiB", 4096),
-        ("512MiB", 512 << 20),
-        ("64GiB", 64 << 30),
-        ("64 GiB", 64 << 30),
-        ("2TiB", 2 << 40),
-        ("1PiB", 1 << 50),
-        ("1.5GiB", 3 << 29),
-        ("10GB", 10**10),
-        ("4kB", 4000),
-        ("4KB", 4000),
-        ("0.3KiB", 307),
-        (MAX_SIZE, MAX_SIZE),
+        (0, 0), (4096, 4096), ("4096", 4096), ("17B", 17), ("4KiB", 4096), ("512MiB", 512 << 20), ("64GiB", 64 << 30),
+        ("64 GiB", 64 << 30), ("2TiB", 2 << 40), ("1PiB", 1 << 50), ("1.5GiB", 3 << 29), ("10GB", 10**10),
+        ("4kB", 4000), ("4KB", 4000), ("0.3KiB", 307), (MAX_SIZE, MAX_SIZE),
     ],
-)
+)  # fmt: skip
 def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
     assert type(parse_size(text)) is int
@@ -282,25 +269,13 @@ def test_sizes(text: int | str, size: int) -> None:
     "text",
     [
         *(
-            "",
-            "GiB",
-            "64G",
-            "64gib",
-            "64Gb",
-            "-1",
-            "-1GiB",
-            "1e9",
-            "0x10",
-            "1,5GiB",
-            "1.GiB",
-            " 1GiB",
-            "1GiB ",
+            "", "GiB", "64G", "64gib", "64Gb", "-1", "-1GiB", "1e9", "0x10", "1,5GiB", "1.GiB", " 1GiB", "1GiB ",
             "1GiB\n",
         ),
         *("٣GiB", "9999PiB9", "9" * 5000, "9" * 19 + "PiB", "1_000", "nan"),
         *(-1, MAX_SIZE + 1, 1.5, True, None, [1]),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse_size(text)
@@ -469,14 +444,10 @@ def test_no_model_at_all() -> None:
 @pytest.mark.parametrize(
     ("key", "needed"),
     [
-        ("gpu.capacity", 1),
-        ("cpu.capacity", 1),
-        ("ssd.capacity", 1),
-        ("store.queue", 1),
-        ("gpu.staging", 2),
+        ("gpu.capacity", 1), ("cpu.capacity", 1), ("ssd.capacity", 1), ("store.queue", 1), ("gpu.staging", 2),
         ("host_buffer", 2),
     ],
-)
+)  # fmt: skip
 def test_a_size_below_one_page(key: str, needed: int) -> None:
     extent = config().model.layout().extent_bytes
     base: dict[str, Any] = {"gpu": {}, "cpu": {}, "ssd": {"path": "x"}, "store": {}}
