@@ -294,6 +294,19 @@ OpenHost = Callable[..., Host]
 OpenEngine = Callable[..., CacheEngine]
 
 
+def kept(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
+    """A host, and a prompt that it keeps on every tier."""
+    host, tokens = open_host(**options), prompt(1, pages)
+    host.keep(tokens)
+    return host, tokens
+
+
+def kept_on_ssd(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
+    host, tokens = kept(open_host, pages, **options)
+    drop_from(host.engine, "cpu")
+    return host, tokens
+
+
 def stored(host: Host, seed: int, pages: int) -> list[int]:
     """A prompt that is on the SSD, and in no faster tier."""
     tokens = prompt(seed, pages)

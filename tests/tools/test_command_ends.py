@@ -70,12 +70,9 @@ def requests(tmp_path: Path) -> Path:
     [
         ("--version",),
         ("--help",),
-        ("config", "--help"),
         ("config", "schema"),
-        ("config", "check", str(CONFIG)),
         ("config", "check", "--json", str(CONFIG)),
         ("replay", "TRACE"),
-        ("replay", "TRACE", "--json"),
     ],
     ids=" ".join,
 )

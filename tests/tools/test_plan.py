@@ -296,7 +296,6 @@ def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, .
         ((), "no trace is named"),
         (("TRACE",), "--prefill-tokens-per-second"),
         (("TRACE", "OPTIONS", "--cpu-budget", "1KiB"), "--cpu-budget is 1024 bytes and a page 4096 bytes"),
-        (("TRACE", "OPTIONS", "--cpu-budget", "much"), "--cpu-budget 'much'"),
         (("TRACE", "OPTIONS", "--set", "store.queue"), "has no value"),
         (("EMPTY", "OPTIONS"), "no block in 0 requests"),
         (("SHORT", "OPTIONS"), "no prompt of the trace has a full page"),

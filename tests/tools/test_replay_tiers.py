@@ -556,9 +556,7 @@ def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
         (["--cpu", "4", "--model", "unknown"], "no model is named"),
         (["--cpu", "4", "--page-bytes", "1000"], "no whole number of bytes"),
         (["--cpu", "4", "--speed", "0"], "--speed is 0"),
-        (["--cpu", "4", "--link-gbps", "0"], "link is 0"),
         (["--cpu", "4", "--page-tokens", "100"], "do not divide"),
-        (["--cpu", "4", "--set", "cpu"], "has no value"),
     ],
 )
 def test_what_cannot_be_is_refused(gdscache, trace: Path, arguments: list[str], said: str) -> None:

@@ -31,6 +31,7 @@ from tests.support.helpers import (
     OpenHost,
     drop_from,
     expected,
+    kept_on_ssd,
     layout_of,
     prompt,
     read_page,
@@ -519,9 +520,7 @@ def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
 
 
 def test_prefetches_are_read_whole(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=8, bounce=8)
-    tokens = prompt(1, PAGES)
-    host.keep_on_ssd(tokens)
+    host, tokens = kept_on_ssd(open_host, PAGES, model=EVEN, transport=FAULTY, cpu=8, bounce=8)
     PLAN.reset()
     host.engine.prefetch(tokens).result(WAIT)
     assert len(PLAN.moved[Op.READ]) == PAGES

@@ -23,7 +23,7 @@ from gdscache.policies.admission import ADMISSIONS, REMEMBERED, Admission, Secon
 from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent
-from tests.support.helpers import MHA, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet
+from tests.support.helpers import MHA, Host, OpenHost, drop_from, kept, layout_of, make_config, prompt, quiet
 
 NAMESPACE = b"n" * 32
 EXTENT = 1 << 20
@@ -500,9 +500,7 @@ def test_the_settings_reach_the_policy() -> None:
 
 def test_every_tier_behind_the_cpu_tier_has_the_admission(open_host: OpenHost) -> None:
     tier = {"tier": "tests.support.dict_tier:DictTier", "capacity": 16 * layout_of(MHA).extent_bytes}
-    host = open_host(cpu=8, ssd=16, store={"admission": "second_offer"}, tiers=[tier])
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, _ = kept(open_host, 3, cpu=8, ssd=16, store={"admission": "second_offer"}, tiers=[tier])
     assert host.engine.stats()["refused"] == {"second_offer": 6}
     outlets = host.engine._parts.storer._planner.outlets
     assert [outlet.admission.describe()["policy"] for outlet in outlets] == ["second_offer"] * 2

@@ -37,6 +37,7 @@ from tests.support.helpers import (
     OpenHost,
     drop_from,
     expected,
+    kept,
     make_config,
     prompt,
     quiet,
@@ -55,6 +56,12 @@ def host_of(open_host: OpenHost, **options: Any) -> Host:
     """Chunks of one page; 24 pages of memory, of which pins have 12."""
     options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
     return open_host(**options)
+
+
+def stocked(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
+    """And a prompt on its SSD."""
+    host = host_of(open_host, **options)
+    return host, stored(host, 1, pages)
 
 
 def press(host: Host) -> None:
@@ -105,8 +112,7 @@ def test_what_was_brought_stays_and_is_loaded_from_memory(open_host: OpenHost, d
 
 
 def test_what_is_verified_grows_page_by_page(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 5)
+    host, tokens = stocked(open_host, 5)
     with (
         PLAN.rule(Op.READ, Fault.HANG, skip=3, times=1) as fourth,
         PLAN.rule(Op.READ, Fault.HANG, skip=1, times=1) as second,
@@ -126,8 +132,7 @@ def test_what_is_verified_grows_page_by_page(open_host: OpenHost) -> None:
 
 def test_pages_found_in_memory_are_held_at_once(open_host: OpenHost) -> None:
     """Behind a gap, too: they stay until the gap is filled."""
-    host = host_of(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     host.load(tokens)
     with host.engine.manager.lock:
         index = host.engine.manager.cpu_index
@@ -147,8 +152,7 @@ def test_pages_found_in_memory_are_held_at_once(open_host: OpenHost) -> None:
 
 @pytest.mark.parametrize("by", ["release", "cancel", "with"])
 def test_whatever_ends_it_lets_go(open_host: OpenHost, by: str) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2) as rule:
         if by == "with":
             with host.engine.prefetch(tokens, pin=60.0) as prefetch:
@@ -187,8 +191,7 @@ def test_its_time_is_up(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_that_hangs_ends_when_its_time_is_up(open_host: OpenHost) -> None:
-    host = host_of(open_host, deadline=0.3)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6, deadline=0.3)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
         prefetch = host.engine.prefetch(tokens, pin=0.2)
         until(prefetch.done, "it ends")
@@ -276,8 +279,7 @@ def test_the_quota_of_other_prefetches_is_not_asked(open_host: OpenHost) -> None
 
 
 def test_a_bad_page_ends_it_and_what_lies_behind_is_given_up(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     host.load(tokens)
     with host.engine.manager.lock:
         index = host.engine.manager.cpu_index
@@ -296,8 +298,7 @@ def test_a_bad_page_ends_it_and_what_lies_behind_is_given_up(open_host: OpenHost
 
 
 def test_such_a_load_is_not_hashed_and_has_no_deadline(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of(open_host, load={"verify": "always"})
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4, load={"verify": "always"})
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     prefetch.result(WAIT)
     moves: list[Move] = []
@@ -340,8 +341,7 @@ def test_prefetches_do_not_wait_for_such_a_load(open_host: OpenHost, monkeypatch
 
 def test_it_takes_a_page_of_memory_alone(open_host: OpenHost) -> None:
     """Released too early: what is on the SSD only is not read, and the answer says so."""
-    host = host_of(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     prefetch.result(WAIT)
     hit = prefetch.hit()
@@ -358,8 +358,7 @@ def test_it_takes_a_page_of_memory_alone(open_host: OpenHost) -> None:
 
 @pytest.mark.parametrize("how", ["clear", "invalidate"])
 def test_a_page_that_was_invalidated_is_not_loaded(open_host: OpenHost, how: str) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4)
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     prefetch.result(WAIT)
     hit = prefetch.hit()
@@ -378,8 +377,7 @@ def test_a_page_that_was_invalidated_is_not_loaded(open_host: OpenHost, how: str
 
 
 def test_what_is_released_at_once_is_loaded_to_its_end(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 8)
+    host, tokens = stocked(open_host, 8)
     for _ in range(20):
         prefetch = host.engine.prefetch(tokens, pin=60.0)
         prefetch.result(WAIT)
@@ -421,8 +419,7 @@ def test_many_requests_are_one_load(open_host: OpenHost) -> None:
 
 
 def test_a_hit_begins_where_it_is_told_to(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     with host.engine.prefetch(tokens, start=8, pin=60.0) as prefetch:
         prefetch.result(WAIT)
         assert prefetch.verified == 16
@@ -473,8 +470,7 @@ def test_pins_need_a_tier_in_memory_and_planes(open_host: OpenHost, tmp_path: Pa
 
 
 def test_without_pins_there_is_no_such_hit(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 2)
+    host, tokens = stocked(open_host, 2)
     prefetch = host.engine.prefetch(tokens)
     prefetch.result(WAIT)
     assert prefetch.verified == 0
@@ -484,9 +480,7 @@ def test_without_pins_there_is_no_such_hit(open_host: OpenHost) -> None:
 
 
 def test_without_an_ssd_it_holds_what_is_there(open_host: OpenHost) -> None:
-    host = open_host(ssd=None, cpu=24)
-    tokens = prompt(1, 5)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 5, ssd=None, cpu=24)
     with host.engine.prefetch(tokens, pin=60.0) as prefetch:
         assert (prefetch.done(), prefetch.result().end.value, prefetch.verified) == (True, "complete", 20)
         press(host)
@@ -494,8 +488,7 @@ def test_without_an_ssd_it_holds_what_is_there(open_host: OpenHost) -> None:
 
 
 def test_a_handle_of_a_closed_engine(open_host: OpenHost) -> None:
-    host = host_of(open_host)
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4)
     with host.engine.prefetch(tokens, pin=60.0) as prefetch:
         prefetch.result(WAIT)
         hit = prefetch.hit()
