@@ -70,7 +70,6 @@ def test_loads_and_misses_by_cause(open_engine: OpenEngine) -> None:
 
 
 def test_what_hangs_is_shown_while_it_does(open_host: OpenHost) -> None:
-    PLAN.reset()
     host = open_host(transport="tests.support.faulty:FaultyTransport", cpu=8, deadline=0.3)
     value = registry_of(host.engine).get_sample_value
 

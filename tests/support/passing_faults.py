@@ -34,18 +34,11 @@ WAYS = (ONCE, OFTEN, ON)
 ALONE, OVERLAP, REOPEN, CLOSING = "alone", "overlap", "reopen", "closing"
 
 FAULTS = {
-    "read error": (Op.READ, Fault.EIO),
-    "short read": (Op.READ, Fault.SHORT),
-    "late read": (Op.READ, Fault.DELAY),
-    "hung read": (Op.READ, Fault.HANG),
-    "write error": (Op.WRITE, Fault.EIO),
-    "full": (Op.WRITE, Fault.ENOSPC),
-    "short write": (Op.WRITE, Fault.SHORT),
-    "lost write": (Op.WRITE, Fault.LOST),
-    "torn write": (Op.WRITE, Fault.TORN),
-    "late write": (Op.WRITE, Fault.DELAY),
-    "hung write": (Op.WRITE, Fault.HANG),
-}
+    "read error": (Op.READ, Fault.EIO), "short read": (Op.READ, Fault.SHORT), "late read": (Op.READ, Fault.DELAY),
+    "hung read": (Op.READ, Fault.HANG), "write error": (Op.WRITE, Fault.EIO), "full": (Op.WRITE, Fault.ENOSPC),
+    "short write": (Op.WRITE, Fault.SHORT), "lost write": (Op.WRITE, Fault.LOST),
+    "torn write": (Op.WRITE, Fault.TORN), "late write": (Op.WRITE, Fault.DELAY), "hung write": (Op.WRITE, Fault.HANG),
+}  # fmt: skip
 HARM = ("lost write", "torn write")  # what is written meanwhile is really damaged
 # Of calls of the C library: below which name, reads, writes or syncs, and the errno.
 CALLS = {

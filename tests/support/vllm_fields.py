@@ -25,19 +25,12 @@ LOOKED_AT = {"model", "model_weights", "revision", "max_model_len", "original_ma
 CALLER = facts  # the module that calls `facts_of`
 # The parts of vLLM's configuration, by the field that has each.
 PARTS = {
-    "model_config": "ModelConfig",
-    "multimodal_config": "MultiModalConfig",
-    "cache_config": "CacheConfig",
-    "parallel_config": "ParallelConfig",
-    "scheduler_config": "SchedulerConfig",
-    "device_config": "DeviceConfig",
-    "load_config": "LoadConfig",
-    "attention_config": "AttentionConfig",
-    "kernel_config": "KernelConfig",
-    "compilation_config": "CompilationConfig",
-    "kv_transfer_config": "KVTransferConfig",
+    "model_config": "ModelConfig", "multimodal_config": "MultiModalConfig", "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig", "scheduler_config": "SchedulerConfig", "device_config": "DeviceConfig",
+    "load_config": "LoadConfig", "attention_config": "AttentionConfig", "kernel_config": "KernelConfig",
+    "compilation_config": "CompilationConfig", "kv_transfer_config": "KVTransferConfig",
     "ec_transfer_config": "ECTransferConfig",
-}
+}  # fmt: skip
 
 
 def of_class(owner: str, *kinds: str) -> list[str]:

@@ -113,13 +113,8 @@ def test_gds_throughput(device: str, tmp_path: Path) -> None:
 @pytest.mark.suite
 def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        str(ROOT / "examples" / "gds_throughput.py"),
-        str(tmp_path),
-        "--mib",
-        "4",
-        "--require-gds",
-    ]
+        sys.executable, str(ROOT / "examples" / "gds_throughput.py"), str(tmp_path), "--mib", "4", "--require-gds",
+    ]  # fmt: skip
     done = subprocess.run(
         command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240
     )

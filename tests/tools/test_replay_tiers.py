@@ -523,17 +523,9 @@ def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     drawn = tmp_path / "tiers.svg"
     options = [
-        "--cpu",
-        "2",
-        "--ssd",
-        "2,4",
-        "--set",
-        "store.write_policy=write_back",
-        "--set",
-        "store.write_policy=write_through",
-        "--plot",
-        drawn,
-    ]
+        "--cpu", "2", "--ssd", "2,4", "--set", "store.write_policy=write_back", "--set",
+        "store.write_policy=write_through", "--plot", drawn,
+    ]  # fmt: skip
     assert gdscache("replay", trace, *options)[0] == 0
     text = drawn.read_text()
     for label in (

@@ -250,15 +250,10 @@ def test_overlap_is_learned_from_prefills_beside_a_load() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((0, 0, 1.0), "tokens"),
-        ((1.5, 0, 1.0), "tokens"),
-        ((8, -1, 1.0), "cached_tokens"),
-        ((8, 0, 0.0), "seconds"),
-        ((8, 0, math.nan), "seconds"),
-        ((8, 0, 1.0, 0.0), "load_seconds"),
-        ((8, 0, 1.0, math.nan), "load_seconds"),
+        ((0, 0, 1.0), "tokens"), ((1.5, 0, 1.0), "tokens"), ((8, -1, 1.0), "cached_tokens"), ((8, 0, 0.0), "seconds"),
+        ((8, 0, math.nan), "seconds"), ((8, 0, 1.0, 0.0), "load_seconds"), ((8, 0, 1.0, math.nan), "load_seconds"),
     ],
-)
+)  # fmt: skip
 def test_prefills_that_cannot_be(arguments: Any, named: str) -> None:
     costs = Costs()
     with pytest.raises(

@@ -739,7 +739,6 @@ actions = st.lists(
 
 @given(actions)
 def test_a_load_of_what_is_held_brings_it_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    PLAN.reset()
     with tempfile.TemporaryDirectory() as directory:
         config = make_config(Path(directory), cpu=12, ssd=40, transport=FAULTY)
         host = Host(config, limits=PAGEWISE)
@@ -768,8 +767,7 @@ def _step(
 ) -> None:
     tokens = prompt(7, 2) + prompt(which, pages)  # prompts have two pages in common
     if action == "store":
-        host.store(tokens)
-        quiet(engine)
+        host.keep(tokens)
     elif action == "prefetch":
         handles.append(engine.prefetch(tokens, pin=60.0))
         handles[-1].result(WAIT)

@@ -259,21 +259,13 @@ def test_what_a_short_call_left_is_not_there_whoever_asks_for_it(bench: Bench) -
 @pytest.mark.parametrize(
     ("fault", "op", "error"),
     [
-        (Fault.EIO, Op.READ, errno.EIO),
-        (Fault.EIO, Op.WRITE, errno.EIO),
-        (Fault.ENOSPC, Op.WRITE, errno.ENOSPC),
-        (Fault.SHORT, Op.READ, "short"),
-        (Fault.SHORT, Op.WRITE, "short"),
-        (Fault.FLIP, Op.READ, None),
-        (Fault.FLIP, Op.WRITE, None),
-        (Fault.ZERO, Op.READ, None),
-        (Fault.ZERO, Op.WRITE, None),
-        (Fault.LOST, Op.WRITE, None),
-        (Fault.TORN, Op.WRITE, None),
-        (Fault.DELAY, Op.READ, None),
+        (Fault.EIO, Op.READ, errno.EIO), (Fault.EIO, Op.WRITE, errno.EIO), (Fault.ENOSPC, Op.WRITE, errno.ENOSPC),
+        (Fault.SHORT, Op.READ, "short"), (Fault.SHORT, Op.WRITE, "short"), (Fault.FLIP, Op.READ, None),
+        (Fault.FLIP, Op.WRITE, None), (Fault.ZERO, Op.READ, None), (Fault.ZERO, Op.WRITE, None),
+        (Fault.LOST, Op.WRITE, None), (Fault.TORN, Op.WRITE, None), (Fault.DELAY, Op.READ, None),
         (Fault.DELAY, Op.WRITE, None),
     ],
-)
+)  # fmt: skip
 def test_a_fault_does_what_it_says_to_its_request_alone(bench: Bench, fault: Fault, op: Op, error: object) -> None:
     bad = 5
     late = {"seconds": 0.1} if fault is Fault.DELAY else {}
