@@ -360,7 +360,7 @@ def test_an_interrupt_at_some_points_of_every_call_leaves_an_engine_whole_or_end
     assert rig.ended
 
 
-SHARES = [pytest.param(40, marks=pytest.mark.suite), pytest.param(10_000, marks=pytest.mark.soak)]  # points of a call
+SHARES = [pytest.param(20, marks=pytest.mark.suite), pytest.param(10_000, marks=pytest.mark.soak)]  # points of a call
 
 
 @pytest.mark.timeout(1200)

@@ -582,14 +582,14 @@ def test_a_path_can_be_forced() -> None:
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
-    first = copy.bench(Interrupted(), startup=False).run(settings())
+    first = copy.bench(Interrupted(), startup=False).run(settings(pairs=1))
     assert (first["complete"], first["interrupted"]) == (False, True)
     assert {row["page_tokens"] for row in first["copies"]} == {64}
     assert first["beside"]
     titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
     assert titles[-1] == "Beside a model's work"
     gpu = Stand()
-    again = copy.bench(gpu, startup=False).run(settings(), done=json.loads(json.dumps(first)))
+    again = copy.bench(gpu, startup=False).run(settings(pairs=1), done=json.loads(json.dumps(first)))
     assert again["complete"]
     assert again["copies"][: len(first["copies"])] == first["copies"]
     assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.what, found["copies"]))
@@ -603,7 +603,7 @@ def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> Non
             super().open_mover(planes, path)
             return StandMover(self, planes, broken=self.opened == 2)
 
-    bad = copy.bench(Wrong(), startup=False).run(settings())
+    bad = copy.bench(Wrong(), startup=False).run(settings(pairs=1))
     wrong = {row["what"] for row in bad["failed"]}
     assert wrong == {copy.label(c) for c in copy_cells.cells() if (c.geometry, c.page_tokens) == (MLA, 64)}
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])

@@ -155,7 +155,8 @@ def test_the_probe_s_child_is_killed_when_a_read_hangs(machine: Machine, name: s
     assert f"no answer within {seconds:g} s" in result.reason, result
 
 
-@pytest.mark.parametrize("name", TRANSPORTS[1:])  # kvikio, which is opened by its name alone, then does without cuFile
+# Not kvikio, which is opened by its name alone, and then does without cuFile. NIXL's waits are those of cuFile.
+@pytest.mark.parametrize("name", [pytest.param("nixl", marks=[*TRANSPORTS[1].marks, pytest.mark.soak]), TRANSPORTS[2]])
 def test_when_cufile_never_opens_auto_goes_on_and_on_does_not(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
