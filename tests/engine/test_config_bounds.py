@@ -304,14 +304,11 @@ SMALL_SHAPE = {"name": "m", "layers": 1, "page_tokens": 1, "kv_heads": 1, "head_
 @pytest.mark.parametrize(
     ("shape", "pages"),
     [
-        ({}, 16),
-        ({"layers": MAX_LAYERS}, 3),
-        ({"page_tokens": 512}, 16),
-        ({"kv_heads": 1 << 16}, 16),
+        ({}, 16), ({"layers": MAX_LAYERS}, 3), ({"page_tokens": 512}, 16), ({"kv_heads": 1 << 16}, 16),
         ({"head_dim": 1 << 20, "v_head_dim": 1}, 4),
     ],
     ids=["least", "layers", "page_tokens", "heads", "a wide row"],
-)
+)  # fmt: skip
 def test_shapes_at_their_bounds(tmp_path: Path, shape: dict[str, int], pages: int) -> None:
     """What a page may be at most is 2 GiB, which a test does not move: each size alone, as far as a test goes."""
     model = SMALL_SHAPE | shape

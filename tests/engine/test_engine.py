@@ -28,6 +28,7 @@ from tests.support.helpers import (
     make_config,
     prompt,
     quiet,
+    ran,
     read_page,
     run,
     settle,
@@ -71,9 +72,7 @@ def test_at_least_one_token_is_left_to_compute(
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
 def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: OpenEngine, device: str, tier: str) -> None:
-    engine = open_engine(device=device)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, device=device)
     drop_from(engine, *(("gpu",) if tier == "cpu" else ("gpu", "cpu")))
     with engine.sequence(tokens) as seq:
         assert seq.load.result().bytes_by_tier == {tier: 5 * engine.layout.page_bytes}
@@ -84,9 +83,7 @@ def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: OpenEngine, de
 
 
 def test_a_prefix_over_three_tiers_is_one_hit(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, gpu=8)
-    tokens = prompt(1, 6, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 6, device=device, gpu=8)
     lose(engine, tokens, [2, 3, 4, 5], "gpu")
     lose(engine, tokens, [4, 5], "cpu")
     assert engine.lookup(tokens).tiers == ("gpu", "gpu", "cpu", "cpu", "ssd", "ssd")
@@ -133,9 +130,7 @@ def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: OpenEngine) -> 
 
 
 def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, gpu=8)
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 3, device=device, gpu=8)
     with engine.sequence(tokens) as first:
         with engine.sequence([*tokens[:12], 9, 9, 9, 9]) as second:
             assert second.slots[:3].tolist() == first.slots[:3].tolist()
@@ -184,9 +179,7 @@ def test_a_failed_append_changes_nothing(open_engine: OpenEngine) -> None:
 
 
 def test_a_full_pool_holds_nothing(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, gpu=6)
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 3, device=device, gpu=6)
     with engine.sequence(prompt(2, 4)):
         with pytest.raises(errors.PoolFullError, match="3 pages"):
             engine.sequence(prompt(3, 3))
@@ -219,9 +212,7 @@ def test_a_sequence_that_was_left_is_refused(open_engine: OpenEngine) -> None:
 
 
 def test_a_sequence_left_while_it_loads_gives_its_slots_back(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, device=device)
     drop_from(engine, "gpu", "cpu")
     for _ in range(20):
         with engine.sequence(tokens):
@@ -243,9 +234,7 @@ def test_the_same_prompt_twice_at_once_publishes_one_copy(open_engine: OpenEngin
 
 
 def test_a_clear_between_begin_and_commit_is_final(open_engine: OpenEngine) -> None:
-    engine = open_engine()
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 3)
     longer = [*tokens[:12], *prompt(2, 2)]
     with engine.sequence(longer) as seq:
         assert seq.cached_tokens == 12
@@ -458,9 +447,7 @@ def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: flo
 
 
 def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine: OpenEngine) -> None:
-    engine = open_engine(gpu=48, cpu=6, ssd=12)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, gpu=48, cpu=6, ssd=12)
     drop_from(engine, "gpu", "cpu")
     start = threading.Barrier(6)
     good: list[int] = []

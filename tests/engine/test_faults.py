@@ -34,6 +34,7 @@ from tests.support.helpers import (
     kept_on_ssd,
     prompt,
     quiet,
+    ran,
     reserve_used,
     run,
     settle,
@@ -97,9 +98,7 @@ def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
 
 
 def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, transport=FAULTY)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, device=device, transport=FAULTY)
     drop_from(engine, "gpu", "cpu")
     bad = offset_of(engine, tokens, 2)
     with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad), engine.sequence(tokens) as seq:

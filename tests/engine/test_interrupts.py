@@ -27,7 +27,20 @@ import gdscache
 from gdscache import CacheEngine, StoreHandle, errors
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, Host, OpenEngine, OpenHost, fill, make_config, prompt, quiet, run, settle, until
+from tests.support.helpers import (
+    WAIT,
+    Host,
+    OpenEngine,
+    OpenHost,
+    fill,
+    make_config,
+    prompt,
+    quiet,
+    ran,
+    run,
+    settle,
+    until,
+)
 
 PACKAGE = str(Path(gdscache.__file__).parent)
 POINTS = 3  # of a call at which the short form interrupts it
@@ -486,9 +499,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: OpenHost,
 
 
 def test_a_sequence_whose_close_was_interrupted_may_be_closed_again(open_engine: OpenEngine) -> None:
-    engine = open_engine(transport="tests.support.faulty:FaultyTransport", cpu=None)
-    tokens = prompt(1, 4, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 4, transport="tests.support.faulty:FaultyTransport", cpu=None)
     with engine.manager.lock:
         engine.manager.tiers["gpu"].index.evict(8)
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=1.0):

@@ -200,6 +200,13 @@ def run(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
     return int(cached)
 
 
+def ran(open_engine: OpenEngine, pages: int, **options: Any) -> tuple[CacheEngine, list[int]]:
+    """An engine, and a prompt of so many pages and a token that it has answered."""
+    engine, tokens = open_engine(**options), prompt(1, pages, extra=1)
+    run(engine, tokens)
+    return engine, tokens
+
+
 # -- an engine that is attached --------------------------------------------------------------------------------------
 
 

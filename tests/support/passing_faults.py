@@ -42,13 +42,10 @@ FAULTS = {
 HARM = ("lost write", "torn write")  # what is written meanwhile is really damaged
 # Of calls of the C library: below which name, reads, writes or syncs, and the errno.
 CALLS = {
-    "catalogue read": ("catalog.sqlite", "r", 5),
-    "catalogue write": ("catalog.sqlite", "w", 5),
-    "catalogue sync": ("catalog.sqlite", "s", 5),
-    "catalogue full": ("catalog.sqlite", "w", 28),
-    "catalogue": ("catalog.sqlite", "rws", 5),
-    "slab sync": ("slab-", "s", 5),
-}
+    "catalogue read": ("catalog.sqlite", "r", 5), "catalogue write": ("catalog.sqlite", "w", 5),
+    "catalogue sync": ("catalog.sqlite", "s", 5), "catalogue full": ("catalog.sqlite", "w", 28),
+    "catalogue": ("catalog.sqlite", "rws", 5), "slab sync": ("slab-", "s", 5),
+}  # fmt: skip
 NATIVE_CALLS = {"slab read": ("slab-", "r", 5), "slab write": ("slab-", "w", 5), "device": ("", "rws", 5)}
 READS = ("read error", "short read", "slab read", "device", "catalogue read", "catalogue", "late read", "hung read")
 

@@ -258,11 +258,8 @@ def test_verify_of_a_good_directory_changes_the_lock_only(cache: Path) -> None:
     assert state(cache, LOCK_NAME) == before
     pages = len(rows(cache))
     assert (report["pages"], report["good_pages"], report["bad_pages"], report["unchecked_pages"]) == (
-        pages,
-        pages,
-        0,
-        0,
-    )
+        pages, pages, 0, 0,
+    )  # fmt: skip
     assert report["bytes"] == pages * extent()
     assert report["gb_per_second"] > 0
     assert calls[-1] == (pages, pages)

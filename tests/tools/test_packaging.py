@@ -274,12 +274,9 @@ def installer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ],
         "libkvikio-cu13": ["cuda-pathfinder", "cuda-toolkit[cufile]==13.*", "rapids-logger==0.3.*"],
         "libkvikio-cu12": [
-            "cuda-pathfinder",
-            "cuda-toolkit[cufile]==12.*",
-            "nvidia-cufile-cu12",
-            "rapids-logger==0.3.*",
+            "cuda-pathfinder", "cuda-toolkit[cufile]==12.*", "nvidia-cufile-cu12", "rapids-logger==0.3.*",
         ],
-    }
+    }  # fmt: skip
     metadata = SimpleNamespace(requires=declared.get, version=lambda name: "1.5.1", distributions=lambda name: iter(()))
     monkeypatch.setattr(module.importlib, "metadata", metadata)
     module.calls = []

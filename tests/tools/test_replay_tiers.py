@@ -119,13 +119,10 @@ def test_what_is_said_twice_is_the_same() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "commands.replay.virtual",
-        "commands.replay.hierarchy",
-        "commands.replay.traffic",
-        "commands.replay.setup",
+        "commands.replay.virtual", "commands.replay.hierarchy", "commands.replay.traffic", "commands.replay.setup",
         "commands.replay.report",
     ],
-)
+)  # fmt: skip
 def test_a_simulation_needs_no_torch(name: str) -> None:
     code = (
         "import importlib, sys, types; sys.modules['torch'] = None;"

@@ -291,11 +291,8 @@ def test_it_only_advises_until_both_sides_are_measured(mode: GateMode) -> None:
     assert decision[:2] == ((3 if mode == "enforcing" else 8), 3)
     assert gate.stats()["hits"] == {"loaded": 0, "cut": 1, "declined": 0, "explored": 0, "unmeasured": ENOUGH}
     assert gate.stats()["tokens"] == {
-        "loaded": 3 * PAGE_TOKENS,
-        "declined": 5 * PAGE_TOKENS,
-        "explored": 0,
-        "unmeasured": ENOUGH * 8 * PAGE_TOKENS,
-    }
+        "loaded": 3 * PAGE_TOKENS, "declined": 5 * PAGE_TOKENS, "explored": 0, "unmeasured": ENOUGH * 8 * PAGE_TOKENS,
+    }  # fmt: skip
 
 
 def test_off_cuts_nothing_and_counts_nothing() -> None:

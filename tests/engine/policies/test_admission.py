@@ -463,13 +463,10 @@ def test_an_engine_keeps_what_is_used_often(open_host: OpenHost) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("store.admission", "third_offer"),
-        ("store.admission", None),
-        ("ssd.endurance", "1T"),
-        ("ssd.endurance", -1),
+        ("store.admission", "third_offer"), ("store.admission", None), ("ssd.endurance", "1T"), ("ssd.endurance", -1),
         ("ssd.endurance", True),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused(tmp_path: Path, option: str, value: object) -> None:
     section, key = option.split(".")
     data = make_config(tmp_path)

@@ -29,6 +29,7 @@ from tests.support.helpers import (
     kept,
     make_config,
     prompt,
+    ran,
     run,
     settle,
     stored,
@@ -168,9 +169,7 @@ def test_it_starts_where_it_is_told_to(open_host: OpenHost) -> None:
 
 
 def test_pages_of_the_gpu_pool_are_not_read(open_engine: OpenEngine) -> None:
-    engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, gpu=16, transport=FAULTY, cpu=8, ssd=12)
     drop_from(engine, "cpu")
     prefetch = engine.prefetch(tokens)
     assert ended(prefetch) == (5, "complete")
@@ -299,11 +298,8 @@ def test_many_at_once_take_turns(open_host: OpenHost) -> None:
         until(lambda: PLAN.held == 1, "the first chunk is under way")
         first.release()
         assert [ended(prefetch) for prefetch in prefetches] == [
-            (7, "complete"),
-            (7, "complete"),
-            (4, "complete"),
-            (6, "complete"),
-        ]
+            (7, "complete"), (7, "complete"), (4, "complete"), (6, "complete"),
+        ]  # fmt: skip
     counts = [0] * 4
     for offset in PLAN.moved[Op.READ][1:]:  # the others came after the first chunk had begun
         counts[owner[offset]] += 1

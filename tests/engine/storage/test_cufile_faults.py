@@ -29,16 +29,12 @@ TRANSPORTS = [
     for name, needs in {"kvikio": ["kvikio"], "nixl": ["nixl"], "cufile": list[str]()}.items()
 ]
 SCENARIOS = [
-    cufile_child.bytes_arrive,
-    cufile_child.a_fault_is_its_own_request_s,
-    cufile_child.counts_do_not_make_up_for_each_other,
-    cufile_child.a_refusal_has_its_cause,
-    cufile_child.an_open_that_hangs_is_an_error,
-    cufile_child.a_hang_is_its_own_request_s,
-    cufile_child.close_beside_a_hang,
-    cufile_child.an_engine_serves_nothing_wrong,
+    cufile_child.bytes_arrive, cufile_child.a_fault_is_its_own_request_s,
+    cufile_child.counts_do_not_make_up_for_each_other, cufile_child.a_refusal_has_its_cause,
+    cufile_child.an_open_that_hangs_is_an_error, cufile_child.a_hang_is_its_own_request_s,
+    cufile_child.close_beside_a_hang, cufile_child.an_engine_serves_nothing_wrong,
     cufile_child.an_engine_outlives_a_hang,
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -525,20 +525,12 @@ def test_without_a_plan_it_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
-        '{"rule": []}',
-        '{"seed": "7"}',
-        '{"rules": {}}',
-        '{"rules": [{}]}',
-        '{"rules": [{"fault": "fire"}]}',
-        '{"rules": [{"fault": "eio", "op": "rewrite"}]}',
-        '{"rules": [{"fault": "eio", "rate": 2}]}',
-        '{"rules": [{"fault": "eio", "times": true}]}',
-        '{"rules": [{"fault": "eio", "part": [1, 2]}]}',
-        '{"rules": [{"fault": "eio", "where": "x"}]}',
+        "", "[]", '{"rule": []}', '{"seed": "7"}', '{"rules": {}}', '{"rules": [{}]}',
+        '{"rules": [{"fault": "fire"}]}', '{"rules": [{"fault": "eio", "op": "rewrite"}]}',
+        '{"rules": [{"fault": "eio", "rate": 2}]}', '{"rules": [{"fault": "eio", "times": true}]}',
+        '{"rules": [{"fault": "eio", "part": [1, 2]}]}', '{"rules": [{"fault": "eio", "where": "x"}]}',
     ],
-)
+)  # fmt: skip
 def test_a_file_that_holds_no_plan(tmp_path: Path, text: str) -> None:
     path = tmp_path / "faults.json"
     path.write_text(text)

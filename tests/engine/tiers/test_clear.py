@@ -34,6 +34,7 @@ from tests.support.helpers import (
     fill,
     prompt,
     quiet,
+    ran,
     read_page,
     run,
     tokens_of,
@@ -269,9 +270,7 @@ def test_an_interrupted_clear_ends_the_engine_and_keeps_no_slot(open_host: OpenH
 
 
 def test_a_sequence_begun_meanwhile_brings_no_old_page_back(open_engine: OpenEngine) -> None:
-    engine = open_engine(ssd=40, cpu=10)
-    tokens = prompt(1, 4, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 4, ssd=40, cpu=10)
     run(engine, tokens, "tenant")
     drop_from(engine, "gpu", "cpu")
     begun: list[Any] = []

@@ -116,14 +116,11 @@ def test_a_flipped_byte_is_a_miss_and_stored_anew(open_host: OpenHost) -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "status"),
     [
-        (Fault.ERROR, 5011, PageStatus.IO_ERROR),
-        (Fault.ERRNO, 5, PageStatus.IO_ERROR),
-        (Fault.SAYS_DONE, 5, PageStatus.IO_ERROR),
-        (Fault.MORE, 1, PageStatus.IO_ERROR),
-        (Fault.SHORT, 0, PageStatus.SHORT_READ),
-        (Fault.LIE, 0, PageStatus.CHECKSUM),
+        (Fault.ERROR, 5011, PageStatus.IO_ERROR), (Fault.ERRNO, 5, PageStatus.IO_ERROR),
+        (Fault.SAYS_DONE, 5, PageStatus.IO_ERROR), (Fault.MORE, 1, PageStatus.IO_ERROR),
+        (Fault.SHORT, 0, PageStatus.SHORT_READ), (Fault.LIE, 0, PageStatus.CHECKSUM),
     ],
-)
+)  # fmt: skip
 def test_a_fault_costs_its_own_page(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, kind: Fault, value: int, status: PageStatus, batched: int
 ) -> None:

@@ -94,14 +94,11 @@ def check_layers(src: Tensors, dst: Tensors, sources: Positions, targets: Positi
 @pytest.mark.parametrize(
     ("row", "dtype"),
     [
-        ((8,), torch.uint8),
-        ((4, 64), torch.bfloat16),
-        ((1, 576), torch.float8_e4m3fn),
-        ((656,), torch.int8),
+        ((8,), torch.uint8), ((4, 64), torch.bfloat16), ((1, 576), torch.float8_e4m3fn), ((656,), torch.int8),
         ((), torch.int32),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_layers(device: str, row: tuple[int, ...], dtype: torch.dtype, page: int) -> None:
     for where in places(device):
         for sources, targets in page_maps(12, page):
