@@ -211,15 +211,10 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
-    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    gdscache, arguments: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    from gdscache import cli
-
-    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", *(a.format(tmp_path) for a in arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    assert words in capfd.readouterr().err
+    status, _, err = gdscache("bench", *(argument.format(tmp_path) for argument in arguments))
+    assert (status, words in err) == (2, True)
     assert not list(tmp_path.iterdir())
 
 

@@ -697,37 +697,25 @@ def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) 
     copy.plot({**report, "copies": [], "beside": []}, matplotlib.figure.Figure())
 
 
-def gdscache(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    from gdscache import cli
-
-    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", "copy", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
-
-
-def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> None:
+def test_without_a_gpu_there_is_nothing_to_measure(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gdscache(monkeypatch, "--report", tmp_path / "r.json") == 2
-    out, err = capfd.readouterr()
-    assert out == ""
+    status, out, err = gdscache("bench", "copy", "--report", tmp_path / "r.json")
+    assert (status, out) == (2, "")
     assert "bench copy needs a CUDA GPU" in err
     assert not list(tmp_path.iterdir())
     with pytest.raises(DeviceError):
         Gpu()
 
 
-def test_the_command_writes_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gdscache.commands.bench import copy_gpu
 
     monkeypatch.setattr(copy_gpu, "Gpu", Interrupted)
     asked: list[copy.Settings] = []
     monkeypatch.setattr(copy.Settings, "of", lambda profile: asked.append(settings(profile=profile)) or asked[-1])
     files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
-    assert gdscache(monkeypatch, "--total", "16MiB", "--pairs", "3", *files) == 130
+    status, out, _ = gdscache("bench", "copy", "--total", "16MiB", "--pairs", "3", *files)
+    assert status == 130
     assert asked[0].profile == "default"
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
@@ -737,7 +725,7 @@ def test_the_command_writes_what_was_measured(
     assert written["mover"]["copy_engine"] == "batch_13"
     assert written["copies"]
     assert (tmp_path / "r.svg").stat().st_size > 0
-    assert "Copies against cudaMemcpyAsync" in capfd.readouterr().out
+    assert "Copies against cudaMemcpyAsync" in out
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
