@@ -553,7 +553,8 @@ TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
 TestOwnedWritesBack = OwnedWritesBack.TestCase
 TestAttachedWritesBack = AttachedWritesBack.TestCase
 TestAttachedSelective = AttachedSelective.TestCase
-MORE = settings(max_examples=3 * settings.default.max_examples)
+EXAMPLES = settings.default.max_examples  # 12 in `make test`, 400 in `make soak`
+MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
 FEWER = settings(max_examples=max(10, settings.default.max_examples // 3))
 TestOwned.settings = TestAttached.settings = MORE
 for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):
