@@ -40,9 +40,10 @@ settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 
 
 _LONGEST = (
-    *("native_library", "suite", "bench_io", "cufile_faults", "docs", "packaging", "examples", "power"),
-    *("load_schedules", "state_machine", "transports", "processes", "native_against_reference", "native_leaks", "soak"),
-    *("bench_copy", "testing", "bench", "doctor", "hang", "layerwise", "guarded", "kill_points", "catalog"),
+    *("native_library", "bench_io", "packaging", "cufile_faults", "plan", "examples", "docs", "ranks_random"),
+    *("faults_that_pass", "bench_copy", "doctor", "native_against_reference", "kernels_compile", "links", "power"),
+    *("load_schedules", "state_machine", "transports", "processes", "native_leaks", "soak", "bench_ttft", "no_memory"),
+    *("testing", "bench", "adversity", "hang", "layerwise", "guarded", "kill_points", "catalog"),
 )
 
 

@@ -47,19 +47,10 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -
 
     torch.manual_seed(seed)
     shape = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.06,
-    }
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "initializer_range": 0.06,
+    }  # fmt: skip
     if kind == "mla":
         latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
         config = transformers.DeepseekV2Config(**shape, **latent, v_head_dim=128, first_k_dense_replace=4)

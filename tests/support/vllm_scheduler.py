@@ -7,16 +7,14 @@ within a step and between steps, aborts. A block's content is (hash of its page,
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gdscache import PageHashes
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable, StoreOrder
+from tests.support.fetches import FakeCache, FakeFetch, names_of
 
 SIZE, BLOCKS, CHUNK, WAIT = 2, 14, 5, 3.0
 Tokens = tuple[int, ...]
@@ -29,66 +27,6 @@ def hash_of(tokens: Tokens) -> bytes:
 
 def hashes_of(tokens: Tokens) -> list[bytes]:
     return [hash_of(tokens[: end + SIZE]) for end in range(0, len(tokens) - SIZE + 1, SIZE)]
-
-
-def names_of(hashes: PageHashes) -> list[bytes]:
-    return [page.key for page in hashes.pages(bytes(32))]
-
-
-class FakeFetch:
-    """A fetch of which the test says when its pages come, and how it ends."""
-
-    def __init__(self, cached: int, wanted: int) -> None:
-        self.cached, self.wanted = cached, wanted
-        self.there, self.released, self.ended = 0, 0, wanted == 0
-        self.no_room = self.gone = self.asking = self.too_slow = False
-        self.left_s = 60.0  # of its pins
-
-    def done(self) -> bool:
-        return self.ended
-
-    def verified(self) -> int:
-        assert not self.released
-        return 0 if self.gone else self.there
-
-    def outpaced(self) -> bool:
-        return self.too_slow
-
-    def crowded(self) -> bool:
-        return self.no_room
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        return self.gone or within > self.left_s
-
-    def release(self) -> None:
-        self.released += 1
-
-    def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        return Counter({"ssd": pages})
-
-    def checked(self, first: int, pages: int) -> Any:
-        raise AssertionError("the scheduler's side loads nothing")
-
-    unchecked = checked
-
-
-class FakeCache:
-    """The pages that are stored, by their names."""
-
-    def __init__(self) -> None:
-        self.stored: set[bytes] = set()
-        self.fetches: list[FakeFetch] = []
-        self.now = 0.0
-
-    def cached(self, hashes: PageHashes) -> int:
-        names = names_of(hashes)
-        return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
-
-    def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
-        cached = self.cached(hashes)
-        fetch = FakeFetch(cached, min(cached, pages))
-        self.fetches.append(fetch)
-        return fetch
 
 
 class Scheduler(RuleBasedStateMachine):
@@ -135,7 +73,7 @@ class Scheduler(RuleBasedStateMachine):
     @rule(data=st.data())
     def lapse(self, data: st.DataObject) -> None:
         if live := [fetch for fetch in self.cache.fetches if not fetch.released]:
-            data.draw(st.sampled_from(live)).gone = True
+            data.draw(st.sampled_from(live)).until = self.cache.now
 
     @rule()
     def lose(self) -> None:
@@ -193,6 +131,7 @@ class Scheduler(RuleBasedStateMachine):
             return
         held = [fetch for fetch in self.cache.fetches if not fetch.released]
         assert len(held) <= len(self.waiting) + len(self.running)
+        assert not any(fetch.loads for fetch in self.cache.fetches), "the scheduler's side loads nothing"
         assert len(self.table) == len(self.waiting) + len(self.running) + len(self.remote)
 
     def teardown(self) -> None:

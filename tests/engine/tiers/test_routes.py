@@ -118,15 +118,11 @@ class NixlGdsMt(NixlTransport):
 @pytest.mark.parametrize(
     ("transport", "route"),
     [
-        ("kvikio", "direct"),
-        ("kvikio", "via_cpu"),
-        ("kvikio", "auto"),
-        ("nixl", "via_cpu"),
+        ("kvikio", "direct"), ("kvikio", "via_cpu"), ("kvikio", "auto"), ("nixl", "via_cpu"),
         ("tests.engine.tiers.test_routes:NixlGdsMt", "direct"),
-        ("tests.engine.tiers.test_routes:NixlGdsMt", "via_cpu"),
-        ("tests.engine.tiers.test_routes:NixlGdsMt", "auto"),
+        ("tests.engine.tiers.test_routes:NixlGdsMt", "via_cpu"), ("tests.engine.tiers.test_routes:NixlGdsMt", "auto"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("model", [MHA, MLA], ids=["mha", "mla"])
 def test_every_route_brings_the_same_bytes(
     tmp_path: Path, request: pytest.FixtureRequest, model: dict[str, Any], transport: str, route: str, cpu: int | None
