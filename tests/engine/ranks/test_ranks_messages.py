@@ -128,6 +128,7 @@ def test_every_kind_of_message_is_among_the_points(tmp_path: Path) -> None:
     try:
         seen = lives.life(None)
         assert seen is not None
+        del seen["closed"]  # it may hear that at its end, or be gone before
         assert {kind for kind, count in seen.items() if count} == {*TOLD, *ORDERS, *HEARD}
         lives.nothing_is_lost()
     finally:
