@@ -32,7 +32,7 @@ from tests.support.helpers import (
 
 KV: dict[str, Any] = {"name": "tiny", "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
 FULL, WINDOW = {"name": "full"}, {"name": "window", "window": 10}
-# Groups with planes of their own; in the same planes, also of pages of unequal sizes; both; and none that keeps all.
+# Groups with planes of their own; in the same planes, also of pages of unequal sizes; both; with a state; windows alone.
 MODELS: dict[str, dict[str, Any]] = {
     "apart": KV | {"layers": 3, "groups": [FULL | {"layers": [1]}, WINDOW | {"layers": [0, 2]}]},
     "together": KV | {"layers": 2, "groups": [FULL | {"layers": [0, 1]}, WINDOW | {"layers": [0, 1]}]},
@@ -44,6 +44,22 @@ MODELS: dict[str, dict[str, Any]] = {
             {"name": "chunk", "layers": [1, 3], "chunk": 16, "page_tokens": 8},
             FULL | {"layers": [0, 2]},
             WINDOW | {"layers": [0, 2]},
+        ],
+    },
+    "state": {
+        "name": "tiny",
+        "dtype": "bfloat16",
+        "page_tokens": 4,
+        "layers": 3,
+        "planes": [
+            {"name": "k", "shape": [4, 32], "layers": [0, 2]},
+            {"name": "v", "shape": [4, 32], "layers": [0, 2]},
+            {"name": "state", "shape": [700], "dtype": "float32", "layers": [1]},
+        ],
+        "groups": [
+            FULL | {"layers": [0]},
+            WINDOW | {"layers": [2]},
+            {"name": "state", "state": True, "layers": [1], "page_tokens": 8},
         ],
     },
     "windows": KV | {"layers": 2, "groups": [WINDOW | {"layers": [1]}, {"name": "short", "window": 3, "layers": [0]}]},
