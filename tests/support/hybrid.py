@@ -32,7 +32,7 @@ from tests.support.helpers import (
 
 KV: dict[str, Any] = {"name": "tiny", "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
 FULL, WINDOW = {"name": "full"}, {"name": "window", "window": 10}
-# Groups with planes of their own; in the same planes, also of pages of unequal sizes; both; with a state; windows alone.
+# Groups with planes of their own; in the same planes, also of pages of unequal sizes; both; with a state; windows.
 MODELS: dict[str, dict[str, Any]] = {
     "apart": KV | {"layers": 3, "groups": [FULL | {"layers": [1]}, WINDOW | {"layers": [0, 2]}]},
     "together": KV | {"layers": 2, "groups": [FULL | {"layers": [0, 1]}, WINDOW | {"layers": [0, 1]}]},
