@@ -130,6 +130,8 @@ def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) 
     section: dict[str, Any] = config.model.model_dump(mode="json")
     tokens = {groups[g].page_tokens for g in pool.groups}
     page_tokens = tokens.pop() if len(tokens) == 1 else section["page_tokens"]
+    if all(groups[g].keeps == "state" for g in pool.groups):
+        page_tokens = 1  # a page is one row of each plane
     if alone:
         return {**section, "page_tokens": page_tokens}
     at = {layer: place for place, layer in enumerate(pool.layers)}

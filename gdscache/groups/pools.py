@@ -39,13 +39,15 @@ def pools_of(groups: Sequence[Group]) -> list[Pool]:
 
 
 def kept_tokens(group: Group, every: int) -> float:
-    """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens."""
+    """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens.
+
+    A state counts as the tokens of its page.
+    """
     if group.keeps == "all":
         return 1.0
     prompt = 2 * every or _PROMPT
     windows = 1 + (prompt // every if every else 0)
-    tokens = 1 if group.keeps == "state" else group.span + group.page_tokens
-    return min(1.0, windows * tokens / prompt)
+    return min(1.0, windows * (group.span + group.page_tokens) / prompt)
 
 
 def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int) -> list[float]:

@@ -38,7 +38,7 @@ from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, together, until
-from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, attended, hybrid_config
+from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, hybrid_config, pages_for
 from tests.support.pages import FAULTY
 
 OpenHybrid = Callable[..., HybridHost]
@@ -83,8 +83,7 @@ def test_a_hit_has_the_pages_that_its_next_token_attends_to_and_no_others(open_h
         hit = host.engine.lookup(PROMPT, start)
         assert hit.tokens == 48 - start
         for group in host.groups:
-            wanted = sorted({at // group.page_tokens for at in attended(group, 48) if at >= start})
-            assert list(hit.pages[group.name]) == wanted, group.name
+            assert list(hit.pages[group.name]) == pages_for(group, 48, start), group.name
         assert host.load(PROMPT, start).tokens == 48 - start
 
 
@@ -832,6 +831,7 @@ def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, model: str) -> None:
     kinds = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention"}
+    kinds["state"] = "mamba"
     for restarted in (False, True):
         host = open_hybrid(model, events={}, every=8)
         heard: list[tuple[str, KVEventBatch]] = []
