@@ -481,14 +481,25 @@ class CacheEngine:
             return self.manager.clearing.clear()
 
     def invalidate(self, *namespaces: bytes) -> dict[str, int]:
-        """Drop every page of these namespaces (see `namespaces()`) from every tier; the pages removed, by tier."""
+        """Drop every page of these namespaces (see `namespaces()`) from every tier; the pages removed, by tier.
+
+        The groups of a hybrid model go together: with one of them, the others of its salt.
+        """
         for namespace in namespaces:
             if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
                 raise InvalidValueError(
                     f"{arguments.shown(namespace)} is not a namespace", "pass engine.namespace(salt)"
                 )
         with self.calls:
-            return self.manager.clearing.clear(*namespaces) if namespaces else dict.fromkeys(self.manager.tiers, 0)
+            if not namespaces:
+                return dict.fromkeys(self.manager.tiers, 0)
+            return self.manager.clearing.clear(*self._with_groups(namespaces))
+
+    def _with_groups(self, namespaces: Sequence[bytes]) -> set[bytes]:
+        """With those of the other groups: a store of pages of several groups goes by the epoch of one of them."""
+        known = list(self._namespaces.items()) if self.groups else []
+        salts = {salt for (salt, _), digest in known if digest in namespaces}
+        return {*namespaces, *(digest for salt in salts for digest in self.namespaces(salt))}
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""

@@ -71,7 +71,7 @@ class GroupFetch:
     def crowded(self) -> bool:
         """Whether the CPU tier has no room for its pages."""
         if self._prefetch is None:
-            return self.wanted > 0
+            return bool(self.pages)
         if not self._prefetch.done() or self.verified() == self.wanted:
             return False
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM

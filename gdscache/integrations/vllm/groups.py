@@ -109,6 +109,9 @@ class GroupTable(RequestTable):
             fetch.release()
             return
         numbers, found = self._wanted(request.request_id, fetch, tables, local, length)
+        if not found:  # the next token attends to nothing of them, as behind a chunk
+            fetch.release()
+            return
         self._loads.append(LoadOrder(request.request_id, GroupPart(fetch, numbers), 0, found, known.between))
 
     def stores(
@@ -119,7 +122,7 @@ class GroupTable(RequestTable):
     ) -> Iterable[Any]:
         """See `RequestTable.stores`; `blocks_of` gives a table a group, of this step. `states`: (group, block, tokens)
         of each state that the step writes, by request."""
-        groups, find, states = self._groups, self._known.get, states or {}
+        groups, find, size, states = self._groups, self._known.get, self.page_tokens, states or {}
         for request_id, tokens in scheduled.items():
             known = find(request_id)
             if not isinstance(known, _GroupKnown) or known.offered is None:
@@ -141,8 +144,10 @@ class GroupTable(RequestTable):
                 full = after // group.page_tokens
                 first = min(known.next[g], before // group.page_tokens)  # less where a page is computed again
                 some = kept(group, known.ends, first, full)
-                if group.keeps != "all":  # what is generated is the next prompt's
-                    begin = max(first, prompt // group.page_tokens)
+                if (
+                    group.keeps != "all"
+                ):  # what is generated is the next prompt's, from the last hit that ends before it
+                    begin = max(first, prompt // size * size // group.page_tokens)
                     some = sorted({*some, *range(begin, full)})
                 wanted.append(some)
                 known.next[g] = max(first, full)
@@ -204,7 +209,8 @@ class GroupTable(RequestTable):
         if there > hit:  # vLLM's own cache has windows that ours lacks
             ends.add(there)
         if self._every:
-            ends.update(range(self._every, prompt, max(size, self._every // size * size)))
+            step = max(size, self._every // size * size)
+            ends.update(range(step, prompt, step))
         known.ends, known.last = ends, None
         known.next = [
             min(there, whole) // group.page_tokens

@@ -1,0 +1,92 @@
+"""The scheduler's side of the vLLM connector for hybrid models: a small scheduler, and what later prompts find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from gdscache.groups.base import Group, alignment
+from tests.support.vllm_scheduler import GROUPS, GroupScheduler
+
+
+def test_a_scheduler() -> None:
+    run_state_machine_as_test(GroupScheduler, settings=settings(stateful_step_count=60))
+
+
+# -- what is stored of a prompt is what later prompts need -------------------------------------------------------------
+
+by_name = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+chunks = st.sampled_from([1, 3, 7, 100])
+
+
+class Alone(GroupScheduler):
+    """Requests come one after another, and each finds what was stored. `own`: whether vLLM has a prefix cache."""
+
+    def __init__(self, groups: Sequence[Group], chunk: int, every: int = 0, *, own: bool = False) -> None:
+        super().__init__()
+        self.open(groups, every, 200, lambda page: own, chunk)
+
+    def run(self, tokens: Sequence[int], more: int = 1) -> tuple[int, tuple[int, ...]]:
+        """What was found of a request, and all its tokens when it ended."""
+        request = self.ask(tuple(tokens), more)
+        fetch = self.cache.fetches[-1] if self.cache.fetches else None
+        found = 0 if fetch is None or fetch.released else fetch.found.hit.tokens
+        self.finish_all()
+        self.read()
+        return found, request.tokens
+
+
+@by_name
+@settings(max_examples=max(40, settings().max_examples))
+@given(prompt=st.integers(1, 40), more=st.integers(1, 20), chunk=chunks)
+def test_a_prompt_is_found_again_and_with_its_answer(groups: list[Group], prompt: int, more: int, chunk: int) -> None:
+    """Up to the last length at which a hit can be. The last token of the answer was not computed."""
+    align, scheduler = alignment(groups), Alone(groups, chunk)
+    found, tokens = scheduler.run(range(prompt), more)
+    assert (found, len(tokens)) == (0, prompt + more)
+    assert scheduler.run([*tokens, 99, 98, 97])[0] == (prompt + more - 1) // align * align
+    assert scheduler.run(range(prompt))[0] == (prompt - 1) // align * align
+
+
+@pytest.mark.parametrize("groups", [groups for name, groups in GROUPS.items() if name != "windows alone"])
+@given(shared=st.integers(1, 30), own=st.integers(1, 30), chunk=chunks)
+def test_where_prompts_part_the_third_one_hits(groups: list[Group], shared: int, own: int, chunk: int) -> None:
+    align, scheduler = alignment(groups), Alone(groups, chunk)
+    for number in (1, 2, 3):
+        found, _ = scheduler.run([*range(shared), *(100 * number + i for i in range(own))])
+    assert found == shared // align * align
+
+
+@by_name
+@given(every=st.integers(1, 30), shared=st.integers(1, 60), chunk=chunks)
+def test_windows_are_kept_every_so_many_tokens(groups: list[Group], every: int, shared: int, chunk: int) -> None:
+    align, scheduler = alignment(groups), Alone(groups, chunk, every)
+    step = max(align, every // align * align)
+    scheduler.run(range(60))
+    assert scheduler.run([*range(shared), 99, 98])[0] >= min(shared, 59) // step * step
+
+
+@by_name
+@given(prompt=st.integers(1, 40), chunk=chunks)
+def test_what_ours_has_lost_is_stored_again_from_vllms_own_cache(groups: list[Group], prompt: int, chunk: int) -> None:
+    align, scheduler = alignment(groups), Alone(groups, chunk, own=True)
+    scheduler.run(range(prompt))
+    scheduler.cache.stored.clear()
+    scheduler.run(range(prompt))
+    scheduler.reset()
+    assert scheduler.run(range(prompt))[0] == (prompt - 1) // align * align
+
+
+def test_a_hit_that_needs_no_page_is_no_load() -> None:
+    """Behind a chunk the next token attends to nothing."""
+    scheduler = Alone([Group("0", (0,), 4, "chunk", 8)], 7)
+    request = scheduler.ask(tuple(range(18)), 1)
+    scheduler._land(scheduler.cache.fetches[0], "all")
+    assert scheduler.table.ask(request, 0) == (16, False)
+    scheduler.table.place(request, ([0, 0, 0, 0, 7],), 16)
+    assert scheduler.table.take_loads() == []
+    assert [fetch.released for fetch in scheduler.cache.fetches] == [1]
