@@ -54,7 +54,7 @@ MAY_IMPORT = {
     ),
     "hybrid": "config cuda engine events gate groups load moves pages prefetch store tiers tracing",
     "metrics": "engine",
-    "integrations": "config cuda engine groups hybrid load moves pages prefetch ranks runtime sequence store",
+    "integrations": "config cuda engine groups hybrid load moves pages prefetch ranks runtime store",
     "testing": "cuda pages storage",
 }
 

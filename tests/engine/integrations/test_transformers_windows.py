@@ -309,7 +309,7 @@ def test_a_bad_page_of_any_group_costs_the_hit_and_is_stored_again(
     slab.write_bytes(data)
     with opened(gemma, tmp_path, cpu=None) as engine:
         assert answer(engine, gemma, ids).found == 0
-        assert {name: stats["misses"]["checksum"] for name, stats in engine.stats()["pools"].items()} == {
+        assert {name: stats["misses"].get("checksum", 0) for name, stats in engine.stats()["pools"].items()} == {
             name: int(name == group) for name in groups
         }
         assert answer(engine, gemma, ids).found == WHOLE
@@ -390,6 +390,21 @@ def test_what_the_ids_do_not_tell_is_refused(gemma: PreTrainedModel, tmp_path: P
         with pytest.raises(SequenceStateError):
             cache.commit(tokens(seed=3))
         assert cached(engine, gemma, ids[0]) == 0
+
+
+def test_a_call_that_fails_between_two_layers_publishes_nothing(gemma: PreTrainedModel, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with opened(gemma, tmp_path) as engine, PrefixCache(engine, gemma).open(tokens()) as cache:
+        gemma(tokens(), past_key_values=cache)
+        hook = gemma.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            gemma(tokens(3), past_key_values=cache)
+        hook.remove()
+        with pytest.raises(SequenceStateError, match="unequal numbers"):
+            cache.commit(tokens())
+        assert cached(engine, gemma, tokens()[0]) == 0
 
 
 def test_another_model_finds_nothing_and_the_same_one_does(tmp_path: Path) -> None:
