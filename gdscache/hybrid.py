@@ -334,14 +334,14 @@ class HybridEngine:
         self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
         self._by_name = {group.name: g for g, group in enumerate(self.groups)}
         self._places = {layer: (p, at) for p, pool in enumerate(self.pools) for at, layer in enumerate(pool.layers)}
-        self._owned = planes is None
+        self.owns_planes = planes is None
         self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
         with contextlib.ExitStack() as undo:
             self.engines: list[CacheEngine] = []
             for part in parts:
                 self.engines.append(undo.enter_context(_opened(part, self.planes, timeline, limits)))
             undo.pop_all()
-        self._free = [[*range(engine.blocks)] if self._owned else [] for engine in self.engines]
+        self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]
         self._lock = threading.Lock()
         first = self.engines[0]
@@ -478,7 +478,7 @@ class HybridEngine:
         """
         request, start = self._request(tokens, salt), self._start(start)
         self._check_names(slots)
-        ends = self._ends(request.length, keep_at)
+        ends = self.window_ends(request.length, keep_at)
         chains: list[list[GroupPage]] = []
         tables: list[Blocks] = []
         for engine, pool, own in zip(self.engines, self.pools, request.names, strict=True):
@@ -504,7 +504,7 @@ class HybridEngine:
         ]
         return HybridStore(self.names, handles, chains)
 
-    def _ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
+    def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
         """The lengths at which windows are kept, those behind `length` too that need a page before it."""
         size = self.alignment
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
@@ -575,7 +575,7 @@ class HybridEngine:
             self._free[pool] += given
 
     def _own_pool(self, group: str) -> int:
-        if not self._owned:
+        if not self.owns_planes:
             raise InvalidValueError("the planes are attached", "take blocks of your own allocator")
         return self._pool_of[self._number(group)]
 

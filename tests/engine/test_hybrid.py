@@ -632,6 +632,25 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         assert len(engine._free[1]) == len(set(engine._free[1])) == before
 
 
+def test_planes_of_its_own_hold_a_prompt_and_its_windows(tmp_path: Path) -> None:
+    """Four windows of 6 pages and one that is begun, and more where they are kept at intervals, or for many prompts."""
+    section = {"name": "m", "layers": 3, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "page_tokens": 16}
+    full, window = {"name": "full", "layers": [2]}, {"name": "window", "layers": [0, 1], "window": 96}
+    page = 16 * 2 * 2 * 8 * 4  # bytes in a layer
+    for groups, every, expected in (
+        ([full, window], 0, [10, 10]),
+        ([full, window], 0, [100, 28]),
+        ([full, window], 0, [512, 35]),  # 8192 tokens
+        ([full, window], 200, [100, 84]),
+        ([{**window, "layers": [0, 1, 2]}], 0, [700]),
+    ):
+        capacity = page * sum(n * len(group["layers"]) for n, group in zip(expected, groups, strict=True))
+        config = {"model": {**section, "groups": groups}, "gpu": {"device": "cpu", "capacity": capacity}}
+        config |= {"cpu": {"capacity": "8MiB"}, "store": {"window_every": every}, "host_buffer": "4MiB"}
+        with HybridEngine.from_config(config) as engine:
+            assert [one.blocks for one in engine.engines] == expected
+
+
 def test_blocks_of_attached_planes_are_the_caller_s(open_hybrid: OpenHybrid) -> None:
     host = open_hybrid("apart")
     for call in (lambda: host.engine.take("full", 1), lambda: host.engine.give("full", [1])):
