@@ -66,19 +66,21 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, head_dim=128))
     with torch.no_grad():
         for layer in model.model.layers:
-            attention = layer.self_attn
+            attention = getattr(layer, "self_attn", None)
+            if attention is None:  # it keeps a state
+                continue
             if kind == "mla":  # rows of a head: its keys, then its values
                 attention.kv_b_proj.weight.view(heads, 128 + 128, 512)[:, 128:] *= 4
             elif getattr(attention, "v_proj", None) is not None:  # a layer may share the keys and values of another
                 attention.v_proj.weight *= 4
-            attention.o_proj.weight *= 4
+            getattr(attention, "o_proj", getattr(attention, "out_proj", None)).weight.mul_(4)
         model.lm_head.weight[WINNERS:] = 0
     model.to(torch.bfloat16).save_pretrained(folder)
     if kind == "uneven":
         _make_uneven(folder)
 
 
-HYBRIDS = ("windows", "unequal", "sinks", "sliding", "chunks")
+HYBRIDS = ("windows", "unequal", "sinks", "sliding", "chunks", "gdn", "convolutions")
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -86,7 +88,8 @@ def _hybrid(kind: str, shape: dict[str, Any]) -> Any:
     """Models whose layers keep different tokens: a Gemma 3 (`windows`), all of whose layers but the last attend to 256
     tokens; a Gemma 4 (`unequal`), whose layers of full attention have wider heads, and whose last two have the caches
     of two others; a gpt-oss (`sinks`), whose layers take turns; a Mistral (`sliding`) that has windows alone; a Llama 4
-    (`chunks`), whose layers but the last attend to chunks of 256 tokens."""
+    (`chunks`), whose layers but the last attend to chunks of 256 tokens; a Qwen3-Next (`gdn`) and an LFM2
+    (`convolutions`), some of whose layers keep a state."""
     import transformers
 
     if kind == "windows":
@@ -101,6 +104,17 @@ def _hybrid(kind: str, shape: dict[str, Any]) -> Any:
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
         shape |= {"sliding_window": 128, "layer_types": [_WINDOW, _FULL] * 2, **experts}
         return transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
+    if kind == "gdn":
+        states = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2}
+        states |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention"] * 3 + [_FULL]}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        experts |= {"shared_expert_intermediate_size": 128}
+        return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**shape, **states, **experts))
+    if kind == "convolutions":
+        shape |= {"layer_types": ["conv", _FULL] * 2, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
+        config = transformers.Lfm2Config(**shape, tie_embedding=False)
+        config.conv_dim = config.conv_dim_out = config.block_dim = config.hidden_size  # which vLLM asks for
+        return transformers.Lfm2ForCausalLM(config)
     if kind == "sliding":
         return transformers.MistralForCausalLM(transformers.MistralConfig(**shape, sliding_window=256))
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
