@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         PoolFullError,
         StorageError,
     )
+    from gdscache.hybrid import HybridEngine, HybridHit
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
@@ -44,6 +45,8 @@ _HOMES = {
     "Gap": "load.handle",
     "GdsCacheError": "errors",
     "Hit": "pages.hit",
+    "HybridEngine": "hybrid",
+    "HybridHit": "hybrid",
     "LayerwiseLoad": "load.handle",
     "LoadFailedError": "errors",
     "LoadReport": "load.report",
@@ -74,6 +77,8 @@ __all__ = [
     "Gap",
     "GdsCacheError",
     "Hit",
+    "HybridEngine",
+    "HybridHit",
     "LayerwiseLoad",
     "LoadFailedError",
     "LoadReport",

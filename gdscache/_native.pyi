@@ -153,7 +153,7 @@ class CuFiles:
     Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
     CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
     goes, None leaves that to its configuration; `batched`: bytes of what goes through batches at most, below 0 as
-    measured (cufile_disk.h). What a library refuses is told in its words.
+    measured (disk.h). What a library refuses is told in its words.
     """
 
     def __init__(

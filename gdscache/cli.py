@@ -18,6 +18,7 @@ from gdscache.commands.flags import App
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.plan_commands import plan_tiers
 from gdscache.config import Config, config_schema, load_config
+from gdscache.config.pools import pool_parts
 from gdscache.config.start import init, print_shipped
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
 from gdscache.pages.keys import namespace_digest
@@ -124,17 +125,20 @@ def inspect_directory(
 ) -> None:
     """Show the contents of an SSD tier's directory. Changes nothing, and works while an engine uses the directory.
 
+    The groups of a hybrid model may have directories of their own below it (groups-0, ...): then each is shown.
+
     A namespace is what makes pages interchangeable: its lines say what model, weights and settings they are of. Where
     nothing hits after an upgrade, --compare shows the lines that changed.
     """
-    from gdscache.commands.inspect import compare, inspect, tables
+    from gdscache.commands.inspect import compare, directories_of, inspect, tables
 
     with progress_bar() as progress:
-        report = inspect(directory, progress)
+        reports = [inspect(one, progress) for one in directories_of(directory)]
     if pair is not None:
-        _show(compare(report, *pair), tables.compare_tables, as_json=as_json)
+        every = [namespace for report in reports for namespace in report["namespaces"] or []]
+        _show([compare({"path": str(directory), "namespaces": every}, *pair)], tables.compare_tables, as_json=as_json)
     else:
-        _show(report, tables.inspect_tables, as_json=as_json)
+        _show(reports, tables.inspect_tables, as_json=as_json)
 
 
 @app.command("verify")
@@ -144,20 +148,22 @@ def verify_directory(
 ) -> None:
     """Read and check every page in the directory of an SSD tier. Repairs nothing. No engine may use the directory.
 
+    The groups of a hybrid model may have directories of their own below it (groups-0, ...): then each is checked.
+
     Exit status 0: all pages are good. 1: bad pages were found. 2: not every page could be checked.
     """
-    from gdscache.commands.inspect import tables, verify
+    from gdscache.commands.inspect import directories_of, tables, verify
 
     try:
         with progress_bar() as progress:
-            report = verify(directory, progress)
+            reports = [verify(one, progress) for one in directories_of(directory)]
     except KeyboardInterrupt:
         typer.echo("interrupted: not all pages were checked", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    _show(report, tables.verify_tables, as_json=as_json)
-    if report["bad_pages"]:
+    _show(reports, tables.verify_tables, as_json=as_json)
+    if any(report["bad_pages"] for report in reports):
         raise typer.Exit(EXIT_FAILED)
-    if report["unchecked_pages"]:
+    if any(report["unchecked_pages"] for report in reports):
         raise typer.Exit(EXIT_REFUSED)
 
 
@@ -187,15 +193,32 @@ def describe(config: Config) -> dict[str, Any]:
             for name, size in capacities.items()
         },
         "ssd_path": str(config.ssd.path) if config.ssd else None,
+        "groups": _groups(config),
         "namespace": namespace_digest(config.model.namespace_fields()).hex(),
     }
 
 
-def _show(report: dict[str, Any], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
+def _groups(config: Config) -> list[dict[str, Any]]:
+    """The groups of a hybrid model, each with its pool's share of the tiers. Raises as `pool_parts`."""
+    found: list[dict[str, Any]] = []
+    for part in pool_parts(config):
+        own = part.config
+        extent, sizes = own.model.layout().extent_bytes, {"gpu": own.gpu, "cpu": own.cpu, "ssd": own.ssd}
+        pages = {name: None if tier is None else tier.capacity // extent for name, tier in sizes.items()}
+        for group, local in zip(part.groups, own.model.layer_groups(), strict=True):
+            namespace = namespace_digest(own.model.namespace_fields(group=local)).hex()
+            about = {"share": part.share, "pool": part.names, "extent_bytes": extent, "pages": pages}
+            directory = {"ssd_path": str(own.ssd.path) if own.ssd else None}
+            found.append({**group.describe(), **about, **directory, "namespace": namespace})
+    return found
+
+
+def _show(reports: list[dict[str, Any]], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
+    """One report by itself; in JSON several are a list, of which each has its `path`."""
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps(reports[0] if len(reports) == 1 else reports, indent=2))
     else:
-        show(*tables(report))
+        show(*(table for report in reports for table in tables(report)))
 
 
 def _table(meaning: dict[str, Any]) -> Table:
@@ -211,7 +234,18 @@ def _table(meaning: dict[str, Any]) -> Table:
         table.add_row(f"{name} tier", row)
     if meaning["ssd_path"]:
         table.add_row("ssd path", meaning["ssd_path"])
-    table.add_row("namespace", meaning["namespace"])
+    if not meaning["groups"]:
+        table.add_row("namespace", meaning["namespace"])
+        return table
+    from gdscache.commands.inspect.names import kept_by
+
+    for group in meaning["groups"]:
+        layers, size = len(group["layers"]), group["page_tokens"]
+        table.add_row("group", f"{kept_by(group)}; {layers} layers, pages of {size} tokens")
+        pages = ", ".join(f"{name} {count:,}" for name, count in group["pages"].items() if count is not None)
+        shared = "" if group["pool"] == group["name"] else f" (with {group['pool']})"
+        table.add_row("", f"{group['share']:.1%} of each size{shared}, in pages: {pages}")
+        table.add_row("", f"namespace {group['namespace']}")
     return table
 
 

@@ -24,9 +24,10 @@ from gdscache.errors import (
     SequenceStateError,
     SlotCountError,
 )
-from gdscache.events.base import KVEventBatch
-from gdscache.gate.gate import Gate
+from gdscache.events.base import GroupFacts, KVEventBatch
+from gdscache.gate.gate import Gate, PoolLoad
 from gdscache.groups.base import Group
+from gdscache.groups.pools import pools_of
 from gdscache.index.retention import DEFAULT, LONGEST_TTL, Retention
 from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
@@ -100,6 +101,16 @@ class CacheEngine:
         self.config = config
         self.timeline = timeline_from_environment() if timeline is None else timeline
         self.calls = calls = Calls()
+        self.groups: tuple[Group, ...] = config.model.layer_groups()
+        if self.groups and ranks is None and planes is None:
+            raise InvalidValueError(
+                "model.groups is given, and no planes: sequence() knows layers that keep all tokens alone",
+                "open a HybridEngine, which allocates planes for each group; or take model.groups out",
+            )
+        if (pools := len(pools_of(self.groups))) > 1:
+            raise InvalidValueError(
+                f"model.groups has groups with planes of their own, {pools} pools of them", "open a HybridEngine"
+            )
         if ranks is not None and planes is not None:
             raise InvalidValueError("planes are given beside ranks", "make a Rank of them, and pass its address")
         opened = functools.partial(_opened, config, planes, ranks, self.timeline, calls, limits)
@@ -110,7 +121,6 @@ class CacheEngine:
         self._exits_first = at_exit_of_child(functools.partial(self._closing.forgotten, ending=True))
         costs = self._parts.manager.costs
         self.gate: Gate = Gate(config.load.gate, costs, self.layout.page_tokens, self.layout.page_bytes)
-        self.groups: tuple[Group, ...] = config.model.layer_groups()
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
@@ -160,6 +170,24 @@ class CacheEngine:
             raise SequenceStateError("this engine has attached planes and no pool of its own", "use load() and store()")
         return gpu
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of the planes."""
+        return self._parts.planes.blocks
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks of the planes that make a page."""
+        return self._parts.planes.blocks_per_page
+
+    def block_table(self, slots: Any) -> Blocks:
+        """Block indices as an int64 array of shape (pages, blocks_per_page): see `BlockTables.block_table`."""
+        return self._parts.planes.block_table(slots)
+
+    def check_blocks(self, blocks: Blocks) -> None:
+        """Raises `SlotRangeError` for what is no block of the planes, or is named twice."""
+        self._parts.planes.check_blocks(blocks)
+
     def namespace(self, salt: str = "", group: Group | None = None) -> bytes:
         """The namespace (32 bytes) of this model and a request's salt (an adapter, a tenant).
 
@@ -187,6 +215,12 @@ class CacheEngine:
 
     def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
         """The names of all full pages, and the tokens of the whole request."""
+        if self.groups:
+            names = ", ".join(group.name for group in self.groups)
+            raise InvalidValueError(
+                f"the model has groups of layers ({names}), and a page is of one",
+                "open a HybridEngine, which looks at all of them",
+            )
         namespace = self.namespace(salt)
         if isinstance(tokens, PageHashes):
             length = tokens.length(self.layout.page_tokens)
@@ -243,6 +277,10 @@ class CacheEngine:
         with self.calls:
             self.manager.measure_for(gate.costs)
             self.gate = gate
+
+    def pool_load(self, tiers: Sequence[str]) -> PoolLoad:
+        """What a gate needs to know of pages of a hit that lie here, on these tiers."""
+        return PoolLoad(self.manager.costs, tiers, self.layout.page_bytes, self._parts.loader.planner.under_way)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
@@ -327,6 +365,23 @@ class CacheEngine:
             epoch = self.manager.clearing.epoch(self.namespace(salt))
             return self.submit_store(pages[: len(blocks)], blocks, epoch, salt, after, retention=retention)
 
+    def store_pages(
+        self,
+        pages: Sequence[Page],
+        blocks: Blocks,
+        salt: str = "",
+        after: Event = None,
+        *,
+        priority: int = 0,
+        ttl: float | None = None,
+    ) -> StoreHandle:
+        """`store`, of pages of this salt that are named already, in this order."""
+        with self.calls:
+            self._check_attached()
+            retention = Retention.of(priority, ttl, self.manager.expiry.clock)
+            epoch = self.manager.clearing.epoch(self.namespaces(salt)[0] if not pages else pages[0].namespace)
+            return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
+
     def submit_store(
         self,
         pages: Sequence[Page],
@@ -339,9 +394,11 @@ class CacheEngine:
     ) -> StoreHandle:
         """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
         if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
-            for group in self.groups or (None,):
+            for number, group in enumerate(self.groups or (None,)):
                 namespace = self.namespace(salt, group)
                 self._described.add(namespace)
+                if group is not None and self._parts.events is not None:
+                    self._parts.events.name(namespace, GroupFacts.of(number, group))
                 for tier in self.manager.files:
                     tier.describe_namespace(namespace, self._fields(salt, group))
         event = self._parts.executor.mark(after)
@@ -399,8 +456,12 @@ class CacheEngine:
         Use it in a `with` block, or call `release`. `pin.tokens` is the number of tokens that it holds: fewer if pages
         are not cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
         """
+        return self.pin_pages(self.pages(tokens, salt), seconds)
+
+    def pin_pages(self, pages: Sequence[Page], seconds: float) -> Pin:
+        """`pin`, of pages that are named already, up to the first that no tier has."""
         with self.calls:
-            return self.manager.pin(self.pages(tokens, salt), seconds, self.layout.page_tokens)
+            return self.manager.pin(pages, seconds, self.layout.page_tokens)
 
     def on_events(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(batch)` for each batch of KV events, in a thread of the engine's; what takes that back.

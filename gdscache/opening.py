@@ -22,9 +22,10 @@ from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
 from gdscache.disk.namespaces_file import NamespacesFile
+from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
-from gdscache.errors import InvalidValueError, TierUnavailableError
-from gdscache.events.base import KVEventHub
+from gdscache.errors import InvalidValueError, IOFailedError, TierUnavailableError
+from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
@@ -146,24 +147,17 @@ def build(
             undo.callback(cpu.close)
         ssd, clock = None, _clock(config)
         if config.ssd is not None:
-            choose, remote = None, None
-            if ranks is None:
-                choose = functools.partial(ssd_route.choose, layout, planes.device, config.ssd, keep=cpu is not None)
-            else:
-                remote = functools.partial(RemoteSlab, layout, config.ssd, ranks)
-            device, kept = str(planes.device), limits.ssd_reserve
             ssd = SsdTier(
-                layout,
-                config.ssd,
-                device,
-                lock,
-                choose,
+                *(layout, config.ssd, str(planes.device), lock),
                 eviction=config.eviction,
-                reserve=kept,
+                reserve=limits.ssd_reserve,
                 wall_clock=clock,
-                remote=remote,
+                open_slab=None if ranks is None else functools.partial(RemoteSlab, layout, config.ssd, ranks),
             )
             undo.callback(ssd.close)
+            if isinstance(ssd.io, SlabIO):
+                asked = layout, planes.device, config.ssd
+                ssd.route = ssd_route.choose(*asked, ssd.io, ssd.index, keep=cpu is not None)
         further = [open_tier(tier, layout, lock) for tier in config.tiers]
         for tier in further:
             undo.callback(tier.close)
@@ -227,6 +221,7 @@ def build(
         if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)
             undo.callback(events.close)
+            _name_groups(events, config, ssd)
             with lock:
                 events.watch(manager.tiers.values())
         undo.pop_all()
@@ -269,6 +264,22 @@ def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
     return KVEventHub(page_tokens, publisher)
 
 
+def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> None:
+    """Tell of which groups of a hybrid model the pages are that the SSD has already."""
+    known = [(group.describe(), GroupFacts.of(n, group)) for n, group in enumerate(config.model.layer_groups())]
+    if not known or ssd is None:
+        return
+    try:
+        described = ssd.namespaces()
+    except IOFailedError as error:  # events do without
+        _log.warning("%s: events of pages that are there do not say their group: %s", ssd.path, error)
+        return
+    for digest, fields in described.items():
+        for group, facts in known:
+            if isinstance(fields, dict) and fields.get("group") == group:
+                events.name(digest, facts)
+
+
 def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str, str]:
     """By what prefills of another engine took as long as they will here."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
@@ -293,7 +304,7 @@ def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figur
     state = "stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running"
     return Figures(
         format_version=FORMAT_VERSION,
-        directories=ssd.directories,
+        directories=ssd.io.slab.directories,
         extent_bytes=ssd.layout.extent_bytes,
         slots=index.slots,
         pages=len(index),
@@ -303,7 +314,7 @@ def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figur
         state=state,
         stopped=stopped,
         counts=dict(manager.counts) | {("lost", cause): n for cause, n in ssd.lost.items()},
-        shards=ssd.shards,
+        shards=ssd.layout.shards,
         ranks=_ranks_told(ranks, state),
         latencies={what: manager.latencies.summary(what, ssd.name) for what in LATENCIES},
     )

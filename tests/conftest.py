@@ -19,6 +19,7 @@ from gdscache.storage import cufile_library, probe
 from tests.support.faces import Attached, Face, Pool
 from tests.support.faulty import PLAN
 from tests.support.helpers import SMALL, Host, close_kept, make_config, settle
+from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,9 +40,10 @@ settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 
 
 _LONGEST = (
-    *("native_library", "suite", "bench_io", "cufile_faults", "docs", "packaging", "examples", "power"),
-    *("load_schedules", "state_machine", "transports", "processes", "native_against_reference", "native_leaks", "soak"),
-    *("bench_copy", "testing", "bench", "doctor", "hang", "layerwise", "guarded", "kill_points", "catalog"),
+    *("native_library", "bench_io", "packaging", "cufile_faults", "plan", "examples", "docs", "ranks_random"),
+    *("faults_that_pass", "bench_copy", "doctor", "native_against_reference", "kernels_compile", "links", "power"),
+    *("load_schedules", "state_machine", "transports", "processes", "native_leaks", "soak", "bench_ttft", "no_memory"),
+    *("testing", "bench", "adversity", "hang", "layerwise", "guarded", "kill_points", "catalog"),
 )
 
 
@@ -156,3 +158,24 @@ def _closing(opened: list[CacheEngine], opens: Callable[..., Any]) -> Iterator[A
     finally:
         for engine in opened:
             engine.close()
+
+
+@pytest.fixture
+def open_hybrid(slab: Path) -> Iterator[Callable[..., HybridHost]]:
+    """`open_hybrid("apart", **hybrid_config arguments)`: a hybrid model's planes and an engine, as `open_host` does."""
+    opened: list[CacheEngine] = []
+
+    def opens(
+        model: str | dict[str, Any],
+        path: Path | None = None,
+        blocks: int = 64,
+        per_page: int = 1,
+        limits: EngineLimits = SMALL,
+        **options: Any,
+    ) -> HybridHost:
+        fields = MODELS[model] if isinstance(model, str) else model
+        host = HybridHost(hybrid_config(path or slab, fields, **options), blocks, per_page, limits)
+        opened.extend(host.engine.engines)
+        return host
+
+    yield from _closing(opened, opens)

@@ -88,9 +88,10 @@ public:
         }
         if (onward_ && shared_) onward_->await(slot);
         const auto size = static_cast<size_t>(bytes);
-        const ssize_t moved = loop_.op == Op::kRead ? pread(loop_.fd, part, size, at) : pwrite(loop_.fd, part, size, at);
+        const bool read = loop_.op == Op::kRead;
+        const ssize_t moved = read ? pread(loop_.fd, part, size, at) : pwrite(loop_.fd, part, size, at);
         if (moved != bytes) return moved < 0 ? -errno : -ENODATA;
-        if (loop_.op == Op::kRead) {
+        if (read) {
             sum(loop_, part, bytes);
             if (loop_.planes) std::memcpy(loop_.planes + at, part, static_cast<size_t>(bytes));
             if (onward_) onward_->copy(slot, at, part, bytes);
@@ -192,8 +193,9 @@ double run(const LoopShape& loop, Make make) {
 
 double run(const BareLoop& loop) {
     const int64_t share = loop.memory_bytes / std::max(loop.threads, 1);
+    const bool memory = loop.memory && (loop.memory_bytes >= loop.bytes || share >= loop.piece_bytes);
     const bool onward = !loop.cuda || (loop.op == Op::kRead && loop.device);
-    check(loop, loop.memory && loop.sum_bytes >= 0 && (loop.memory_bytes >= loop.bytes || share >= loop.piece_bytes) && onward);
+    check(loop, memory && loop.sum_bytes >= 0 && onward);
     return run(loop, [&](int number) { return Worker(loop, number); });
 }
 

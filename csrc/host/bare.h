@@ -1,5 +1,5 @@
-// Bare loops: what a device, or cuFile, gives to whoever only reads or writes, and perhaps copies and sums. `gdscache bench`
-// compares with them.
+// Bare loops: what a device, or cuFile, gives to whoever only reads or writes, and perhaps copies and sums. `gdscache
+// bench` compares with them.
 
 #pragma once
 

@@ -1,9 +1,7 @@
 #include "checks.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <functional>
-#include <vector>
 
 namespace gdscache {
 namespace {
@@ -30,7 +28,7 @@ bool within(const std::vector<int64_t>& values, int64_t count, int64_t limit) {
 
 // Whether a way makes sense for these spaces: nothing of it reaches beyond them.
 bool sound(const Way& way, const Executor& executor) {
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     const Limits& limits = executor.limits();
     const auto known = [&](int32_t space) { return space >= 0 && space < static_cast<int32_t>(spaces.size()); };
     if (!known(way.source) || !known(way.target) || way.pages < 0 || way.pages >= kMost) return false;
@@ -41,7 +39,7 @@ bool sound(const Way& way, const Executor& executor) {
     if (source == Kind::kPlanes && spaces[way.target].sums == nullptr) return false;
     const auto fits = [&](int32_t space, const std::vector<int64_t>& slots) {
         const int64_t each = spaces[space].kind == Kind::kPlanes ? limits.page_blocks : 1;
-        return within(slots, way.pages * each, executor.places()[space].slots);
+        return within(slots, way.pages * each, spaces[space].slots);
     };
     if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
     if (!way.sums.empty() && static_cast<int64_t>(way.sums.size()) != way.pages * limits.layers) return false;
@@ -50,28 +48,24 @@ bool sound(const Way& way, const Executor& executor) {
         if (spaces[way.through].kind != Kind::kMemory || !fits(way.through, way.places)) return false;
     }
     if (!files) return true;
-    const bool passes = target == Kind::kPlanes && way.places.empty() && way.pages != 0;
-    const int32_t memory = target == Kind::kFiles    ? way.source
-                           : target != Kind::kPlanes ? way.target
-                           : !way.places.empty()     ? way.through
-                                                     : executor.reserve_space();
-    if (memory < 0) return !passes;
+    const int32_t memory = memory_of(way, source, target, executor.reserve_space());
+    if (memory < 0) return way.pages == 0;  // it would pass through a reserve
     const int32_t disk = spaces[target == Kind::kFiles ? way.target : way.source].disk;
-    return (executor.places()[memory].reached >> disk & 1) != 0;
+    return (spaces[memory].reached >> disk & 1) != 0;
 }
 
 // Whether a way's copies are between memory of a GPU and planes that are not its own.
 bool crosses(const Way& way, const Executor& executor) {
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     const Space &source = spaces[way.source], &target = spaces[way.target];
-    if (source.kind == Kind::kPlanes) return !source.foreign && target.foreign;
-    if (target.kind != Kind::kPlanes || target.foreign) return false;
-    const int32_t memory = source.kind == Kind::kMemory ? way.source : !way.places.empty() ? way.through : executor.reserve_space();
+    if (source.kind != Kind::kPlanes && target.kind != Kind::kPlanes) return false;
+    if ((source.kind == Kind::kPlanes ? source : target).foreign) return false;
+    const int32_t memory = memory_of(way, source.kind, target.kind, executor.reserve_space());
     return memory >= 0 && spaces[memory].foreign;
 }
 
 bool is_load(const Way& way, const Executor& executor) {
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     return spaces[way.target].kind != Kind::kFiles && spaces[way.source].kind != Kind::kPlanes;
 }
 
@@ -93,38 +87,37 @@ void check(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) {
 
 void check(const Limits& limits) {
     const int64_t bytes[] = {limits.flying_bytes, limits.io_bytes, limits.copy_bytes, limits.foreign_copy_bytes};
-    const bool each = std::all_of(std::begin(bytes), std::end(bytes), [](int64_t one) { return some(one, kMostBytes); });
-    refuse_if(!each || !some(limits.extent_bytes, kMostExtent) || !some(limits.page_blocks, kMostLayers), "no sound sizes");
+    const bool each = std::ranges::all_of(bytes, [](int64_t one) { return some(one, kMostBytes); });
+    const bool pages = some(limits.extent_bytes, kMostExtent) && some(limits.page_blocks, kMostLayers);
+    refuse_if(!each || !pages, "no sound sizes");
     refuse_if(!some(limits.layers, kMostLayers) || !ascending(limits.bounds, limits.extent_bytes), "no sound layers");
 }
 
-void check(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu) {
-    const auto memory = reinterpret_cast<uint64_t>(place.memory);
-    refuse_if(place.slots < 0 || place.slots >= kMost, "a space of no sound number of slots");
-    refuse_if(space.kind != Kind::kPlanes && place.slots > kMostBytes / extent_bytes, "a space of too many bytes");
-    refuse_if(place.fence < 0, "a fence of no sound number of slots");
-    const auto bytes = static_cast<uint64_t>(place.slots * extent_bytes);
+void check(const Place& space, int64_t extent_bytes, bool on_gpu) {
+    const auto memory = reinterpret_cast<uint64_t>(space.memory);
+    refuse_if(space.slots < 0 || space.slots >= kMost, "a space of no sound number of slots");
+    refuse_if(space.kind != Kind::kPlanes && space.slots > kMostBytes / extent_bytes, "a space of too many bytes");
+    refuse_if(space.fence < 0, "a fence of no sound number of slots");
+    const auto bytes = static_cast<uint64_t>(space.slots * extent_bytes);
     const bool here = space.kind == Kind::kMemory && (!space.foreign || on_gpu);
     refuse_if(here && !memory, "a memory without an address");
     refuse_if(here && memory > UINT64_MAX - bytes, "a memory that leaves the address space");
-    refuse_if(space.kind == Kind::kFiles && place.stretch < 1, "files of no stretch");
+    refuse_if(space.kind == Kind::kFiles && space.stretch < 1, "files of no stretch");
 }
 
 void check(const Place& planes, const Pool* pool, const Limits& limits) {
     refuse_if(!pool, "planes without a pool");
     refuse_if(planes.slots > pool->blocks, "more blocks than the pool has");
-    bool same = pool->n_layers == limits.layers && pool->page_blocks == limits.page_blocks;
+    bool same = pool->layers() == limits.layers && pool->page_blocks == limits.page_blocks;
     for (int32_t layer = 0; same && layer < limits.layers; ++layer) {
         same = layer_bytes(*pool, layer) == limits.bounds[layer + 1] - limits.bounds[layer];
     }
     refuse_if(!same, "a pool of other pages");
 }
 
-void check(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits) {
-    if (space.kind != Kind::kPlanes) return;
-    refuse_if(place.slots > planes.blocks, "more blocks than the pool has");
-    const bool same = planes.page_blocks == limits.page_blocks && planes.bounds == limits.bounds;
-    refuse_if(!same, "a pool of other pages");
+void check(const Place& planes, const GpuPlanes& gpu, const Limits& limits) {
+    refuse_if(planes.slots > gpu.blocks, "more blocks than the pool has");
+    refuse_if(gpu.page_blocks != limits.page_blocks || gpu.bounds != limits.bounds, "a pool of other pages");
 }
 
 bool loads(const std::vector<Way>& ways, const Executor& executor) {
@@ -133,7 +126,7 @@ bool loads(const std::vector<Way>& ways, const Executor& executor) {
 
 bool sound(const std::vector<Way>& ways, const Executor& executor, bool on_gpu) {
     if (ways.size() > 1 << 10) return false;
-    const auto& spaces = executor.spaces();
+    const std::vector<Place>& spaces = executor.places();
     int64_t rows = 0;
     for (const Way& way : ways) {
         if (!sound(way, executor) || (on_gpu && crosses(way, executor))) return false;
@@ -162,8 +155,8 @@ bool sound(const std::vector<Group>& groups, const Limits& limits) {
 }
 
 void check(const GpuPlanes& planes, const PageKernels& kernels, const ChunkSizes& sizes, int64_t staging) {
-    const bool counts = some(planes.layers, kMostLayers) && some(planes.page_blocks, kMostLayers) && some(planes.blocks, kMost);
-    refuse_if(!counts, "no sound number of layers or blocks");
+    const bool blocks = some(planes.page_blocks, kMostLayers) && some(planes.blocks, kMost);
+    refuse_if(!some(planes.layers, kMostLayers) || !blocks, "no sound number of layers or blocks");
     refuse_if(!some(planes.extent_bytes, kMostExtent) || !some(staging, kMostBytes), "no sound sizes");
     for (const int64_t bytes : {sizes.moved, sizes.looked, sizes.looked_last, sizes.unbroken}) {
         refuse_if(!some(bytes, kMostBytes), "no sound sizes of chunks");
@@ -195,7 +188,8 @@ void check(const PageCopies& copies, const GpuPlanes& planes) {
     refuse_if(copies.first < 0 || copies.last < copies.first || copies.last > planes.layers, "no such layers");
     refuse_if(copies.pages >= kMost || extents.slots < 0 || extents.slots >= kMost, "no sound counts");
     refuse_if(!extents.address || extents.stride < 1 || extents.fence < 0, "no sound extents");
-    const bool large = extents.stride > kMostBytes / std::max<int64_t>(extents.slots, 1) || extents.origin < -kMostBytes;
+    const int64_t slots = std::max<int64_t>(extents.slots, 1);
+    const bool large = extents.stride > kMostBytes / slots || extents.origin < -kMostBytes;
     const bool outside = large || extents.address > UINT64_MAX - static_cast<uint64_t>(extents.slots * extents.stride);
     refuse_if(outside, "extents that leave the address space");
     const int64_t first = planes.bounds[copies.first], last = planes.bounds[copies.last];

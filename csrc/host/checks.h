@@ -1,5 +1,5 @@
-// What of the values that come from outside is sound: nothing reaches beyond a space, and no size overflows. What is not
-// throws an `Error` with EINVAL, or answers false.
+// What of the values that come from outside is sound: nothing reaches beyond a space, and no size overflows. What is
+// not throws an `Error` with EINVAL, or answers false.
 
 #pragma once
 
@@ -18,12 +18,12 @@ constexpr int64_t kMostBytes = int64_t{1} << 60;   // of a space, and in flight:
 
 void check(const Limits& limits);
 
-// A space whose bytes are at `place`. `on_gpu`: what is foreign is a GPU's.
-void check(const Space& space, const Place& place, int64_t extent_bytes, bool on_gpu);
+// A space. `on_gpu`: what is foreign is a GPU's.
+void check(const Place& space, int64_t extent_bytes, bool on_gpu);
 
-// Planes or a memory, for pages with these layers: of the host's pool, or of a GPU's.
+// Planes, for pages with these layers: of the host's pool, or of a GPU's.
 void check(const Place& planes, const Pool* pool, const Limits& limits);
-void check(const Space& space, const Place& place, const GpuPlanes& planes, const Limits& limits);
+void check(const Place& planes, const GpuPlanes& gpu, const Limits& limits);
 
 // Whether ways make sense for these spaces, and together: a store is a store as a whole.
 bool sound(const std::vector<Way>& ways, const Executor& executor, bool on_gpu);

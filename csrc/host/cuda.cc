@@ -6,6 +6,7 @@ namespace {
 // Values of cuda.h.
 constexpr unsigned kNonBlocking = 1, kBlockingSync = 1, kNoTiming = 2;
 constexpr int kSourceInStreamOrder = 1;
+constexpr const char* kBatch13 = "batch_13";
 
 struct Location {
     int type, id;
@@ -30,17 +31,15 @@ void Cuda::check(const char* name, int code) const {
 
 Cuda::Cuda(const char* library, void* context)
     : context_(context), functions_(new CudaFunctions{{"CUDA driver", library}}) {
-    const struct {
-        const char* name;
-        int version;
-    } forms[] = {{"batch_13", 13000}, {"batch_12_8", 12080}};  // the newer one lacks an argument
-    for (const auto& form : forms) {
+    if (!functions_->address) return;
+    // The newer form lacks an argument.
+    for (const auto& [name, version] : {std::pair{kBatch13, 13000}, std::pair{"batch_12_8", 12080}}) {
         void* found = nullptr;
         int status = 0;
-        if (!functions_->address || functions_->address("cuMemcpyBatchAsync", &found, form.version, 0, &status) != 0) continue;
-        if (found == nullptr || status != 0) continue;
+        const int code = functions_->address("cuMemcpyBatchAsync", &found, version, 0, &status);
+        if (code != 0 || found == nullptr || status != 0) continue;
         batch_ = found;
-        api_ = form.name;
+        api_ = name;
         break;
     }
 }
@@ -75,7 +74,7 @@ void Cuda::copy(const CopyList& list, size_t first, size_t last, CudaStream stre
     auto* const bytes = const_cast<size_t*>(list.bytes.data()) + first;
     const size_t count = last - first;
     const int code =
-        api_[6] == '1' && api_[7] == '3'
+        api_ == kBatch13
             ? reinterpret_cast<Batch13>(batch_)(to, from, bytes, count, &attributes, &zero, 1, stream)
             : reinterpret_cast<Batch12>(batch_)(to, from, bytes, count, &attributes, &zero, 1, &failed, stream);
     check("cuMemcpyBatchAsync", code);
@@ -91,7 +90,9 @@ void Cuda::copy(const CopyRows& rows, CudaStream stream) const {
 
 void Cuda::launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                   CudaStream stream) const {
-    void* extra[] = {reinterpret_cast<void*>(1), const_cast<void*>(arguments), reinterpret_cast<void*>(2), &size, nullptr};
+    void* const buffer = reinterpret_cast<void*>(1);  // of arguments, and its size
+    void* const length = reinterpret_cast<void*>(2);
+    void* extra[] = {buffer, const_cast<void*>(arguments), length, &size, nullptr};
     check("cuLaunchKernel", functions_->launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, nullptr, extra));
 }
 

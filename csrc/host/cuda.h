@@ -92,8 +92,8 @@ struct CudaFunctions {
     int (*copy)(uint64_t, uint64_t, size_t, CudaStream) = driver["cuMemcpyAsync"];
     int (*copy_rows)(const CudaCopy2D*, CudaStream) = driver["cuMemcpy2DAsync_v2"];
     int (*copy_to_host)(void*, uint64_t, size_t) = driver["cuMemcpyDtoH_v2"];
-    int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream, void**,
-                  void**) = driver["cuLaunchKernel"];
+    int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream,
+                  void**, void**) = driver["cuLaunchKernel"];
     int (*address)(const char*, void**, int, uint64_t, int*) = driver.find("cuGetProcAddress_v2");  // since CUDA 12
     int (*error_name)(int, const char**) = driver["cuGetErrorName"];
     int (*capture_mode)(int*) = driver["cuThreadExchangeStreamCaptureMode"];
@@ -137,8 +137,12 @@ public:
     // One that was never recorded has happened.
     CudaEvent open_event(EventUse use) const;
     void close_event(CudaEvent event) const noexcept { functions_->event_destroy(event); }
-    void record(CudaEvent event, CudaStream stream) const { check("cuEventRecord", functions_->event_record(event, stream)); }
-    void follow(CudaStream stream, CudaEvent event) const { check("cuStreamWaitEvent", functions_->stream_wait(stream, event, 0)); }
+    void record(CudaEvent event, CudaStream stream) const {
+        check("cuEventRecord", functions_->event_record(event, stream));
+    }
+    void follow(CudaStream stream, CudaEvent event) const {
+        check("cuStreamWaitEvent", functions_->stream_wait(stream, event, 0));
+    }
     bool happened(CudaEvent event) const {
         constexpr int kNotReady = 600;
         const int code = functions_->event_query(event);

@@ -33,11 +33,7 @@ static_assert(sizeof(Description) == 24 && offsetof(Description, file) == 8);
 
 static_assert(sizeof(off_t) == 8 && sizeof(timespec) == 16);
 
-struct Meaning {
-    int32_t error;
-    const char* text;
-};
-constexpr Meaning kMeanings[] = {
+constexpr std::pair<int32_t, const char*> kMeanings[] = {
     {5001, "its driver is not initialized (nvidia-fs is not loaded, and compat mode is not allowed)"},
     {5004, "nvidia-fs has another version"},
     {5007, "the platform is not supported"},
@@ -69,8 +65,8 @@ constexpr Meaning kMeanings[] = {
 std::string cufile_text(int32_t error) {
     if (error <= kCuFileErrors) return std::strerror(error);
     const std::string number = "cuFile answers " + std::to_string(error);
-    for (const Meaning& meaning : kMeanings) {
-        if (meaning.error == error) return number + ": " + meaning.text;
+    for (const auto& [known, text] : kMeanings) {
+        if (known == error) return number + ": " + text;
     }
     return number;
 }
@@ -87,7 +83,8 @@ struct CuFiles::Functions {
     Answer (*set_text)(int, const char*) = library.find("cuFileSetParameterString");  // since 1.14
     Answer (*open_batch)(CuFileBatch*, unsigned) = library.find("cuFileBatchIOSetUp");
     Answer (*submit)(CuFileBatch, unsigned, CuFileEntry*, unsigned) = library.find("cuFileBatchIOSubmit");
-    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) = library.find("cuFileBatchIOGetStatus");
+    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) =
+        library.find("cuFileBatchIOGetStatus");
     Answer (*cancel)(CuFileBatch) = library.find("cuFileBatchIOCancel");
     void (*close_batch)(CuFileBatch) = library.find("cuFileBatchIODestroy");
 };

@@ -55,17 +55,18 @@ static_assert(sizeof(CuFileEvent) == 24 && offsetof(CuFileEvent, result) == 16);
 // Thread-safe; nothing is under way on a file or a memory that is taken out.
 class CuFiles {
 public:
-    // The driver's name and the context of the memory's device. `library`: the path of libcufile; one that the process has
-    // open already is taken in its place, since two of them would share a driver.
+    // The driver's name and the context of the memory's device. `library`: the path of libcufile; one that the process
+    // has open already is taken in its place, since two of them would share a driver.
     CuFiles(const char* driver, void* context, const char* library);
     ~CuFiles();
     CuFiles(CuFiles&&) = delete;
 
     const Cuda& cuda() const { return cuda_; }
 
-    // These throw CuFileError or CudaError, and enter the context themselves. `open`, before all others, opens the driver,
-    // which can hang: without /proc/modules it does. It is not closed again, since it is the process's, and others may use it
-    // (kvikio does). `log_folder`: where cuFile's log goes, or null: as its environment and its configuration say.
+    // These throw CuFileError or CudaError, and enter the context themselves. `open`, before all others, opens the
+    // driver, which can hang: without /proc/modules it does. It is not closed again, since it is the process's, and
+    // others may use it (kvikio does). `log_folder`: where cuFile's log goes, or null: as its environment and its
+    // configuration say.
     void open(const char* log_folder);
     void add_file(int fd);
     void remove_file(int fd);

@@ -1,4 +1,4 @@
-#include "cufile_disk.h"
+#include "cufile.h"
 
 #include <algorithm>
 #include <atomic>
@@ -19,26 +19,7 @@ namespace {
 constexpr int kMostEntries = 32;
 constexpr int kLeastEntries = 2;
 
-// Fragments of a call that follow each other in one memory: `base` is where that begins, none is the host's.
-struct Stretch {
-    std::optional<uint64_t> base;
-    uint64_t address;
-    uint32_t count;
-    int64_t bytes;
-};
-
-Stretch next_stretch(const CuFiles& files, const iovec* vectors, uint32_t count) {
-    const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(vectors[n].iov_base); };
-    Stretch found{files.memory(at(0), vectors[0].iov_len), at(0), 1, static_cast<int64_t>(vectors[0].iov_len)};
-    for (; found.count < count; ++found.count) {
-        const iovec& next = vectors[found.count];
-        const auto base = files.memory(at(found.count), next.iov_len);
-        const bool follows = at(found.count) == found.address + static_cast<uint64_t>(found.bytes);
-        if (base != found.base || (base && !follows)) break;
-        found.bytes += static_cast<int64_t>(next.iov_len);
-    }
-    return found;
-}
+using OfGpu = Stretch<std::optional<uint64_t>>;  // by where its memory begins
 
 class CuFileCaller final : public Caller {
 public:
@@ -49,29 +30,18 @@ public:
     }
 
     int64_t transfer(const Piece& piece, const Call& call) override {
-        int64_t moved = 0;
-        for (uint32_t n = 0; n < call.count;) {
-            const Stretch stretch = next_stretch(*files_, call.vectors + n, call.count - n);
-            const int64_t offset = call.offset + moved;
-            const int64_t answer =
-                stretch.base ? move(piece, stretch, offset)
-                             : system_call(piece, {call.vectors + n, stretch.count, offset, stretch.bytes});
-            if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
-            moved += answer;
-            if (answer < stretch.bytes) break;
-            n += stretch.count;
-        }
-        return moved;
+        return move_stretches(call, true, memory_, [&](const OfGpu& stretch, int64_t offset) {
+            if (stretch.memory) return move(piece, stretch, offset);
+            return system_call(piece, {stretch.vectors, stretch.count, offset, stretch.bytes});
+        });
     }
 
-    bool in_turn(const Piece& piece) const override { return keeps_lock(piece) && !of_gpu(piece.fragments[0]); }
+    bool in_turn(const Piece& piece) const override { return keeps_lock(piece) && !memory_(piece.fragments[0]); }
 
     bool small(const Piece& piece) const override {
         if (!batched_ || piece.count > kMostEntries) return false;
-        int64_t bytes = 0;
-        for (uint32_t n = 0; n < piece.count; ++n) bytes += static_cast<int64_t>(piece.fragments[n].iov_len);
-        if (bytes > batched_) return false;
-        return std::all_of(piece.fragments, piece.fragments + piece.count, [&](const iovec& one) { return of_gpu(one); });
+        if (bytes_of(piece.fragments, piece.count) > batched_) return false;
+        return std::all_of(piece.fragments, piece.fragments + piece.count, memory_);
     }
 
     void transfer_all(std::span<const Piece> pieces, const Told& told) override {
@@ -102,9 +72,12 @@ private:
         std::vector<uint32_t> left;    // of each piece: entries that have not ended
     };
 
-    bool of_gpu(const iovec& one) const {
-        return files_->memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len).has_value();
-    }
+    struct MemoryOf {
+        std::optional<uint64_t> operator()(const iovec& one) const {
+            return files.memory(reinterpret_cast<uint64_t>(one.iov_base), one.iov_len);
+        }
+        const CuFiles& files;
+    };
 
     // The context, for as long as the thread lives. False where the driver refuses; it is asked again.
     bool enter() {
@@ -117,12 +90,12 @@ private:
         return entered_.has_value();
     }
 
-    int64_t move(const Piece& piece, const Stretch& stretch, int64_t offset) {
+    int64_t move(const Piece& piece, const OfGpu& stretch, int64_t offset) {
         const CuFileHandle file = files_->file(piece.fd);
         if (!file) return -EBADF;
         if (!enter()) return -EIO;
-        return files_->move(piece.op == Op::kWrite, file, *stretch.base, static_cast<size_t>(stretch.bytes), offset,
-                            static_cast<int64_t>(stretch.address - *stretch.base));
+        return files_->move(piece.op == Op::kWrite, file, *stretch.memory, static_cast<size_t>(stretch.bytes), offset,
+                            static_cast<int64_t>(stretch.address - *stretch.memory));
     }
 
     // A piece's stretches, where there is room for all of them.
@@ -132,11 +105,11 @@ private:
         const size_t before = batch.entries.size();
         int64_t offset = piece.offset;
         for (uint32_t n = 0; file && n < piece.count;) {
-            const Stretch stretch = next_stretch(*files_, piece.fragments + n, piece.count - n);
-            if (batch.entries.size() == room || !stretch.base) break;
-            batch.entries.push_back({1, reinterpret_cast<void*>(*stretch.base), offset,
-                                     static_cast<int64_t>(stretch.address - *stretch.base),
-                                     static_cast<size_t>(stretch.bytes), file, piece.op == Op::kWrite ? 1 : 0, nullptr});
+            const OfGpu stretch = first_stretch(piece.fragments + n, piece.count - n, true, memory_);
+            if (batch.entries.size() == room || !stretch.memory) break;
+            batch.entries.push_back({1, reinterpret_cast<void*>(*stretch.memory), offset,
+                                     static_cast<int64_t>(stretch.address - *stretch.memory),
+                                     static_cast<size_t>(stretch.bytes), file, piece.op == Op::kWrite, nullptr});
             batch.pieces.push_back(number);
             offset += stretch.bytes;
             n += stretch.count;
@@ -168,7 +141,8 @@ private:
         return false;
     }
 
-    // Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited for.
+    // Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited
+    // for.
     void reap(Batch& batch, const Told& told) {
         std::vector<CuFileEvent> events(batch.entries.size());
         std::vector<bool> over(batch.entries.size(), false);
@@ -205,13 +179,12 @@ private:
     }
 
     const std::shared_ptr<const CuFiles> files_;
+    const MemoryOf memory_{*files_};
     int64_t batched_;
     const std::shared_ptr<std::atomic<int>> free_;  // entries
     std::optional<Cuda::Entered> entered_;
     CuFileBatch batch_ = nullptr;
 };
-
-// --- batches
 
 }  // namespace
 

@@ -55,23 +55,19 @@ bool is_sound(const Piece& piece) {
 }
 
 void begin(const Piece& piece, std::vector<Part>& parts) {
-    const int64_t bytes = std::accumulate(piece.fragments, piece.fragments + piece.count, int64_t{0},
-                                          [](int64_t sum, const iovec& f) { return sum + bytes_of(f); });
-    if (bytes > kMostBytes) {
-        alone(piece, 0, piece.count, 0, parts);
-    } else {
-        parts.push_back({.first = 0, .count = piece.count, .start = 0});
-    }
+    if (bytes_of(piece.fragments, piece.count) > kMostBytes) alone(piece, 0, piece.count, 0, parts);
+    else parts.push_back({.first = 0, .count = piece.count, .start = 0});
+}
+
+int64_t bytes_of(const iovec* fragments, uint32_t count) {
+    return std::accumulate(fragments, fragments + count, int64_t{0},
+                           [](int64_t sum, const iovec& one) { return sum + bytes_of(one); });
 }
 
 Call next_call(const Piece& piece, const Part& part, iovec& one) {
     const iovec* const fragments = piece.fragments + part.first;
     const int64_t offset = piece.offset + part.start + part.resume;
-    if (part.count > 1) {
-        int64_t bytes = 0;
-        for (uint32_t n = 0; n < part.count; n++) bytes += bytes_of(fragments[n]);
-        return {fragments, part.count, offset, bytes};
-    }
+    if (part.count > 1) return {fragments, part.count, offset, bytes_of(fragments, part.count)};
     const int64_t bytes = std::min(bytes_of(*fragments) - part.resume, kMostBytes);
     one = {static_cast<uint8_t*>(fragments->iov_base) + part.resume, static_cast<size_t>(bytes)};
     return {&one, 1, offset, bytes};
@@ -134,8 +130,7 @@ Runs cut_and_merge(std::span<const Request> requests, int64_t limit, uint32_t mo
                 run->bytes += bytes;
                 run->count++;
             } else {
-                made.runs.push_back(
-                    {request.fd, offset, static_cast<uint32_t>(made.fragments.size()), 1, bytes});
+                made.runs.push_back({request.fd, offset, static_cast<uint32_t>(made.fragments.size()), 1, bytes});
             }
             made.fragments.push_back(
                 {reinterpret_cast<void*>(request.address + static_cast<uint64_t>(at)), static_cast<size_t>(bytes)});

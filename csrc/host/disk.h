@@ -72,7 +72,8 @@ public:
     // Pieces that have not ended, and how many of them may be under way.
     virtual size_t pending() const = 0;
     virtual size_t depth() const = 0;
-    // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for it.
+    // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for
+    // it.
     virtual size_t room() const = 0;
     // Fragments that a piece should have at most.
     virtual uint32_t most_fragments() const { return kMostFragments; }
@@ -89,6 +90,17 @@ std::unique_ptr<Disk> open_threads_disk(int threads);
 
 // The first of the two that can be had.
 std::unique_ptr<Disk> open_disk(int workers, int depth);
+
+class CuFiles;
+
+// Pieces of up to so many bytes go through batches, larger ones by a call each: a batch spares small ones most of what
+// a call costs, and is one thread's for as long as its slowest entry takes.
+constexpr int64_t kBatchedBytes = 64 << 10;
+
+// `threads` threads of ours: fragments in memory that `files` has go by cuFile, those of the host by preadv and
+// pwritev. Those that follow each other in memory, too, are one call. `batched`: bytes of a piece that may go through a
+// batch; 0: none does.
+std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched);
 
 // --- cutting and merging
 
@@ -139,11 +151,17 @@ struct Call {
     int64_t bytes;
 };
 
+// The bytes of a call, moved once by cuFile.
+int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, const Call& call);
+
 // Whether a piece makes sense: addresses, counts, an offset and a length that a file can have.
 bool is_sound(const Piece& piece);
 
 // Appends the parts that a sound piece begins with: one, or where that would be too many bytes one a fragment.
 void begin(const Piece& piece, std::vector<Part>& parts);
+
+// Bytes of some fragments.
+int64_t bytes_of(const iovec* fragments, uint32_t count);
 
 // `one` is where a vector of its own is put, and lives until the call was made.
 Call next_call(const Piece& piece, const Part& part, iovec& one);

@@ -1,4 +1,4 @@
-#include "executor_inside.h"
+#include "executor.h"
 
 #include <algorithm>
 #include <chrono>
@@ -28,13 +28,12 @@ Nanoseconds now() {
 }
 
 Executor::Held::Call Executor::Held::call() {
-    Moves& moves = executor_.moves_;
-    News news = moves.take_news();
+    News news = executor_.moves_.take_news();
     if (executor_.traced_ && news.ended) executor_.keep_ready();
     const int64_t job = executor_.limits_.copy_bytes, idle = executor_.idle_;
     news.copies = std::min((news.copies + job - 1) / job, idle);
     if (std::exchange(all_, false)) news = {true, true, idle, true, true, true, true};
-    return {news, (news.io ? ~uint64_t{0} : news.room ? moves.crowded() : 0) & ~own_};
+    return {news, (news.io ? ~uint64_t{0} : news.room ? executor_.moves_.crowded() : 0) & ~own_};
 }
 
 void Executor::Held::wake(const Call& call) {
@@ -64,25 +63,18 @@ bool Executor::Held::woke() {
     return true;
 }
 
-Executor::Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
-                   Reserve reserve, const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads)
+Executor::Executor(const Limits& limits, std::vector<Place> places, int32_t reserve_space, Reserve reserve,
+                   const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads)
     : limits_(limits),
-      spaces_(spaces),
       places_(std::move(places)),
       reserve_space_(reserve.slots() ? reserve_space : -1),
       pool_(pool),
-      moves_(limits, std::move(spaces), reserve_space, std::move(reserve)),
+      moves_(limits, {places_.begin(), places_.end()}, reserve_space, std::move(reserve)),
       disks_(std::move(disks)) {
     try {
-        const SignalsBlocked blocked;
-        for (int32_t n = 0; n < threads; ++n) {
-            threads_.emplace_back(&Executor::copy_loop, this);
-            set_name(threads_.back(), "gds-copy", static_cast<size_t>(n));
-        }
+        for (int32_t n = 0; n < threads; ++n) start(threads_, "gds-copy", n, &Executor::copy_loop, this);
         for (size_t n = 0; n < disks_.size(); ++n) {
-            if (!disks_[n]) continue;
-            threads_.emplace_back(&Executor::disk_loop, this, static_cast<int32_t>(n));
-            set_name(threads_.back(), "gds-io", n);
+            if (disks_[n]) start(threads_, "gds-io", n, &Executor::disk_loop, this, static_cast<int32_t>(n));
         }
     } catch (...) {
         end();
@@ -121,31 +113,21 @@ bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
     return rows <= std::numeric_limits<int32_t>::max() && moves_.extend(move, std::move(ways), last);
 }
 
-bool Executor::knows(int64_t move) {
-    const Held held(*this);
-    return moves_.knows(move);
-}
+bool Executor::knows(int64_t move) { return Held(*this)->knows(move); }
+bool Executor::cancel(int64_t move) { return Held(*this)->cancel(move); }
+void Executor::refuse(Status status) { Held(*this)->refuse(status); }
+bool Executor::forget(int64_t move) { return Held(*this)->forget(move); }
 
-bool Executor::cancel(int64_t move) {
-    const Held held(*this);
-    if (!moves_.knows(move)) return false;
-    moves_.cancel(move);
-    return true;
-}
-
-void Executor::refuse(Status status) {
-    const Held held(*this);
-    moves_.refuse(status);
-}
-
-bool Executor::wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited, int64_t* point) {
+std::optional<int64_t> Executor::wait(int64_t move, int32_t group, Nanoseconds until) {
     Held held(*this);
-    *point = 0;
-    if (!moves_.knows(move) || group >= moves_.groups(move)) return false;
-    *waited = wait_for(held, ended_, until, [&] {
-        return !moves_.knows(move) || (group < 0 ? moves_.ended(move) : moves_.ready(move, group, point));
+    int64_t point = 0;
+    const bool happened = wait_for(held, ended_, until, [&] {
+        if (!moves_.knows(move) || group >= moves_.groups(move)) return true;
+        return group < 0 ? moves_.ended(move) : moves_.ready(move, group, &point);
     });
-    return true;
+    if (happened) return point;
+    if (stopped_) throw Stopped();
+    return std::nullopt;
 }
 
 const Outcome* Executor::outcome(int64_t move) {
@@ -153,54 +135,28 @@ const Outcome* Executor::outcome(int64_t move) {
     return moves_.knows(move) && moves_.ended(move) ? &moves_.outcome(move) : nullptr;
 }
 
-bool Executor::forget(int64_t move) {
-    const Held held(*this);
-    if (!moves_.knows(move) || !moves_.ended(move)) return false;
-    moves_.forget(move);
-    return true;
-}
-
-const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until, Waited* waited) {
+const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until) {
     Held held(*this);
-    CopyJob job;
+    const CopyJob* job = nullptr;
     std::condition_variable& called = hands == Hands::kForeignStores ? stores_ : loads_;
-    *waited = wait_for(held, called, until, [&] { return moves_.take_copy(hands, &job); });
-    if (*waited != Waited::kHappened) return nullptr;
-    return &copying_.emplace(job.id, std::move(job)).first->second;
+    wait_for(held, called, until, [&] { return (job = moves_.take_copy(hands)) != nullptr; });
+    return job;
 }
 
-bool Executor::copy_queued(int64_t job, int64_t point) {
-    const Held held(*this);
-    if (!copying_.contains(job)) return false;
-    moves_.copy_queued(job, point);
-    return true;
-}
+bool Executor::copy_queued(int64_t job, int64_t point) { return Held(*this)->copy_queued(job, point); }
 
 bool Executor::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
-    const Held held(*this);
-    const auto ended = copying_.find(job);
-    if (ended == copying_.end() || (!broken && ended->second.sums && found == nullptr)) return false;
-    copying_.erase(ended);
-    moves_.copy_ended(job, found, broken);
-    return true;
+    return Held(*this)->copy_ended(job, found, broken);
 }
 
-std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most,
-                                                                      Waited* waited) {
+std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most) {
     Held held(*this);
-    *waited = wait_for(held, late_, until, [&] { return moves_.has_ended_late(); });
+    if (!wait_for(held, late_, until, [&] { return moves_.has_ended_late(); }) && stopped_) throw Stopped();
     return moves_.take_ended_late(most);
 }
 
-int64_t Executor::held_slots() {
-    const Held held(*this);
-    return moves_.held_slots();
-}
-
-int64_t Executor::free_slots() {
-    const Held held(*this);
-    return moves_.free_slots();
-}
+int64_t Executor::held_slots() { return Held(*this)->held_slots(); }
+int64_t Executor::free_slots() { return Held(*this)->free_slots(); }
 
 void Executor::trace() {
     const Held held(*this);
@@ -238,16 +194,17 @@ void Executor::keep_ready() {
     }
 }
 
+// Whether it is ready; else the time is over, or the executor was stopped.
 template <typename Ready>
-Waited Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseconds until, Ready ready) {
-    while (true) {
-        if (ready()) return Waited::kHappened;
-        if (stopped_) return Waited::kClosed;
+bool Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseconds until, Ready ready) {
+    while (!ready()) {
+        if (stopped_) return false;
         if (held.woke()) continue;
         const Nanoseconds time = now();
-        if (time >= until) return Waited::kTimeout;
+        if (time >= until) return false;
         held.wait(condition, std::min(until - time, kLongest));
     }
+    return true;
 }
 
 // --- our threads
@@ -255,19 +212,18 @@ Waited Executor::wait_for(Held& held, std::condition_variable& condition, Nanose
 void Executor::copy_loop() {
     give_way();
     std::vector<uint64_t> found;
-    CopyJob job;
     Held held(*this);
     while (!closing_) {
-        if (moves_.take_copy(Hands::kOurs, &job)) {
+        if (const CopyJob* const job = moves_.take_copy(Hands::kOurs)) {
             held.let_go();
             const Nanoseconds begin = now();
-            copy(job, &found);
+            copy(*job, &found);
             const Nanoseconds end = now();
             held.take_again();
-            const auto pages = static_cast<int64_t>(job.pages.size());
-            const int64_t bytes = limits_.bounds[job.last] - limits_.bounds[job.first];
-            keep({kind_of(job.copy), job.first, job.last, job.move, pages, pages * bytes, begin, end});
-            moves_.copy_ended(job.id, found.data(), nullptr);
+            const auto pages = static_cast<int64_t>(job->pages.size());
+            const int64_t bytes = limits_.bounds[job->last] - limits_.bounds[job->first];
+            keep({kind_of(job->copy), job->first, job->last, job->move, pages, pages * bytes, begin, end});
+            moves_.copy_ended(job->id, found.data(), nullptr);
             continue;
         }
         const Nanoseconds time = now(), until = moves_.deadline();

@@ -1,29 +1,29 @@
 // The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one a disk.
 //
-// Threads of others take what is foreign: the lanes of a GPU (gpu_server.h). Of ours, only a disk of threads may wait for
-// Python's lock, which nobody keeps who waits for them or ends them (bind/transport.h).
+// Threads of others take what is foreign: the lanes of a GPU (gpu_server.h). Of ours, only a disk of threads may wait
+// for Python's lock, which nobody keeps who waits for them or ends them (bind/disk.h).
 
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "disk.h"
+#include "memory.h"
 #include "moves.h"
 #include "pages.h"
 
 namespace gdscache {
 
-// Where the bytes of a space are: an address, or open files over which the slots go in stretches.
-struct Place {
+// A space, and where its bytes are: an address, or open files over which the slots go in stretches.
+struct Place : Space {
     uint8_t* memory = nullptr;
-    int64_t bytes = 0;   // of a memory
     std::vector<int> files;
     int64_t stretch = 0;  // slots of one file that follow each other
     bool copied = false;  // the kernel copies what is read and written: no O_DIRECT, or a RAM disk
@@ -57,14 +57,17 @@ struct Span {
     Nanoseconds begin, end;
 };
 
-enum class Waited { kHappened, kTimeout, kClosed };
+// No thread of others may wait any more.
+struct Stopped : Error {
+    Stopped() : Error(ECANCELED, "the executor was stopped") {}
+};
 
 class Executor {
 public:
     // `pool`: planes in host memory, or null. `disks`: of one that is null nothing is read or written. `threads`: that
     // copy, and see deadlines pass; none: all is foreign.
-    Executor(const Limits& limits, std::vector<Space> spaces, std::vector<Place> places, int32_t reserve_space,
-             Reserve reserve, const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
+    Executor(const Limits& limits, std::vector<Place> places, int32_t reserve_space, Reserve reserve, const Pool* pool,
+             std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
     ~Executor();
 
     // False where its number is taken.
@@ -74,21 +77,22 @@ public:
     bool knows(int64_t move);
     bool cancel(int64_t move);
     void refuse(Status status);
-    // Wait until all copies of a group are done, or queued on a GPU, behind `point` (Moves::ready); or with `group` -1
-    // until the move has ended. False for a move that nobody knows.
-    bool wait(int64_t move, int32_t group, Nanoseconds until, Waited* waited, int64_t* point);
+    // Wait until all copies of a group are done, or queued on a GPU, behind a point (Moves::ready); or with `group` -1
+    // until the move has ended. The point, or 0, also of a move that nobody knows any more; none where it takes longer.
+    // Throws `Stopped`.
+    std::optional<int64_t> wait(int64_t move, int32_t group, Nanoseconds until);
     // The outcome of a move that has ended; null before.
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move);
 
-    // The next foreign job, which is the caller's until its end is said. Null with `waited` saying why. Who waits asks for
-    // those of loads, or those of stores.
-    const CopyJob* take_copy(Hands hands, Nanoseconds until, Waited* waited);
+    // The next foreign job, which is the caller's until its end is said; waits for one until then, or until `stop`, and
+    // is null where none has come. Who waits asks for those of loads, or those of stores.
+    const CopyJob* take_copy(Hands hands, Nanoseconds until);
     bool copy_queued(int64_t job, int64_t point);
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
 
-    // Late pages that have ended since the last call; waits for one until then, or until `stop`.
-    std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most, Waited* waited);
+    // Late pages that have ended since the last call; waits for one until then. Throws `Stopped` where there is none.
+    std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most);
     int64_t held_slots();
     int64_t free_slots();
 
@@ -101,7 +105,6 @@ public:
     void stop();
 
     const Limits& limits() const { return limits_; }
-    const std::vector<Space>& spaces() const { return spaces_; }
     const std::vector<Place>& places() const { return places_; }
     // The memory of the reserve, or -1 where loads have none.
     int32_t reserve_space() const { return reserve_space_; }
@@ -110,10 +113,44 @@ private:
     friend class ExecutorHooks;  // of the tests' build
     struct Flight;
     struct Share;
-    class Held;
+
+    // The lock. Those that wait for what its holder has brought about are woken when it is let go, and not before: a
+    // thread that is woken while another holds the lock that it needs only costs both a turn.
+    class Held {
+    public:
+        // `disk`: of the thread of that one, which nobody has to wake.
+        explicit Held(Executor& executor, int32_t disk = -1)
+            : executor_(executor), own_(disk < 0 ? 0 : uint64_t{1} << disk), lock_(executor.lock_) {}
+        ~Held() {
+            if (lock_.owns_lock()) let_go();
+        }
+        Moves* operator->() const { return &executor_.moves_; }
+        void let_go();
+        void take_again() { lock_.lock(); }
+        // Whether somebody had to be woken; then what is waited for may have come meanwhile.
+        bool woke();
+        void wait(std::condition_variable& condition, Nanoseconds time) {
+            condition.wait_for(lock_, std::chrono::nanoseconds(time));
+        }
+        void wake_all() { all_ = true; }
+
+    private:
+        struct Call {
+            News news;       // `copies`: threads
+            uint64_t disks;  // a bit each
+        };
+        Call call();
+        void wake(const Call& call);
+
+        const MustNotFail reserve_;  // else what changes halfway stays so
+        Executor& executor_;
+        const uint64_t own_;
+        std::unique_lock<std::mutex> lock_;
+        bool all_ = false;
+    };
 
     template <typename Ready>
-    Waited wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
+    bool wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
     void end();
     void copy_loop();
     void disk_loop(int32_t number);
@@ -125,18 +162,16 @@ private:
     void keep_ready();
 
     const Limits limits_;
-    const std::vector<Space> spaces_;
     const std::vector<Place> places_;
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of ours. A
-    // call for nothing costs its caller, too: to signal a condition may wait for threads that were called before and are
-    // not awake yet.
+    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of
+    // ours. A call for nothing costs its caller, too: to signal a condition may wait for threads that were called
+    // before and are not awake yet.
     std::condition_variable ended_, late_, loads_, stores_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;
-    std::map<int64_t, CopyJob> copying_;
     bool stopped_ = false, closing_ = false;
     bool traced_ = false;
     std::deque<Span> kept_;

@@ -1,11 +1,41 @@
-// The threads of an executor that read and write, one a disk: jobs become pieces of files, and their answers ends of pages.
+// The threads of an executor that read and write, one a disk: jobs become pieces of files, and their answers ends of
+// pages.
 
 #include <algorithm>
 #include <unordered_map>
 
-#include "executor_inside.h"
+#include "executor.h"
 
 namespace gdscache {
+
+// A part of each page of a job: bytes of the extent, and the layers that lie wholly in it.
+struct Executor::Share {
+    int64_t start, stop;
+    int32_t first, last;
+};
+
+// A job of ours on its way through the disk.
+struct Executor::Flight {
+    IoJob job;
+    std::vector<Share> shares;
+    Runs runs;                     // requests are numbered page by page, and by share
+    struct Page {
+        uint32_t left = 0;  // fragments that have not ended
+        int32_t error = 0;
+        int32_t summed = 0;  // layers
+    };
+    std::vector<Page> pages;
+    std::vector<Look> looks;       // in the order of fragments
+    std::vector<size_t> looks_at;  // of each run, and their number at the end
+    std::vector<uint64_t> sums;    // (pages, layers)
+    size_t open = 0;               // pages that have not ended
+    Nanoseconds begin = 0;
+
+    uint32_t page_of(uint32_t fragment) const {
+        return runs.requests[fragment] / static_cast<uint32_t>(shares.size());
+    }
+    const Share& share_of(uint32_t fragment) const { return shares[runs.requests[fragment] % shares.size()]; }
+};
 
 std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) const {
     auto flight = std::make_unique<Flight>();
@@ -13,7 +43,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     uint8_t* const memory = places_[job.memory].memory;
     const int64_t count = static_cast<int64_t>(files.files.size());
     const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
-    const int64_t limit = spaces_[job.files].io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
+    const int64_t limit = files.io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
     flight->shares = shares(job, limit);
     std::vector<Request> requests;
     requests.reserve(job.pages.size() * flight->shares.size());
@@ -26,18 +56,17 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
         }
     }
     flight->runs = cut_and_merge(requests, limit, disk.most_fragments());
-    flight->left.assign(job.pages.size(), 0);
-    flight->errors.assign(job.pages.size(), 0);
-    for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->left[flight->page_of(n)];
+    flight->pages.resize(job.pages.size());
+    flight->open = job.pages.size();
+    for (uint32_t n = 0; n < flight->runs.requests.size(); ++n) ++flight->pages[flight->page_of(n)].left;
     if (job.sums) add_looks(*flight, job);
-    flight->open = static_cast<uint32_t>(job.pages.size());
     flight->job = std::move(job);
     flight->begin = now();
     return flight;
 }
 
-// One share of the whole, or where checksums are wanted parts of up to `limit` bytes that end with a layer and a sector, as
-// far as there are such. What is larger is cut on, and nobody looks at it then.
+// One share of the whole, or where checksums are wanted parts of up to `limit` bytes that end with a layer and a
+// sector, as far as there are such. What is larger is cut on, and nobody looks at it then.
 std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) const {
     if (!job.sums) return {{job.start, job.stop, job.first, job.last}};
     std::vector<Share> made{{job.start, job.start, job.first, job.first}};
@@ -57,7 +86,6 @@ std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) c
 void Executor::add_looks(Flight& flight, const IoJob& job) const {
     const Runs& runs = flight.runs;
     flight.sums.resize(job.pages.size() * limits_.layers);
-    flight.summed.assign(job.pages.size(), 0);
     for (const Run& run : runs.runs) {
         flight.looks_at.push_back(flight.looks.size());
         for (uint32_t n = run.first; n < run.first + run.count; ++n) {
@@ -76,35 +104,29 @@ void Executor::add_looks(Flight& flight, const IoJob& job) const {
 
 void Executor::disk_loop(int32_t number) {
     Disk& disk = *disks_[number];
-    std::unordered_map<int64_t, std::unique_ptr<Flight>> flights;
+    std::unordered_map<uint32_t, std::unique_ptr<Flight>> flights;
+    uint32_t next_flight = 0;
     std::vector<Piece> pieces;
     std::vector<Ended> ended;
     std::vector<IoEnd> ends, looked;
-    struct Sent {
-        Flight* flight;
-        uint32_t first, left;  // fragments
-    };
-    std::unordered_map<uint64_t, Sent> runs;  // by tag
-    uint64_t next_tag = 1;
     Held held(*this, number);
     while (!closing_ || !flights.empty()) {
         pieces.clear();
-        IoJob job;
         const auto room = [&] { return disk.pending() + pieces.size() < disk.room(); };
-        while (!closing_ && room() && moves_.take_io(number, &job)) {
+        while (const IoJob* const job = !closing_ && room() ? moves_.take_io(number) : nullptr) {
             held.let_go();
-            auto made = flight(std::move(job), disk);
+            auto made = flight(*job, disk);
             const Place& files = places_[made->job.files];
             for (size_t n = 0; n < made->runs.runs.size(); ++n) {
                 const Run& run = made->runs.runs[n];
-                runs.emplace(next_tag, Sent{made.get(), run.first, run.count});
-                pieces.push_back({next_tag++, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
+                const uint64_t tag = uint64_t{next_flight} << 32 | n;
+                pieces.push_back({tag, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
                                   made->job.write ? Op::kWrite : Op::kRead, files.copied});
                 if (made->looks.empty()) continue;
                 pieces.back().looks = made->looks.data() + made->looks_at[n];
                 pieces.back().n_looks = static_cast<uint32_t>(made->looks_at[n + 1] - made->looks_at[n]);
             }
-            flights.emplace(made->job.id, std::move(made));
+            flights.emplace(next_flight++, std::move(made));
             held.take_again();
         }
         held.let_go();
@@ -113,32 +135,30 @@ void Executor::disk_loop(int32_t number) {
         if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
         held.take_again();
         for (const Ended& some : ended) {
-            Sent& sent = runs.at(some.tag);
-            Flight* const owner = sent.flight;
-            const uint32_t first = sent.first;
-            sent.left -= some.count;
-            if (sent.left == 0) runs.erase(some.tag);
+            const auto flight_number = static_cast<uint32_t>(some.tag >> 32);
+            Flight* const owner = flights.at(flight_number).get();
+            const uint32_t first = owner->runs.runs[static_cast<uint32_t>(some.tag)].first;
             ends.clear(), looked.clear();
             int64_t moved = some.moved;
             for (uint32_t n = 0; n < some.count; ++n) {
                 const uint32_t fragment = first + some.first + n;
-                const uint32_t page = owner->page_of(fragment);
+                const uint32_t number_of = owner->page_of(fragment);
+                Flight::Page& page = owner->pages[number_of];
                 const int64_t wanted = static_cast<int64_t>(owner->runs.fragments[fragment].iov_len);
                 int32_t error = some.error;
                 if (error == 0 && moved < wanted) error = kShort;
                 moved -= std::min(moved, wanted);
-                if (owner->errors[page] == 0) owner->errors[page] = error;
-                if (some.looked) {
-                    const Share& share = owner->share_of(fragment);
-                    if (wanted == share.stop - share.start) owner->summed[page] += share.last - share.first;
-                }
-                if (--owner->left[page] != 0) continue;
-                const bool all = !owner->summed.empty() && owner->summed[page] == limits_.layers;
-                (all ? looked : ends).push_back({static_cast<int32_t>(page), owner->errors[page]});
+                if (page.error == 0) page.error = error;
+                const Share& share = owner->share_of(fragment);
+                if (some.looked && wanted == share.stop - share.start) page.summed += share.last - share.first;
+                if (--page.left != 0) continue;
+                const bool all = page.summed == limits_.layers;
+                (all ? looked : ends).push_back({static_cast<int32_t>(number_of), page.error});
             }
             const auto end = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
-                owner->open -= static_cast<uint32_t>(pages.size());
-                if (!pages.empty()) moves_.io_ended(owner->job.id, pages.data(), static_cast<int64_t>(pages.size()), sums);
+                owner->open -= pages.size();
+                const auto count = static_cast<int64_t>(pages.size());
+                if (count != 0) moves_.io_ended(owner->job.id, pages.data(), count, sums);
             };
             end(ends, nullptr);
             end(looked, owner->sums.data());
@@ -147,7 +167,7 @@ void Executor::disk_loop(int32_t number) {
                 const auto pages = static_cast<int64_t>(done.pages.size());
                 keep({done.write ? Span::Kind::kWrite : Span::Kind::kRead, done.first, done.last, done.move, pages,
                       pages * (done.stop - done.start), owner->begin, now()});
-                flights.erase(done.id);
+                flights.erase(flight_number);
             }
         }
     }

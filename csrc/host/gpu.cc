@@ -1,6 +1,5 @@
 #include "gpu.h"
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <ranges>
@@ -43,8 +42,7 @@ void Gpu::leave_captures_alone() const noexcept {
 QueuedCopies Gpu::queue(const PageCopies& asked) {
     QueuedCopies queued;
     queued.pages = asked.pages, queued.first = asked.first, queued.last = asked.last;
-    queued.sums = asked.sums;
-    queued.device = asked.extents.device;
+    queued.sums = asked.sums, queued.device = asked.extents.device;
     if (asked.pages == 0 || asked.first == asked.last) return queued;
     const Cuda::Entered entered(cuda_);
     PageCopies copies = asked;
@@ -100,8 +98,9 @@ void Gpu::give_back(QueuedCopies& queued) {
     }
 }
 
-void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
-    if (queued.point == 0) return;
+StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
+    StreamTimes times;
+    if (queued.point == 0) return times;
     const Cuda::Entered entered(cuda_);
     await(queued.point);
     const size_t layers = static_cast<size_t>(queued.last - queued.first);
@@ -109,13 +108,13 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
         std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);
     }
     try {
-        tell_times(queued, times);
+        times = times_of(queued);
     } catch (...) {
         give_back(queued);
         throw;
     }
     give_back(queued);
-    if (sums == nullptr) return;
+    if (sums == nullptr) return times;
     const int64_t origin = planes_.bounds[queued.first], span = planes_.bounds[queued.last] - origin;
     std::vector<uint8_t> fetched(queued.device && !queued.parts.empty() ? static_cast<size_t>(span) : 0);
     for (size_t page = 0; page < queued.parts.size(); ++page) {
@@ -130,6 +129,7 @@ void Gpu::finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]) {
             sums[page * layers + static_cast<size_t>(layer - queued.first)] = xxh3(part + (at - origin), size);
         }
     }
+    return times;
 }
 
 // --- times
@@ -158,9 +158,9 @@ void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
     }
 }
 
-void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
-    times[0] = times[1] = {};
-    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return;
+StreamTimes Gpu::times_of(const QueuedCopies& queued) {
+    StreamTimes times;
+    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return times;
     const std::lock_guard held(times_lock_);
     const auto clock = [] {
         const auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -177,10 +177,12 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
     for (const int stream : {0, 1}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
-            return anchored_ + static_cast<int64_t>(cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]) * 1e9);
+            const double seconds = cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]);
+            return anchored_ + static_cast<int64_t>(seconds * 1e9);
         };
         times[stream] = {at(0), std::max(at(0), at(1))};
     }
+    return times;
 }
 
 // --- points
@@ -188,24 +190,6 @@ void Gpu::tell_times(QueuedCopies& queued, StreamTime times[2]) {
 Points& Gpu::points_of(int64_t point) {
     Points* const all[] = {&loads_.done, &stores_.done, &loads_.read, &stores_.read};
     return *all[point % Points::kStep];
-}
-
-bool Gpu::reached(int64_t point) {
-    if (point == 0) return true;
-    const Cuda::Entered entered(cuda_);
-    return points_of(point).reached(point);
-}
-
-void Gpu::await(int64_t point) {
-    if (point == 0) return;
-    const Cuda::Entered entered(cuda_);
-    points_of(point).await(point);
-}
-
-void Gpu::follow(CudaStream stream, int64_t point) {
-    if (point == 0) return;
-    const Cuda::Entered entered(cuda_);
-    points_of(point).follow(stream, point);
 }
 
 }  // namespace gdscache

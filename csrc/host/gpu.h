@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -90,12 +91,13 @@ struct QueuedCopies {
 struct StreamTime {
     int64_t begin = 0, end = 0;
 };
+using StreamTimes = std::array<StreamTime, 2>;  // of its copies, and of its kernels
 
 // Copies of one pool's pages, both ways at once; a transfer a way at a time. Thread-safe.
 class Gpu {
 public:
-    // `staging` bytes of GPU memory are the ring: half for loads, half for stores, and neither borrows. Who opens it and
-    // who closes it has entered. Throws CudaError.
+    // `staging` bytes of GPU memory are the ring: half for loads, half for stores, and neither borrows. Who opens it
+    // and who closes it has entered. Throws CudaError.
     Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const ChunkSizes& sizes, size_t staging);
 
     const Cuda& cuda() const { return cuda_; }
@@ -106,21 +108,21 @@ public:
 
     // Queue copies. What cannot be queued as a whole has ended when this throws.
     QueuedCopies queue(const PageCopies& copies);
-    // Wait until they are done, give back what they needed, and leave their checksums in `sums`, uint64 (pages, layers),
-    // where they were asked for; null where nobody wants them any more. `times`: of copies and kernels, where the time is
-    // kept.
-    void finish(QueuedCopies& queued, uint64_t* sums, StreamTime times[2]);
+    // Wait until they are done, give back what they needed, and leave their checksums in `sums`, uint64 (pages,
+    // layers), where they were asked for; null where nobody wants them any more. The times of copies and kernels, where
+    // the time is kept.
+    StreamTimes finish(QueuedCopies& queued, uint64_t* sums);
     // Keep the time of what is queued from now on.
     void trace() { traced_ = true; }
 
     // The last point of loads, and of stores; 0: nothing was queued.
     int64_t last(bool loads) const { return (loads ? loads_ : stores_).done.last(); }
-    // About a point that `queue` or `last` gave out.
-    bool reached(int64_t point);
+    // About a point that `queue` or `last` gave out; the GPU is past 0.
+    bool reached(int64_t point) { return points_of(point).reached(point); }
     // The same as far as it is known, without asking the driver.
-    bool past(int64_t point) { return point == 0 || points_of(point).past(point); }
-    void await(int64_t point);
-    void follow(CudaStream stream, int64_t point);
+    bool past(int64_t point) { return points_of(point).past(point); }
+    void await(int64_t point) { points_of(point).await(point); }
+    void follow(CudaStream stream, int64_t point) { points_of(point).follow(stream, point); }
 
 private:
     struct Transfer;
@@ -132,10 +134,11 @@ private:
     bool cut(Lane& lane, Transfer& transfer, Chunk* chunk);
     void load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
-    void look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const;
     void copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch) const;
-    void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const;
+    void add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer,
+                    const PlaneRuns& plane) const;
+    void add_table(const Chunk& chunk, CopyList* list) const;
     void bring_table(const Chunk& chunk, CudaStream stream) const;
     void stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const;
     void submit(Lane& lane, const Transfer& transfer, const CopyList& list) const;
@@ -144,7 +147,7 @@ private:
     void give_back(QueuedCopies& queued);
     CudaEvent timed_event();
     void mark(const Transfer& transfer, const Lane& lane, int which);
-    void tell_times(QueuedCopies& queued, StreamTime times[2]);
+    StreamTimes times_of(const QueuedCopies& queued);
 
     const Cuda& cuda_;
     const GpuPlanes planes_;

@@ -2,7 +2,6 @@
 
 #include "gpu_chunks.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <string>
@@ -47,9 +46,7 @@ void Gpu::run(Lane& lane, Transfer& transfer) {
         return;
     }
     for (Chunk chunk; cut(lane, transfer, &chunk);) {
-        if (alone) look_and_copy(lane, transfer, chunk);
-        else if (transfer.copies.load) load_chunk(lane, transfer, chunk);
-        else store_chunk(lane, transfer, chunk);
+        transfer.copies.load ? load_chunk(lane, transfer, chunk) : store_chunk(lane, transfer, chunk);
     }
 }
 
@@ -82,10 +79,14 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     return true;
 }
 
+// Where the copy engine alone moves the bytes, a kernel looks at the planes: at what a load has brought there, and at
+// what a store takes while it does.
 void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
+    const Route route = transfer.copies.route;
     cuda_.follow(lane.copies, chunk.segment->done);
-    if (transfer.copies.route == Route::kStaged) stage(lane, transfer, chunk);
+    if (route == Route::kStaged) stage(lane, transfer, chunk);
     else bring_table(chunk, lane.copies);
+    if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
     cuda_.record(chunk.segment->copied, lane.copies);
     cuda_.follow(lane.kernels, chunk.segment->copied);
     launch(lane, transfer, chunk);
@@ -93,33 +94,16 @@ void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) c
 }
 
 void Gpu::store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
-    cuda_.follow(lane.kernels, chunk.segment->copied);
+    const Route route = transfer.copies.route;
+    if (route != Route::kCopyEngine) cuda_.follow(lane.kernels, chunk.segment->copied);
     bring_table(chunk, lane.kernels);
     launch(lane, transfer, chunk);
     cuda_.record(chunk.segment->done, lane.kernels);
-    if (transfer.copies.route != Route::kStaged) return;
+    if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
+    if (route != Route::kStaged) return;
     cuda_.follow(lane.copies, chunk.segment->done);
     stage(lane, transfer, chunk);
     cuda_.record(chunk.segment->copied, lane.copies);
-}
-
-// The copy engine alone moves the bytes. A kernel looks at the planes: at what a load has brought there, and at what a
-// store takes while it does.
-void Gpu::look_and_copy(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
-    const bool load = transfer.copies.load;
-    const int64_t end = chunk.first + chunk.pages;
-    if (load) {
-        cuda_.follow(lane.copies, chunk.segment->done);
-        bring_table(chunk, lane.copies);
-        copy_pieces(lane, transfer, chunk.first, end);
-        cuda_.record(chunk.segment->copied, lane.copies);
-        cuda_.follow(lane.kernels, chunk.segment->copied);
-    } else {
-        bring_table(chunk, lane.kernels);
-    }
-    launch(lane, transfer, chunk);
-    cuda_.record(chunk.segment->done, lane.kernels);
-    if (!load) copy_pieces(lane, transfer, chunk.first, end);
 }
 
 // --- kernels
@@ -175,8 +159,8 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
                      &arguments, offsetof(KernelArguments, team), lane.kernels);
         return;
     }
-    // As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be half
-    // idle: one of them only folds.
+    // As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be
+    // half idle: one of them only folds.
     const int64_t pieces = chunk.pages * layers;
     int32_t threads = 256;
     while (threads < 1024 && pieces * threads < kSumsLeast) threads *= 2;

@@ -1,6 +1,5 @@
 // What the copy engine does of a transfer: see gpu.h.
 
-#include <algorithm>
 #include <cstddef>
 #include <numeric>
 
@@ -24,11 +23,16 @@ void for_planes(const GpuPlanes& planes, const PageCopies& copies, const Functio
 
 }  // namespace
 
-void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
+void Gpu::add_table(const Chunk& chunk, CopyList* list) const {
     if (chunk.table == nullptr) return;
+    const auto bytes = static_cast<size_t>(chunk.table_bytes);
+    list->add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), bytes, true);
+}
+
+void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
     CopyList list;
-    list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes), true);
-    cuda_.copy(list, 0, 1, stream, true);
+    add_table(chunk, &list);
+    cuda_.copy(list, 0, list.size(), stream, true);
 }
 
 // Copies of a chunk's pages between extents and ring, neighbours joined. A load's table goes with the first of them: by
@@ -37,10 +41,7 @@ void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const 
     const bool load = transfer.copies.load;
     CopyList list;
     list.most = lane.unbroken;
-    if (load && chunk.table != nullptr) {
-        list.add(chunk.segment->table, reinterpret_cast<uint64_t>(chunk.table), static_cast<size_t>(chunk.table_bytes),
-                 true);
-    }
+    if (load) add_table(chunk, &list);
     for (int64_t page = 0; page < chunk.pages; ++page) {
         const uint64_t ring = chunk.segment->data + static_cast<uint64_t>(page * transfer.stride);
         const uint64_t host = transfer.part(chunk.first + page);
@@ -54,15 +55,15 @@ void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) con
     const bool pinned = transfer.copies.extents.pinned || transfer.copies.extents.device;
     for (size_t first = 0, last = 0; first < list.size(); first = last) {
         size_t bytes = 0;
-        const auto fits = [&] { return last - first < kBatch && (last == first || list.bytes[last] <= list.most - bytes); };
-        while (last < list.size() && fits()) bytes += list.bytes[last++];
+        const size_t end = std::min(list.size(), first + kBatch);
+        while (last < end && (last == first || list.bytes[last] <= list.most - bytes)) bytes += list.bytes[last++];
         lane.make_way(bytes);
         cuda_.copy(list, first, last, lane.copies, pinned);
     }
 }
 
-// Straight between extents and planes. Pieces of pages that lie equal steps apart go by one call each, a row a page: it is
-// short, and whoever launches a model's kernels waits for the same lock. Other pages go one by one, in lists.
+// Straight between extents and planes. Pieces of pages that lie equal steps apart go by one call each, a row a page: it
+// is short, and whoever launches a model's kernels waits for the same lock. Other pages go one by one, in lists.
 void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const {
     const PageCopies& copies = transfer.copies;
     const int64_t count = end - first;
@@ -104,8 +105,8 @@ void Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch
         list.clear();
         add_pieces(&list, transfer, stretch.pages[0], layer, plane);
         for (size_t n = 0; n < list.size(); ++n) {
-            const size_t to_step = copies.load ? in_planes : in_extents, from_step = copies.load ? in_extents : in_planes;
-            const CopyRows rows{list.to[n], list.from[n], list.bytes[n], to_step, from_step, static_cast<size_t>(stretch.count)};
+            const CopyRows rows{list.to[n], list.from[n], list.bytes[n], copies.load ? in_planes : in_extents,
+                                copies.load ? in_extents : in_planes, static_cast<size_t>(stretch.count)};
             lane.make_way(rows.bytes * rows.rows);
             cuda_.copy(rows, lane.copies);
         }
@@ -129,9 +130,10 @@ Gpu::Stretch Gpu::Transfer::stretch(const int64_t* pages, int64_t count, int64_t
     return found;
 }
 
-// What a page has in a plane. Neighbours are joined, never across two planes, which may be two allocations side by side,
-// nor across two pages, which may lie in two registrations of host memory.
-void Gpu::add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer, const PlaneRuns& plane) const {
+// What a page has in a plane. Neighbours are joined, never across two planes, which may be two allocations side by
+// side, nor across two pages, which may lie in two registrations of host memory.
+void Gpu::add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer,
+                     const PlaneRuns& plane) const {
     const PageCopies& copies = transfer.copies;
     const int64_t* const blocks = copies.blocks + page * planes_.page_blocks;
     const uint64_t layer_at = transfer.part(page) + static_cast<uint64_t>(planes_.bounds[layer] - transfer.origin);

@@ -40,16 +40,16 @@ void Points::look() {
 bool Points::reached(int64_t point) {
     const std::lock_guard held(lock_);
     if (point <= reached_) return true;
-    for (const Mark& mark : marks_) {
-        if (mark.number >= point) return cuda_.happened(mark.event);
-    }
-    return true;
+    const Cuda::Entered entered(cuda_);
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
+    return mark == marks_.end() || cuda_.happened(mark->event);
 }
 
 void Points::await(int64_t point) {
     std::unique_lock held(lock_);
-    const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
     if (point <= reached_ || mark == marks_.end()) return;
+    const Cuda::Entered entered(cuda_);
     ++mark->waiting;  // nobody takes its event meanwhile; a deque's ends leave the others where they are
     Mark& of = *mark;
     held.unlock();
@@ -68,8 +68,10 @@ void Points::await(int64_t point) {
 void Points::follow(CudaStream stream, int64_t point) {
     const std::lock_guard held(lock_);
     if (point <= reached_) return;
-    const auto mark = std::find_if(marks_.begin(), marks_.end(), [&](const Mark& one) { return one.number >= point; });
-    if (mark != marks_.end()) cuda_.follow(stream, mark->event);
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
+    if (mark == marks_.end()) return;
+    const Cuda::Entered entered(cuda_);
+    cuda_.follow(stream, mark->event);
 }
 
 // --- host memory

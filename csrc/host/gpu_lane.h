@@ -13,7 +13,7 @@
 namespace gdscache {
 
 // Points in what a stream is given to do, numbered by turns in steps of `kStep`. A point that was reached stays so, and
-// nobody has to give it back. Thread-safe; the caller has entered.
+// nobody has to give it back. Thread-safe; who records has entered.
 class Points {
 public:
     // Numbers of several `Points` are apart by `which`, which is below kStep.
@@ -92,15 +92,16 @@ struct LaneSizes {
 
 // `copies` runs the copy engine, `kernels` the kernels; events keep them in step, segment by segment.
 //
-// The copy engine works off what one stream has for it before it turns to another, however much that is. So a model that
-// copies the tokens of a step to the host would wait for every store that is queued: 77 ms behind 4 GiB. `make_way` lets
-// it pass: two streams copy in turns, each behind all that the other has, and the engine looks at every stream when one of
-// them has to wait. An event between two streams of which one has no copies does not do: the driver sees through it.
+// The copy engine works off what one stream has for it before it turns to another, however much that is. So a model
+// that copies the tokens of a step to the host would wait for every store that is queued: 77 ms behind 4 GiB.
+// `make_way` lets it pass: two streams copy in turns, each behind all that the other has, and the engine looks at every
+// stream when one of them has to wait. An event between two streams of which one has no copies does not do: the driver
+// sees through it.
 //
-// `share` bytes of GPU memory are the segments' data, of which each has at least `least`, up to whole 4 KiB: the ring is
-// cut into as many as fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed without, 3
-// at 0.97). Tables of `table` bytes a segment come on top. A transfer takes segments in turn: what is queued first goes
-// first. The kernels of loads go before the model's. Whoever queues holds `lock`, and has entered.
+// `share` bytes of GPU memory are the segments' data, of which each has at least `least`, up to whole 4 KiB: the ring
+// is cut into as many as fit, 3 at most (beside large products, 4 smaller ones left checksums at 0.85 of the speed
+// without, 3 at 0.97). Tables of `table` bytes a segment come on top. A transfer takes segments in turn: what is queued
+// first goes first. The kernels of loads go before the model's. Whoever queues holds `lock`, and has entered.
 class Lane {
 public:
     Lane(const Cuda& cuda, const LaneSizes& sizes, bool loads);

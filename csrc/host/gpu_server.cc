@@ -23,19 +23,11 @@ Span GpuServer::span(Span::Kind kind, int64_t move, const QueuedCopies& copies, 
 }
 
 GpuServer::GpuServer(Executor& executor, Gpu& gpu) : executor_(executor), gpu_(gpu) {
-    const struct {
-        const char* name;
-        Hands hands;
-        Direction& direction;
-    } ways[] = {{"gds-load", Hands::kForeignLoads, loads_}, {"gds-store", Hands::kForeignStores, stores_}};
     try {
-        const SignalsBlocked blocked;
-        for (const auto& way : ways) {
-            threads_.emplace_back(&GpuServer::queue, this, way.hands, std::ref(way.direction));
-            set_name(threads_.back(), way.name, 0);
-            threads_.emplace_back(&GpuServer::end, this, std::ref(way.direction));
-            set_name(threads_.back(), way.name, 1);
-        }
+        start(threads_, "gds-load", 0, &GpuServer::queue, this, Hands::kForeignLoads, std::ref(loads_));
+        start(threads_, "gds-load", 1, &GpuServer::end, this, std::ref(loads_));
+        start(threads_, "gds-store", 0, &GpuServer::queue, this, Hands::kForeignStores, std::ref(stores_));
+        start(threads_, "gds-store", 1, &GpuServer::end, this, std::ref(stores_));
     } catch (...) {
         join();
         throw;
@@ -57,14 +49,13 @@ void GpuServer::join() {
 
 PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) const {
     const Place& place = executor_.places()[job.memory];
-    const bool device = executor_.spaces()[job.memory].foreign;
     slots->clear();
     for (const Transfer& page : job.pages) slots->push_back(page.slot);
     const int64_t base = job.window * executor_.limits().extent_bytes;
     const bool part = job.window_slots != 0;
     const int64_t count = part ? job.window_slots * executor_.limits().extent_bytes / job.stride : place.slots;
     const ExtentSlots extents{reinterpret_cast<uint64_t>(place.memory) + static_cast<uint64_t>(base), job.stride,
-                              job.origin, count, device, place.pinned, part ? 0 : place.fence};
+                              job.origin, count, place.foreign, place.pinned, part ? 0 : place.fence};
     const auto pages = static_cast<int64_t>(job.pages.size());
     return {job.copy == Copy::kScatter, static_cast<Route>(job.route), job.sums, job.first, job.last, pages, extents,
             slots->data(), job.blocks.data(), job.after.data(), job.after.size()};
@@ -74,13 +65,7 @@ void GpuServer::queue(Hands hands, Direction& direction) {
     const MustNotFail reserve;
     std::vector<int64_t> slots;
     gpu_.leave_captures_alone();
-    while (true) {
-        Waited waited;
-        const CopyJob* const job = executor_.take_copy(hands, std::numeric_limits<Nanoseconds>::max(), &waited);
-        if (job == nullptr) {
-            if (waited == Waited::kClosed) return;
-            continue;
-        }
+    while (const CopyJob* const job = executor_.take_copy(hands, std::numeric_limits<Nanoseconds>::max())) {
         const int64_t number = job->id, move = job->move;
         try {
             if (job->copy == Copy::kDigest) throw CudaError("a look at memory of a GPU, which nothing asks for");
@@ -110,11 +95,10 @@ void GpuServer::end(Direction& direction) {
         direction.queued.pop_front();
         held.unlock();
         QueuedCopies& copies = queued.copies;
-        StreamTime times[2];
         try {
             const Nanoseconds begin = now();
             sums.resize(static_cast<size_t>(copies.pages * (copies.last - copies.first)));
-            gpu_.finish(copies, copies.sums ? sums.data() : nullptr, times);
+            const StreamTimes times = gpu_.finish(copies, copies.sums ? sums.data() : nullptr);
             executor_.tell(span(Span::Kind::kDigest, queued.move, copies, {begin, now()}));
             for (const int stream : {0, 1}) {
                 if (times[stream].begin == times[stream].end) continue;

@@ -1,5 +1,5 @@
-// The copies of an executor's moves between memory and the planes of a GPU: two threads a direction. One queues what may
-// be copied, the other waits for what was queued and says what it was.
+// The copies of an executor's moves between memory and the planes of a GPU: two threads a direction. One queues what
+// may be copied, the other waits for what was queued and says what it was.
 
 #pragma once
 

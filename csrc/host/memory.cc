@@ -65,8 +65,8 @@ bool give_to_reserve(void* address) noexcept {
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which have their own
 
-// The linker has the library, and what it has of the compiler's, call these in place of `malloc` and `free`: memory of an
-// exception has to be there where nothing else is.
+// The linker has the library, and what it has of the compiler's, call these in place of `malloc` and `free`: memory of
+// an exception has to be there where nothing else is.
 extern "C" {
 void* __real_malloc(size_t) __attribute__((weak));
 void __real_free(void*) __attribute__((weak));

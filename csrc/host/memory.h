@@ -6,13 +6,13 @@
 
 namespace gdscache {
 
-// Above 0 `new` of this thread does not throw. Of the library's own block: one that is made at a thread's first look would
-// need memory.
+// Above 0 `new` of this thread does not throw. Of the library's own block: one that is made at a thread's first look
+// would need memory.
 extern constinit thread_local int must_not_fail __attribute__((tls_model("initial-exec")));
 
-// While a `MustNotFail` lives, `new` of this thread does not throw: where the system has no memory it takes some of a reserve
-// that the library has had from the start, and where that is used up too, it waits. What begins new work is outside, and
-// fails; or within, while a `MayFail` lives.
+// While a `MustNotFail` lives, `new` of this thread does not throw: where the system has no memory it takes some of a
+// reserve that the library has had from the start, and where that is used up too, it waits. What begins new work is
+// outside, and fails; or within, while a `MayFail` lives.
 template <bool kMust>
 class Allocating {
 public:
@@ -29,7 +29,8 @@ using MayFail = Allocating<false>;
 // The reserve. `take` answers null where no room is left; `give` whether the address was of it.
 constexpr size_t kReserveBytes = size_t{2} << 20;
 void* take_of_reserve(size_t bytes) noexcept;
-// The same of what moves under way can spare: some bytes, as nanobind asks for where an exception would end the process.
+// The same of what moves under way can spare: some bytes, as nanobind asks for where an exception would end the
+// process.
 void* take_of_spare(size_t bytes) noexcept;
 bool give_to_reserve(void* address) noexcept;
 

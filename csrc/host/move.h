@@ -28,9 +28,9 @@ enum class Status : uint8_t {
 enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
 constexpr int kPriorities = 4;
 
-// Where bytes lie. `foreign`: planes and memory of a GPU, whose copies are made by threads that ask for jobs, and say what
-// came of them (Moves::take_copy). `sums`: uint64 (slots, layers). Of a memory, what stores leave there, and reads of files
-// that have such a table: there who has read a page has put down what its bytes give, before its end is said.
+// Where bytes lie. `foreign`: planes and memory of a GPU, whose copies are made by threads that ask for jobs, and say
+// what came of them (Moves::take_copy). `sums`: uint64 (slots, layers). Of a memory, what stores leave there, and reads
+// of files that have such a table: there who has read a page has put down what its bytes give, before its end is said.
 struct Space {
     enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
     Kind kind;
@@ -40,7 +40,8 @@ struct Space {
     int64_t io_bytes = 0;    // of one job of them; 0: as in `Limits`
 };
 
-// Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or alone.
+// Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or
+// alone.
 struct Group {
     int32_t first, last;
     int64_t begin, end;  // the layers' bytes in an extent
@@ -71,6 +72,14 @@ struct MoveSpec {
     std::vector<uint64_t> after;  // events that copies of a GPU come behind; they live until the move was forgotten
     bool open = false;            // of a load: more ways follow (Moves::extend)
 };
+
+// The memory that a way's bytes are copied from or to, or are looked at in. `reserve`: what passes through is there.
+inline int32_t memory_of(const Way& way, Space::Kind source, Space::Kind target, int32_t reserve) {
+    if (source == Space::Kind::kPlanes) return way.target;
+    if (source != Space::Kind::kFiles) return way.source;
+    if (!way.places.empty()) return way.through;
+    return target == Space::Kind::kPlanes ? reserve : way.target;
+}
 
 // Sizes that a job has, in bytes, and what may be in flight.
 struct Limits {

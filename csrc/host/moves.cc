@@ -55,10 +55,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
     add(move, std::move(ways));
     const MustNotFail reserve;
     for (int32_t way = before; move.cancelled && way < move.ways(); ++way) call_off(move, way);
-    if (move.expired) {
-        IoJob none;
-        next_read(move, 0, &none);  // which gives them their verdict
-    }
+    if (move.expired) read_no_further(move, Status::kDeadline);
     if (last) {
         move.spec.open = false;
         for (int32_t group = 0; group < move.groups(); ++group) {
@@ -95,7 +92,8 @@ void Moves::add(Move& move, std::vector<Way> ways) {
             move.first_row.back() += pages;
         } else {
             move.first_row.push_back(move.rows() + pages);
-            move.cursors.push_back({read || move.work == Work::kWrite ? 0 : groups, 0});
+            const bool has_io = pages != 0 && (read || move.work == Work::kWrite);
+            move.cursors.push_back({has_io ? 0 : groups, 0});
             move.spec.ways.push_back(std::move(way));
         }
         if (move.work != Work::kWrite) tell(move, move.spec.ways.back(), read ? 1 : pages * limits_.extent_bytes);
@@ -105,7 +103,8 @@ void Moves::add(Move& move, std::vector<Way> ways) {
     if (move.work != Work::kGather) news_.io = true;
 }
 
-// Whether pages lie in the memory that the last ones of a load lie in, and go where those go: copies take both together.
+// Whether pages lie in the memory that the last ones of a load lie in, and go where those go: copies take both
+// together.
 bool Moves::goes_on(const Move& move, const Way& way) const {
     const Way& last = move.spec.ways.back();
     if (move.work != Work::kLoad || reads(way) || way.pages == 0) return false;
@@ -125,13 +124,15 @@ void Moves::refuse(Status status) {
     news_.io = true;
 }
 
-void Moves::cancel(int64_t id) {
+bool Moves::cancel(int64_t id) {
+    if (!knows(id)) return false;
     Move& move = at(id);
-    if (move.over || move.work != Work::kLoad) return;
+    if (move.over || move.work != Work::kLoad) return true;
     move.cancelled = news_.io = true;
     tell_all(move);
     for (int32_t way = 0; way < move.ways(); ++way) call_off(move, way);
     settle(move);
+    return true;
 }
 
 // Pages of a cancelled load that would stay nowhere but in the planes are read for nothing.
@@ -141,10 +142,9 @@ void Moves::call_off(Move& move, int32_t way) {
 }
 
 bool Moves::ended(int64_t move) const { return at(move).over; }
-
 int32_t Moves::groups(int64_t move) const { return at(move).groups(); }
-
 int64_t Moves::rows(int64_t move) const { return at(move).rows(); }
+const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
 
 bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
@@ -152,11 +152,11 @@ bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     return move.over || (!move.cancelled && !move.broken && move.group[group].todo == move.group[group].queued);
 }
 
-const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
-
-void Moves::forget(int64_t id) {
+bool Moves::forget(int64_t id) {
+    if (!knows(id) || !ended(id)) return false;
     at(id).forgotten = true;
     drop_forgotten(at(id));
+    return true;
 }
 
 std::vector<std::pair<int64_t, int32_t>> Moves::take_ended_late(size_t most) {
@@ -230,12 +230,12 @@ void Moves::pass_deadline(Move& move) {
         held_slots_ += reading->slots;
         --move.ios;
         ++move.late_ios;
-        for (size_t page = 0; page < reading->pages.size(); ++page) {
+        for (size_t page = 0; page < reading->over.size(); ++page) {
             if (reading->over[page]) continue;
-            const int32_t row = reading->pages[page].row;
+            const int32_t row = reading->job.pages[page].row;
             flying_ -= reading->part;
             if (move.row[row].late++ == 0) move.outcome.late.push_back(row);
-            if (reading->write) {
+            if (reading->job.write) {
                 writing_ -= reading->part;
                 --move.group[0].todo;
             } else {
@@ -243,11 +243,7 @@ void Moves::pass_deadline(Move& move) {
             }
         }
     }
-    if (move.work == Work::kLoad) {
-        IoJob none;
-        next_read(move, 0, &none);  // which gives what is left its verdict
-        return;
-    }
+    if (move.work == Work::kLoad) return read_no_further(move, Status::kDeadline);
     for (int32_t way = 0; way < move.ways(); ++way) {  // nothing touches what was never begun
         Move::Cursor& next = move.cursors[way];
         for (int64_t& page = next.page; next.group == 0 && page < move.spec.ways[way].pages; ++page) {

@@ -63,26 +63,27 @@ public:
     // --- for who wants bytes moved
 
     void begin(MoveSpec spec);
-    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is there
-    // no group is ready, and it does not end. False where it is not open.
+    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is
+    // there no group is ready, and it does not end. False where it is not open.
     bool extend(int64_t move, std::vector<Way> ways, bool last);
-    // Copy no further into the planes; what is being read comes to its end.
-    void cancel(int64_t move);
+    // Copy no further into the planes; what is being read comes to its end. False for a move that nobody knows.
+    bool cancel(int64_t move);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status);
     bool knows(int64_t move) const { return moves_.contains(move); }
     int32_t groups(int64_t move) const;
     int64_t rows(int64_t move) const;
     bool ended(int64_t move) const;
-    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the last
-    // of them was queued with, else 0. Of a move that has ended every group is ready.
+    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the
+    // last of them was queued with, else 0. Of a move that has ended every group is ready.
     bool ready(int64_t move, int32_t group, int64_t* point) const;
     // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
     void watch() { watched_ = true; }
     std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
     const Outcome& outcome(int64_t move) const;
-    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`.
-    void forget(int64_t move);
+    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`. False for a move that
+    // has not ended, or that nobody knows.
+    bool forget(int64_t move);
     // Late pages whose I/O has ended at last: (move, row).
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
     bool has_ended_late() const { return !ended_late_.empty(); }
@@ -92,21 +93,22 @@ public:
 
     // --- for who moves them
 
-    // The next I/O of a disk; false where none may begin now.
-    bool take_io(int32_t disk, IoJob* job);
+    // The next I/O of a disk, which is kept until all of its pages have ended; null where none may begin now.
+    const IoJob* take_io(int32_t disk);
     // The disks, a bit each, whose I/O waits for other I/O, or for copies, to end.
     uint64_t crowded() const { return crowded_; }
     // Some pages of a job have ended. False, and nothing was done, where it is not under way, or has no such pages.
     // `sums`: (pages of the job, layers), of the bytes of those that have ended; none where nobody took them.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
-    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory.
-    bool take_copy(Hands hands, CopyJob* job);
+    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory. It
+    // is kept until it has ended; null where there is none.
+    const CopyJob* take_copy(Hands hands);
     // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
-    // greater.
-    void copy_queued(int64_t job, int64_t point);
+    // greater. False where it is not under way.
+    bool copy_queued(int64_t job, int64_t point);
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
-    // null.
-    void copy_ended(int64_t job, const uint64_t* found, const char* broken);
+    // null. False, and nothing was done, where it is not under way, or lacks what it asked for.
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
     // Since the last time.
     News take_news() { return std::exchange(news_, {}); }
     // When `expire` has something to do next; the largest number where it never will.
@@ -129,14 +131,15 @@ private:
     bool reads(const Way& way) const;
     bool passes(const Way& way) const;
     void call_off(Move& move, int32_t way);
-    bool take_read(int32_t disk, IoJob* job);
-    bool take_write(int32_t disk, IoJob* job);
-    bool next_read(Move& move, int32_t disk, IoJob* job);
-    bool next_write(Move& move, int32_t disk, IoJob* job);
+    const IoJob* next_of(Work work, int32_t disk);
+    const IoJob* next_read(Move& move, int32_t disk);
+    const IoJob* next_write(Move& move, int32_t disk);
+    void read_no_further(Move& move, Status status);
+    bool take_slots(Reading& reading, int32_t disk);
     bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
     bool crowds(int32_t disk);
-    int64_t io_bytes(int32_t files) const { return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes; }
-    void issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job);
+    int64_t io_bytes(int32_t files) const;
+    const IoJob* issue(Move& move, std::unique_ptr<Reading> reading);
     bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, int32_t disk);
     bool fits_write(int64_t bytes, int32_t files);
@@ -147,9 +150,9 @@ private:
     void landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums = nullptr);
     void may_be_copied(Move& move, int32_t group, int32_t way);
     bool too_few(const Move& move, int32_t group, int32_t way) const;
-    bool next_copy(Move& move, bool foreign, CopyJob* job);
+    const CopyJob* next_copy(Move& move, bool foreign);
     void announce(Move& move, int32_t group);
-    bool fill_copy(Move& move, int32_t group, int32_t way, bool foreign, CopyJob* job);
+    const CopyJob* fill_copy(Move& move, int32_t group, int32_t way, bool foreign);
     void judge(Move& move, int32_t row, Status status);
     void copied(Move& move, int32_t row, int32_t group);
     void end_cell(Move& move, int32_t row, int32_t group);

@@ -7,49 +7,39 @@ namespace {
 
 constexpr int64_t kLarge = 8 << 20;  // bytes of a move that nobody finds in a cache again
 
-template <typename Landed>
-bool is_whole(const Landed& landed) {
-    return landed.reading->left == 0;
-}
-
-// The pages of one window come first, in their order there, so that their copies are one: of the first that is whole.
-template <typename Landed>
-void gather_window(std::deque<Landed>& landed) {
-    const auto whole = std::find_if(landed.begin(), landed.end(), is_whole<Landed>);
-    const auto* const reading = (whole == landed.end() ? landed.begin() : whole)->reading;
-    const auto end = std::stable_partition(landed.begin(), landed.end(),
-                                           [reading](const Landed& one) { return one.reading == reading; });
-    std::sort(landed.begin(), end, [](const Landed& one, const Landed& other) { return one.slot < other.slot; });
-}
-
 }  // namespace
 
-bool Moves::take_copy(Hands hands, CopyJob* job) {
+// The pages of one window come first, in their order there, so that their copies are one: of the first that is whole.
+void Moves::Move::Copyable::gather_window() {
+    const auto whole = std::ranges::find_if(landed, &Landed::is_whole);
+    const Reading* const of = (whole == landed.end() ? landed.begin() : whole)->reading;
+    const auto in_it = [of](const Landed& one) { return one.reading == of; };
+    const auto end = std::stable_partition(landed.begin(), landed.end(), in_it);
+    std::ranges::sort(landed.begin(), end, {}, &Landed::slot);
+}
+
+const CopyJob* Moves::take_copy(Hands hands) {
     for (auto next = open_.begin(); next != open_.end();) {
         Move& move = *next++->second;
         if (move.work == Work::kWrite || move.broken) continue;
         if (hands == (move.work == Work::kGather ? Hands::kForeignLoads : Hands::kForeignStores)) continue;
-        if (next_copy(move, hands != Hands::kOurs, job)) return true;
+        if (const CopyJob* const job = next_copy(move, hands != Hands::kOurs)) return job;
     }
-    return false;
+    return nullptr;
 }
 
-bool Moves::next_copy(Move& move, bool foreign, CopyJob* job) {
+const CopyJob* Moves::next_copy(Move& move, bool foreign) {
     for (int32_t group = 0; group < move.groups(); ++group) {
         for (int32_t way = 0; way < move.ways(); ++way) {
-            if (fill_copy(move, group, way, foreign, job)) return true;
-            if (move.over) return false;  // the last verdicts needed no copy
+            if (const CopyJob* const job = fill_copy(move, group, way, foreign)) return job;
+            if (move.over) return nullptr;  // the last verdicts needed no copy
         }
     }
-    return false;
+    return nullptr;
 }
 
-// The memory that a way's bytes are copied from or to, or are looked at in.
 int32_t Moves::memory(const Way& way) const {
-    if (spaces_[way.source].kind == Space::Kind::kPlanes) return way.target;
-    if (spaces_[way.source].kind != Space::Kind::kFiles) return way.source;
-    if (!way.places.empty()) return way.through;
-    return spaces_[way.target].kind == Space::Kind::kPlanes ? reserve_space_ : way.target;
+    return memory_of(way, spaces_[way.source].kind, spaces_[way.target].kind, reserve_space_);
 }
 
 // Whether threads of others copy what a way brings.
@@ -76,12 +66,12 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
     else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
 }
 
-// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody. What
-// passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
+// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody.
+// What passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;
-    if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, is_whole<Move::Landed>);
+    if (passes(of)) return std::ranges::none_of(move.copies(group, way).landed, &Move::Landed::is_whole);
     const Group& some = move.spec.groups[group];
     const int64_t part = std::max<int64_t>(1, some.end - some.begin);
     const int64_t most = std::max<int64_t>(1, limits_.foreign_copy_bytes / part);
@@ -98,13 +88,13 @@ void Moves::announce(Move& move, int32_t group) {
     }
 }
 
-bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign, CopyJob* job) {
+const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign) {
     const Way& way = move.spec.ways[way_number];
     const Space& source = spaces_[way.source];
     const bool gather = source.kind == Space::Kind::kPlanes;
     const bool resident = source.kind != Space::Kind::kFiles;
     const bool moves = gather || (spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled);
-    if (this->foreign(move, way) != foreign) return false;
+    if (this->foreign(move, way) != foreign) return nullptr;
     const Group& group = move.spec.groups[group_number];
     Move::Copyable& copyable = move.copies(group_number, way_number);
     std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: others may wait for its place
@@ -125,110 +115,110 @@ bool Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool
         // None of these lies in the reserve: what passes through it goes into planes, or nowhere.
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
         settle(move);
-        return false;
+        return nullptr;
     }
     const int64_t part = gather ? limits_.extent_bytes : std::max<int64_t>(1, group.end - group.begin);
     const int64_t bytes = foreign ? limits_.foreign_copy_bytes : limits_.copy_bytes;
     const int64_t most = std::max<int64_t>(1, bytes / part);
-    if (too_few(move, group_number, way_number)) return false;
+    if (too_few(move, group_number, way_number)) return nullptr;
     auto copying = std::make_unique<Copying>();
-    *job = CopyJob{};
-    auto add = [&](int32_t row, int64_t slot, int64_t at, Reading* reading) {
-        job->pages.push_back({row, slot, at});
-        copying->rows.push_back(row);
+    CopyJob& job = copying->job;
+    const auto full = [&] { return static_cast<int64_t>(job.pages.size()) == most; };
+    const auto add = [&](const Transfer& page, Reading* reading) {
+        job.pages.push_back(page);
         copying->readings.push_back(reading);
     };
     if (resident) {
         const std::vector<int64_t>& slots = gather ? way.targets : way.sources;
-        for (; copyable.resident < way.pages && static_cast<int64_t>(job->pages.size()) < most; ++copyable.resident) {
+        for (; copyable.resident < way.pages && !full(); ++copyable.resident) {
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
             const int64_t slot = slots[copyable.resident];
-            if (move.pending(row)) add(row, slot, slot * limits_.extent_bytes + group.begin, nullptr);
+            if (move.pending(row)) add({row, slot, slot * limits_.extent_bytes + group.begin}, nullptr);
         }
     }
-    if (foreign && passes(way) && !copyable.landed.empty()) gather_window(copyable.landed);
-    while (!copyable.landed.empty() && static_cast<int64_t>(job->pages.size()) < most) {
-        const Move::Landed& landed = copyable.landed.front();
-        if (foreign && !job->pages.empty() && landed.reading != copying->readings.back()) break;  // one window a job
-        if (landed.reading != nullptr) {
-            job->window = landed.reading->slot;
-            job->window_slots = landed.reading->slots;
+    if (foreign && passes(way) && !copyable.landed.empty()) copyable.gather_window();
+    while (!copyable.landed.empty() && !full()) {
+        const auto [row, slot, at, reading] = copyable.landed.front();
+        if (foreign && !job.pages.empty() && reading != copying->readings.back()) break;  // one window a job
+        if (reading != nullptr) {
+            job.window = reading->slot;
+            job.window_slots = reading->slots;
         }
-        add(landed.row, landed.slot, landed.at, landed.reading);
+        add({row, slot, at}, reading);
         copyable.landed.pop_front();
     }
-    if (job->pages.empty()) return false;
+    if (job.pages.empty()) return nullptr;
     if (moves) {
         const std::vector<int64_t>& blocks = gather ? way.sources : way.targets;
-        for (const int32_t row : copying->rows) {
-            const int64_t at = static_cast<int64_t>(row - first_row) * limits_.page_blocks;
-            job->blocks.insert(job->blocks.end(), blocks.begin() + at, blocks.begin() + at + limits_.page_blocks);
+        for (const Transfer& page : job.pages) {
+            const auto first = blocks.begin() + static_cast<int64_t>(page.row - first_row) * limits_.page_blocks;
+            job.blocks.insert(job.blocks.end(), first, first + limits_.page_blocks);
         }
     }
     copying->move = &move;
     copying->way = way_number;
     copying->group = group_number;
-    copying->gather = gather;
-    copying->sums = job->sums = gather || !known;
-    job->id = next_job_++;
-    job->move = move.id;
-    job->large = static_cast<int64_t>(move.rows()) * limits_.extent_bytes > kLarge;
-    job->copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
-    job->memory = memory(way);
-    job->first = gather ? 0 : group.first;
-    job->last = gather ? limits_.layers : group.last;
-    const bool part_only = job->window_slots != 0;
-    job->stride = part_only ? group.bytes(true) : limits_.extent_bytes;
-    job->origin = part_only ? group.alone_start : 0;
-    job->route = job->sums ? group.summed_route : group.route;
-    if (foreign) job->after = move.spec.after;
+    job.id = next_job_++;
+    job.move = move.id;
+    job.large = static_cast<int64_t>(move.rows()) * limits_.extent_bytes > kLarge;
+    job.copy = !moves ? Copy::kDigest : gather ? Copy::kGather : Copy::kScatter;
+    job.memory = memory(way);
+    job.first = gather ? 0 : group.first;
+    job.last = gather ? limits_.layers : group.last;
+    job.sums = !known;
+    const bool part_only = job.window_slots != 0;
+    job.stride = part_only ? group.bytes(true) : limits_.extent_bytes;
+    job.origin = part_only ? group.alone_start : 0;
+    job.route = job.sums ? group.summed_route : group.route;
+    if (foreign) job.after = move.spec.after;
     ++move.copying;
-    copies_.emplace(job->id, std::move(copying));
-    return true;
+    copies_.emplace(job.id, std::move(copying));
+    return &job;
 }
 
-void Moves::copy_queued(int64_t job, int64_t point) {
+bool Moves::copy_queued(int64_t job, int64_t point) {
     const auto found = copies_.find(job);
-    if (found == copies_.end()) return;
+    if (found == copies_.end()) return false;
     Copying& copying = *found->second;
     Move& move = *copying.move;
     if (!std::exchange(copying.queued, true)) ++move.group[copying.group].flying;
-    for (const int32_t row : copying.rows) {
-        Cell& cell = move.cells[move.cell(row, copying.group)];
+    for (const Transfer& page : copying.job.pages) {
+        Cell& cell = move.cells[move.cell(page.row, copying.group)];
         if (cell != Cell::kOpen) continue;
         cell = Cell::kQueued;
         ++move.group[copying.group].queued;
     }
     move.group[copying.group].point = std::max(move.group[copying.group].point, point);
     announce(move, copying.group);
+    return true;
 }
 
-void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
-    const auto node = copies_.extract(job);
-    if (node.empty()) return;
-    Copying& copying = *node.mapped();
+bool Moves::copy_ended(int64_t number, const uint64_t* found, const char* broken) {
+    const auto ended = copies_.find(number);
+    if (ended == copies_.end() || (!broken && ended->second->job.sums && !found)) return false;
+    const auto node = copies_.extract(ended);
+    const Copying& copying = *node.mapped();
+    const CopyJob& job = copying.job;
     Move& move = *copying.move;
     const Way& way = move.spec.ways[copying.way];
-    const Group& group = move.spec.groups[copying.group];
-    const int32_t first = copying.gather ? 0 : group.first;
-    const int32_t layers = (copying.gather ? limits_.layers : group.last) - first;
+    const int32_t layers = job.last - job.first;
     if (broken && !move.broken) {
         move.broken = news_.io = news_.ended = true;
         move.outcome.why = broken;
     }
-    for (size_t i = 0; i < copying.rows.size(); ++i) {
-        const int32_t row = copying.rows[i];
+    for (size_t i = 0; i < job.pages.size(); ++i) {
+        const int32_t row = job.pages[i].row;
         const int64_t page = row - move.first_row[copying.way];
         if (Reading* reading = copying.readings[i]) {
             --reading->copies;
             let_go(*reading);
         }
         if (broken) continue;
-        const uint64_t* sums = copying.sums ? found + i * layers : nullptr;
-        if (copying.gather) {
-            uint64_t* kept = spaces_[way.target].sums + way.targets[page] * limits_.layers;
-            std::copy(sums, sums + layers, kept);
-        } else if (copying.sums && !std::equal(sums, sums + layers, way.sums.data() + page * limits_.layers + first)) {
+        const uint64_t* const sums = job.sums ? found + i * layers : nullptr;
+        const int64_t first = page * limits_.layers + job.first;
+        if (job.copy == Copy::kGather) {
+            std::copy_n(sums, layers, spaces_[way.target].sums + way.targets[page] * limits_.layers);
+        } else if (job.sums && !std::equal(sums, sums + layers, way.sums.data() + first)) {
             judge(move, row, Status::kChecksum);
             continue;
         }
@@ -238,6 +228,7 @@ void Moves::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
     if (copying.queued) --move.group[copying.group].flying;
     settle(move);
     drop_forgotten(move);
+    return true;
 }
 
 }  // namespace gdscache

@@ -16,23 +16,22 @@ enum class Moves::Cell : uint8_t { kOpen, kQueued, kDone };
 
 // I/O under way: some pages of a way, for a group of layers.
 struct Moves::Reading {
-    int64_t id = 0;
+    IoJob job;
     Move* move = nullptr;
     int32_t way = 0, group = 0;
-    bool write = false, late = false;
-    int64_t part = 0;  // bytes of a page
-    std::vector<Transfer> pages;
+    bool late = false;
+    int64_t part = 0;           // bytes of a page
     std::vector<bool> over;     // pages whose I/O has ended
     int32_t left = 0;           // pages whose I/O has not
     int32_t copies = 0;         // landed pages that are not copied yet
-    int64_t slot = 0, slots = 0;  // of the reserve, which `pages` lie in
+    int64_t slot = 0, slots = 0;  // of the reserve, which the pages lie in
 };
 
 struct Moves::Copying {
+    CopyJob job;
     Move* move = nullptr;
     int32_t way = 0, group = 0;
-    bool sums = false, gather = false, queued = false;
-    std::vector<int32_t> rows;
+    bool queued = false;
     std::vector<Reading*> readings;  // that have to be kept until these pages are copied; null: none
 };
 
@@ -41,16 +40,18 @@ struct Moves::Move {
         int32_t row;
         int64_t slot, at;  // as in a job
         Reading* reading;
+        bool is_whole() const { return reading->left == 0; }  // the window that it is in
     };
     // Pages of a way that may be copied, of one group.
     struct Copyable {
         int64_t resident = 0;  // the next page that has been in memory all along
         std::deque<Landed> landed;
+        void gather_window();
     };
-    // The next I/O of a way.
+    // The next I/O of a way: a page that it has, or the group behind the last.
     struct Cursor {
-        int32_t group = 0;
-        int64_t page = 0;
+        int32_t group;
+        int64_t page;
     };
 
     struct Row {
@@ -99,6 +100,11 @@ struct Moves::Move {
         return any ? static_cast<int32_t>(first - cursors.begin()) : ways();
     }
     bool all_issued() const { return next_way() == ways(); }
+    // A way's next I/O begins with this page of the same group, or with the next group where it has no more pages.
+    void go_on(int32_t way, int64_t page) {
+        Cursor& next = cursors[way];
+        next = page < spec.ways[way].pages ? Cursor{next.group, page} : Cursor{next.group + 1, 0};
+    }
 };
 
 }  // namespace gdscache

@@ -19,122 +19,118 @@ Status verdict_on(int32_t error) {
 
 }  // namespace
 
-bool Moves::take_io(int32_t disk, IoJob* job) {
-    *job = IoJob{};
+const IoJob* Moves::take_io(int32_t disk) {
     crowded_ &= ~(uint64_t{1} << disk);
     owed_ = false;
     const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
         return entry.second->work == Work::kWrite && !entry.second->all_issued();
     });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
-    if (write_first && take_write(disk, job)) return true;
-    owed_ = write_first && (crowded_ >> disk & 1) != 0;
-    if (take_read(disk, job)) {
-        reads_in_row_ = writes_wait ? reads_in_row_ + 1 : 0;
-        return true;
+    const IoJob* job = write_first ? next_of(Work::kWrite, disk) : nullptr;
+    if (!job) {
+        owed_ = write_first && (crowded_ >> disk & 1) != 0;
+        job = next_of(Work::kLoad, disk);
     }
-    return writes_wait && !write_first && take_write(disk, job);
+    if (!job && writes_wait && !write_first) job = next_of(Work::kWrite, disk);
+    if (job) reads_in_row_ = writes_wait && !job->write ? reads_in_row_ + 1 : 0;
+    return job;
 }
 
-bool Moves::take_read(int32_t disk, IoJob* job) {
+const IoJob* Moves::next_of(Work work, int32_t disk) {
     for (auto next = open_.begin(); next != open_.end();) {
         Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
-        if (move.work == Work::kLoad && next_read(move, disk, job)) return true;
+        if (move.work != work) continue;
+        const IoJob* const job = work == Work::kLoad ? next_read(move, disk) : next_write(move, disk);
+        if (job) return job;
     }
-    return false;
+    return nullptr;
 }
 
-bool Moves::take_write(int32_t disk, IoJob* job) {
-    for (auto& [order, move] : open_) {
-        if (move->work == Work::kWrite && next_write(*move, disk, job)) {
-            reads_in_row_ = 0;
-            return true;
-        }
+// No read of a load begins any more. Pages with layers that nobody has begun to read get this verdict.
+void Moves::read_no_further(Move& move, Status status) {
+    for (int32_t way = 0; way < move.ways(); ++way) {
+        const auto [group, page] = std::exchange(move.cursors[way], {move.groups(), 0});
+        if (group == move.groups() || move.broken) continue;
+        const int64_t first = move.first_row[way] + (group + 1 < move.groups() ? 0 : page);
+        for (int64_t row = first; row < move.first_row[way + 1]; ++row) judge(move, static_cast<int32_t>(row), status);
     }
-    return false;
 }
 
 // The next part of a load that is to be read: groups in their order, of each the ways in theirs.
-bool Moves::next_read(Move& move, int32_t disk, IoJob* job) {
-    const bool was_open = !move.all_issued();
+const IoJob* Moves::next_read(Move& move, int32_t disk) {
+    if (move.all_issued()) return nullptr;
+    if (refusal_ != Status::kPending || move.broken) read_no_further(move, refusal_);
     for (int32_t number; (number = move.next_way()) != move.ways();) {
         const Way& way = move.spec.ways[number];
-        Move::Cursor& cursor = move.cursors[number];
-        if (cursor.page == way.pages) {
-            cursor = {cursor.group + 1, 0};
-            continue;
-        }
-        const Status refusal = move.expired ? Status::kDeadline : refusal_;
-        if (refusal != Status::kPending || move.broken) {
-            for (; cursor.page < way.pages && !move.broken; ++cursor.page) {
-                judge(move, move.first_row[number] + static_cast<int32_t>(cursor.page), refusal);
-            }
-            cursor.page = way.pages;
-            continue;
-        }
+        const Move::Cursor& cursor = move.cursors[number];
         const bool passes = this->passes(way);
         const Group& group = move.spec.groups[cursor.group];
         const int64_t part = group.bytes(passes);
         // What passes through the reserve fills the slots that it takes.
-        const int64_t extent = passes ? limits_.extent_bytes : 1, whole = (io_bytes(way.source) + extent - 1) / extent * extent;
+        const int64_t extent = passes ? limits_.extent_bytes : 1;
+        const int64_t whole = (io_bytes(way.source) + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
         auto reading = std::make_unique<Reading>();
+        IoJob& job = reading->job;
         int64_t page = cursor.page;
-        for (; page < way.pages && static_cast<int64_t>(reading->pages.size()) < most; ++page) {
+        for (; page < way.pages && static_cast<int64_t>(job.pages.size()) < most; ++page) {
             const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
-            if (move.pending(row)) reading->pages.push_back({row, way.sources[page], 0});
-        }
-        if (reading->pages.empty()) {
-            cursor.page = page;
-            continue;
+            if (move.pending(row)) job.pages.push_back({row, way.sources[page], 0});
         }
         reading->way = number;
         reading->group = cursor.group;
         reading->part = part;
-        if (part == 0) {  // what there is of these layers came with the group before
-            cursor.page = page;
-            for (size_t i = 0; i < reading->pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
+        if (part == 0 || job.pages.empty()) {  // what there is of these layers came with the group before
+            move.go_on(number, page);
+            for (size_t i = 0; i < job.pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
             continue;
         }
-        if (others_turn(move, number, way.source, disk)) return false;
-        if (!fits(static_cast<int64_t>(reading->pages.size()) * part, disk)) return false;
+        if (others_turn(move, number, way.source, disk)) return nullptr;
+        if (!fits(static_cast<int64_t>(job.pages.size()) * part, disk)) return nullptr;
         if (passes) {
-            const int64_t wanted = static_cast<int64_t>(reading->pages.size()) * part;
-            const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
-            const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
-            reading->slots = reserve_.take(std::min(extents, share), &reading->slot);
-            if (reading->slots == 0) return crowds(disk);
-            const size_t room = static_cast<size_t>(reading->slots * limits_.extent_bytes / part);
-            if (room < reading->pages.size()) {
-                reading->pages.resize(room);
-                page = reading->pages.back().row - move.first_row[number] + 1;
-            }
-            for (size_t i = 0; i < reading->pages.size(); ++i) {
-                reading->pages[i].at = reading->slot * limits_.extent_bytes + static_cast<int64_t>(i) * part;
-            }
+            const size_t wanted = job.pages.size();
+            if (!take_slots(*reading, disk)) return nullptr;
+            if (job.pages.size() < wanted) page = job.pages.back().row - move.first_row[number] + 1;
         } else {
             const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
-            for (Transfer& one : reading->pages) {
+            for (Transfer& one : job.pages) {
                 one.at = places[one.row - move.first_row[number]] * limits_.extent_bytes + group.start;
             }
         }
-        cursor.page = page;
-        job->memory = passes ? reserve_space_ : way.places.empty() ? way.target : way.through;
-        job->files = way.source;
-        job->start = passes ? group.alone_start : group.start;
-        job->stop = passes ? group.alone_stop : group.stop;
-        job->sums = looked_at(move, way);
-        issue(move, std::move(reading), job);
-        return true;
+        job.memory = memory(way);
+        job.files = way.source;
+        job.start = passes ? group.alone_start : group.start;
+        job.stop = passes ? group.alone_stop : group.stop;
+        job.sums = looked_at(move, way);
+        move.go_on(number, page);
+        return issue(move, std::move(reading));
     }
-    if (was_open) settle(move);
-    return false;
+    settle(move);
+    return nullptr;
+}
+
+// Slots of the reserve for what is read, or for as many of its pages as find room. False where none is free.
+bool Moves::take_slots(Reading& reading, int32_t disk) {
+    std::vector<Transfer>& pages = reading.job.pages;
+    const int64_t wanted = static_cast<int64_t>(pages.size()) * reading.part;
+    const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
+    const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
+    reading.slots = reserve_.take(std::min(extents, share), &reading.slot);
+    if (reading.slots == 0) return crowds(disk);
+    pages.resize(std::min(pages.size(), static_cast<size_t>(reading.slots * limits_.extent_bytes / reading.part)));
+    int64_t at = reading.slot * limits_.extent_bytes;
+    for (Transfer& page : pages) page.at = std::exchange(at, at + reading.part);
+    return true;
 }
 
 // Whether pages that were read go no further, and only their checksums are wanted: then who reads them may take these.
 bool Moves::looked_at(const Move& move, const Way& way) const {
     const bool stays = spaces_[way.target].kind != Space::Kind::kPlanes;
     return stays && move.groups() == 1 && !way.sums.empty() && !foreign(move, way);
+}
+
+int64_t Moves::io_bytes(int32_t files) const {
+    return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes;
 }
 
 // Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
@@ -163,55 +159,47 @@ bool Moves::others_turn(Move& move, int32_t way, int32_t files, int32_t disk) {
     return true;
 }
 
-bool Moves::next_write(Move& move, int32_t disk, IoJob* job) {
-    for (int32_t number; (number = move.next_way()) != move.ways();) {
-        const Way& way = move.spec.ways[number];
-        Move::Cursor& cursor = move.cursors[number];
-        if (cursor.page == way.pages) {
-            cursor = {cursor.group + 1, 0};
-            continue;
-        }
-        if (others_turn(move, number, way.target, disk)) return false;
-        const int64_t most = std::max<int64_t>(1, io_bytes(way.target) / limits_.extent_bytes);
-        const int64_t end = std::min(way.pages, cursor.page + most);
-        if (!fits_write((end - cursor.page) * limits_.extent_bytes, way.target)) return false;
-        auto reading = std::make_unique<Reading>();
-        for (; cursor.page < end; ++cursor.page) {
-            const int32_t row = move.first_row[number] + static_cast<int32_t>(cursor.page);
-            reading->pages.push_back({row, way.targets[cursor.page], way.sources[cursor.page] * limits_.extent_bytes});
-        }
-        reading->way = number;
-        reading->write = true;
-        reading->part = limits_.extent_bytes;
-        job->write = true;
-        job->memory = way.source;
-        job->files = way.target;
-        job->stop = limits_.extent_bytes;
-        issue(move, std::move(reading), job);
-        for (int32_t n; (n = move.next_way()) != move.ways();) {  // it waits no more where nothing is left
-            if (move.cursors[n].page != move.spec.ways[n].pages) break;
-            ++move.cursors[n].group;
-        }
-        return true;
+const IoJob* Moves::next_write(Move& move, int32_t disk) {
+    const int32_t number = move.next_way();
+    if (number == move.ways()) return nullptr;
+    const Way& way = move.spec.ways[number];
+    if (others_turn(move, number, way.target, disk)) return nullptr;
+    const int64_t most = std::max<int64_t>(1, io_bytes(way.target) / limits_.extent_bytes);
+    int64_t page = move.cursors[number].page;
+    const int64_t end = std::min(way.pages, page + most);
+    if (!fits_write((end - page) * limits_.extent_bytes, way.target)) return nullptr;
+    auto writing = std::make_unique<Reading>();
+    IoJob& job = writing->job;
+    for (; page < end; ++page) {
+        const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
+        job.pages.push_back({row, way.targets[page], way.sources[page] * limits_.extent_bytes});
     }
-    return false;
+    writing->way = number;
+    writing->part = limits_.extent_bytes;
+    job.write = true;
+    job.memory = way.source;
+    job.files = way.target;
+    job.stop = limits_.extent_bytes;
+    move.go_on(number, end);
+    return issue(move, std::move(writing));
 }
 
-void Moves::issue(Move& move, std::unique_ptr<Reading> reading, IoJob* job) {
+const IoJob* Moves::issue(Move& move, std::unique_ptr<Reading> reading) {
     // The next may be for another disk, which found nothing before.
-    if (move.cursors[reading->way].page == move.spec.ways[reading->way].pages) news_.io = news_.io || move.ways() > 1;
-    reading->id = job->id = next_job_++;
+    if (move.cursors[reading->way].page == 0) news_.io = news_.io || move.ways() > 1;
+    IoJob& job = reading->job;
+    job.id = next_job_++;
+    job.move = move.id;
+    job.first = job.write ? 0 : move.spec.groups[reading->group].first;
+    job.last = job.write ? limits_.layers : move.spec.groups[reading->group].last;
     reading->move = &move;
-    reading->left = static_cast<int32_t>(reading->pages.size());
-    reading->over.assign(reading->pages.size(), false);
-    job->move = move.id;
-    job->first = reading->write ? 0 : move.spec.groups[reading->group].first;
-    job->last = reading->write ? limits_.layers : move.spec.groups[reading->group].last;
-    job->pages = reading->pages;
+    reading->left = static_cast<int32_t>(job.pages.size());
+    reading->over.assign(job.pages.size(), false);
     flying_ += reading->part * reading->left;
-    if (reading->write) writing_ += reading->part * reading->left;
+    if (job.write) writing_ += reading->part * reading->left;
     ++move.ios;
-    readings_.emplace(reading->id, std::move(reading));
+    readings_.emplace(job.id, std::move(reading));
+    return &job;
 }
 
 bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums) {
@@ -219,8 +207,9 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
     if (found == readings_.end()) return false;
     Reading& reading = *found->second;
     Move& move = *reading.move;
-    const auto pages = static_cast<int32_t>(reading.pages.size());
-    if (std::any_of(ends, ends + count, [&](const IoEnd& end) { return end.page < 0 || end.page >= pages; })) return false;
+    const auto pages = static_cast<int32_t>(reading.over.size());
+    const auto known = [&](const IoEnd& end) { return end.page >= 0 && end.page < pages; };
+    if (!std::all_of(ends, ends + count, known)) return false;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t page = ends[i].page;
         if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);
@@ -238,7 +227,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
 
 void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums) {
     Move& move = *reading.move;
-    const int32_t row = reading.pages[page].row;
+    const int32_t row = reading.job.pages[page].row;
     reading.over[page] = true;
     --reading.left;
     if (reading.late) {
@@ -247,7 +236,7 @@ void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64
     }
     flying_ -= reading.part;
     news_.room = true;
-    if (reading.write) {
+    if (reading.job.write) {
         writing_ -= reading.part;
         if (error != 0) move.outcome.errors.emplace_back(row, error);
         --move.group[0].todo;
@@ -266,7 +255,7 @@ void Moves::end_late(Move& move, int32_t row) {
 // A page's layers are in memory. Where it stays, they may be copied when those before them are there, too. With `sums`
 // nothing is left to do but to compare them: see `looked_at`.
 void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums) {
-    const Transfer& one = reading.pages[page];
+    const Transfer& one = reading.job.pages[page];
     if (!move.pending(one.row)) return;
     move.there[move.cell(one.row, reading.group)] = 1;
     if (reading.slots != 0) {
@@ -310,7 +299,7 @@ void Moves::let_go(Reading& reading) {
         news_.room = true;
         if (reading.late) held_slots_ -= reading.slots;
     }
-    readings_.erase(reading.id);
+    readings_.erase(reading.job.id);
 }
 
 }  // namespace gdscache

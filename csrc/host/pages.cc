@@ -92,11 +92,8 @@ public:
 
 private:
     void move(uint8_t* to, const uint8_t* from, size_t size, bool stream) {
-        if (sums_) {
-            hash_.update_copy(to, from, size, stream);
-        } else {
-            std::memcpy(to, from, size);
-        }
+        if (sums_) hash_.update_copy(to, from, size, stream);
+        else std::memcpy(to, from, size);
     }
 
     static constexpr size_t kLongRun = 4096, kBuffer = 8192;
@@ -110,19 +107,17 @@ private:
 }  // namespace
 
 void check(const Pool& pool) {
-    refuse_if(!pool.planes || !pool.first_plane, "no planes");
-    refuse_if(pool.n_layers < 1 || pool.n_layers > 1 << 20, "no sound number of layers");
+    refuse_if(pool.layers() < 1 || pool.layers() > 1 << 20, "no sound number of layers");
     refuse_if(pool.blocks < 1 || pool.blocks > kMost, "no sound number of blocks");
     refuse_if(pool.block_tokens < 1 || pool.block_tokens > 1 << 20, "no sound number of tokens a block");
     refuse_if(pool.page_blocks < 1 || pool.page_blocks > 1 << 20, "no sound number of blocks a page");
     refuse_if(pool.first_plane[0] != 0, "the first layer does not begin with the first plane");
-    for (int64_t layer = 0; layer < pool.n_layers; layer++) {
+    for (int64_t layer = 0; layer < pool.layers(); layer++) {
         refuse_if(pool.first_plane[layer + 1] <= pool.first_plane[layer], "a layer has no planes");
     }
     const __int128 rows = static_cast<__int128>(pool.block_tokens) * pool.page_blocks;
     __int128 total = 0;
-    for (int32_t n = 0; n < pool.first_plane[pool.n_layers]; n++) {
-        const PlaneMemory& plane = pool.planes[n];
+    for (const PlaneMemory& plane : pool.planes) {
         refuse_if(!plane.base, "a plane has no memory");
         refuse_if(plane.row_bytes < 1 || plane.row_bytes > kMost, "no sound size of rows");
         total += rows * plane.row_bytes;

@@ -1,11 +1,12 @@
 // Pages between planes and extents in host memory, with the checksums of the layers taken on the way.
 //
-// Words as in gdscache/pages/layout.py: a plane has rows of `row_bytes`, one a token, in blocks of `block_tokens`; an extent
-// is a page's bytes in one run, ordered layer, plane, token. Pure functions, which allocate nothing.
+// Words as in gdscache/pages/layout.py: a plane has rows of `row_bytes`, one a token, in blocks of `block_tokens`; an
+// extent is a page's bytes in one run, ordered layer, plane, token. Pure functions, which allocate nothing.
 
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace gdscache {
 
@@ -17,14 +18,15 @@ struct PlaneMemory {
     int64_t row_bytes;
 };
 
-// The planes of a pool, as views of arrays that the caller keeps.
+// The planes of a pool, which the caller keeps.
 struct Pool {
-    const PlaneMemory* planes;   // layer after layer
-    const int32_t* first_plane;  // of each layer, and their number at the end: n_layers + 1
-    int64_t n_layers;
-    int64_t blocks;
-    int64_t block_tokens;
-    int64_t page_blocks;  // blocks of a page
+    std::vector<PlaneMemory> planes;   // layer after layer
+    std::vector<int32_t> first_plane;  // of each layer, and their number at the end
+    int64_t blocks = 0;
+    int64_t block_tokens = 0;
+    int64_t page_blocks = 0;  // blocks of a page
+
+    int64_t layers() const { return static_cast<int64_t>(first_plane.size()) - 1; }
 };
 
 // What is checked once: counts, sizes and addresses that could overflow. Throws `Error`.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <thread>
+#include <vector>
 
 namespace gdscache {
 
@@ -29,11 +30,13 @@ private:
     sigset_t before_;
 };
 
-// `what` has up to 10 characters.
-inline void set_name(std::thread& thread, const char* what, size_t number) {
+// One more thread. `what` has up to 10 characters. Throws std::system_error where the system has no more threads.
+template <typename... Call>
+void start(std::vector<std::thread>& threads, const char* what, size_t number, Call... call) {
+    const SignalsBlocked blocked;
     char name[16];
     std::snprintf(name, sizeof name, "%s-%zu", what, number % 1000);
-    pthread_setname_np(thread.native_handle(), name);
+    pthread_setname_np(threads.emplace_back(call...).native_handle(), name);
 }
 
 // Let threads that wake up have this one's core at once: a scheduler that knows lengths of turns (EEVDF, of Linux 6.12)

@@ -154,12 +154,13 @@ private:
         const bool reads = flight.piece.op == Op::kRead;
         // What would have had to wait is not tried again on this thread.
         const bool worker = flight.piece.copied || flight.part.tries;
+        const int fd = flight.piece.fd;
         if (call.count == 1) {
-            ring_->put(reads ? Code::kRead : Code::kWrite, flight.piece.fd, call.offset, call.vectors->iov_base,
+            ring_->put(reads ? Code::kRead : Code::kWrite, fd, call.offset, call.vectors->iov_base,
                        static_cast<uint32_t>(call.bytes), slot, worker);
         } else {
-            ring_->put(reads ? Code::kReadv : Code::kWritev, flight.piece.fd, call.offset, call.vectors, call.count, slot,
-                       worker);
+            const Code code = reads ? Code::kReadv : Code::kWritev;
+            ring_->put(code, fd, call.offset, call.vectors, call.count, slot, worker);
         }
     }
 
@@ -284,7 +285,7 @@ private:
 }  // namespace
 
 std::unique_ptr<Disk> open_ring_disk(int workers, int depth) {
-    if (workers < 1 || depth < 1 || depth > kMostDepth) throw Error(EINVAL, "no sound number of workers, or of requests");
+    require(workers >= 1 && depth >= 1 && depth <= kMostDepth, "no sound number of workers, or of requests");
     return std::make_unique<RingDisk>(workers, depth);
 }
 

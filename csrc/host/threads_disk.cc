@@ -1,8 +1,4 @@
-#include <poll.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -14,25 +10,19 @@
 #include "memory.h"
 #include "quiet.h"
 #include "threads_disk.h"
+#include "xxh3.h"
 
 namespace gdscache {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int kMostThreads = 1024;
+constexpr double kLongest = 1e9;  // seconds of a wait
 constexpr size_t kRoom = 16;  // pieces a thread: one of 256 KiB takes a thread 0.1 ms, and to be called takes as long
 
 class SystemCaller final : public Caller {
 public:
     int64_t transfer(const Piece& piece, const Call& call) override { return system_call(piece, call); }
     bool in_turn(const Piece& piece) const override { return keeps_lock(piece); }
-};
-
-// A part of one of some pieces that is to be tried again.
-struct Again {
-    size_t piece;
-    Part part;
 };
 
 class ThreadsDisk final : public Disk {
@@ -53,16 +43,11 @@ public:
     }
 
     // Throws std::system_error where the system has no more threads; those that run are joined by the destructor.
-    void start() {
-        const SignalsBlocked blocked;
-        for (size_t n = 0; n < wanted_; n++) {
-            threads_.emplace_back([this] { serve(); });
-            set_name(threads_.back(), "gds-disk", n);
-        }
+    void begin_threads() {
+        for (size_t n = 0; n < wanted_; n++) start(threads_, "gds-disk", n, &ThreadsDisk::serve, this);
     }
 
     void submit(std::span<const Piece> pieces) override {
-        bool refused = false;
         {
             const std::lock_guard lock(mutex_);
             for (const Piece& piece : pieces) {
@@ -72,34 +57,33 @@ public:
                 } else {
                     ended_.push_back({piece.tag, 0, piece.count, EINVAL, 0});
                     over_++;
-                    refused = true;
                 }
             }
         }
-        if (refused) event_.signal();
-        if (pieces.size() == 1) {
-            work_.notify_one();
-        } else {
-            work_.notify_all();
-        }
+        if (pieces.size() == 1) work_.notify_one();
+        else work_.notify_all();
     }
 
     int reap(std::vector<Ended>& ended, double seconds) override {
-        const Clock::time_point began = Clock::now();
-        for (;;) {
-            if (const int count = take(ended); count || woken_.exchange(false)) return count;
-            double left = seconds;
-            if (seconds > 0) {
-                left = std::max(0.0, seconds - std::chrono::duration<double>(Clock::now() - began).count());
-            }
-            if (left == 0) return 0;
-            wait(left);
-        }
+        const auto some = [&] { return !ended_.empty() || woken_; };
+        std::unique_lock lock(mutex_);
+        if (seconds < 0) told_.wait(lock, some);
+        else told_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, kLongest)), some);
+        const int taken = static_cast<int>(ended_.size());
+        ended.insert(ended.end(), ended_.begin(), ended_.end());
+        ended_.clear();
+        pending_ -= over_;
+        over_ = 0;
+        if (taken == 0) woken_ = false;
+        return taken;
     }
 
     void wake() override {
-        woken_.store(true);
-        event_.signal();
+        {
+            const std::lock_guard lock(mutex_);
+            woken_ = true;
+        }
+        told_.notify_one();
     }
 
     size_t pending() const override { return pending_; }
@@ -109,36 +93,13 @@ public:
     const char* name() const override { return name_; }
 
 private:
-    // What has ended, without a wait. The event says no more than that it is worth looking, so it is drained first.
-    int take(std::vector<Ended>& ended) {
-        uint64_t count;
-        while (read(event_.fd, &count, sizeof count) < 0 && errno == EINTR) {
-        }
-        const std::lock_guard lock(mutex_);
-        ended.insert(ended.end(), ended_.begin(), ended_.end());
-        const int taken = static_cast<int>(ended_.size());
-        ended_.clear();
-        pending_ -= over_;
-        over_ = 0;
-        return taken;
-    }
-
-    void wait(double seconds) {
-        pollfd polled{event_.fd, POLLIN, 0};
-        const double bounded = std::min(seconds, 1e9);
-        const timespec until{static_cast<time_t>(bounded),
-                             static_cast<long>((bounded - static_cast<double>(static_cast<time_t>(bounded))) * 1e9)};
-        ppoll(&polled, 1, seconds < 0 ? nullptr : &until, nullptr);
-    }
-
     void serve() {
         give_way();
         const MustNotFail reserve;
         const std::unique_ptr<Caller> caller = make_();
         std::vector<Piece> pieces;
-        std::vector<Part> parts;
+        std::vector<std::vector<Part>> left(1);  // of each piece
         std::vector<Ended> ended;
-        std::vector<Again> again;
         std::vector<int32_t> turns;
         std::unique_lock lock(mutex_);
         for (;;) {
@@ -147,25 +108,18 @@ private:
             if (next == queue_.end()) return;
             take_from(*caller, next, pieces, turns);
             lock.unlock();
-            if (pieces.size() == 1) {
-                begin(pieces[0], parts);
-                finish(*caller, pieces[0], parts, ended);
-            } else {
+            if (left.size() < pieces.size()) left.resize(pieces.size());
+            for (size_t n = 0; n < pieces.size(); n++) begin(pieces[n], left[n]);
+            if (pieces.size() > 1) {
                 caller->transfer_all(pieces, [&](size_t n, int64_t answer) {
-                    begin(pieces[n], parts);
-                    const Part part = parts.back();
-                    parts.pop_back();
-                    advance(pieces[n], part, answer, ended, parts);
-                    for (const Part& one : parts) again.push_back({n, one});
-                    tell(ended, parts.empty() ? 1 : 0);
-                    parts.clear();
+                    const Part part = left[n].back();
+                    left[n].pop_back();
+                    advance(pieces[n], part, answer, ended, left[n]);
+                    tell(ended, left[n].empty() ? 1 : 0);
                 });
-                for (size_t n = 0; n < again.size(); n++) {  // those of a piece follow each other
-                    parts.push_back(again[n].part);
-                    if (n + 1 < again.size() && again[n + 1].piece == again[n].piece) continue;
-                    finish(*caller, pieces[again[n].piece], parts, ended);
-                }
-                again.clear();
+            }
+            for (size_t n = 0; n < pieces.size(); n++) {
+                if (!left[n].empty()) finish(*caller, pieces[n], left[n], ended);
             }
             lock.lock();
             end_turns(turns);
@@ -232,18 +186,17 @@ private:
             over_ += over;
         }
         ended.clear();
-        if (first) event_.signal();
+        if (first) told_.notify_one();
     }
 
-    const Event event_{EFD_NONBLOCK};  // that there may be something to take
     const size_t wanted_;
     const uint32_t most_;
     const char* const name_;
     const MakeCaller make_;
-    std::atomic<bool> woken_{false};
     size_t pending_ = 0;  // the owner's
     std::mutex mutex_;    // guards what follows
-    std::condition_variable work_;
+    std::condition_variable work_, told_;
+    bool woken_ = false;
     std::deque<Piece> queue_;
     std::vector<int32_t> turns_;  // files of pieces under way that one thread at a time carries out
     std::vector<Ended> ended_;
@@ -260,15 +213,50 @@ int64_t system_call(const Piece& piece, const Call& call) {
     return moved < 0 ? -errno : moved;
 }
 
+int64_t read_and_look(Caller& caller, const Piece& piece) {
+    const size_t most = piece.copied ? kStride : SIZE_MAX;
+    const Look *look = piece.looks, *const last = look + piece.n_looks;
+    std::vector<iovec> stride;
+    int64_t moved = 0;
+    size_t within = 0;  // bytes of fragment `next` that were read
+    for (uint32_t next = 0; next < piece.count;) {
+        const iovec* const fragments = piece.fragments + next;
+        size_t bytes = 0;
+        stride.clear();
+        while (next < piece.count && bytes < most) {
+            const iovec& fragment = piece.fragments[next];
+            const size_t some = std::min(fragment.iov_len - within, most - bytes);
+            stride.push_back({static_cast<uint8_t*>(fragment.iov_base) + within, some});
+            bytes += some;
+            within += some;
+            if (within == fragment.iov_len) ++next, within = 0;
+        }
+        const Call call{stride.data(), static_cast<uint32_t>(stride.size()), piece.offset + moved,
+                        static_cast<int64_t>(bytes)};
+        const int64_t answer = caller.transfer(piece, call);
+        if (answer < 0) return moved ? moved : answer;
+        moved += answer;
+        if (answer != call.bytes) return moved;
+        for (size_t n = 0; n < stride.size(); ++n) {
+            const auto* const begin = static_cast<const uint8_t*>(fragments[n].iov_base);
+            const auto* const end = static_cast<const uint8_t*>(stride[n].iov_base) + stride[n].iov_len;
+            for (; look != last && begin <= look->memory && look->memory + look->bytes <= end; ++look) {
+                *look->sum = xxh3(look->memory, look->bytes);
+            }
+        }
+    }
+    return moved;
+}
+
 std::unique_ptr<Disk> open_threads_disk(int threads) {
     return open_threads_disk(threads, "threads", [] { return std::make_unique<SystemCaller>(); });
 }
 
 std::unique_ptr<Disk> open_threads_disk(int threads, const char* name, MakeCaller make, uint32_t most) {
-    if (threads < 1 || threads > kMostThreads) throw Error(EINVAL, "no sound number of threads");
+    require(threads >= 1 && threads <= kMostThreads, "no sound number of threads");
     auto disk = std::make_unique<ThreadsDisk>(threads, name, std::move(make), most);
     try {
-        disk->start();
+        disk->begin_threads();
     } catch (const std::system_error& error) {
         throw Error(error.code().value(), "a thread cannot be had");
     }

@@ -114,7 +114,7 @@ void add_stripe(uint64_t* sum, const uint8_t* in, const uint8_t* keys) {
     }
 }
 
-void add_scalar(Lanes& lanes, const uint8_t* in, size_t stripes) {
+void add_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t*) {
     for (; stripes; stripes--, in += kStripe) {
         add_stripe(lanes.sum, in, secret() + 8 * lanes.stripes);
         if (++lanes.stripes < kBlockStripes) continue;
@@ -133,7 +133,7 @@ void add_copy_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* o
         const size_t some = std::min(stripes, kBlockStripes);
         std::memcpy(block, in, some * kStripe);
         std::memcpy(out, block, some * kStripe);
-        add_scalar(lanes, block, some);
+        add_scalar(lanes, block, some, nullptr);
         stripes -= some;
         in += some * kStripe;
         out += some * kStripe;
@@ -186,7 +186,7 @@ uint64_t xxh3(const void* data, size_t size, const Arm& arm) {
     const uint8_t* const in = static_cast<const uint8_t*>(data);
     if (size <= kShort) return of_short(in, size);
     Lanes lanes = kStart;
-    arm.add(lanes, in, (size - 1) / kStripe);
+    arm.add(lanes, in, (size - 1) / kStripe, nullptr);
     return of_lanes(lanes, in + size - kStripe, size);
 }
 
@@ -196,7 +196,7 @@ Xxh3::Xxh3(const Arm& arm) : arm_(&arm), total_(0), held_(0), lanes_(kStart) {}
 
 // Add what is held, which is whole stripes and not the end of the input.
 void Xxh3::flush() {
-    arm_->add(lanes_, hold_, held_ / kStripe);
+    arm_->add(lanes_, hold_, held_ / kStripe, nullptr);
     std::memcpy(last_, hold_ + held_ - kStripe, kStripe);
     held_ = 0;
 }
@@ -239,7 +239,7 @@ uint64_t Xxh3::digest() const {
     if (total_ <= kShort) return of_short(hold_, static_cast<size_t>(total_));
     Lanes lanes = lanes_;
     const size_t stripes = (held_ - 1) / kStripe;
-    arm_->add(lanes, hold_, stripes);
+    arm_->add(lanes, hold_, stripes, nullptr);
     if (held_ >= kStripe) return of_lanes(lanes, hold_ + held_ - kStripe, total_);
     uint8_t last[kStripe];
     std::memcpy(last, last_ + held_, kStripe - held_);

@@ -21,13 +21,15 @@ struct alignas(64) Lanes {
 
 // How stripes are added: one set of functions for each kind of vector instructions.
 struct Arm {
+    using Add = void (*)(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out);
+
     const char* name;  // "scalar", "avx2", "avx512", "neon"
-    // Add `stripes` stripes at `in`. They are not the last of the input, which is a stripe of its own.
-    void (*add)(Lanes& lanes, const uint8_t* in, size_t stripes);
+    // Add `stripes` stripes at `in`. They are not the last of the input, which is a stripe of its own. `out`: null.
+    Add add;
     // The same, and copy them to `out`: what is added is what is written, even where another writes to `in` meanwhile.
-    void (*add_copy)(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out);
+    Add add_copy;
     // The same past the processor's caches; `out` is a multiple of 64. Others see it after `stream_fence`.
-    void (*add_stream)(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out);
+    Add add_stream;
 };
 
 // What others must not see before the stores of `add_stream` is written after this.

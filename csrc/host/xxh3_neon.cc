@@ -64,9 +64,7 @@ void walk(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out) {
     lanes.stripes = static_cast<uint32_t>(at);
 }
 
-void add(Lanes& lanes, const uint8_t* in, size_t stripes) { walk<Out::kNone>(lanes, in, stripes, nullptr); }
-
-constexpr Arm kNeon{"neon", add, walk<Out::kCopy>, walk<Out::kCopy>};
+constexpr Arm kNeon{"neon", walk<Out::kNone>, walk<Out::kCopy>, walk<Out::kCopy>};
 
 }  // namespace
 

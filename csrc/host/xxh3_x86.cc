@@ -157,16 +157,8 @@ AVX2 void walk_halves(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* 
     lanes.stripes = static_cast<uint32_t>(at);
 }
 
-AVX512 void add_wide(Lanes& lanes, const uint8_t* in, size_t stripes) {
-    walk_wide<Out::kNone>(lanes, in, stripes, nullptr);
-}
-
-AVX2 void add_halves(Lanes& lanes, const uint8_t* in, size_t stripes) {
-    walk_halves<Out::kNone>(lanes, in, stripes, nullptr);
-}
-
-constexpr Arm kAvx512{"avx512", add_wide, walk_wide<Out::kCopy>, walk_wide<Out::kStream>};
-constexpr Arm kAvx2{"avx2", add_halves, walk_halves<Out::kCopy>, walk_halves<Out::kStream>};
+constexpr Arm kAvx512{"avx512", walk_wide<Out::kNone>, walk_wide<Out::kCopy>, walk_wide<Out::kStream>};
+constexpr Arm kAvx2{"avx2", walk_halves<Out::kNone>, walk_halves<Out::kCopy>, walk_halves<Out::kStream>};
 
 // Whether the processor has an instruction set of leaf 7 (`bit` of EBX), and the system saves its registers (`state`,
 // bits of XCR0). Not by __builtin_cpu_supports, which says no in what zig links.

@@ -27,7 +27,7 @@ from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
 from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
-from gdscache.limits import MAX_DEVICE_INDEX, MAX_SECONDS
+from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
 from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
 
 __all__ = [
@@ -202,6 +202,13 @@ class StoreConfig(ConfigSection):
         default="all",
         description="pages that are written there: all, second_offer (offered before, recently) or tinylfu (used "
         "more often than the page they evict)",
+    )
+    window_every: int = Field(
+        default=4096,
+        ge=0,
+        le=MAX_COUNT,
+        description="hybrid models: tokens of a prompt from one sliding window that is stored to the next; 0: only "
+        "where prompts end or part",
     )
 
 

@@ -41,7 +41,7 @@ class PlaneConfig(ConfigSection):
 
 
 class GroupConfig(ConfigSection):
-    """Layers of a hybrid model that keep the same tokens: all, where neither `window` nor `chunk` is given."""
+    """Layers of a hybrid model that keep the same tokens: all, where no `window`, `chunk` or `state` is given."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -53,8 +53,16 @@ class GroupConfig(ConfigSection):
         default=None, description="sliding window: tokens that a token attends to, itself among them"
     )
     chunk: Positive | None = Field(default=None, description="chunked attention: tokens of a chunk")
+    state: bool = Field(
+        default=False,
+        description="the layers keep a state that stands for all tokens before (Mamba, linear attention): a page is "
+        "one state, and each of its planes has one row",
+    )
     page_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_PAGE_TOKENS, description="tokens of a page; null means model.page_tokens"
+        default=None,
+        ge=1,
+        le=MAX_PAGE_TOKENS,
+        description="tokens of a page, or from one state to the next; null means model.page_tokens",
     )
 
 
@@ -104,9 +112,9 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _describes_a_page(self, info: ValidationInfo) -> Self:
-        problems = self._kind_problems() or self._group_problems()
-        if problems:
-            raise reject(GeometryError, "; ".join(problems), self._hint, info)
+        for problems, hint in ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS)):
+            if problems:
+                raise reject(GeometryError, "; ".join(problems), hint, info)
         try:
             extent = self.layout().extent_bytes
         except GeometryError as error:
@@ -149,8 +157,8 @@ class ModelConfig(ConfigSection):
         problems = [f"model.groups names {name!r} twice" for name in dict.fromkeys(names) if names.count(name) > 1]
         for group in self.groups:
             what = f"group {group.name!r}"
-            if group.window and group.chunk:
-                problems.append(f"{what} has a window and a chunk")
+            if (group.window is not None) + (group.chunk is not None) + group.state > 1:
+                problems.append(f"{what} has several of window, chunk and state")
             if len(set(group.layers)) < len(group.layers) or max(group.layers) >= self.layers:
                 problems.append(f"{what} has layers {list(group.layers)} of a model of {self.layers}")
         in_none = set(range(self.layers)) - {layer for group in self.groups for layer in group.layers}
@@ -193,7 +201,7 @@ class ModelConfig(ConfigSection):
                 group.name,
                 group.layers,
                 group.page_tokens or self.page_tokens,
-                "window" if group.window else "chunk" if group.chunk else "all",
+                "window" if group.window else "chunk" if group.chunk else "state" if group.state else "all",
                 group.window or group.chunk or 0,
             )
             for group in self.groups
@@ -232,4 +240,5 @@ _HINTS = {
     "mla": "MLA needs kv_lora_rank and rope_dim; for one plane with both, list it in planes",
     "planes": "every layer needs a plane of the list",
 }
+_GROUPS = "give each group a name, its layers, and a window, a chunk or neither; each layer is in a group"
 _ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"

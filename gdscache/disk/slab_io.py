@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.disk.slab import Slab
-from gdscache.moves.machine import Descriptors
+from gdscache.moves.machine import Descriptors, Files
 from gdscache.storage.base import Transport
 from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:
     import torch
+
+
+class SlabFiles(Files, Protocol):
+    """The open files of a slab: of this process (`SlabIO`), or of ranks (`RemoteSlab`)."""
+
+    slab: Slab  # of ranks, the first shard's
+
+    def register(self, memory: memoryview | torch.Tensor) -> None:
+        """Tell the transport about a buffer that will be used until `close`."""
+
+    def check(self) -> tuple[list[str], dict[int, int]]:
+        """See `Slab.check`."""
+
+    def lengthen(self) -> None:
+        """See `Slab.lengthen`."""
+
+    def flush(self) -> None:
+        """Make ended writes survive a loss of power. Raises `IOFailedError`."""
+
+    def describe(self) -> dict[str, object]:
+        """The transport, in plain data."""
+
+    def close(self) -> None:
+        """Give the files back; nothing is under way, and again is fine."""
 
 
 class SlabIO:
@@ -31,18 +55,8 @@ class SlabIO:
             undo.pop_all()
         self._period = slab.stretch if len(self._files) > 1 else slab.slots
 
-    @property
-    def memory_kinds(self) -> frozenset[str]:
-        """Where the transport can read to and write from: `host`, `cuda`."""
-        return self.transport.memory_kinds
-
     def register(self, memory: memoryview | torch.Tensor) -> None:
-        """Tell the transport about a buffer that will be used until `close`, or until `deregister`."""
         self.transport.register(memory)
-
-    def deregister(self, memory: memoryview | torch.Tensor) -> None:
-        """Take `register` back."""
-        self.transport.deregister(memory)
 
     def stretches(self, slots: Int64Array, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """(file, offset in it, first, count): which of `slots`, int64 (slots,), lie side by side, in `nbytes` or in one
@@ -70,11 +84,15 @@ class SlabIO:
     def describe(self) -> dict[str, object]:
         return self.transport.describe()
 
+    def check(self) -> tuple[list[str], dict[int, int]]:
+        return self.slab.check()
+
+    def lengthen(self) -> None:
+        self.slab.lengthen()
+
     def flush(self) -> None:
-        """Make ended writes survive a loss of power. Raises `IOFailedError`."""
         for file in self._files:
             self.transport.flush(file)
 
     def close(self) -> None:
-        """Give the files back; nothing is under way, and again is fine."""
         self.transport.close()

@@ -18,6 +18,7 @@ from gdscache.pages.keys import Page
 from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
+    from gdscache.groups.base import Group
     from gdscache.tiers.base import Tier
 
 GATHER_S = 0.002  # what happens meanwhile is one batch
@@ -31,7 +32,8 @@ _log = logging.getLogger("gdscache.events.base")
 class BlockStored:
     """Consecutive pages, each of which follows the one before it. `parent_block_hash`: None for the first of all.
 
-    `token_ids` is empty: a page is named by its key, and its tokens are not kept.
+    `token_ids` is empty: a page is named by its key, and its tokens are not kept. The last three are of hybrid models:
+    the number of the pages' group, its kind in vLLM's words, and its window. There a parent may be of another group.
     """
 
     block_hashes: list[bytes]
@@ -43,11 +45,14 @@ class BlockStored:
     lora_name: str | None
     locality: str
     ownership: str
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages that a tier has no more, in no order."""
+    """Pages that a tier has no more, in no order, of any group: a key names one page of one group."""
 
     block_hashes: list[bytes]
     medium: str
@@ -92,6 +97,20 @@ class Place(NamedTuple):
     ownership: str
 
 
+class GroupFacts(NamedTuple):
+    """What events say of pages: their tokens, and in a hybrid model their group's number, vLLM's kind, and window."""
+
+    page_tokens: int
+    number: int | None = None
+    kind: str | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(cls, number: int, group: Group) -> GroupFacts:
+        return cls(group.page_tokens, number, _KINDS[group.keeps], group.span if group.keeps == "window" else None)
+
+
+_KINDS = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention"}
 _MEDIA = {"planes": "GPU", "memory": "CPU", "files": "STORAGE"}
 _ALL = Place("", "", "")  # all tiers are cleared together
 
@@ -119,7 +138,8 @@ class KVEventHub:
 
     def __init__(self, page_tokens: int, publisher: Publisher | None = None, queue: int = QUEUE) -> None:
         self.dropped = 0  # pages
-        self._page_tokens = page_tokens
+        self._all = GroupFacts(page_tokens)
+        self._groups: dict[bytes, GroupFacts] = {}  # by namespace
         self._limit = queue
         self._publisher = publisher
         self._lock = threading.Lock()
@@ -141,6 +161,10 @@ class KVEventHub:
             there = [entry.page for entry in tier.index]
             for at in range(0, len(there), BATCH_PAGES):
                 watch.stored(there[at : at + BATCH_PAGES])
+
+    def name(self, namespace: bytes, facts: GroupFacts) -> None:
+        """The pages of a namespace are of a group: for a bounded number of namespaces, and before pages of it come."""
+        self._groups[namespace] = facts
 
     def add(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(batch)` for each batch, in a thread of the hub's; what takes that back."""
@@ -230,14 +254,16 @@ class KVEventHub:
                 parent = None if first.parent == first.namespace else first.parent
                 keys = [page.key for page in run]
                 medium, locality, ownership = place
-                yield BlockStored(keys, parent, [], self._page_tokens, None, medium, None, locality, ownership)
+                facts = self._groups.get(first.namespace, self._all)
+                where, group = (medium, None, locality, ownership), (facts.number, facts.kind, facts.window)
+                yield BlockStored(keys, parent, [], facts.page_tokens, None, *where, *group)
 
 
 def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:
-    """Pages cut where one does not follow the one before it."""
+    """Pages cut where one does not follow the one before it, or is of another namespace."""
     run: list[Page] = []
     for page in pages:
-        if run and (page.parent != run[-1].key or len(run) == BATCH_PAGES):
+        if run and (page[1:] != (run[-1].key, run[-1].namespace) or len(run) == BATCH_PAGES):
             yield run
             run = []
         run.append(page)

@@ -23,9 +23,15 @@ _NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksC
 
 def packed(batch: KVEventBatch) -> bytes:
     """A batch but for its number."""
-    events = [{"type": type(event).__name__} | dataclasses.asdict(event) for event in batch.events]
+    events = [{"type": type(event).__name__} | _fields(event) for event in batch.events]
     answer: bytes = _package("msgpack").packb([batch.ts, events], use_bin_type=True)
     return answer
+
+
+def _fields(event: KVEvent) -> dict[str, Any]:
+    """Those of an event, but for what has its default, as vLLM leaves it out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(event)}
+    return {name: value for name, value in dataclasses.asdict(event).items() if value != defaults[name]}
 
 
 def unpacked(seq: bytes, payload: bytes) -> KVEventBatch:

@@ -237,9 +237,9 @@ class Prices:
         per_token, per_pair, step = self._prefill
         return step + left * (per_token + per_pair * (cached + left / 2))
 
-    def total(self, pages: int) -> float:
-        """Seconds for both."""
-        return self._together(self.load(pages), self.rest(pages))
+    def total(self, pages: int, beside: float = 0.0) -> float:
+        """Seconds for both, and for what is loaded `beside`."""
+        return self._together(self.load(pages) + beside, self.rest(pages))
 
     def _together(self, load: float, rest: float) -> float:
         return load + rest - self._overlap * min(load, rest)

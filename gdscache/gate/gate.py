@@ -23,6 +23,16 @@ class Decision(NamedTuple):
     recompute_seconds: float | None
 
 
+class PoolLoad(NamedTuple):
+    """The pages of a hit that lie in one pool, each of `page_bytes`: their tiers, what loads from these cost, and how
+    many pages are `ahead` there."""
+
+    costs: Costs
+    tiers: Sequence[str]
+    page_bytes: int
+    ahead: Mapping[str, int]
+
+
 class Gate:
     """Decides how many pages of a hit are loaded, and counts that. Thread-safe.
 
@@ -41,24 +51,18 @@ class Gate:
         self._declined = 0  # hits since the last trial of which something was declined
         self._lock = threading.Lock()
 
-    def decide(
-        self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int], hit: int | None = None
-    ) -> Decision:
-        """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`.
-
-        `hit`: all pages together save so many tokens, and fewer of them none: all of them pay or none does.
-        """
+    def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
+        """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
         costs, whole = self.costs, len(tiers)
         below = set(tiers) - {"gpu"}
-        page_tokens = self._page_tokens if hit is None else hit / max(1, whole)
-        prices = Prices(costs, tiers, start, tokens, page_tokens, self._page_bytes, ahead)
+        prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
         kind, worth, pages = "unmeasured", whole, whole
         if self.mode != "off" and below and costs.measured(below):
-            worth = prices.best() if hit is None else whole if prices.total(whole) <= prices.total(0) else 0
+            worth = prices.best()
             kind = "loaded" if worth == whole else "declined" if set(tiers[:worth]) <= {"gpu"} else "cut"
             pages = worth
-            if self.mode == "enforcing" and worth < whole and self._explores(set(tiers[worth:])):
-                kind, pages = "explored", prices.trial(worth, _TRIAL_SHARE) if hit is None else whole
+            if self.mode == "enforcing" and worth < whole and self._explores(set(tiers[worth:]), costs):
+                kind, pages = "explored", prices.trial(worth, _TRIAL_SHARE)
         if self.mode != "off" and below:
             self._count(kind, tiers, worth, pages)
         if self.mode == "advisory":
@@ -67,6 +71,32 @@ class Gate:
         if self.mode == "off" or costs.prefill.coefficients is None:
             return Decision(pages, worth, seconds, None)
         return Decision(pages, worth, seconds, max(0.0, prices.rest(0) - prices.rest(pages)))
+
+    def decide_whole(self, loads: Sequence[PoolLoad], start: int, tokens: int, hit: int) -> Decision:
+        """About a hit whose pages save `hit` tokens together, and fewer of them none: all pay, or none does.
+
+        `loads`: the pages of each pool. They are taken to come one pool after another. `start` and `tokens` as above.
+        """
+        tiers = [tier for load in loads for tier in load.tiers]
+        whole, below, mode = len(tiers), set(tiers) - {"gpu"}, self.mode
+        parts = [Prices(one.costs, one.tiers, start, tokens, 0.0, one.page_bytes, one.ahead) for one in loads]
+        seconds = sum(part.load(part.pages) for part in parts)
+        computing = Prices(self.costs, ("gpu",), start, tokens, hit, 0, {})
+        kind, worth, pages = "unmeasured", whole, whole
+        if mode != "off" and below and all(one.costs.measured(set(one.tiers)) for one in loads):
+            worth = whole if computing.total(1, seconds) <= computing.total(0) else 0
+            kind, pages = ("loaded", whole) if worth else ("declined", 0)
+            if mode == "enforcing" and not worth and self._explores(below, *(one.costs for one in loads)):
+                kind, pages = "explored", whole
+        if mode != "off" and below:
+            self._count(kind, tiers, worth, pages)
+        if mode == "advisory":
+            pages = whole
+        expected = (seconds if pages else 0.0) if all(part.known for part in parts) else None
+        if mode == "off" or self.costs.prefill.coefficients is None:
+            return Decision(pages, worth, expected, None)
+        saved = max(0.0, computing.rest(0) - computing.rest(1)) if pages else 0.0
+        return Decision(pages, worth, expected, saved)
 
     def outpaced(self, seconds: float, begun: int, left: int, missing: int, cached: int) -> bool:
         """Whether pages that come from a slow tier are no longer worth waiting for, by what is certain so far.
@@ -82,10 +112,10 @@ class Gate:
         computing = self.costs.prefill_seconds(missing, cached)
         return computing is not None and seconds * left / begun > computing
 
-    def _explores(self, tiers: Collection[str]) -> bool:
+    def _explores(self, tiers: Collection[str], *costs: Costs) -> bool:
         with self._lock:
             self._declined += 1
-            if self._declined < EXPLORE_EVERY and not self.costs.maybe_faster(tiers):
+            if self._declined < EXPLORE_EVERY and not any(one.maybe_faster(tiers) for one in costs):
                 return False
             self._declined = 0
             return True

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-Keeps = Literal["all", "window", "chunk"]
+Keeps = Literal["all", "window", "chunk", "state"]
 Presence = Callable[[int, int, int], bytes]  # (group, first page, page behind the last one): 1 or 0 for each page
 _PIECE = 256  # pages that are asked for at a time, where it is not known how many will matter
 
@@ -20,8 +20,9 @@ _PIECE = 256  # pages that are asked for at a time, where it is not known how ma
 class Group:
     """Layers that keep the same tokens. `layers`: by number, counted from 0; `page_tokens`: tokens of a page.
 
-    `keeps`: `all` tokens, a `window` of the last `span` tokens (the token itself among them), or of the `chunk` of
-    `span` tokens that a token is in, those before it.
+    `keeps`: `all` tokens, a `window` of the last `span` tokens (the token itself among them), of the `chunk` of `span`
+    tokens that a token is in, those before it, or a `state` that stands for all tokens before. A state is a page: that
+    which ends at a multiple of `page_tokens`.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Group:
             return max(0, tokens - self.span + 1) // self.page_tokens
         if self.keeps == "chunk":
             return tokens // self.span * self.span // self.page_tokens
+        if self.keeps == "state":
+            return max(0, tokens // self.page_tokens - 1)
         return 0
 
     def describe(self) -> dict[str, object]:

@@ -49,7 +49,7 @@ def find(engine: CacheEngine, names: GroupNames, most: int, tokens: int) -> Grou
         else:
             pages, found, length = (), [], 0
         manager.missed((most - length) // engine.layout.page_tokens)
-    decided = engine.gate.decide(found, 0, tokens, engine.loader.planner.under_way, hit=length)
+    decided = engine.gate.decide_whole([engine.pool_load(found)], 0, tokens, length)
     declined = length if pages and not decided.pages else 0
     if declined:
         pages, found, length = (), [], 0

@@ -56,18 +56,20 @@ class GroupNames:
 
     def key(self, group: int, number: int) -> bytes:
         """The key of a page."""
-        known = self._keys[group]
-        key = known.get(number)
-        if key is None:
-            keyed = self._keyed[group].copy()
-            keyed.update(self._digests[(number + 1) * self._steps[group] - 1])
-            key = known[number] = keyed.digest()
-        return key
+        return self._keys[group].get(number) or self.keys(group, number, number + 1)[0]
 
     def keys(self, group: int, first: int, stop: int) -> list[bytes]:
         """The keys of pages `first ... stop-1` of a group."""
-        key = self.key
-        return [key(group, number) for number in range(first, stop)]
+        known, digests, step, copy = self._keys[group], self._digests, self._steps[group], self._keyed[group].copy
+        found: list[bytes] = []
+        for number in range(first, stop):
+            key = known.get(number)
+            if key is None:
+                keyed = copy()
+                keyed.update(digests[(number + 1) * step - 1])
+                key = known[number] = keyed.digest()
+            found.append(key)
+        return found
 
     def presence(self, visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
         """`base.Presence`, by what a tier, or all of them, say of keys."""
@@ -80,17 +82,18 @@ class GroupNames:
         group that comes before it, or `after`, of an earlier part of the request, if that comes between the two. Where
         there is no such group, a page follows none.
         """
+        keys, namespaces = self._keys, self._namespaces
         places = sorted(self._place(g, number) for g, numbers in enumerate(wanted) for number in numbers)
         named: list[GroupPage] = []
         before: bytes | None = None
         for place in places:
             *_, g, number = place
-            namespace = self._namespaces[g]
+            namespace = namespaces[g]
             if before is None or not self._full:
                 before = self._before(place, after) or namespace
-            page = Page(self.key(g, number), before, namespace)
-            named.append(GroupPage(g, number, page))
-            before = page.key
+            key = keys[g].get(number) or self.key(g, number)
+            named.append(GroupPage(g, number, Page(key, before, namespace)))
+            before = key
         return named
 
     def _place(self, group: int, number: int) -> tuple[int, bool, int, int]:

@@ -15,7 +15,7 @@ import itertools
 import json
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,8 +164,7 @@ class PageNames:
         else:
             parent = pages[-1].key if pages else namespace
             keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
-            rows = zip(keys, itertools.chain((parent,), keys), itertools.repeat(namespace), strict=False)
-            pages += map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
+            pages += _pages(keys, parent, namespace)
             used = _Named(first, data, pages[:])
         with self._lock:
             before = len(self._known)
@@ -223,6 +222,11 @@ class PageHashes:
         """Full pages."""
         return len(self._hashes)
 
+    @property
+    def whole(self) -> bool:
+        """Whether the first page is the first of its request; else there is a `parent`."""
+        return self._parent is None
+
     def __repr__(self) -> str:
         return f"PageHashes({len(self._hashes)} pages, tokens={self._tokens})"
 
@@ -278,14 +282,19 @@ class PageHashes:
                     before.update(self._parent)
                     parent = before.digest()
 
-                def key_of(given: bytes) -> bytes:
+                keys = []
+                for given in self._hashes[len(known) :]:
                     page = keyed.copy()
                     page.update(given)
-                    return page.digest()
-
-                keys = list(map(key_of, self._hashes[len(known) :]))
-                known += map(Page, keys, itertools.chain((parent,), keys), itertools.repeat(namespace))
+                    keys.append(page.digest())
+                known += _pages(keys, parent, namespace)
             return known[:]
+
+
+def _pages(keys: Sequence[bytes], parent: bytes, namespace: bytes) -> Iterator[Page]:
+    """The names of pages that follow each other, of which the first follows `parent`."""
+    rows = zip(keys, itertools.chain((parent,), keys), itertools.repeat(namespace), strict=False)
+    return map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
 
 
 def _as_hashes(hashes: Any) -> list[bytes]:

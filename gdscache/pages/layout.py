@@ -19,7 +19,7 @@ from functools import cached_property
 from gdscache.errors import GeometryError
 
 EXTENT_ALIGNMENT = 4096
-MAX_PAGE_TOKENS = 512
+MAX_PAGE_TOKENS = 8192
 GROUP_BYTES = 256 << 10
 COPY_BYTES = 256 << 20
 FIRST_BYTES = 4 << 20

@@ -46,7 +46,7 @@ class BlockTables:
         `slots`: a list, numpy array or host tensor of int32 or int64, page after page. Raises `SlotRangeError` for
         values that are not block numbers of this pool or named twice, `SlotCountError` for a broken page.
         """
-        table = _host_indices(slots)
+        table = host_indices(slots)
         self.check_blocks(table)
         if table.size % self.blocks_per_page:
             raise SlotCountError(
@@ -150,7 +150,7 @@ def _values(tensor: torch.Tensor) -> Any:
     )
 
 
-def _host_indices(slots: Any) -> Blocks:
+def host_indices(slots: Any) -> Blocks:
     """Integers on the host as a flat, contiguous int64 array. Raises `SlotRangeError` for anything else."""
     hint = "pass a flat list, numpy array or host tensor of int32 or int64 block indices"
     if isinstance(slots, torch.Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import chain
 
 
@@ -13,22 +14,25 @@ class LRUShadow:
     LRU gives up the least recently used page that no other page of it follows: tails before heads, as tiers do. Beside
     its own pages it knows which of them the tier lacks (`owed`: each may become a hit that only LRU has), and which
     pages of the tier it has given up (`left`, in that order). Both are as many while both are full, so there is always
-    a page in `left` for one of `owed` that is stored again. Every operation is O(1), amortised.
+    a page in `left` for one of `owed` that is stored again. Every operation is O(1), amortised; where pages were
+    dropped, giving one up is O(log n) of those that nothing follows any more.
 
     `room` is the most pages that the tier had in a period, which is as many stores; a tier that grows has more at once.
     A shadow may also stand for a tier of which it is shown a sample of the keys; then all its figures are the sample's.
     """
 
     __slots__ = (
-        *("_aside", "_children", "_coming", "_first", "_peak", "_ready", "_recent", "_stored"),
+        *("_aside", "_children", "_coming", "_first", "_passed", "_peak", "_ready", "_recent", "_stored"),
         *("gained", "left", "lost", "owed", "pages", "room", "seen", "spared", "used"),
     )
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         """`keys`: pages that the tier has, the least recently used first; which follow others is not known."""
         self._recent: OrderedDict[bytes, bytes] = OrderedDict.fromkeys(keys, b"")  # key -> parent, the oldest use first
-        self._aside: dict[bytes, bytes] = {}  # older uses than those, and followed by pages of the shadow
-        self._ready: list[bytes] = []  # of these, perhaps, not followed any more
+        # Older uses than those, and followed by pages of the shadow: key -> number, parent. The older use, the lower.
+        self._aside: dict[bytes, tuple[int, bytes]] = {}
+        self._passed = 0  # numbers that were given
+        self._ready: list[tuple[int, bytes]] = []  # a heap: of these, perhaps, not followed any more
         self._children: dict[bytes, int] = {}  # pages of the shadow that follow a page, there or not
         self.left: OrderedDict[bytes, bytes] = OrderedDict()  # key -> parent
         self.owed: set[bytes] = set()
@@ -94,8 +98,8 @@ class LRUShadow:
                 recent[key] = parent
                 if parent:
                     children[parent] = children.get(parent, 0) + 1
-                if len(recent) + len(aside) > self.room:
-                    self._give_up(len(recent) + len(aside) - self.room)
+            if len(recent) + len(aside) > self.room:  # also where `room` has just become less
+                self._give_up(len(recent) + len(aside) - self.room)
             if parent in left:
                 self._follow(parent)
 
@@ -141,7 +145,7 @@ class LRUShadow:
         if key in self.left:
             del self.left[key]
             return
-        parent = self._aside.pop(key) if key in self._aside else self._recent.pop(key)
+        parent = self._aside.pop(key)[1] if key in self._aside else self._recent.pop(key)
         self._unlink(parent)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -165,28 +169,30 @@ class LRUShadow:
     def _would_go(self) -> Iterator[bytes]:
         owed, aside, children = self.owed, self._aside, self._children
         gone: dict[bytes, int] = {}  # children of a page that went before
-        passed: dict[bytes, bytes] = {}
+        passed: dict[bytes, tuple[int, bytes]] = {}
         ready, out, coming = list(self._ready), set[bytes](), iter(self._recent.items())
         while True:
             if ready:
-                key = ready.pop()
-                parent = aside.get(key, passed.get(key))
-                if parent is None or key in out or children.get(key, 0) > gone.get(key, 0):
+                number, key = heappop(ready)
+                at = aside.get(key) or passed.get(key)
+                if at is None or at[0] != number or key in out or children.get(key, 0) > gone.get(key, 0):
                     continue
+                parent = at[1]
             else:
-                key, parent = next(coming, (b"", None))
-                if parent is None:
+                key, parent = next(coming, (b"", b""))
+                if not key:
                     break
                 if children.get(key, 0) > gone.get(key, 0):
-                    passed[key] = parent
+                    passed[key] = (self._passed + len(passed), parent)
                     continue
             out.add(key)
             if key not in owed:
                 yield key
             if parent:
                 gone[parent] = gone.get(parent, 0) + 1
-                if parent in aside or parent in passed:
-                    ready.append(parent)
+                at = aside.get(parent) or passed.get(parent)
+                if at is not None:
+                    heappush(ready, (at[0], parent))
         yield from (key for key in chain(aside, passed) if key not in out and key not in owed)
 
     def _follow(self, key: bytes) -> None:
@@ -198,7 +204,7 @@ class LRUShadow:
 
     def _refresh(self, key: bytes) -> None:
         if key in self._aside:
-            self._recent[key] = self._aside.pop(key)
+            self._recent[key] = self._aside.pop(key)[1]
         else:
             self._recent.move_to_end(key)
 
@@ -216,17 +222,19 @@ class LRUShadow:
         owed, left = self.owed, self.left
         while n:
             if ready:
-                key = ready.pop()
-                if key not in aside or key in children:
+                number, key = heappop(ready)
+                at = aside.get(key)
+                if at is None or at[0] != number or key in children:
                     continue
-                parent = aside.pop(key)
+                _, parent = aside.pop(key)
             elif recent:
                 key, parent = recent.popitem(last=False)
                 if key in children:
-                    aside[key] = parent
+                    aside[key] = (self._passed, parent)
+                    self._passed += 1
                     continue
             else:  # pages that follow each other in a circle, as only damaged rows have it
-                key, parent = next(iter(aside.items()))
+                key, (_, parent) = next(iter(aside.items()))
                 del aside[key]
             if parent:
                 followed = children[parent] - 1
@@ -235,7 +243,7 @@ class LRUShadow:
                 else:
                     del children[parent]
                     if parent in aside:
-                        ready.append(parent)
+                        heappush(ready, (aside[parent][0], parent))
             if key in owed:
                 owed.remove(key)
                 self.spared += 1
@@ -253,4 +261,4 @@ class LRUShadow:
         else:
             del self._children[parent]
             if parent in self._aside:
-                self._ready.append(parent)
+                heappush(self._ready, (self._aside[parent][0], parent))

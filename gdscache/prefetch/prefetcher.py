@@ -117,7 +117,7 @@ class Prefetcher:
 
     def _begin(self, request: PrefetchRequest, pages: Sequence[Page]) -> None:
         """What is there is known: bring what is slow. The lock is held."""
-        manager, landing, keep = self._manager, self._landing, {page.key for page in pages}
+        manager, landing, keep = self._manager, self._landing, set[bytes]()
         work, claim, beyond = self._live[request], None, 0
         with contextlib.ExitStack() as undo:
             found = manager.peek(pages, unserved=True)
@@ -127,13 +127,13 @@ class Prefetcher:
                 beyond = len(found) - len(claim.pages)
                 del found[len(claim.pages) :]
             slow = {name for name, tier in manager.tiers.items() if tier.kind == "files"}
-            present = next((i for i, name in enumerate(found) if name in slow), len(found))
+            present = min((found.index(name) for name in slow if name in found), default=len(found))
             if landing is None:
                 del found[present:]
-            wanted = sum(name in slow for name in found)
-            pages = pages[: len(found)]
+            wanted = sum(map(found.count, slow))
             if wanted and landing is not None:
-                keep |= landing.index.family(pages[:1])
+                keep = {page.key for page in pages} | landing.index.family(pages[:1])
+            pages = pages[: len(found)]
             request.of(wanted, None if claim is None else claim.until, short=beyond > 0)
             work.begin(pages, tuple(found), present, keep, claim, beyond)
             self._queue.add(request)

@@ -171,12 +171,15 @@ class RanksMoving:
         self._tell(freed)
 
     def lost(self, link: Link) -> None:
-        """A rank's process has ended, and touches nothing any more. What no rank was told of yet is over."""
+        """A rank's process has ended, and touches nothing any more. What no rank was told of yet is over. The caller
+        may have told some of the others, and may never tell the rest: they give it up, and say so at once."""
         with self._lock:
             if self._untold and not self._over.is_set():
                 self._waiting.clear()
                 self.refuse(PageStatus.RANK_LOST)
         self.answered(link, {"why": f"rank {link.rank} {link.lost}", "failed": (), "late": ()}, ())
+        if self.into_planes or self.move.priority is Priority.STORE:
+            self.cancel()
         with self._lock:
             freed = self._touches(link, set())
         self._tell(freed)

@@ -12,6 +12,7 @@ import torch
 
 from gdscache.config import SsdConfig
 from gdscache.disk.slab import Slab, stretch_slots
+from gdscache.moves.machine import Descriptors
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import BlockTables
 from gdscache.ranks.leader import RankSet
@@ -55,7 +56,8 @@ class RemoteMemory:
 
 
 class RemoteSlab:
-    """The slab of every shard: its files, which the first rank of the shard locks, checks and flushes."""
+    """The slab of every shard: its files, which the first rank of the shard locks, checks and flushes. `slab`: of the
+    first shard, as valid as that of any."""
 
     def __init__(self, layout: PageLayout, config: SsdConfig, ranks: RankSet, slots: int) -> None:
         self._ranks = ranks
@@ -70,17 +72,15 @@ class RemoteSlab:
         others = [link for link in ranks.links if link not in ranks.owners]
         if others:
             ranks.call("slab", fields | {"owner": False}, others)
-        self.valid_slots = min(message.fields["valid"] for _, message in answers)
-        self.files = tuple(Path(file) for _, message in answers for file in message.fields["files"])
-        self._transport = answers[0][1].fields["transport"]
-        stretch = stretch_slots(layout.extent_bytes)
-        self.directories = 1 + len(config.stripes)
-        self._slab = Slab(self.files[: self.directories], layout.extent_bytes, slots, self.valid_slots, stretch)
-        self.slab = self
+        valid = min(message.fields["valid"] for _, message in answers)
+        first = answers[0][1].fields
+        self._transport = first["transport"]
+        files, extent = tuple(map(Path, first["files"])), layout.extent_bytes
+        self.slab = Slab(files, extent, slots, valid, stretch_slots(extent))
 
-    def locate(self, slot: int) -> tuple[int, int]:
-        """`(directory, byte offset)` of a slot's extents."""
-        return self._slab.locate(slot)
+    def hand_over(self) -> Descriptors:
+        """No files: nothing is read or written here."""
+        return Descriptors((), self.slab.stretch, 0)
 
     def check(self) -> tuple[list[str], dict[int, int]]:
         """See `Slab.check`; a file is as short as the shortest of the shards' is."""

@@ -109,8 +109,8 @@ class Service:
         self._files: SlabIO | None = None
         self._mover: Mover | None = None
         self._executor: NativeExecutor | None = None
-        self._moving: dict[int, Moving] = {}
-        self._refused: set[int] = set()  # loads that the leader gave up before they were begun here
+        self._moving: dict[int, Moving | None] = {}  # None: it is just being begun
+        self._refused: set[int] = set()  # moves that the leader gave up before they were begun here
         self._marks: dict[int, _Mark] = {}
         self._late = 0  # rows
         self._lock = threading.Condition()
@@ -307,29 +307,36 @@ class Service:
     def _move(self, fields: dict[str, Any], arrays: list[Array]) -> None:
         move, number = wire.move_of(fields["move"], arrays), fields["id"]
         marks = [self._marks.setdefault(mark, _Mark()) for mark in fields["after"]]
-        if all(mark.there.is_set() for mark in marks):
-            self._begin(number, move, [mark.event for mark in marks])
-        else:
+        if not all(mark.there.is_set() for mark in marks):
             self._workers.submit(functools.partial(self._begin_behind, number, move, marks))
+        elif self._may_begin(number):
+            self._begin(number, move, [mark.event for mark in marks])
+
+    def _may_begin(self, number: int) -> bool:
+        """Whether the leader has not given a move up. From now on it hears of the move's true end, and of nothing
+        else."""
+        with self._lock:
+            if number in self._refused or self._over.is_set():
+                self._refused.discard(number)
+                return False
+            self._moving[number] = None
+            return True
 
     def _begin_behind(self, number: int, move: Move, marks: Sequence[_Mark]) -> None:
         """Begin a store's move when this rank's stream has come to the store; or say that it has not, in its time."""
-        if all(mark.there.wait(move.seconds) for mark in marks) and not self._over.is_set():
-            self._begin(number, move, [mark.event for mark in marks])
-        else:
+        if not all(mark.there.wait(move.seconds) for mark in marks):
             why = (
                 f"rank {self._rank} was not told of the store within {move.seconds:g} s: call Rank.store with its order"
             )
             self._tell(number, why=why)
+        elif self._may_begin(number):
+            self._begin(number, move, [mark.event for mark in marks])
 
     def begin_load(
         self, number: int, move: Move, after: Sequence[Event], load: RankLoad, rows: Int64Array, *, last: bool
     ) -> None:
         """Begin a move of a load, in the caller's thread."""
-        with self._lock:
-            refused = number in self._refused or self._over.is_set()
-            self._refused.discard(number)
-        if refused:
+        if not self._may_begin(number):
             load.moved(rows, np.full(len(rows), CODES[PageStatus.CANCELLED], np.uint8))
             return
         columns = wire.columns(self._shard, self.layout.n_layers)
@@ -364,6 +371,9 @@ class Service:
             return
         with self._lock:
             self._moving[number] = moving
+            given_up = number in self._refused
+        if given_up:
+            moving.cancel()
         if load is not None:
             load.handle.carried_by(moving, last=last)
         self._workers.submit(functools.partial(ended, moving, ""))
@@ -397,6 +407,7 @@ class Service:
         self._tell(number, arrays, failed=failed, late=late, why=why, spent=spent)
         with self._lock:
             self._moving.pop(number, None)
+            self._refused.discard(number)
             self._late += len(late)
         if moving is not None and late:
             there = frozenset(late)
@@ -426,13 +437,13 @@ class Service:
 
     def _cancel(self, number: int) -> None:
         with self._lock:
-            moving = self._moving.get(number)
+            begun, moving = number in self._moving, self._moving.get(number)
             if moving is None:
                 self._refused.add(number)
-        if moving is None:
-            self._tell(number, why="it was not begun here")
-        else:
+        if moving is not None:
             moving.cancel()
+        elif not begun:
+            self._tell(number, why="it was not begun here")
 
     def _lock_lost(self) -> str:
         return next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "")

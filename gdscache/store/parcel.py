@@ -37,7 +37,7 @@ class Nobody:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StoreJob:
-    """Pages of one namespace, as accepted. `numbers[i]` is page `i`'s place in the receipt; `epoch` the namespace's
+    """Pages of one salt, as accepted. `numbers[i]` is page `i`'s place in the receipt; `epoch` the namespace's
     when their bytes were known good. `left`: the pages that have no last word yet."""
 
     receipt: Receipt

@@ -121,7 +121,7 @@ class Storer:
         """Accept pages for the tiers below; returns at once. The receipt is told what becomes of them.
 
         False where no page is to move: nothing reads the blocks, and the receipt hears no `read`.
-        The pages are of one namespace. `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epoch`:
+        The pages are of one salt. `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epoch`:
         the namespace's when their bytes were known good; `sources` ends when the blocks were read.
         """
         manager = self._manager

@@ -200,6 +200,12 @@ class Lease:
         for index, entries in self._taken:
             yield from zip(itertools.repeat(index), entries, strict=False)
 
+    def runs(self) -> Iterator[tuple[PageIndex, Sequence[Page], Sequence[int]]]:
+        """All pins: pages of an index, and their slots."""
+        for index, entries in self._taken:
+            yield index, [entry.page for entry in entries], [entry.slot for entry in entries]
+        yield from self._held
+
     def add(self, index: PageIndex, entry: Entry) -> None:
         """Pin one page."""
         index.lease(entry)

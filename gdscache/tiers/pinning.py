@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -35,7 +34,8 @@ class Pins:
         self.manager = manager
         self.clock = clock
         self._pins: dict[Lease, Pin] = {}
-        self._held: dict[str, Counter[Entry]] = {name: Counter() for name in manager.tiers}
+        # Pins on each page, by its slot, which no other page gets meanwhile.
+        self._held: dict[str, Counter[int]] = {name: Counter() for name in manager.tiers}
         # In the landing tier: keys that claims expect, and those of them for which no pinned page has taken room.
         self._promised: Counter[bytes] = Counter()
         self._owed: set[bytes] = set()
@@ -62,9 +62,9 @@ class Pins:
             entry, held = tier.index.get(page.key), self._held[name]
             if entry is None or self.manager.hidden(name, entry.slot):
                 continue
-            if entry in held or self._room(name) > 0:
+            if entry.slot in held or self._room(name) > 0:
                 lease.add(tier.index, entry)
-                held[entry] += 1
+                held[entry.slot] += 1
                 found.append(entry)
         return found
 
@@ -95,13 +95,13 @@ class Pins:
         while at < len(keys):
             end = shown.find(1 - shown[at], at)
             end = len(keys) if end < 0 else end
-            there = index.pin_run(pages, at, end) if shown[at] else []
-            new = [entry not in held for entry in there] if there else [key not in owed for key in keys[at:end]]
+            there = index.hold_run(pages, at, end) if shown[at] else []
+            new = [slot not in held for slot in there] if there else [key not in owed for key in keys[at:end]]
             fits = _fitting(new, room)
             room -= sum(new[:fits])
             if there:
-                index.release_all(there[fits:])
-                claim.take(there[:fits])
+                index.let_go(pages[at + fits : end], there[fits:])
+                claim.take(pages[at : at + fits], there[:fits])
                 held.update(there[:fits])
             else:
                 claim.expect(pages[at : at + fits])
@@ -119,21 +119,22 @@ class Pins:
         """
         landing = self.manager.landing
         assert landing is not None, "a claim on no tier"
-        held, new = self._held[landing.name], list[Entry]()
+        index, held, new = landing.index, self._held[landing.name], list[Page]()
         for number in numbers if claim._lease in self._pins else ():
-            key = claim.pages[number].key
-            entry = None if claim.holds(number) else landing.index.get(key)
-            if entry is None or not (entry in held or key in self._owed or self._room(landing.name) > 0):
+            page = claim.pages[number]
+            slot = index.slot(page.key)
+            if slot is None or claim.holds(number) or not index.has(page.key):
                 continue
-            landing.index.lease(entry)
-            held[entry] += 1
-            self._owed.discard(key)
-            new.append(entry)
-            claim.put(number, entry)
+            if not (slot in held or page.key in self._owed or self._room(landing.name) > 0):
+                continue
+            held[slot] += 1
+            self._owed.discard(page.key)
+            new.append(page)
+            claim.put(number, slot)
             if number in claim.promised:
                 self._forgo((claim.promised.pop(number),))
         if new:
-            claim._lease.take(landing.index, new)
+            claim._lease.hold(index, new, index.hold_run(new, 0, len(new)))
 
     def settle(self, claim: Claim) -> None:
         """No page of a claim comes any more: what lies behind the first that lacks goes, and it ends without any."""
@@ -147,14 +148,14 @@ class Pins:
         if not kept:
             self.end(claim)
             return
-        left = {entry: None for entry in claim.entries if entry is not None}
-        if len(left) < len(claim._lease):  # what lies behind, and what was dropped and came again
-            gone = [entry for _, entry in claim._lease if entry not in left]
-            for entry in left:
-                landing.index.lease(entry)
+        if kept < len(claim._lease):  # what lies behind, and what was dropped and came again
+            index, left = landing.index, {*claim.slots}
+            pins = [pin for _, pages, slots in claim._lease.runs() for pin in zip(pages, slots, strict=True)]
+            gone = [(page, slot) for page, slot in pins if slot not in left]
+            held = index.hold_run(claim.pages, 0, kept)
             claim._lease.end()
-            claim._lease.take(landing.index, [*left])
-            self._unhold(landing.index, gone)
+            claim._lease.hold(index, claim.pages[:], held)
+            self._unhold(index, [page for page, _ in gone], [slot for _, slot in gone])
 
     def _forgo(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -163,19 +164,17 @@ class Pins:
                 del self._promised[key]
                 self._owed.discard(key)
 
-    def _unhold(self, index: PageIndex, entries: Iterable[Entry]) -> None:
+    def _unhold(self, index: PageIndex, pages: Sequence[Page], slots: Sequence[int]) -> None:
         """Pages of a tier are pinned once less each."""
         name = next(name for name, tier in self.manager.tiers.items() if tier.index is index)
         held, landing = self._held[name], self.manager.landing
         expected = self._promised if landing is not None and landing.index is index else ()
-        for entry in entries:
-            times = held[entry]
+        for page, slot in zip(pages, slots, strict=True):
+            times = held.pop(slot)
             if times > 1:
-                held[entry] = times - 1
-                continue
-            del held[entry]
-            if expected and entry.key in expected:  # the room is theirs from now on
-                self._owed.add(entry.key)
+                held[slot] = times - 1
+            elif expected and page.key in expected:  # the room is theirs from now on
+                self._owed.add(page.key)
 
     # -- their ends ---------------------------------------------------------------------------------------------------
 
@@ -186,8 +185,8 @@ class Pins:
     def end(self, pin: Pin) -> None:
         if self._pins.pop(pin._lease, None) is None:
             return
-        for index, pinned in itertools.groupby(pin._lease, key=operator.itemgetter(0)):
-            self._unhold(index, [entry for _, entry in pinned])
+        for index, pages, slots in pin._lease.runs():
+            self._unhold(index, pages, slots)
         if isinstance(pin, Claim):
             self._forgo(pin.promised.values())
             pin.gone()

@@ -69,56 +69,47 @@ class Claim(Pin):
         super().__init__(pins, lease, [], page_tokens, until)
         self.pages: list[Page] = []
         self.promised: dict[int, bytes] = {}
-        self.entries: list[Entry | None] = []  # of each page: what it holds, None before it has come
+        self.slots: list[int | None] = []  # of each page: where it lies and is held, None before it has come
         self._index = index
         self._good = 0  # pages from the first on that are held, when the index had `_torn` pages torn
         self._torn = index.torn
 
-    def take(self, entries: Sequence[Entry]) -> None:
+    def take(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
         """The next pages are there: each with a lease, which the claim has from now on."""
-        if entries:
-            self._lease.take(self._index, entries)
-            self.pages += [entry.page for entry in entries]
-            self.entries += entries
-            self._advance()
+        self._lease.hold(self._index, pages, slots)
+        self._good += len(slots) if self._good == len(self.pages) else 0
+        self.pages += pages
+        self.slots += slots
 
     def expect(self, pages: Sequence[Page]) -> None:
         """The next pages are to come."""
         first = len(self.pages)
         self.promised.update((first + i, page.key) for i, page in enumerate(pages))
         self.pages += pages
-        self.entries += [None] * len(pages)
+        self.slots += [None] * len(pages)
 
     def holds(self, number: int) -> bool:
-        """Whether it has a page that was not dropped."""
-        entry = self.entries[number]
-        return entry is not None and not entry.dropped
+        """Whether it has a page that was not dropped: one that was, and came again, is in another slot."""
+        slot = self.slots[number]
+        return slot is not None and self._index.slot(self.pages[number].key) == slot
 
-    def put(self, number: int, entry: Entry) -> None:
+    def put(self, number: int, slot: int) -> None:
         """A page has come."""
-        self.entries[number] = entry
-        self._advance()
+        self.slots[number] = slot
+        self._good = self._held_from(self._good)
 
     def cut(self, pages: int) -> None:
         """Only the first `pages` are left."""
-        del self.pages[pages:], self.entries[pages:]
+        del self.pages[pages:], self.slots[pages:]
 
     def gone(self) -> None:
         """It has ended."""
-        self.promised, self.entries = {}, []
+        self.promised, self.slots = {}, []
         self._good = 0
-
-    def _advance(self) -> None:
-        self._good = self._held_from(self._good)
 
     def _held_from(self, first: int) -> int:
         """Where the first page behind `first` is that is not held, or dropped."""
-        entries, at = self.entries, first
-        for entry in entries[first:] if first else entries:
-            if entry is None or entry.dropped:
-                break
-            at += 1
-        return at
+        return next(itertools.filterfalse(self.holds, range(first, len(self.slots))), len(self.slots))
 
     def count(self) -> int:
         """Pages from the first on that are held, and not dropped."""

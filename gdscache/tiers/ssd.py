@@ -28,7 +28,7 @@ from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.catalog_file import lacking_room
 from gdscache.disk.directory import CacheDirectories
 from gdscache.disk.slab import Slab
-from gdscache.disk.slab_io import SlabIO
+from gdscache.disk.slab_io import SlabFiles, SlabIO
 from gdscache.errors import IOFailedError, LockLostError, StorageError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
@@ -45,7 +45,6 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.ranks.place import RemoteSlab
     from gdscache.tiers.ssd_route import RouteChoice
 
 _log = logging.getLogger("gdscache.ssd")
@@ -59,12 +58,12 @@ _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's 
 class SsdTier(DurableTier):
     """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O.
 
-    `choose`: which way pages go to the planes (ssd_route.py). `reserve`: free slots that are kept ready, an eighth of
-    all at most. `wall_clock`: seconds since the epoch; pages that have expired by then are given up at once.
-    `remote(slots)`: opens the slab where other processes have it.
+    `reserve`: free slots that are kept ready, an eighth of all at most. `wall_clock`: seconds since the epoch; pages
+    that have expired by then are given up at once. `open_slab(slots)`: opens the slab; by default in this process.
     """
 
     name = "ssd"
+    io: SlabFiles
     close_s = 5.0  # that closing the catalogue may take while I/O hangs
 
     def __init__(
@@ -73,33 +72,23 @@ class SsdTier(DurableTier):
         config: SsdConfig,
         device: str,
         lock: threading.RLock,
-        choose: Callable[[SlabIO, PageIndex], RouteChoice] | None = None,
         *,
         eviction: str = "lifetime",
         reserve: int = LIMITS.ssd_reserve,
         wall_clock: Callable[[], float] = time.time,
-        remote: Callable[[int], RemoteSlab] | None = None,
+        open_slab: Callable[[int], SlabFiles] | None = None,
     ) -> None:
         self.layout = layout
         self.lock = lock
         self.path = path = config.path
+        self.route: RouteChoice | None = None  # which way pages go to planes
         self.lost: Counter[str] = Counter()  # pages that recovery had to give up, by cause
         slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
             stripes.claim((path, *config.stripes))
-            transport = None
-            if remote is None:  # before there are files: it needs threads, which there may not be
-                transport = open_transport(
-                    config.transport,
-                    directory=path,
-                    device=device,
-                    threads=config.threads,
-                    direct_io="auto",
-                    gds=config.gds,
-                )
-                undo.callback(transport.close)
-                self._directory.hold_slabs()
+            if open_slab is None:
+                open_slab = self._slab_here(config, device, undo)
             self._catalog = Catalog.open(
                 path,
                 extent_bytes=layout.extent_bytes,
@@ -108,20 +97,12 @@ class SsdTier(DurableTier):
                 wall_clock=wall_clock,
             )
             undo.callback(self._catalog.close)
-            if transport is not None:
-                slab = Slab.open(path, layout.extent_bytes, slots, config.stripes)
-                self._directory.hold_slabs()  # those that were made just now
-                self.io: SlabIO | RemoteSlab = SlabIO(slab, transport)  # type: ignore[assignment]
-            elif remote is not None:
-                self.io = remote(slots)
+            self.io = open_slab(slots)
             undo.callback(self.io.close)
             self._slab = self.io.slab
             self._say_room(slots)
             self._directory.watch_catalog()
             self._recover(slots, eviction, wall_clock())
-            self._route = None
-            if choose is not None and isinstance(self.io, SlabIO):
-                self._route = choose(self.io, self.index)
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(reserve, slots // 8)
@@ -139,6 +120,20 @@ class SsdTier(DurableTier):
         self._commit_lock = threading.Lock()
         self._lost = ""  # why the directory is not ours alone any more
         self._closed = False
+
+    def _slab_here(self, config: SsdConfig, device: str, undo: contextlib.ExitStack) -> Callable[[int], SlabIO]:
+        """Opens the slab by a transport that is there before any file is: it needs threads, which there may not be."""
+        path, how = config.path, {"direct_io": "auto", "gds": config.gds}
+        transport = open_transport(config.transport, directory=path, device=device, threads=config.threads, **how)
+        undo.callback(transport.close)
+        self._directory.hold_slabs()
+
+        def opened(slots: int) -> SlabIO:
+            slab = Slab.open(path, self.layout.extent_bytes, slots, config.stripes)
+            self._directory.hold_slabs()  # those that were made just now
+            return SlabIO(slab, transport)
+
+        return opened
 
     def _say_room(self, slots: int) -> None:
         """The slab has its room; the catalogue grows with its pages."""
@@ -169,21 +164,11 @@ class SsdTier(DurableTier):
     @property
     def direct(self) -> bool:
         """Whether pages go straight to the planes' device."""
-        return self._route is not None and self._route.route == "direct"
+        return self.route is not None and self.route.route == "direct"
 
     @property
     def catalog_path(self) -> Path:
         return self._catalog.path
-
-    @property
-    def directories(self) -> int:
-        """How many directories the slab lies over."""
-        return self._slab.directories
-
-    @property
-    def shards(self) -> int:
-        """In how many shards each page lies."""
-        return self.layout.shards
 
     @property
     def capacity(self) -> int:
@@ -385,6 +370,10 @@ class SsdTier(DurableTier):
     def _retention(self, key: bytes) -> Retention:
         return self.index.retention(key) or DEFAULT
 
+    def namespaces(self) -> dict[bytes, dict[str, object]]:
+        """Digest → description of the namespaces that the directory knows."""
+        return self._catalog.namespaces()
+
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
         """Write down what a namespace means, with the next commit: for people who inspect the directory."""
         with self.lock:
@@ -440,7 +429,7 @@ class SsdTier(DurableTier):
 
     def _check_slab(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         """What became of the slab's files; `fix` drops the pages of a file that was cut, and gives it its size back."""
-        problems, short = self._slab.check()
+        problems, short = self.io.check()
         if fix and short:
             with lock:
                 places = [(entry, *self._slab.locate(entry.slot)) for entry in self.index]
@@ -448,7 +437,7 @@ class SsdTier(DurableTier):
                 for entry in filter(None, map(self.index.find, lost)):
                     self.index.drop(entry)
             try:
-                self._slab.lengthen()
+                self.io.lengthen()
             except StorageError as error:
                 problems.append(error.message)
         return problems
@@ -456,7 +445,7 @@ class SsdTier(DurableTier):
     def describe(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
-            "route": None if self._route is None else self._route.describe(),
+            "route": None if self.route is None else self.route.describe(),
             "stripes": [str(file.parent) for file in self._slab.files[1 : self._slab.directories]],
             "lost_at_recovery": dict(self.lost),
             "catalogue_set_aside": None if self._set_aside is None else str(self._set_aside),

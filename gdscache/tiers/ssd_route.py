@@ -57,7 +57,7 @@ def choose(
 
     Raises `TransportUnavailableError` where the route that was asked for cannot be had.
     """
-    found = decided(config.route, io.memory_kinds, device, keep=keep) or _faster(io, index, layout, device)
+    found = decided(config.route, io.transport.memory_kinds, device, keep=keep) or _faster(io, index, layout, device)
     _log.info("%s: pages go %s: %s", config.path, found.route, found.reason)
     return found
 
@@ -104,8 +104,8 @@ def _measured(
     """Read the same slots both ways: free ones, with noise that is written first, or whatever lies in the slab."""
     slots, free = _slots(index, host.slots)
     for memory in (host.buffer.view, there.rows.view(-1)):
-        io.register(memory)
-        undo.callback(io.deregister, memory)
+        io.transport.register(memory)
+        undo.callback(io.transport.deregister, memory)
     if free:
         noise = np.random.default_rng(0).integers(0, 256, host.rows.shape, dtype=np.uint8)
         host.rows.copy_(torch.from_numpy(noise))

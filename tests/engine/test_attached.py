@@ -24,6 +24,7 @@ from tests.support.helpers import (
     OpenHost,
     drop_from,
     expected,
+    kept,
     make_config,
     prompt,
     quiet,
@@ -113,9 +114,7 @@ def test_fewer_slots_load_and_store_fewer_pages(open_host: OpenHost, device: str
 
 
 def test_a_stale_hit_loads_what_is_still_there(open_host: OpenHost, device: str) -> None:
-    host = open_host(device=device)
-    tokens = prompt(1, 4)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 4, device=device)
     hit = host.engine.lookup(tokens)
     with host.engine.manager.lock:
         for tier in host.engine.manager.tiers.values():
@@ -214,9 +213,7 @@ def state(host: Host) -> Any:
 
 
 def test_a_slot_may_not_be_in_two_requests_of_a_batch(open_host: OpenHost) -> None:
-    host = open_host()
-    tokens = prompt(1, 2)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 2)
     before, hit = state(host), host.engine.lookup(tokens)
     with pytest.raises(SlotRangeError, match="twice"):
         host.engine.load_many([(hit, [1, 2]), (hit, [3, 2])])

@@ -198,15 +198,9 @@ def test_a_device_that_torch_would_take_for_another_one_is_refused(device: str) 
 # Where a number's least value is below what the rest of the configuration needs, the least that is not: in pages.
 PAGE = 8192  # bytes of an extent of the tests' model
 LEAST = {
-    "gpu.capacity": PAGE,
-    "gpu.staging": 2 * PAGE,
-    "cpu.capacity": PAGE,
-    "ssd.capacity": PAGE,
-    "tiers[].capacity": PAGE,
-    "ssd.endurance": 8 * PAGE,
-    "store.queue": PAGE,
-    "host_buffer": 2 * PAGE,
-}
+    "gpu.capacity": PAGE, "gpu.staging": 2 * PAGE, "cpu.capacity": PAGE, "ssd.capacity": PAGE,
+    "tiers[].capacity": PAGE, "ssd.endurance": 8 * PAGE, "store.queue": PAGE, "host_buffer": 2 * PAGE,
+}  # fmt: skip
 # What would be that much memory, disk or work; what is refused there is tested by itself.
 CAPACITIES = ("gpu.capacity", "gpu.staging", "cpu.capacity", "ssd.capacity", "tiers[].capacity", "host_buffer")
 SHAPES = ("model.layers", "model.page_tokens", "model.kv_heads", "model.head_dim", "model.v_head_dim")
@@ -310,14 +304,11 @@ SMALL_SHAPE = {"name": "m", "layers": 1, "page_tokens": 1, "kv_heads": 1, "head_
 @pytest.mark.parametrize(
     ("shape", "pages"),
     [
-        ({}, 16),
-        ({"layers": MAX_LAYERS}, 3),
-        ({"page_tokens": 512}, 16),
-        ({"kv_heads": 1 << 16}, 16),
+        ({}, 16), ({"layers": MAX_LAYERS}, 3), ({"page_tokens": 512}, 16), ({"kv_heads": 1 << 16}, 16),
         ({"head_dim": 1 << 20, "v_head_dim": 1}, 4),
     ],
     ids=["least", "layers", "page_tokens", "heads", "a wide row"],
-)
+)  # fmt: skip
 def test_shapes_at_their_bounds(tmp_path: Path, shape: dict[str, int], pages: int) -> None:
     """What a page may be at most is 2 GiB, which a test does not move: each size alone, as far as a test goes."""
     model = SMALL_SHAPE | shape

@@ -12,19 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdscache import CacheEngine, GdsCacheError
-from gdscache.errors import (
-    CapacityError,
-    CatalogVersionError,
-    DeviceError,
-    EngineClosedError,
-    ExtentSizeError,
-    NotADirectoryPathError,
-    PoolFullError,
-    SequenceStateError,
-    TokensError,
-    TransportUnavailableError,
-)
+from gdscache import CacheEngine, GdsCacheError, errors
 from gdscache.store.handle import StoreHandle
 from tests.support.helpers import (
     EXTRA,
@@ -40,6 +28,7 @@ from tests.support.helpers import (
     make_config,
     prompt,
     quiet,
+    ran,
     read_page,
     run,
     settle,
@@ -83,9 +72,7 @@ def test_at_least_one_token_is_left_to_compute(
 
 @pytest.mark.parametrize("tier", ["cpu", "ssd"])
 def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: OpenEngine, device: str, tier: str) -> None:
-    engine = open_engine(device=device)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, device=device)
     drop_from(engine, *(("gpu",) if tier == "cpu" else ("gpu", "cpu")))
     with engine.sequence(tokens) as seq:
         assert seq.load.result().bytes_by_tier == {tier: 5 * engine.layout.page_bytes}
@@ -96,9 +83,7 @@ def test_a_commit_leaves_what_was_loaded_in_the_pool(open_engine: OpenEngine, de
 
 
 def test_a_prefix_over_three_tiers_is_one_hit(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, gpu=8)
-    tokens = prompt(1, 6, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 6, device=device, gpu=8)
     lose(engine, tokens, [2, 3, 4, 5], "gpu")
     lose(engine, tokens, [4, 5], "cpu")
     assert engine.lookup(tokens).tiers == ("gpu", "gpu", "cpu", "cpu", "ssd", "ssd")
@@ -145,14 +130,12 @@ def test_a_new_salt_does_not_wait_for_the_catalogue(open_engine: OpenEngine) -> 
 
 
 def test_two_sequences_share_slots_and_the_last_one_to_leave_counts(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, gpu=8)
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 3, device=device, gpu=8)
     with engine.sequence(tokens) as first:
         with engine.sequence([*tokens[:12], 9, 9, 9, 9]) as second:
             assert second.slots[:3].tolist() == first.slots[:3].tolist()
             assert second.slots[3] != first.slots[3]
-        with pytest.raises(PoolFullError):
+        with pytest.raises(errors.PoolFullError):
             engine.sequence(prompt(2, 8))
         holds(engine, first)  # its pages were not given away
 
@@ -183,10 +166,10 @@ def test_a_failed_append_changes_nothing(open_engine: OpenEngine) -> None:
     engine = open_engine(gpu=4)
     with engine.sequence(prompt(1, 3)) as seq:
         before = (seq.tokens, seq.slots.tolist(), engine.gpu.index.free_slots)
-        with pytest.raises(PoolFullError, match=r"2 pages.*1 of 4") as caught:
+        with pytest.raises(errors.PoolFullError, match=r"2 pages.*1 of 4") as caught:
             seq.append(prompt(2, 2))
         assert "gpu.capacity" in caught.value.hint
-        with pytest.raises(TokensError):
+        with pytest.raises(errors.TokensError):
             seq.append(["a"])
         assert (seq.tokens, seq.slots.tolist(), engine.gpu.index.free_slots) == before
         seq.append(prompt(2, 1))
@@ -196,13 +179,11 @@ def test_a_failed_append_changes_nothing(open_engine: OpenEngine) -> None:
 
 
 def test_a_full_pool_holds_nothing(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, gpu=6)
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 3, device=device, gpu=6)
     with engine.sequence(prompt(2, 4)):
-        with pytest.raises(PoolFullError, match="3 pages"):
+        with pytest.raises(errors.PoolFullError, match="3 pages"):
             engine.sequence(prompt(3, 3))
-        with pytest.raises(PoolFullError):  # shares three pages, and they may be evicted again afterwards
+        with pytest.raises(errors.PoolFullError):  # shares three pages, and they may be evicted again afterwards
             engine.sequence([*tokens[:12], *prompt(4, 5)])
         until(lambda: len(engine.stats()["leases"]) == 1, "only the open sequence holds a lease")
     with engine.sequence(prompt(3, 6)):
@@ -226,14 +207,12 @@ def test_a_sequence_that_was_left_is_refused(open_engine: OpenEngine) -> None:
     with engine.sequence(prompt(1, 2)) as seq:
         pass
     for use in (seq.commit, seq.verify, lambda: seq.append([1]), lambda: seq.wait(0)):
-        with pytest.raises(SequenceStateError, match="left"):
+        with pytest.raises(errors.SequenceStateError, match="left"):
             use()
 
 
 def test_a_sequence_left_while_it_loads_gives_its_slots_back(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, device=device)
     drop_from(engine, "gpu", "cpu")
     for _ in range(20):
         with engine.sequence(tokens):
@@ -255,9 +234,7 @@ def test_the_same_prompt_twice_at_once_publishes_one_copy(open_engine: OpenEngin
 
 
 def test_a_clear_between_begin_and_commit_is_final(open_engine: OpenEngine) -> None:
-    engine = open_engine()
-    tokens = prompt(1, 3, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 3)
     longer = [*tokens[:12], *prompt(2, 2)]
     with engine.sequence(longer) as seq:
         assert seq.cached_tokens == 12
@@ -314,7 +291,7 @@ def test_close_twice_and_use_after_it(open_engine: OpenEngine) -> None:
         lambda: engine.__enter__().lookup([1]),
     ]
     for use in uses:
-        with pytest.raises(EngineClosedError, match="closed") as caught:
+        with pytest.raises(errors.EngineClosedError, match="closed") as caught:
             use()
         assert caught.value.hint
 
@@ -374,12 +351,12 @@ def test_an_engine_that_cannot_open_leaves_nothing_open(slab: Path, what: str) -
     error: type[GdsCacheError]
     if what == "file":
         slab.write_text("")
-        error = NotADirectoryPathError
+        error = errors.NotADirectoryPathError
     elif what == "extent":
         with CacheEngine.from_config(config):
             pass
         config = make_config(slab, model=MHA | {"page_tokens": 8})
-        error = ExtentSizeError
+        error = errors.ExtentSizeError
     elif what == "version":
         import sqlite3
 
@@ -388,16 +365,16 @@ def test_an_engine_that_cannot_open_leaves_nothing_open(slab: Path, what: str) -
         with sqlite3.connect(next(slab.glob("*.sqlite"))) as db:
             db.execute("UPDATE meta SET value = 99 WHERE name = 'format_version'")
         db.close()
-        error = CatalogVersionError
+        error = errors.CatalogVersionError
     elif what == "device":
         config["gpu"]["device"] = "cuda:99"
-        error = DeviceError
+        error = errors.DeviceError
     elif what == "transport":
         config["ssd"]["transport"] = "nowhere.at_all:Transport"
-        error = TransportUnavailableError
+        error = errors.TransportUnavailableError
     else:
         config["cpu"]["capacity"] = 100
-        error = CapacityError
+        error = errors.CapacityError
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(error) as caught:
         CacheEngine.from_config(config)
@@ -415,7 +392,7 @@ def test_an_engine_with_a_pool_refuses_attached_calls(open_engine: OpenEngine) -
         lambda: engine.load_many([(hit, [0, 1, 2])]),
         lambda: engine.store(prompt(1, 3), [0]),
     ):
-        with pytest.raises(SequenceStateError, match="owns its pool"):
+        with pytest.raises(errors.SequenceStateError, match="owns its pool"):
             use()
 
 
@@ -438,7 +415,7 @@ def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: flo
             if action < 0.75:
                 try:
                     seq = engine.sequence(tokens)
-                except PoolFullError:
+                except errors.PoolFullError:
                     time.sleep(0.001)
                     continue
                 with seq:
@@ -470,9 +447,7 @@ def test_many_threads_at_once(open_engine: OpenEngine, device: str, seconds: flo
 
 
 def test_one_prefix_that_many_threads_want_from_the_ssd_is_read_once(open_engine: OpenEngine) -> None:
-    engine = open_engine(gpu=48, cpu=6, ssd=12)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, gpu=48, cpu=6, ssd=12)
     drop_from(engine, "gpu", "cpu")
     start = threading.Barrier(6)
     good: list[int] = []

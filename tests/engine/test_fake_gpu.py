@@ -10,7 +10,7 @@ from gdscache import PageStatus
 from gdscache.errors import DeviceError
 from gdscache.kernels.gpu import CopyRoute
 from tests.support import fake_gpu
-from tests.support.helpers import EXTRA, MHA, WAIT, OpenHost, drop_from, prompt, settle
+from tests.support.helpers import EXTRA, MHA, WAIT, OpenHost, drop_from, kept, prompt, settle
 
 ROUTES: list[CopyRoute] = ["staged", "zero_copy", "copy_engine"]
 
@@ -23,9 +23,7 @@ def test_pages_come_back_from_every_tier(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, route: CopyRoute, kernels: bool, model: Any
 ) -> None:
     fake_gpu.use(monkeypatch, route, kernels=kernels)
-    host = open_host(cpu=cpu, ssd=24, bounce=16, model=model)
-    tokens = prompt(1, 4)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 4, cpu=cpu, ssd=24, bounce=16, model=model)
     assert host.load(tokens).tokens == 16
     if cpu is not None:
         drop_from(host.engine, "cpu")
@@ -38,9 +36,7 @@ def test_a_page_of_the_cpu_tier_that_changed_is_noticed(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, kernels: bool
 ) -> None:
     fake_gpu.use(monkeypatch, kernels=kernels)
-    host = open_host(cpu=8, load={"verify": "always"})
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, cpu=8, load={"verify": "always"})
     cpu = host.engine.manager.cpu
     entry = cpu.index.get(host.engine.pages(tokens)[1].key)
     cpu.extents.memory(entry.slot)[7] ^= 1
@@ -55,9 +51,7 @@ def test_a_load_says_what_the_driver_refused(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     fake_gpu.use(monkeypatch)
-    host = open_host(cpu=8)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, cpu=8)
     with fake_gpu.failing(function):
         load, blocks, _ = host.begin(tokens)
         with pytest.raises(DeviceError, match="FAKE_ERROR"):
@@ -87,9 +81,7 @@ def test_a_store_that_the_driver_refused_gives_everything_back(
 def test_layers_are_ready_when_their_copies_are_queued(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """`wait` orders a stream after the copies, and does not wait for them; the release does."""
     fake_gpu.use(monkeypatch)
-    host = open_host(cpu=8)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, cpu=8)
     with fake_gpu.held():
         load, blocks, keys = host.begin(tokens)
         event = load._layers.event(0, WAIT)
@@ -102,9 +94,7 @@ def test_layers_are_ready_when_their_copies_are_queued(open_host: OpenHost, monk
 
 def test_an_engine_closes_with_copies_under_way(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu.use(monkeypatch)
-    host = open_host(cpu=8)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, cpu=8)
     driver = fake_gpu.driver()
     driver.fake_delay(2000)
     try:

@@ -30,8 +30,11 @@ from tests.support.helpers import (
     fill,
     flip_file,
     holds,
+    kept,
+    kept_on_ssd,
     prompt,
     quiet,
+    ran,
     reserve_used,
     run,
     settle,
@@ -95,9 +98,7 @@ def test_a_sequence_names_the_bad_page_and_keeps_what_is_before_it(
 
 
 def test_verify_lowers_the_prefix_and_the_rest_is_recomputed(open_engine: OpenEngine, device: str) -> None:
-    engine = open_engine(device=device, transport=FAULTY)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, device=device, transport=FAULTY)
     drop_from(engine, "gpu", "cpu")
     bad = offset_of(engine, tokens, 2)
     with PLAN.rule(Op.READ, Fault.FLIP, lambda offset: offset == bad), engine.sequence(tokens) as seq:
@@ -119,9 +120,7 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
     open_host: OpenHost, device: str, fault: Fault, status: PageStatus, cpu: int | None
 ) -> None:
     """Neighbours come as one request; when it fails its pages are tried one by one, and only the bad one is a miss."""
-    host = open_host(device=device, transport="tests.support.faulty:FaultyMerging", cpu=cpu, bounce=40)
-    tokens = prompt(1, 5)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 5, device=device, transport="tests.support.faulty:FaultyMerging", cpu=cpu, bounce=40)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     offsets = [offset_of(host.engine, tokens, page) for page in range(5)]
     extent = host.layout.extent_bytes
@@ -149,9 +148,7 @@ def test_a_bad_page_within_a_merged_read_costs_its_own_suffix(
 
 
 def test_check_finds_and_mends_a_bad_page_of_the_cpu_pool(open_host: OpenHost) -> None:
-    host = open_host()
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3)
     cpu = host.engine.manager.cpu
     cpu.extents.memory(slot_of(host.engine, tokens, 1, "cpu"))[0] ^= 1
     report = host.engine.check(fix=True)
@@ -174,9 +171,7 @@ def test_a_bad_page_of_the_cpu_pool_is_not_written_on_unseen(open_host: OpenHost
 
 @pytest.mark.parametrize("what", ["swapped", "shifted", "zero", "rows", "layers"])
 def test_other_bytes_in_the_slab(open_host: OpenHost, slab: Path, what: str) -> None:
-    host = open_host()
-    tokens = prompt(1, 3)
-    host.keep_on_ssd(tokens)
+    host, tokens = kept_on_ssd(open_host, 3)
     size, extent = host.layout.page_bytes, host.layout.extent_bytes
     offsets = [offset_of(host.engine, tokens, i) for i in range(3)]
     with open(slab / "slab-0.bin", "r+b", buffering=0) as file:
@@ -205,9 +200,7 @@ def test_other_bytes_in_the_slab(open_host: OpenHost, slab: Path, what: str) -> 
 
 @pytest.mark.parametrize("cpu", [None, 6])
 def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu: int | None) -> None:
-    host = open_host(cpu=cpu)
-    tokens = prompt(1, 5)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 5, cpu=cpu)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     cut = sorted(slots)[3]
@@ -230,9 +223,7 @@ def test_a_slab_truncated_while_it_is_open(open_host: OpenHost, slab: Path, cpu:
 
 @pytest.mark.parametrize("left", [None, 0, 2, 2.5])
 def test_a_slab_truncated_or_missing_at_reopen(open_host: OpenHost, slab: Path, left: float | None) -> None:
-    host = open_host()
-    tokens = prompt(1, 5)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 5)
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     host.engine.close()
     if left is None:
@@ -240,12 +231,12 @@ def test_a_slab_truncated_or_missing_at_reopen(open_host: OpenHost, slab: Path, 
     else:
         os.truncate(slab / "slab-0.bin", int(left * host.layout.extent_bytes))
     host = open_host()
-    kept = [slot < int(left or 0) for slot in slots]
-    good = next((i for i, there in enumerate(kept) if not there), 5)
+    whole = [slot < int(left or 0) for slot in slots]
+    good = next((i for i, there in enumerate(whole) if not there), 5)
     assert host.load(tokens).tokens == 4 * good
     described = host.engine.stats()["tiers"]["ssd"]
-    assert described["pages"] == sum(kept)
-    assert sum(described["lost_at_recovery"].values()) == 5 - sum(kept)
+    assert described["pages"] == sum(whole)
+    assert sum(described["lost_at_recovery"].values()) == 5 - sum(whole)
     host.keep_on_ssd(tokens)
     assert host.load(tokens).tokens == 20
 
@@ -259,9 +250,7 @@ def catalogue(slab: Path) -> Path:
 
 
 def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: Path) -> None:
-    host = open_host()
-    tokens = prompt(1, 5)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 5)
     slots = [slot_of(host.engine, tokens, i) for i in range(5)]
     host.engine.close()
     with sqlite3.connect(catalogue(slab)) as db:
@@ -278,9 +267,7 @@ def test_checksums_that_are_gone_or_of_another_page(open_host: OpenHost, slab: P
 
 @pytest.mark.parametrize("change", ["place = 11", "key = zeroblob(32)"])
 def test_check_mends_a_row_that_names_no_page_and_a_page_without_row(open_host: OpenHost, change: str) -> None:
-    host = open_host(cpu=None)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, cpu=None)
     ssd = host.engine.manager.ssd
     with ssd._catalog._transaction() as writer:
         writer.execute(f"UPDATE pages SET {change} WHERE place = ?", (slot_of(host.engine, tokens, 2),))
@@ -337,9 +324,7 @@ def test_room_for_the_catalogue_is_looked_for(
 
 
 def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = open_host()
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3)
     ssd = host.engine.manager.ssd
 
     def full(*args: object) -> None:

@@ -29,7 +29,7 @@ from gdscache.tracing.streams import StreamTimes
 from gdscache.tracing.tracks import lanes
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, prompt, quiet, settle, until
+from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, prompt, settle, until
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 SIX = MHA | {"layers": 6, "head_dim": 72}  # of 4,608 bytes each, read in four groups
@@ -326,8 +326,7 @@ def test_off_keeps_nothing(open_host: OpenHost) -> None:
     assert engine.timeline is OFF
     assert engine.manager.timeline is OFF
     tokens = prompt(1, 2)
-    host.store(tokens)
-    quiet(engine)
+    host.keep(tokens)
     load, blocks, keys = host.begin(tokens)
     assert load.number == 0
     host.finish(load, blocks, keys)

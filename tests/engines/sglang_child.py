@@ -49,22 +49,15 @@ def cache(way: str, folder: str) -> dict[str, Any]:
         }
     if way == "storage":
         extra = {
-            "backend_name": "gdscache",
-            "module_path": "gdscache.integrations.sglang.storage",
-            "class_name": "GdsCacheStorage",
-            "interface_v1": 1,
-            "hicache_storage_pass_prefix_keys": True,
+            "backend_name": "gdscache", "module_path": "gdscache.integrations.sglang.storage",
+            "class_name": "GdsCacheStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": True,
             "config": {"ssd": ssd, "host_buffer": "16MiB"},
-        }
+        }  # fmt: skip
         return {
-            "enable_hierarchical_cache": True,
-            "hicache_ratio": 2.0,
-            "hicache_mem_layout": "page_first",
-            "hicache_io_backend": "kernel",
-            "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_storage_backend": "dynamic",
-            "hicache_storage_backend_extra_config": json.dumps(extra),
-        }
+            "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_mem_layout": "page_first",
+            "hicache_io_backend": "kernel", "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": json.dumps(extra),
+        }  # fmt: skip
     return {}
 
 

@@ -45,18 +45,14 @@ SOURCES = [  # whose order of calls the integrations rest on
 ]
 FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:HiCacheStorageConfig": [
-        "tp_size",
-        "pp_size",
-        "attn_cp_size",
-        "dcp_size",
-        "extra_config",
+        "tp_size", "pp_size", "attn_cp_size", "dcp_size", "extra_config",
     ],
     f"{_CACHE}.hicache_storage:HiCacheStorageExtraInfo": ["prefix_keys"],
     f"{_CACHE}.hicache_storage:PoolTransfer": ["name", "keys", "host_indices", "device_indices"],
     f"{_CACHE}.hicache_storage:PoolTransferResult": ["kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"],
     f"{_CACHE}.cache_init_params:CacheInitParams": ["page_size", "req_to_token_pool", "token_to_kv_pool_allocator"],
     "sglang.srt.server_args:ServerArgs": ["resolved_dict"],  # its fields are in our table, see `_unknown`
-}
+}  # fmt: skip
 
 
 def _fields(kind: type) -> set[str]:

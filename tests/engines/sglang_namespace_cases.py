@@ -35,12 +35,8 @@ OTHERS: dict[str, Any] = {  # what a user may set on a machine without a GPU, an
     "revision": "other",
 }
 DIFFERS: dict[str, Any] = {
-    "port": 31234,
-    "random_seed": 7,
-    "served_model_name": "x",
-    "log_level": "error",
-    "nccl_port": 3,
-}
+    "port": 31234, "random_seed": 7, "served_model_name": "x", "log_level": "error", "nccl_port": 3,
+}  # fmt: skip
 
 
 def facts(args: Any) -> dict[str, object]:

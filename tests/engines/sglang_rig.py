@@ -29,15 +29,9 @@ from sglang.srt.server_args import ServerArgs
 
 PAGE, TOKENS, LAYERS = 4, 256, 3
 MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_hidden_layers": LAYERS,
-    "vocab_size": 512,
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 128,
+    "num_attention_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": 512, "torch_dtype": "bfloat16",
+}  # fmt: skip
 LINKER = {"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +55,6 @@ def filled(folder: Path, model: Path, plain: list[dict[str, Any]]) -> list[dict[
     return last
 
 
-def _flip(slab: Path, every: int) -> None:
-    """One bit of every so many bytes of a file is another."""
-    with slab.open("r+b") as file:
-        for at in range(every // 2, os.fstat(file.fileno()).st_size, every):
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 16]))
-
-
 def test_a_head_on_each_rank(model: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
     """Then, behind a restart, with a CPU tier that has room for eight pages: bytes of one rank are bad, and it stands
     still for a time."""
@@ -73,7 +62,7 @@ def test_a_head_on_each_rank(model: Path, plain: list[dict[str, Any]], tmp_path:
     directory = tmp_path / "ssd"
     slabs = sorted(path.name for path in directory.glob("slab*"))
     assert slabs == [*(f"slab-0.0.{shard}.bin" for shard in range(1, parts.TP)), "slab-0.bin"]
-    _flip(directory / "slab-0.0.1.bin", 640 << 10)  # ten pages
+    parts.flip(directory / "slab-0.0.1.bin", 640 << 10)  # ten pages
     connector = parts.cache(directory, cpu={"capacity": "1MiB"})
     connector["config"]["deadline"] = 3
     steps = [ASK, DRAIN, METRICS, ("hang", {"rank": 1, "seconds": 12.0}), RESET, ASK, DRAIN, ("ranks", {}), TELL]

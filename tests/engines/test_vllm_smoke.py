@@ -12,6 +12,15 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 
 def test_a_restart_finds_its_pages(model: Path, tmp_path: Path) -> None:
+    _restart(model, tmp_path)
+
+
+def test_a_restart_finds_the_pages_of_all_groups(tmp_path: Path) -> None:
+    """Layers with windows beside one of full attention."""
+    _restart(parts.made(tmp_path, "windows"), tmp_path)
+
+
+def _restart(model: Path, tmp_path: Path) -> None:
     connector = parts.cache(tmp_path / "ssd")
     first = parts.run(tmp_path, model, [("ask", {"prompts": [parts.LONG]})], connector)
     second = parts.run(tmp_path, model, [("ask", {"prompts": [parts.LONG]}), ("tell", {})], connector)

@@ -37,8 +37,7 @@ LLM = {
 def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -> None:
     """A random model of 4 layers, 6 MB, whose output depends on the prompt: a Llama, or (`mla`) a DeepSeek-V2 without
     experts, whose pages hold latents, or (`uneven`) a DeciLM, whose layers have 1, 2, 4 and 1 heads of keys, or
-    (`windows`) a Gemma 3, of whose layers all but the last attend to 256 tokens, or (`one`) a Llama with one head of
-    keys for all of queries.
+    (`one`) a Llama with one head of keys for all of queries, or one of `HYBRIDS`.
 
     Plain random weights answer one token to nearly any prompt, or flip with the last bits. Here the attention's values
     weigh more, and only 16 tokens can win, so that the gap to the second is far above what bfloat16 rounds away.
@@ -48,28 +47,17 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -
 
     torch.manual_seed(seed)
     shape = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.06,
-    }
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, "initializer_range": 0.06,
+    }  # fmt: skip
     if kind == "mla":
         latent = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
         config = transformers.DeepseekV2Config(**shape, **latent, v_head_dim=128, first_k_dense_replace=4)
         config.moe_layer_freq = 1  # which SGLang asks for
         model = transformers.DeepseekV2ForCausalLM(config)
-    elif kind == "windows":
-        layers = ["sliding_attention"] * 3 + ["full_attention"]
-        windows = {"sliding_window": 256, "layer_types": layers, "query_pre_attn_scalar": 128}
-        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape, **windows, head_dim=128))
+    elif kind in HYBRIDS:
+        model = _hybrid(kind, {**shape, "head_dim": 128})
     else:
         if kind == "uneven":
             shape |= {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -81,13 +69,45 @@ def make_model(folder: Path, seed: int = 0, kind: str = "mha", heads: int = 2) -
             attention = layer.self_attn
             if kind == "mla":  # rows of a head: its keys, then its values
                 attention.kv_b_proj.weight.view(heads, 128 + 128, 512)[:, 128:] *= 4
-            else:
+            elif getattr(attention, "v_proj", None) is not None:  # a layer may share the keys and values of another
                 attention.v_proj.weight *= 4
             attention.o_proj.weight *= 4
         model.lm_head.weight[WINNERS:] = 0
     model.to(torch.bfloat16).save_pretrained(folder)
     if kind == "uneven":
         _make_uneven(folder)
+
+
+HYBRIDS = ("windows", "unequal", "sinks", "sliding", "chunks")
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+def _hybrid(kind: str, shape: dict[str, Any]) -> Any:
+    """Models whose layers keep different tokens: a Gemma 3 (`windows`), all of whose layers but the last attend to 256
+    tokens; a Gemma 4 (`unequal`), whose layers of full attention have wider heads, and whose last two have the caches
+    of two others; a gpt-oss (`sinks`), whose layers take turns; a Mistral (`sliding`) that has windows alone; a Llama 4
+    (`chunks`), whose layers but the last attend to chunks of 256 tokens."""
+    import transformers
+
+    if kind == "windows":
+        shape |= {"sliding_window": 256, "layer_types": [_WINDOW] * 3 + [_FULL], "query_pre_attn_scalar": 128}
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**shape))
+    if kind == "unequal":
+        layers = [_WINDOW, _WINDOW, _WINDOW, _FULL, _WINDOW, _FULL, _WINDOW, _FULL]
+        shape |= {"sliding_window": 256, "layer_types": layers, "num_hidden_layers": len(layers)}
+        shape |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "head_dim": 64, "global_head_dim": 128}
+        return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**shape))
+    if kind == "sinks":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        shape |= {"sliding_window": 128, "layer_types": [_WINDOW, _FULL] * 2, **experts}
+        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
+    if kind == "sliding":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**shape, sliding_window=256))
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+    shape |= {"attention_chunk_size": 256, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 512, **experts}
+    return transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**shape, use_qk_norm=False, attn_temperature_tuning=False)
+    )
 
 
 UNEVEN = (1, 2, 4, 1)
@@ -147,6 +167,13 @@ def _machine() -> dict[str, Any]:
     return on_gpu if torch.cuda.is_available() else {}
 
 
+def _block_of(cache: Any, block: int, total: int) -> Any:
+    """A block's part of a layer's cache, which may have several of vLLM's kernel blocks a block."""
+    dimension = next(d for d, size in enumerate(cache.shape) if size and size % total == 0)
+    each = cache.shape[dimension] // total
+    return cache.narrow(dimension, block * each, each)
+
+
 class Digests:
     """What a worker of vLLM's can do besides: see its `worker_extension_cls`."""
 
@@ -159,9 +186,15 @@ class Digests:
         found = [hashlib.blake2b(digest_size=16) for _ in blocks]
         for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
             for block, digest in zip(blocks, found, strict=True):
-                part = cache.select(cache.shape.index(total), block).contiguous()
+                part = _block_of(cache, block, total).contiguous()
                 digest.update(part.view(torch.uint8).cpu().numpy().tobytes())
         return [digest.hexdigest() for digest in found]
+
+    def blank(self, blocks: list[int], total: int) -> None:
+        """Zeros in place of the bytes of each block, in all layers."""
+        for cache in self.model_runner.kv_caches:  # type: ignore[attr-defined]
+            for block in blocks:
+                _block_of(cache, block, total).zero_()
 
 
 def _settings(orders: dict[str, Any]) -> dict[str, Any]:
@@ -329,6 +362,52 @@ class Run:
         blocks = {name.hex(): block.block_id for name, block in cached.items()}
         given = ([*blocks.values()], scheduler.kv_cache_config.num_blocks)
         return dict(zip(blocks, zip(*self.engine.collective_rpc("digests", args=given), strict=True), strict=True))
+
+    def _cached(self, group: int) -> list[int]:
+        """Blocks that vLLM's prefix cache has of a group, in the order in which it got them."""
+        cached = self._core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+        return [block.block_id for name, block in cached.items() if int.from_bytes(name[-4:], "big") == group]
+
+    def blank(self, group: int) -> int:
+        """Zeros in place of what vLLM's prefix cache has of a group: what a wrong byte would do."""
+        blocks = self._cached(group)
+        total = self._core.scheduler.kv_cache_config.num_blocks
+        self.engine.collective_rpc("blank", args=(blocks, total))
+        return len(blocks)
+
+    def forget(self, group: int, last: int | None = None) -> int:
+        """vLLM's prefix cache has no blocks of a group any more, or lacks the last ones alone."""
+        blocks = self._cached(group)[-last if last else None :]
+        self._core.scheduler.kv_cache_manager.block_pool.evict_blocks(set(blocks))
+        return len(blocks)
+
+    def flip(self, tier: str, group: int) -> int:
+        """One bit is another in each page that a tier has of a group, on the last rank alone if there are several.
+
+        The CPU tier is empty then if it is not that.
+        """
+        session, cache = self._core.scheduler.connector._session, self.cache
+        manager, namespace = cache.manager, cache.namespaces(session.salt)[group]
+        with manager.lock:
+            index = manager.tiers[tier].index
+            slots = index.slots_of(index.select(namespace))
+            if tier == "ssd":
+                manager.cpu.index.evict(len(manager.cpu.index))
+        if tier == "cpu":
+            for slot in slots:
+                manager.cpu.extents.memory(slot)[100] ^= 16
+            return len(slots)
+        slab = max(Path(cache.config.ssd.path).glob("slab*"), key=lambda path: len(path.name))  # of the last shard
+        with slab.open("r+b", buffering=0) as file:
+            for slot in slots:
+                at = slot * cache.layout.extent_bytes + 100
+                byte = os.pread(file.fileno(), 1, at)[0]
+                os.pwrite(file.fileno(), bytes([byte ^ 16]), at)
+        return len(slots)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What our engine knows of the model's groups."""
+        return [group.describe() for group in self.cache.groups]
 
     def ranks(self) -> list[str]:
         """How our engine's ranks are."""

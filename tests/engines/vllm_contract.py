@@ -27,10 +27,7 @@ CLASSES = [
 ]
 FIELDS = {  # what is read of objects that vLLM hands over
     "vllm.v1.core.sched.output:SchedulerOutput": [
-        "scheduled_cached_reqs",
-        "num_scheduled_tokens",
-        "kv_connector_block_state",
-        "finished_req_ids",
+        "scheduled_cached_reqs", "num_scheduled_tokens", "kv_connector_block_state", "finished_req_ids",
     ],
     "vllm.forward_context:ForwardContext": ["attn_metadata", "cudagraph_runtime_mode"],
     "vllm.v1.core.sched.output:CachedRequestData": ["req_ids", "resumed_req_ids", "new_block_ids"],
@@ -46,7 +43,7 @@ FIELDS = {  # what is read of objects that vLLM hands over
     "vllm.config:ModelConfig": ["model", "dtype", "quantization", "enable_sleep_mode"],
     "vllm.config:SchedulerConfig": ["async_scheduling"],
     "vllm.config:VllmConfig": ["speculative_config", "weight_transfer_config", "load_config"],
-}
+}  # fmt: skip
 
 
 def found(name: str) -> Any:

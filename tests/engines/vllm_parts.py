@@ -29,13 +29,9 @@ TIES = "mla" in (KIND, os.environ.get("GDSCACHE_SGLANG_KIND")) and torch.cuda.is
 # On a GPU the sums of a batch depend on what else is in it, unless vLLM is asked for the same answer all the time.
 ON_GPU = {"VLLM_BATCH_INVARIANT": "1"} if torch.cuda.is_available() else {}
 SETTINGS = ON_GPU | {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "2",
-}
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
+}  # fmt: skip
 
 # Prompts. All tests ask for these, so that one run without a cache says what each of them is to answer.
 LONG: dict[str, Any] = {"parts": [[0, 1500]]}
@@ -165,6 +161,16 @@ def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 
 def cached(found: list[dict[str, Any]]) -> list[int]:
     return [answer["cached"] for answer in found]
+
+
+def flip(slab: Path, every: int) -> None:
+    """One bit of every so many bytes of a file is another."""
+    with slab.open("r+b") as file:
+        for at in range(every // 2, os.fstat(file.fileno()).st_size, every):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 16]))
 
 
 # What later versions have besides, and that the connector may do without.

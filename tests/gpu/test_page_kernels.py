@@ -37,15 +37,9 @@ FP8 = PageLayout.uniform([Plane("latent", (656,), "uint8")], 3, 1)  # layers off
 ODD = PageLayout.uniform([Plane("k", (3,), "float8_e4m3fn"), Plane("v", (5, 7), "bfloat16")], 2, 3)
 WIDE = PageLayout.uniform([Plane("k", (2, 8), "float16"), Plane("v", (2, 8), "float16")], 2, 4)
 LAYOUTS = {
-    "mha": layout_of(MHA),
-    "mla": layout_of(MLA),
-    "extra": layout_of(EXTRA),
-    "gqa": GQA,
-    "latent": LATENT,
-    "fp8": FP8,
-    "odd": ODD,
-    "strided": WIDE,
-}
+    "mha": layout_of(MHA), "mla": layout_of(MLA), "extra": layout_of(EXTRA), "gqa": GQA, "latent": LATENT, "fp8": FP8,
+    "odd": ODD, "strided": WIDE,
+}  # fmt: skip
 
 
 def page(number: int) -> bytes:

@@ -44,12 +44,9 @@ class Child:
         loaded = self.host.load(tokens)
         found.release()
         return {
-            "pages": report.pages,
-            "end": report.end.value,
-            "tiers": list(found.tiers),
-            "good": loaded.tokens // self.tokens,
-            "seconds": seconds,
-        }
+            "pages": report.pages, "end": report.end.value, "tiers": list(found.tiers),
+            "good": loaded.tokens // self.tokens, "seconds": seconds,
+        }  # fmt: skip
 
     def forget(self) -> None:
         """What lies here, but not what the pool has."""

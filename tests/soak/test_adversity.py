@@ -16,7 +16,7 @@ from gdscache.disk import catalog_file
 from gdscache.disk import slab as slab_module
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, OpenHost, drop_from, prompt, tokens_of
+from tests.support.helpers import WAIT, OpenHost, drop_from, kept, prompt, tokens_of
 from tests.support.places import ROOT, SUPPORT
 
 pytestmark = pytest.mark.suite
@@ -85,9 +85,7 @@ def test_a_striped_slab_is_cut_and_mended_while_it_is_open(
     open_host: OpenHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab_module, "STRETCH_BYTES", 1)  # a slot each in turn
-    host = open_host(cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
-    tokens = prompt(1, PAGES)
-    host.keep(tokens)
+    host, tokens = kept(open_host, PAGES, cpu=None, ssd=12, ssd_options={"stripes": [str(tmp_path / "second")]})
     size = (tmp_path / "second" / "slab-1.bin").stat().st_size
     os.truncate(tmp_path / "second" / "slab-1.bin", 0)
     assert host.load(tokens).tokens == 4

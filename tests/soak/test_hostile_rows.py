@@ -24,27 +24,10 @@ LARGE = 20 << 20  # bytes, more than any value that a catalogue has
 
 # As SQL. A column converts what it can (a text of digits is an integer), so they are also tried in blobs.
 VALUES = [
-    "NULL",
-    "0",
-    "-1",
-    "1",
-    "9223372036854775807",
-    "-9223372036854775808",
-    "9007199254740993",
-    "1.5",
-    "9e999",
-    "-9e999",
-    "''",
-    "'77'",
-    "'text'",
-    "CAST(x'ff00fe' AS TEXT)",
-    "x''",
-    "x'00'",
-    "zeroblob(24)",
-    "zeroblob(32)",
-    "zeroblob(33)",
-    "CAST(zeroblob(32) AS TEXT)",
-]
+    "NULL", "0", "-1", "1", "9223372036854775807", "-9223372036854775808", "9007199254740993", "1.5", "9e999",
+    "-9e999", "''", "'77'", "'text'", "CAST(x'ff00fe' AS TEXT)", "x''", "x'00'", "zeroblob(24)", "zeroblob(32)",
+    "zeroblob(33)", "CAST(zeroblob(32) AS TEXT)",
+]  # fmt: skip
 HUGE = [f"zeroblob({LARGE})", f"CAST(replace(hex(zeroblob({LARGE // 2})), '0', 'x') AS TEXT)"]
 COLUMNS = [
     *(("pages", column) for column in ("place", "key", "parent", "namespace", "length", "recency", "packed")),

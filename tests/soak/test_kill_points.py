@@ -18,20 +18,11 @@ HEAD = {name("", FIRST, page) for page in range(2)}  # what is left when the sec
 ALL = {name("", FIRST, page) for page in range(6)}
 NEXT = {name("", SECOND, page) for page in range(6)}
 LEFT: dict[str, set[Name]] = {
-    "half_written": HEAD,
-    "written": HEAD,
-    "rows_in_transaction": HEAD,
-    "committed": HEAD | NEXT,
-    "deletions_in_transaction": ALL,
-    "deleted": HEAD,
-    "clear_in_transaction": ALL,
-    "cleared": set(),
-    "cleared_during_a_load": set(),
-    "cleared_during_a_write": set(),
-    "cleared_during_a_commit": set(),
-    "closing": ALL,
+    "half_written": HEAD, "written": HEAD, "rows_in_transaction": HEAD, "committed": HEAD | NEXT,
+    "deletions_in_transaction": ALL, "deleted": HEAD, "clear_in_transaction": ALL, "cleared": set(),
+    "cleared_during_a_load": set(), "cleared_during_a_write": set(), "cleared_during_a_commit": set(), "closing": ALL,
     "closed_catalogue": ALL,
-}
+}  # fmt: skip
 
 
 def _config(tmp_path: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import torch
 from tests.support.helpers import SEED
 from tests.support.load_schedules import Player, groups, play
 
-RANDOM = 120
-SHORT, CHUNK = 30, 90  # of them, in `make test`, and in a test of the suites
+RANDOM = 75
+SHORT, CHUNK = 30, 45  # of them, in `make test`, and in a test of the suites
 SOAK = 4_000
 
 

@@ -42,8 +42,8 @@ def spread(total: int, number: int) -> list[int]:
 @pytest.mark.parametrize(
     ("transport", "number"),
     [
-        pytest.param("uring", 12, marks=pytest.mark.suite),
-        pytest.param("posix", 12, marks=pytest.mark.suite),
+        pytest.param("uring", 6, marks=pytest.mark.suite),
+        pytest.param("posix", 6, marks=pytest.mark.suite),
         pytest.param("uring", 400, marks=pytest.mark.soak),
         pytest.param("posix", 400, marks=pytest.mark.soak),
     ],

@@ -75,8 +75,11 @@ def test_some_errors_of_an_open(shim: Path, templates: dict[str, Path], tmp_path
 
 
 @pytest.mark.suite
-def test_an_error_at_every_read_and_write_of_an_open(shim: Path, templates: dict[str, Path], tmp_path: Path) -> None:
-    jobs = [{"template": path, "first": 1, "step": 1, "kinds": "rws", "errno": EIO} for path in templates.values()]
+def test_an_error_at_every_third_read_and_write_of_an_open(
+    shim: Path, templates: dict[str, Path], tmp_path: Path
+) -> None:
+    """The short form of the next one, which has each of them."""
+    jobs = [{"template": path, "first": 1, "step": 3, "kinds": "rws", "errno": EIO} for path in templates.values()]
     nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
 
 

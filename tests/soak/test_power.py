@@ -74,7 +74,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.suite
 @pytest.mark.parametrize("setup", SETUPS)
 def test_losses_of_power(folder: Path, setup: str, record_property: Any) -> None:
-    _losses(folder, setup, 1, 20, record_property)
+    _losses(folder, setup, 1, 10, record_property)
 
 
 @pytest.mark.soak

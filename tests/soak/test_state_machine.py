@@ -323,13 +323,7 @@ class Owned(Machine):
     ) -> None:
         self.cool(cold)
         keys = self.keys(path, salt)
-        seen: list[int] = []
-
-        def chosen(offset: int) -> bool:
-            seen.append(offset)
-            return len(seen) > nth
-
-        with PLAN.rule(Op.READ, fault, chosen, bit=3):
+        with PLAN.rule(Op.READ, fault, skip=nth, bit=3):
             try:
                 seq = self.engine.sequence(tokens_at(path, 1), salt)
             except PoolFullError:
@@ -481,13 +475,7 @@ class Attached(Machine):
     @rule(path=paths, salt=salts, fault=read_faults, nth=st.integers(0, 4), cold=cooled)
     def load_from_a_bad_disk(self, path: Path_, salt: str, fault: Fault, nth: int, cold: tuple[str, ...]) -> None:
         self.cool(cold)
-        seen: list[int] = []
-
-        def chosen(offset: int) -> bool:
-            seen.append(offset)
-            return len(seen) > nth
-
-        with PLAN.rule(Op.READ, fault, chosen, bit=3):
+        with PLAN.rule(Op.READ, fault, skip=nth, bit=3):
             report = self.host.load(tokens_at(path), salt=salt)
         assert self.engine.lookup(tokens_at(path), salt=salt).tokens == left_by(report)
 
@@ -565,7 +553,8 @@ TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
 TestOwnedWritesBack = OwnedWritesBack.TestCase
 TestAttachedWritesBack = AttachedWritesBack.TestCase
 TestAttachedSelective = AttachedSelective.TestCase
-MORE = settings(max_examples=3 * settings.default.max_examples)
+EXAMPLES = settings.default.max_examples  # 12 in `make test`, 400 in `make soak`
+MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
 FEWER = settings(max_examples=max(10, settings.default.max_examples // 3))
 TestOwned.settings = TestAttached.settings = MORE
 for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):

@@ -192,13 +192,9 @@ def _way(how: str, pages: int, positions: Any) -> Way:
     files = "far" if how.endswith("far") else "ssd"
     memory = "bounce" if how.endswith("bounce") else "cpu"
     ends = {
-        "memory": ("cpu", PLANES),
-        "places": (files, PLANES),
-        "passes": (files, PLANES),
-        "fetch": (files, "cpu"),
-        "keep": (PLANES, memory),
-        "write": (memory, files),
-    }
+        "memory": ("cpu", PLANES), "places": (files, PLANES), "passes": (files, PLANES), "fetch": (files, "cpu"),
+        "keep": (PLANES, memory), "write": (memory, files),
+    }  # fmt: skip
     source, target = ends[how.split()[0]]
     way = Way(source, target, positions(source, pages), positions(target, pages))
     if how == "places":

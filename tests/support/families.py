@@ -193,20 +193,10 @@ def turns(draw: random.Random) -> Iterator[Prompt]:
 
 
 FAMILIES: dict[str, Family] = {
-    "chat": chat,
-    "agents": agents,
-    "retrieval": retrieval,
-    "batch": batch,
-    "scans": scans,
-    "drift": drift,
-    "crowds": crowds,
-    "tenants": tenants,
-    "mixtures": mixtures,
-    "noise": noise,
-    "best": best,
-    "worst": worst,
+    "chat": chat, "agents": agents, "retrieval": retrieval, "batch": batch, "scans": scans, "drift": drift,
+    "crowds": crowds, "tenants": tenants, "mixtures": mixtures, "noise": noise, "best": best, "worst": worst,
     "turns": turns,
-}
+}  # fmt: skip
 
 
 def drawn(family: str, seed: int, references: int = REFERENCES) -> list[Request]:

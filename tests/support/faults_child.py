@@ -1,9 +1,10 @@
 """Faults that pass, alone and in twos, over an engine in use. Run under `io_shim.c` and `memory_shim.c`.
 
 Started by test_faults_that_pass.py: both shims, a directory to work in, the first episode, a seed, and seconds (0: each
-kind of fault once and from now on). An episode is a directory, a transport and some rounds; it follows from the seed
-and its number alone. A round is a fault, often with a second one while the engine recovers from the first, and what is
-left when both are over. Prints one JSON object: what was counted.
+kind of fault once or from now on; else each in both ways, and then drawn ones until the time is over). An episode is a
+directory, a transport and some rounds; those that are drawn follow from the seed and its number alone. A round is a
+fault, often with a second one while the engine recovers from the first, and what is left when both are over. Prints one
+JSON object: what was counted.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from tests.support.passing_faults import (
     Faults,
     Round,
     drawn,
+    each_kind,
     means,
-    short_form,
     transports,
 )
 
@@ -316,9 +317,9 @@ def main() -> None:
     counts = Counts()
     faults = Faults(Shim(shim), ctypes.CDLL(memory), counts)
     some, until = transports(), time.monotonic() + float(seconds)
-    plans = short_form(some) if not float(seconds) else None
+    plans = each_kind(some, whole=bool(float(seconds)))
     number = int(first)
-    while plans or (plans is None and time.monotonic() < until):
+    while plans or time.monotonic() < until:
         transport, rounds = plans.pop(0) if plans else (some[number % len(some)], [])
         PLAN.reset()
         episode = Episode(number, int(seed), transport, Path(place), faults, counts)
@@ -327,7 +328,7 @@ def main() -> None:
             began = time.monotonic()
             episode.attempt(round_)
             print(f"{number} {round_} {time.monotonic() - began:.2f} s", file=sys.stderr, flush=True)
-            if time.monotonic() > until and plans is None:
+            if time.monotonic() > until and not rounds:
                 break
         episode.round = Round("", "")
         with episode.watched("close"):

@@ -14,16 +14,9 @@ from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, faulty
 
 __all__ = [
-    "PLAN",
-    "READ_FAULTS",
-    "Fault",
-    "FaultyKvikio",
-    "FaultyMerging",
-    "FaultyNixl",
-    "FaultyTransport",
-    "FaultyUring",
+    "PLAN", "READ_FAULTS", "Fault", "FaultyKvikio", "FaultyMerging", "FaultyNixl", "FaultyTransport", "FaultyUring",
     "Plan",
-]
+]  # fmt: skip
 
 
 class Plan(FaultPlan):

@@ -223,20 +223,9 @@ def _lock_seeds(folder: Path) -> Seeds:
 
 
 JSON = (
-    b"Infinity",
-    b"-Infinity",
-    b"NaN",
-    b"null",
-    b"true",
-    b"1e400",
-    b"1e-400",
-    b"[[",
-    b"{}",
-    b'""',
-    b"\\ud800",
-    b"-0",
+    b"Infinity", b"-Infinity", b"NaN", b"null", b"true", b"1e400", b"1e-400", b"[[", b"{}", b'""', b"\\ud800", b"-0",
     b"[],",
-)
+)  # fmt: skip
 
 
 def _hostile(whole: bytes, what: bytes, before: bytes = b"") -> Seeds:

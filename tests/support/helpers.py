@@ -33,7 +33,7 @@ WAIT = 60.0  # seconds after which something hangs, on a machine that others kee
 # Of engines that are counted in pages: every slot of the SSD takes one, and prefetches move one chunk at a time.
 SMALL = EngineLimits(prefetch_chunks=1, prefetch_share=1.0, ssd_reserve=0)
 # Seconds of a test that does random things from many threads: in `make suites`, and in `make soak`.
-LONG = [pytest.param(3.0, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
+LONG = [pytest.param(1.5, marks=pytest.mark.suite), pytest.param(60.0, marks=pytest.mark.soak)]
 SEED = int(
     os.environ.get("GDSCACHE_SEED", "0")
 )  # what is drawn at random follows from it; `make soak` prints a fresh one
@@ -200,6 +200,13 @@ def run(engine: CacheEngine, tokens: Sequence[int], salt: str = "") -> int:
     return int(cached)
 
 
+def ran(open_engine: OpenEngine, pages: int, **options: Any) -> tuple[CacheEngine, list[int]]:
+    """An engine, and a prompt of so many pages and a token that it has answered."""
+    engine, tokens = open_engine(**options), prompt(1, pages, extra=1)
+    run(engine, tokens)
+    return engine, tokens
+
+
 # -- an engine that is attached --------------------------------------------------------------------------------------
 
 
@@ -292,6 +299,19 @@ class Host:
 
 OpenHost = Callable[..., Host]
 OpenEngine = Callable[..., CacheEngine]
+
+
+def kept(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
+    """A host, and a prompt that it keeps on every tier."""
+    host, tokens = open_host(**options), prompt(1, pages)
+    host.keep(tokens)
+    return host, tokens
+
+
+def kept_on_ssd(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
+    host, tokens = kept(open_host, pages, **options)
+    drop_from(host.engine, "cpu")
+    return host, tokens
 
 
 def stored(host: Host, seed: int, pages: int) -> list[int]:

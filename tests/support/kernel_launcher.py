@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -54,43 +55,12 @@ class Launcher(PageKernels):
         self._skipped = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._fixed: dict[range, tuple[int, ...]] = {}  # what the arguments say about layers
 
-    def scatter(
-        self,
-        extents: ExtentArray,
-        indices: Indices,
-        layers: range,
-        stream: torch.cuda.Stream,
-        digests: int | None = None,
-        blocks: int | None = None,
-        threads: int = STAGED_THREADS,
-    ) -> None:
-        """Copy `layers` of pages from extents into the planes.
-
-        `digests`: where the checksums of these layers go, an address of uint64 (pages, layers) in GPU or page-locked
-        memory; None takes none. `blocks`: the most thread blocks to use, each of `threads` threads; by default what
-        all SMs hold at once. Where checksums are taken, blocks are counted as of 1,024 threads, and twice as many.
-        """
-        self._move("scatter", extents, indices, layers, stream, digests, blocks, threads)
-
-    def gather(
-        self,
-        extents: ExtentArray,
-        indices: Indices,
-        layers: range,
-        stream: torch.cuda.Stream,
-        digests: int | None = None,
-        blocks: int | None = None,
-        threads: int = STAGED_THREADS,
-    ) -> None:
-        """Copy `layers` of pages from the planes into extents: the inverse of `scatter`, with the same arguments."""
-        self._move("gather", extents, indices, layers, stream, digests, blocks, threads)
-
     def look(self, indices: Indices, layers: range, stream: torch.cuda.Stream, digests: int) -> None:
         """Take the checksums of `layers` of pages as they are in the planes; only where `can_look`."""
         if not self.can_look:
             raise UnsupportedRequestError("a layer whose bytes are no multiple of 16 is summed when it is gathered")
         nowhere = ExtentArray(0, 0, indices.pages)
-        self._move("gather", nowhere, indices, layers, stream, digests, None, STAGED_THREADS)
+        self._move("gather", nowhere, indices, layers, stream, digests)
 
     def tiles(self, layers: range) -> int:
         """Tiles of the largest of these layers."""
@@ -108,10 +78,16 @@ class Launcher(PageKernels):
         indices: Indices,
         layers: range,
         stream: torch.cuda.Stream,
-        digests: int | None,
-        blocks: int | None,
-        threads: int,
+        digests: int | None = None,
+        blocks: int | None = None,
+        threads: int = STAGED_THREADS,
     ) -> None:
+        """Copy `layers` of pages from extents into the planes (`scatter`), or back (`gather`).
+
+        `digests`: where the checksums of these layers go, an address of uint64 (pages, layers) in GPU or page-locked
+        memory; None takes none. `blocks`: the most thread blocks to use, each of `threads` threads; by default what
+        all SMs hold at once. Where checksums are taken, blocks are counted as of 1,024 threads, and twice as many.
+        """
         if not indices.pages or not layers:
             return
         if layers.step != 1 or layers.start < 0 or layers.stop > self.layout.n_layers:
@@ -138,6 +114,9 @@ class Launcher(PageKernels):
         most = (self.processors if blocks is None else 2 * blocks) * (1024 // threads)
         grid = min(most, -(-pieces * team * 32 // threads))
         kernels[f"{name}_sums"].launch(grid, threads, [*arguments, team, digests], stream)
+
+    scatter = functools.partialmethod(_move, "scatter")
+    gather = functools.partialmethod(_move, "gather")
 
     def _arguments(self, layers: range, extents: ExtentArray, indices: Indices, tiles: int) -> list[int | bytes]:
         fixed = self._fixed.get(layers)

@@ -185,20 +185,9 @@ def closed_catalogue(host: Host) -> None:
 
 
 STORED = [
-    half_written,
-    written,
-    rows_in_transaction,
-    committed,
-    deletions_in_transaction,
-    deleted,
-    clear_in_transaction,
-    cleared,
-    cleared_during_a_load,
-    cleared_during_a_write,
-    cleared_during_a_commit,
-    closing,
-    closed_catalogue,
-]
+    half_written, written, rows_in_transaction, committed, deletions_in_transaction, deleted, clear_in_transaction,
+    cleared, cleared_during_a_load, cleared_during_a_write, cleared_during_a_commit, closing, closed_catalogue,
+]  # fmt: skip
 
 OPENING: dict[str, tuple[Any, str]] = {  # where an opening is ended: what death takes the place of
     "the directory is made": (directory, "_lock"),

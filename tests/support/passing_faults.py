@@ -34,28 +34,18 @@ WAYS = (ONCE, OFTEN, ON)
 ALONE, OVERLAP, REOPEN, CLOSING = "alone", "overlap", "reopen", "closing"
 
 FAULTS = {
-    "read error": (Op.READ, Fault.EIO),
-    "short read": (Op.READ, Fault.SHORT),
-    "late read": (Op.READ, Fault.DELAY),
-    "hung read": (Op.READ, Fault.HANG),
-    "write error": (Op.WRITE, Fault.EIO),
-    "full": (Op.WRITE, Fault.ENOSPC),
-    "short write": (Op.WRITE, Fault.SHORT),
-    "lost write": (Op.WRITE, Fault.LOST),
-    "torn write": (Op.WRITE, Fault.TORN),
-    "late write": (Op.WRITE, Fault.DELAY),
-    "hung write": (Op.WRITE, Fault.HANG),
-}
+    "read error": (Op.READ, Fault.EIO), "short read": (Op.READ, Fault.SHORT), "late read": (Op.READ, Fault.DELAY),
+    "hung read": (Op.READ, Fault.HANG), "write error": (Op.WRITE, Fault.EIO), "full": (Op.WRITE, Fault.ENOSPC),
+    "short write": (Op.WRITE, Fault.SHORT), "lost write": (Op.WRITE, Fault.LOST),
+    "torn write": (Op.WRITE, Fault.TORN), "late write": (Op.WRITE, Fault.DELAY), "hung write": (Op.WRITE, Fault.HANG),
+}  # fmt: skip
 HARM = ("lost write", "torn write")  # what is written meanwhile is really damaged
 # Of calls of the C library: below which name, reads, writes or syncs, and the errno.
 CALLS = {
-    "catalogue read": ("catalog.sqlite", "r", 5),
-    "catalogue write": ("catalog.sqlite", "w", 5),
-    "catalogue sync": ("catalog.sqlite", "s", 5),
-    "catalogue full": ("catalog.sqlite", "w", 28),
-    "catalogue": ("catalog.sqlite", "rws", 5),
-    "slab sync": ("slab-", "s", 5),
-}
+    "catalogue read": ("catalog.sqlite", "r", 5), "catalogue write": ("catalog.sqlite", "w", 5),
+    "catalogue sync": ("catalog.sqlite", "s", 5), "catalogue full": ("catalog.sqlite", "w", 28),
+    "catalogue": ("catalog.sqlite", "rws", 5), "slab sync": ("slab-", "s", 5),
+}  # fmt: skip
 NATIVE_CALLS = {"slab read": ("slab-", "r", 5), "slab write": ("slab-", "w", 5), "device": ("", "rws", 5)}
 READS = ("read error", "short read", "slab read", "device", "catalogue read", "catalogue", "late read", "hung read")
 
@@ -253,15 +243,15 @@ def drawn(rng: random.Random, transport: str) -> Round:
     return Round(kind, way) if stage == ALONE else Round(kind, way, rng.choice(seconds), rng.choice(WAYS), stage)
 
 
-def short_form(some: Sequence[str]) -> list[tuple[str, list[Round]]]:
-    """Each kind once and from now on, half of them with a second one. The transports take turns."""
+def each_kind(some: Sequence[str], *, whole: bool) -> list[tuple[str, list[Round]]]:
+    """Each kind once, from now on, or both (`whole`), half of them with a second one. The transports take turns."""
     rng, rounds = random.Random(5), {transport: list[Round]() for transport in some}
     for number, kind in enumerate(dict.fromkeys(kind for transport in some for kind in kinds_of(transport))):
         able = [transport for transport in some if kind in kinds_of(transport)]
         transport = able[number % len(able)]
         others = [k for k in kinds_of(transport) if not k.startswith(("late", "hung")) and means(k) != means(kind)]
         stage = (ALONE, OVERLAP, ALONE, CLOSING if means(kind) == "calls" else OVERLAP, ALONE, REOPEN)[number % 6]
-        for way in (ONCE, ON):
+        for way in (ONCE, ON) if whole else ((ONCE, ON)[number // 6 % 2],):
             second = (rng.choice(others), rng.choice(WAYS), stage) if stage != ALONE else ()
             rounds[transport].append(Round(kind, way, *second))
     rounds["posix"] += [Round("catalogue write", way, "thread", way, REOPEN) for way in (ONCE, ON)]

@@ -1,26 +1,23 @@
-"""SGLang's settings as stand-ins, with every field that our table knows; and what one of its lines does.
-
-A line is a name among the facts, as `ServerArgs.dtype`. `Setup.change` gives that line alone another value. A mutation
-(`without`) takes a line out of the facts: then its change must go unnoticed.
-"""
+"""SGLang's settings as stand-ins, with every field that our table knows; and what one of its lines does."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 
 from gdscache.integrations.fields import ENVIRONMENT
 from gdscache.integrations.sglang import facts, setup
 from gdscache.integrations.sglang.planes import PoolPlanes
+from tests.support import adapter_fields
 
 VERSION = "0.5.23"
 _VALUES: Mapping[str, object] = {"load_format": "dummy"}
+LOOKED_AT = {*facts.FILES, "model_path", "download_dir"}  # harmless by name: their content is held
+CALLER = setup  # the module that calls `facts_of`
 
 
 class ServerArgs(SimpleNamespace):
@@ -32,12 +29,10 @@ class ModelConfig(SimpleNamespace):
 
 
 def of_class(owner: str, *kinds: str) -> list[str]:
-    """The table's fields of a class."""
-    known = facts.table().kinds.items()
-    return [name.split(".")[1] for name, kind in known if name.startswith(f"{owner}.") and kind in kinds]
+    return adapter_fields.of_class(facts.table(), owner, *kinds)
 
 
-def lines() -> list[str]:
+def lines(folder: Path) -> list[str]:
     """Every line that is held, whatever holds it."""
     by_hand = ["sglang", "config.json", *(f"content of {name}" for name in facts.FILES)]
     return [*by_hand, *facts.table().named("held")]
@@ -54,6 +49,7 @@ class Setup:
         self.model = ModelConfig(**dict.fromkeys(of_class("ModelConfig", "held", "harmless"), "x"))
         self.server.revision = self.server.download_dir = None
         self.version = VERSION
+        self.planes = planes()
         self.environment: dict[str, str] = {}
         for name in facts.FILES:
             setattr(self.server, name, str(folder / name))
@@ -77,23 +73,15 @@ class Setup:
         else:
             self.version = "another"
 
-    def described(self, planes: PoolPlanes, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    def described(self) -> dict[str, object]:
         """The section `model` of the engine's configuration."""
-        monkeypatch.setattr(setup.os, "environ", self.environment)
-        return {**setup.model_of(self.server, self.model, planes, self.version), "weights": "w"}
+        with mock.patch.object(setup.os, "environ", self.environment):
+            section = setup.model_of(self.server, self.model, self.planes, self.version)
+        return {**section, "weights": "w"}
 
 
-@contextlib.contextmanager
-def without(line: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The mutation: that line is no fact."""
-    kept = setup.facts_of
-
-    def some(*given: Any) -> dict[str, object]:
-        return {name: value for name, value in kept(*given).items() if name != line}
-
-    with monkeypatch.context() as mutated:
-        mutated.setattr(setup, "facts_of", some)
-        yield
+def tensors() -> list[tuple[torch.Tensor, ...]]:
+    return planes().tensors
 
 
 def planes() -> PoolPlanes:

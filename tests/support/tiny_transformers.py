@@ -20,17 +20,10 @@ NEW = 9
 PROMPT = 45  # 5 full pages and a tail
 
 SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SMALL, num_key_value_heads=2),

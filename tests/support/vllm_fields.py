@@ -1,14 +1,9 @@
-"""vLLM's configuration as stand-ins, with every field that our table knows; and what one of its lines does.
-
-A line is a name among the facts, as `ModelConfig.dtype`. `Setup.change` gives that line alone another value. A mutation
-(`without`) takes a line out of the facts: then its change must go unnoticed.
-"""
+"""vLLM's configuration as stand-ins, with every field that our table knows; and what one of its lines does."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,32 +14,27 @@ import torch
 from gdscache.integrations.fields import ENVIRONMENT
 from gdscache.integrations.vllm import facts
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
+from tests.support import adapter_fields
 from tests.support.vllm_setup import FullAttentionSpec, MLAAttentionSpec
 
 VERSION = "0.33.0"
 OTHER_PYTHON = SimpleNamespace(major=3, minor=99)
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
+# Harmless by name: what they come to is held.
+LOOKED_AT = {"model", "model_weights", "revision", "max_model_len", "original_max_model_len", "quant_config"}
+CALLER = facts  # the module that calls `facts_of`
 # The parts of vLLM's configuration, by the field that has each.
 PARTS = {
-    "model_config": "ModelConfig",
-    "multimodal_config": "MultiModalConfig",
-    "cache_config": "CacheConfig",
-    "parallel_config": "ParallelConfig",
-    "scheduler_config": "SchedulerConfig",
-    "device_config": "DeviceConfig",
-    "load_config": "LoadConfig",
-    "attention_config": "AttentionConfig",
-    "kernel_config": "KernelConfig",
-    "compilation_config": "CompilationConfig",
-    "kv_transfer_config": "KVTransferConfig",
+    "model_config": "ModelConfig", "multimodal_config": "MultiModalConfig", "cache_config": "CacheConfig",
+    "parallel_config": "ParallelConfig", "scheduler_config": "SchedulerConfig", "device_config": "DeviceConfig",
+    "load_config": "LoadConfig", "attention_config": "AttentionConfig", "kernel_config": "KernelConfig",
+    "compilation_config": "CompilationConfig", "kv_transfer_config": "KVTransferConfig",
     "ec_transfer_config": "ECTransferConfig",
-}
+}  # fmt: skip
 
 
 def of_class(owner: str, *kinds: str) -> list[str]:
-    """The table's fields of a class."""
-    known = facts.table().kinds.items()
-    return [name.split(".")[1] for name, kind in known if name.startswith(f"{owner}.") and kind in kinds]
+    return adapter_fields.of_class(facts.table(), owner, *kinds)
 
 
 def stand_in(owner: str) -> Any:
@@ -128,17 +118,8 @@ def lines(folder: Path) -> list[str]:
     return [*Setup(folder).by_hand, *facts.table().named("held")]
 
 
-@contextlib.contextmanager
-def without(line: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The mutation: that line is no fact."""
-    kept = facts.facts_of
-
-    def some(*given: Any) -> dict[str, object]:
-        return {name: value for name, value in kept(*given).items() if name != line}
-
-    with monkeypatch.context() as mutated:
-        mutated.setattr(facts, "facts_of", some)
-        yield
+def tensors() -> list[tuple[torch.Tensor, ...]]:
+    return [(tensor,) for tensor in planes().tensors]
 
 
 def planes() -> VllmPlanes:

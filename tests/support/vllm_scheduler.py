@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +26,7 @@ from gdscache.integrations.group_fetching import GroupFetch
 from gdscache.integrations.vllm.groups import NULL, GroupTable
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from gdscache.pages.hit import Hit
+from tests.support.fetches import FakeCache, FakeFetch, names_of
 
 SIZE, BLOCKS, CHUNK, WAIT = 2, 14, 5, 3.0
 Tokens = tuple[int, ...]
@@ -60,81 +60,21 @@ def hashes_of(tokens: Tokens) -> list[bytes]:
     return [hash_of(tokens[: end + SIZE]) for end in range(0, len(tokens) - SIZE + 1, SIZE)]
 
 
-def names_of(hashes: PageHashes) -> list[bytes]:
-    return [page.key for page in hashes.pages(bytes(32))]
-
-
-class FakeFetch:
-    """A fetch of which the test says when its pages come, and how it ends."""
-
-    def __init__(self, cached: int, wanted: int) -> None:
-        self.cached, self.wanted = cached, wanted
-        self.there, self.released, self.ended = 0, 0, wanted == 0
-        self.no_room = self.gone = self.asking = self.too_slow = False
-        self.left_s = 60.0  # of its pins
-
-    def done(self) -> bool:
-        return self.ended
-
-    def verified(self) -> int:
-        assert not self.released
-        return 0 if self.gone else self.there
-
-    def outpaced(self) -> bool:
-        return self.too_slow
-
-    def crowded(self) -> bool:
-        return self.no_room
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        return self.gone or within > self.left_s
-
-    def release(self) -> None:
-        self.released += 1
-
-    def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        return Counter({"ssd": pages})
-
-    def checked(self, first: int, pages: int) -> Any:
-        raise AssertionError("the scheduler's side loads nothing")
-
-    unchecked = checked
-
-
-class FakeCache:
-    """The pages that are stored, by their names."""
-
-    def __init__(self) -> None:
-        self.stored: set[bytes] = set()
-        self.fetches: list[FakeFetch] = []
-        self.now = 0.0
-
-    def cached(self, hashes: PageHashes) -> int:
-        names = names_of(hashes)
-        return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
-
-    def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
-        cached = self.cached(hashes)
-        fetch = FakeFetch(cached, min(cached, pages))
-        self.fetches.append(fetch)
-        return fetch
-
-
 class FakeGroupFetch(FakeFetch, GroupFetch):
     """A fetch in all groups: all that is wanted is verified, or nothing."""
 
-    def __init__(self, found: GroupHit, align: int) -> None:
-        super().__init__(found.hit.tokens // align, found.hit.tokens // align)
+    def __init__(self, found: GroupHit, align: int, clock: Callable[[], float]) -> None:
+        super().__init__([], found.hit.tokens // align, found.hit.tokens // align, clock)
         self.found = found
 
     def verified(self) -> int:
         return self.wanted if super().verified() == self.wanted else 0
 
-    def checked(self, first: int, pages: int) -> Hit:
+    def checked(self, first: int, pages: int) -> Hit:  # type: ignore[override]
         assert self.verified() == self.wanted, "only what was checked"
         return self.found.hit
 
-    def unchecked(self, first: int, pages: int) -> Hit:
+    def unchecked(self, first: int, pages: int) -> Hit:  # type: ignore[override]
         return self.found.hit
 
 
@@ -158,7 +98,7 @@ class FakeGroupCache(FakeCache):
         named = tuple(one.page for one in pages)
         hit = Hit(0, length, ("ssd",) * len(pages), None, named)
         whole = complete(self.groups, names.presence(self._visible), most)
-        fetch = FakeGroupFetch(GroupHit(hit, pages, whole), alignment(self.groups))
+        fetch = FakeGroupFetch(GroupHit(hit, pages, whole), alignment(self.groups), self.clock)
         self.fetches.append(fetch)
         return fetch
 
@@ -174,8 +114,8 @@ class Scheduler(RuleBasedStateMachine):
 
     @initialize(own=st.booleans(), unhashed=st.integers(0, 3))
     def begin(self, own: bool, unhashed: int) -> None:
-        self.cache, self.now = FakeCache(), 0.0
-        self.table = RequestTable(self.cache, SIZE, wait=WAIT, clock=lambda: self.now)
+        self.cache = FakeCache()
+        self.table = RequestTable(self.cache, SIZE, wait=WAIT, clock=self.cache.clock)
         self._open_pool(range(1, BLOCKS + 1), CHUNK, lambda page: own)
         self.unhashed = unhashed
 
@@ -221,7 +161,7 @@ class Scheduler(RuleBasedStateMachine):
     @rule(data=st.data())
     def lapse(self, data: st.DataObject) -> None:
         if live := [fetch for fetch in self.cache.fetches if not fetch.released]:
-            data.draw(st.sampled_from(live)).gone = True
+            data.draw(st.sampled_from(live)).until = self.cache.now
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
@@ -275,7 +215,7 @@ class Scheduler(RuleBasedStateMachine):
         fetch.no_room = fetch.there < fetch.wanted and end == "no room"
 
     def _step(self, data: st.DataObject | None) -> None:
-        self.now += 1
+        self.cache.now += 1
         scheduled, fresh = self._schedule()
         fresh |= self.table.take_fresh()
         for store in [s for s in self.reading if s[1] in fresh]:
@@ -303,6 +243,7 @@ class Scheduler(RuleBasedStateMachine):
         assert len(held) <= len(self.waiting) + len(self.running)
         assert len(self.table) == len(self.waiting) + len(self.running) + len(self.remote)
         assert all(fetch.released <= 1 for fetch in self.cache.fetches)
+        assert not any(fetch.loads for fetch in self.cache.fetches), "the scheduler's side loads nothing"
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):
@@ -572,8 +513,7 @@ class GroupScheduler(Scheduler):
     ) -> None:
         self.groups, self.largest = groups, 30
         self.cache: FakeGroupCache = FakeGroupCache(groups)
-        self.now = 0.0
-        self.table = GroupTable(groups, self.cache, every, wait=WAIT, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.table = GroupTable(groups, self.cache, every, wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
         self._open_pool(range(1, blocks + 1), chunk, own)
 
     def _handed(self, tables: list[list[int]]) -> Any:
@@ -595,6 +535,7 @@ class GroupScheduler(Scheduler):
     def _arrived(self, request: Any, order: LoadOrder, good: int) -> None:
         request.failed = good < len(order.blocks)
         if request.failed:  # a bad page is dropped
+            self.table.failed(request.request_id)
             self.cache.stored.discard(order.fetch.unchecked(0, 0).pages[good].key)
 
     def _known(self, request: Any) -> None:

@@ -23,7 +23,9 @@ def setup(**changes: Any) -> tuple[Any, Any]:
     hf_config = SimpleNamespace(to_dict=lambda: {"layers": 4})
     text = SimpleNamespace(rope_parameters={"rope_type": "default"}, max_position_embeddings=4096)
     vllm = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute", kv_role="kv_both"),
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy="recompute", kv_role="kv_both", kv_connector_extra_config={}
+        ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
         model_config=SimpleNamespace(
@@ -60,4 +62,6 @@ def group(kind: type, tokens: int = 16) -> Any:
 def uniform(kind: type, tokens: int = 16) -> Any:
     """A group of layers of unequal width, the second one of a kind of its own."""
     layers = {"layer.0": FullAttentionSpec(block_size=tokens), "layer.1": kind(block_size=tokens)}
-    return SimpleNamespace(layer_names=["layer.0"], kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers))
+    return SimpleNamespace(
+        layer_names=["layer.0"], kv_cache_spec=SimpleNamespace(block_size=tokens, kv_cache_specs=layers)
+    )

@@ -582,14 +582,14 @@ def test_a_path_can_be_forced() -> None:
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
-    first = copy.bench(Interrupted(), startup=False).run(settings())
+    first = copy.bench(Interrupted(), startup=False).run(settings(pairs=1))
     assert (first["complete"], first["interrupted"]) == (False, True)
     assert {row["page_tokens"] for row in first["copies"]} == {64}
     assert first["beside"]
     titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
     assert titles[-1] == "Beside a model's work"
     gpu = Stand()
-    again = copy.bench(gpu, startup=False).run(settings(), done=json.loads(json.dumps(first)))
+    again = copy.bench(gpu, startup=False).run(settings(pairs=1), done=json.loads(json.dumps(first)))
     assert again["complete"]
     assert again["copies"][: len(first["copies"])] == first["copies"]
     assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.what, found["copies"]))
@@ -603,7 +603,7 @@ def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> Non
             super().open_mover(planes, path)
             return StandMover(self, planes, broken=self.opened == 2)
 
-    bad = copy.bench(Wrong(), startup=False).run(settings())
+    bad = copy.bench(Wrong(), startup=False).run(settings(pairs=1))
     wrong = {row["what"] for row in bad["failed"]}
     assert wrong == {copy.label(c) for c in copy_cells.cells() if (c.geometry, c.page_tokens) == (MLA, 64)}
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])
@@ -697,37 +697,25 @@ def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) 
     copy.plot({**report, "copies": [], "beside": []}, matplotlib.figure.Figure())
 
 
-def gdscache(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    from gdscache import cli
-
-    monkeypatch.setattr(sys, "argv", ["gdscache", "bench", "copy", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
-
-
-def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capfd: Any, tmp_path: Path) -> None:
+def test_without_a_gpu_there_is_nothing_to_measure(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gdscache(monkeypatch, "--report", tmp_path / "r.json") == 2
-    out, err = capfd.readouterr()
-    assert out == ""
+    status, out, err = gdscache("bench", "copy", "--report", tmp_path / "r.json")
+    assert (status, out) == (2, "")
     assert "bench copy needs a CUDA GPU" in err
     assert not list(tmp_path.iterdir())
     with pytest.raises(DeviceError):
         Gpu()
 
 
-def test_the_command_writes_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from gdscache.commands.bench import copy_gpu
 
     monkeypatch.setattr(copy_gpu, "Gpu", Interrupted)
     asked: list[copy.Settings] = []
     monkeypatch.setattr(copy.Settings, "of", lambda profile: asked.append(settings(profile=profile)) or asked[-1])
     files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
-    assert gdscache(monkeypatch, "--total", "16MiB", "--pairs", "3", *files) == 130
+    status, out, _ = gdscache("bench", "copy", "--total", "16MiB", "--pairs", "3", *files)
+    assert status == 130
     assert asked[0].profile == "default"
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
@@ -737,7 +725,7 @@ def test_the_command_writes_what_was_measured(
     assert written["mover"]["copy_engine"] == "batch_13"
     assert written["copies"]
     assert (tmp_path / "r.svg").stat().st_size > 0
-    assert "Copies against cudaMemcpyAsync" in capfd.readouterr().out
+    assert "Copies against cudaMemcpyAsync" in out
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from gdscache import errors
 from gdscache.commands import console
 from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
 from gdscache.commands.bench import io_rows_engine as engine_rows
@@ -26,14 +27,6 @@ from gdscache.commands.bench.io_sweep import OPS, Sweep, measure_way
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS, OpenWay
 from gdscache.commands.bench.rows import RATES
 from gdscache.config import SsdConfig
-from gdscache.errors import (
-    CapacityError,
-    GdsCacheError,
-    IOFailedError,
-    ShortIOError,
-    StorageError,
-    TransportUnavailableError,
-)
 from gdscache.storage import files, open_transport
 from gdscache.storage.base import Op
 from tests.support.posix_transport import PosixTransport
@@ -164,7 +157,7 @@ def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, 
 
 def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(TransportUnavailableError, match=r"not proven to work .* torch sees no CUDA device"):
+    with pytest.raises(errors.TransportUnavailableError, match=r"not proven to work .* torch sees no CUDA device"):
         BENCH.run(dataclasses.replace(TINY, ways=("cufile",), require_gds=True), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -223,7 +216,7 @@ def test_a_way_in_a_child_that_hangs_dies_or_fails(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(io_sweep, "DEADLINE_S", 0.2)
         assert "no answer within 0.2 s" in io_sweep.sweep(path, "host", "cpu", 16 * MIB, given, ceilings)["cause"]
-    with pytest.raises(IOFailedError, match="the bare read loop failed"):
+    with pytest.raises(errors.IOFailedError, match="the bare read loop failed"):
         io_sweep.sweep(path, "host", "cpu", 16 * MIB, given, {**ceilings, "read": {**ceilings["read"], "threads": 0}})
 
 
@@ -232,7 +225,7 @@ def test_a_transport_that_is_missing_is_a_cause(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(bytes(io_ways.CHECK_BYTES))
 
     def missing(name: str, threads: int, device: object) -> NoReturn:
-        raise TransportUnavailableError("nixl cannot be\nimported", "install it")
+        raise errors.TransportUnavailableError("nixl cannot be\nimported", "install it")
 
     monkeypatch.setattr(io_ways, "open_transport", missing)
     found = measure_way(str(path), "nixl_posix", "cpu", 8 * MIB, {"sizes": [64 * KIB]}, {})
@@ -269,7 +262,7 @@ def test_a_way_without_gds_fails_where_it_is_required(
     if counted:
         assert all(cell["nvidia_fs"] == {"reads": 1, "writes": 0} for cell in sweep_of(file, require_gds=True)["cells"])
     else:
-        with pytest.raises(IOFailedError, match="nvidia-fs counted no I/O"):
+        with pytest.raises(errors.IOFailedError, match="nvidia-fs counted no I/O"):
             sweep_of(file, require_gds=True)
 
 
@@ -335,7 +328,7 @@ def test_the_byte_check_finds_what_is_wrong(
     kind: type[Own], where: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: kind(threads))
-    with OpenWay("host", file, 2, io_ways.CHECK_BYTES, CPU) as way, pytest.raises(StorageError, match=where):
+    with OpenWay("host", file, 2, io_ways.CHECK_BYTES, CPU) as way, pytest.raises(errors.StorageError, match=where):
         io_ways.check(way)
 
 
@@ -344,9 +337,9 @@ def test_the_error_of_a_request_is_raised(file: Path, monkeypatch: pytest.Monkey
     if own:
         monkeypatch.setattr(io_ways, "open_transport", lambda name, threads, device: Own(threads))
     with OpenWay("host", file, 2, 8 * MIB, CPU) as way:
-        with pytest.raises(ShortIOError):
+        with pytest.raises(errors.ShortIOError):
             way.move(Op.READ, [(0, 0), (io_ways.CHECK_BYTES, 4 * KIB)], 4 * KIB)
-        with pytest.raises(IOFailedError):
+        with pytest.raises(errors.IOFailedError):
             way.move(Op.READ, [(-8 * KIB, 0)], 4 * KIB)
         way.move(Op.READ, [(0, 0)], 5 * MIB)  # in two calls
         assert way.get(0, 5 * MIB) == file.read_bytes()[: 5 * MIB]
@@ -363,7 +356,7 @@ def test_host_then_gpu_goes_through_both(file: Path, monkeypatch: pytest.MonkeyP
         assert way.gpu is not None
         way.gpu.zero_()
         monkeypatch.setattr(way, "put", lambda content: None)
-        with pytest.raises(StorageError, match="in the file"):  # what is written comes from the GPU, not from the host
+        with pytest.raises(errors.StorageError, match="in the file"):  # the GPU is what is written
             io_ways.check(way)
 
 
@@ -412,10 +405,10 @@ def test_a_file_a_page(tmp_path: Path) -> None:
         files.check()
     files.files[3].write_bytes(bytes(64 * KIB))
     files.read()
-    with pytest.raises(IOFailedError, match="other bytes"):
+    with pytest.raises(errors.IOFailedError, match="other bytes"):
         files.check()
     os.truncate(files.files[3], 4096)
-    with pytest.raises(ShortIOError, match="4096 of 65536"):
+    with pytest.raises(errors.ShortIOError, match="4096 of 65536"):
         files.read()
 
 
@@ -428,7 +421,7 @@ def cold(tmp_path: Path) -> Iterator[ColdEngine]:
 def test_cold_loads_come_from_the_disk(cold: ColdEngine) -> None:
     for load in (cold.load, cold.load_unchecked):
         cold.blank()
-        with pytest.raises(IOFailedError, match="other bytes"):
+        with pytest.raises(errors.IOFailedError, match="other bytes"):
             cold.check()
         assert load() > 0
         cold.check()
@@ -441,7 +434,7 @@ def test_scattered_loads_bring_every_page(cold: ColdEngine) -> None:
     assert cold.load_scattered() > 0
     cold.check()
     cold.slab.write_bytes(bytes(cold.slab.stat().st_size))
-    with pytest.raises(IOFailedError, match="were to come from the ssd tier"):
+    with pytest.raises(errors.IOFailedError, match="were to come from the ssd tier"):
         cold.load_scattered()
 
 
@@ -450,7 +443,7 @@ def test_loads_without_checksums_take_none(cold: ColdEngine) -> None:
     size = cold.slab.stat().st_size
     cold.slab.write_bytes(bytes(size))
     assert cold.load_unchecked() > 0
-    with pytest.raises(IOFailedError, match="were to come from the ssd tier"):
+    with pytest.raises(errors.IOFailedError, match="were to come from the ssd tier"):
         cold.load()
 
 
@@ -566,7 +559,7 @@ def test_one_broken_way_does_not_cost_the_others(tmp_path: Path, monkeypatch: py
 
     def way(path: str, name: str, *rest: Any) -> dict[str, Any]:
         if name == "nixl_posix":
-            raise IOFailedError("gone since the check", "")
+            raise errors.IOFailedError("gone since the check", "")
         return plain(path, name, *rest)
 
     monkeypatch.setattr(io, "parts", lambda *_: [])
@@ -581,7 +574,7 @@ def test_one_broken_way_does_not_cost_the_others(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("here")
 def test_a_comparison_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(place: Place) -> list[Any]:
-        raise GdsCacheError("no luck", "")
+        raise errors.GdsCacheError("no luck", "")
 
     parts = [io.Part("a part", broken), io.Part("b", broken, cause="why")]
     monkeypatch.setattr(io, "parts", lambda *_: parts)
@@ -592,7 +585,7 @@ def test_a_comparison_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match="are needed"):
+    with pytest.raises(errors.CapacityError, match="are needed"):
         BENCH.run(dataclasses.replace(TINY, total=1 << 60), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -130,13 +130,10 @@ def test_json_says_the_same(init: Run) -> None:
 @pytest.mark.parametrize(
     ("memory", "free", "cpu", "ssd"),
     [
-        (2 << 40, 100 << 40, 64 * GIB, 512 * GIB),
-        (23 * GIB, 41 * GIB, 5 * GIB, 20 * GIB),
-        (3 * GIB, 3 * GIB, 768 * MIB, 1536 * MIB),
-        (0, 0, 256 * MIB, 256 * MIB),
-        (None, 41 * GIB, 4 * GIB, 20 * GIB),
+        (2 << 40, 100 << 40, 64 * GIB, 512 * GIB), (23 * GIB, 41 * GIB, 5 * GIB, 20 * GIB),
+        (3 * GIB, 3 * GIB, 768 * MIB, 1536 * MIB), (0, 0, 256 * MIB, 256 * MIB), (None, 41 * GIB, 4 * GIB, 20 * GIB),
     ],
-)
+)  # fmt: skip
 def test_sizes_follow_from_the_machine(
     init: Run, monkeypatch: pytest.MonkeyPatch, memory: int | None, free: int, cpu: int, ssd: int
 ) -> None:

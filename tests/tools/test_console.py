@@ -111,15 +111,10 @@ def test_on_a_terminal(columns: int) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0"),
-        (0.012, "0.0120"),
-        (0.9996, "1.00"),
-        (31.42, "31.4"),
-        (99.96, "100"),
-        (-2.345, "-2.35"),
+        (0, "0"), (0.012, "0.0120"), (0.9996, "1.00"), (31.42, "31.4"), (99.96, "100"), (-2.345, "-2.35"),
         (12345, "12,300"),
     ],
-)
+)  # fmt: skip
 def test_three_significant_digits(value: float, text: str) -> None:
     assert figure(value) == text
     assert figure(value, "GB/s") == f"{text} GB/s"

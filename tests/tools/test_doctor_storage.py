@@ -78,16 +78,12 @@ def nvme(root: Path, name: str = "nvme0", pci: str = PCI, width: int = 4, node: 
     put(
         root,
         {
-            f"{pci}/current_link_speed": "16.0 GT/s PCIe\n",
-            f"{pci}/max_link_speed": "32.0 GT/s PCIe\n",
-            f"{pci}/current_link_width": f"{width}\n",
-            f"{pci}/max_link_width": "4\n",
-            f"{pci}/numa_node": f"{node}\n",
-            f"{pci}/nvme/{name}/model": "FAST 9000   \n",
-            f"{block}/queue/rotational": "0\n",
-            f"{block}/{name}n1p1/partition": "1\n",
+            f"{pci}/current_link_speed": "16.0 GT/s PCIe\n", f"{pci}/max_link_speed": "32.0 GT/s PCIe\n",
+            f"{pci}/current_link_width": f"{width}\n", f"{pci}/max_link_width": "4\n",
+            f"{pci}/numa_node": f"{node}\n", f"{pci}/nvme/{name}/model": "FAST 9000   \n",
+            f"{block}/queue/rotational": "0\n", f"{block}/{name}n1p1/partition": "1\n",
         },
-    )
+    )  # fmt: skip
     link(root, f"{block}/device", f"{pci}/nvme/{name}")
     return block
 

@@ -45,13 +45,8 @@ def example(device: str, directory: Path, name: str, *arguments: str) -> str:
 
 def test_every_example_is_tested() -> None:
     here = [
-        "attach_engine",
-        "demo",
-        "gds_throughput",
-        "quickstart",
-        "tensor_parallel",
-        "transformers_generate",
-    ]
+        "attach_engine", "demo", "gds_throughput", "hybrid", "quickstart", "tensor_parallel", "transformers_generate",
+    ]  # fmt: skip
     assert sorted([*here, "sglang_offline", "vllm_offline"]) == EXAMPLES  # vLLM's in tests/engines; SGLang's: on a GPU
 
 
@@ -98,6 +93,13 @@ def test_attach_engine(device: str, tmp_path: Path) -> None:
     assert lines[-1] == "every row was the one that the model computes"
 
 
+def test_hybrid(tmp_path: Path) -> None:
+    lines = example("cpu", tmp_path, "hybrid").splitlines()
+    cached = [int(line.split(" of ")[0].split()[-1]) for line in lines]
+    assert cached == [0, 496, 256, 288, 496], "windows are kept at each 256 tokens, and where a prompt has parted"
+    assert lines[1].endswith("pages full 0-31, window 25-31")
+
+
 @pytest.mark.suite
 def test_gds_throughput(device: str, tmp_path: Path) -> None:
     lines = example(device, tmp_path, "gds_throughput", "--mib", "16", "--threads", "4").splitlines()
@@ -118,13 +120,8 @@ def test_gds_throughput(device: str, tmp_path: Path) -> None:
 @pytest.mark.suite
 def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
     command = [
-        sys.executable,
-        str(ROOT / "examples" / "gds_throughput.py"),
-        str(tmp_path),
-        "--mib",
-        "4",
-        "--require-gds",
-    ]
+        sys.executable, str(ROOT / "examples" / "gds_throughput.py"), str(tmp_path), "--mib", "4", "--require-gds",
+    ]  # fmt: skip
     done = subprocess.run(
         command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240
     )
@@ -142,14 +139,9 @@ def test_demo(device: str, tmp_path: Path) -> None:
     assert report["same_tokens"] is True
     rows = {(row["phase"], row["source"]): row for row in report["rows"]}
     assert {key: row["requests"] for key, row in rows.items()} == {
-        ("no cache", "cold"): 15,
-        ("first", "cold"): 4,
-        ("first", "gpu"): 4,
-        ("first", "cpu"): 1,
-        ("first", "ssd"): 1,
-        ("restart", "ssd"): 4,
-        ("restart", "gpu"): 1,
-    }
+        ("no cache", "cold"): 15, ("first", "cold"): 4, ("first", "gpu"): 4, ("first", "cpu"): 1, ("first", "ssd"): 1,
+        ("restart", "ssd"): 4, ("restart", "gpu"): 1,
+    }  # fmt: skip
     for (_, source), row in rows.items():
         assert row["tokens_reused"] == (0 if source == "cold" else 512 * row["requests"])
         assert (row["gb_per_second"] is not None) == (source in ("cpu", "ssd"))

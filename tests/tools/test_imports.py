@@ -13,18 +13,9 @@ from tests.support.interpreters import python
 SHARE = 0.6  # of the processor time of importing torch: what importing gdscache may add
 OPTIONAL = ["cupy", "kvikio", "nixl", "transformers", "matplotlib", "mooncake", "pylibcudf", "numba", "typer", "rich"]
 LIGHT = [
-    "pages.layout",
-    "pages.keys",
-    "pages.checksum",
-    "policies",
-    "config",
-    "errors",
-    "sizes",
-    "index.index",
-    "tiers.base",
-    "tiers.manager",
-    "cli",
-]
+    "pages.layout", "pages.keys", "pages.checksum", "policies", "config", "errors", "sizes", "index.index",
+    "tiers.base", "tiers.manager", "cli",
+]  # fmt: skip
 
 
 IMPORT = f"""

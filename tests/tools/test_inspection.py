@@ -19,19 +19,11 @@ from typing import Any
 
 import pytest
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, errors
 from gdscache.commands.inspect import inspect, reading, tables, verification, verify
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory
-from gdscache.errors import (
-    CatalogVersionError,
-    DirectoryInUseError,
-    GdsCacheError,
-    IOFailedError,
-    NotADirectoryPathError,
-    NotARegularFileError,
-)
 from gdscache.storage.base import PROBE_PREFIX
 from tests.support.helpers import drop_from, flip_file, layout_of, make_config, prompt, quiet, run, until
 
@@ -238,12 +230,8 @@ def test_the_owner_is_found_without_taking_the_lock(cache: Path, monkeypatch: py
         assert inspect(cache)["owner"]["pid"] == os.getpid()
         (cache / LOCK_NAME).write_bytes(b"[")  # its holder has not said its name
         assert find_owner(cache, catalog_open=True).describe() == {
-            "state": "in use",
-            "pid": os.getpid(),
-            "host": None,
-            "started": None,
-            "command": None,
-        }
+            "state": "in use", "pid": os.getpid(), "host": None, "started": None, "command": None,
+        }  # fmt: skip
         monkeypatch.setattr(fcntl, "flock", genuine)
     lock = {"pid": 1, "host": "elsewhere.example", "started": "then", "command": "x"}
     (cache / LOCK_NAME).write_text(json.dumps(lock))
@@ -270,11 +258,8 @@ def test_verify_of_a_good_directory_changes_the_lock_only(cache: Path) -> None:
     assert state(cache, LOCK_NAME) == before
     pages = len(rows(cache))
     assert (report["pages"], report["good_pages"], report["bad_pages"], report["unchecked_pages"]) == (
-        pages,
-        pages,
-        0,
-        0,
-    )
+        pages, pages, 0, 0,
+    )  # fmt: skip
     assert report["bytes"] == pages * extent()
     assert report["gb_per_second"] > 0
     assert calls[-1] == (pages, pages)
@@ -433,7 +418,7 @@ def test_verify_keeps_engines_out_and_says_so(cache: Path) -> None:
     def progress(done: int, total: int, text: str) -> None:
         if not seen:
             assert inspect(cache)["owner"]["pid"] == os.getpid()
-            with pytest.raises(DirectoryInUseError) as caught:
+            with pytest.raises(errors.DirectoryInUseError) as caught:
                 CacheEngine.from_config(make_config(cache, ssd=SLOTS))
             seen.append(str(caught.value))
 
@@ -446,10 +431,10 @@ def test_a_directory_in_use_is_refused_and_left(tmp_path: Path) -> None:
     with CacheEngine.from_config(make_config(path)) as engine:
         run(engine, prompt(1, 2))
         lock = (path / LOCK_NAME).read_bytes()
-        with pytest.raises(DirectoryInUseError):
+        with pytest.raises(errors.DirectoryInUseError):
             verify(path)
         assert (path / LOCK_NAME).read_bytes() == lock
-        with pytest.raises(DirectoryInUseError):  # the engine still has its lock
+        with pytest.raises(errors.DirectoryInUseError):  # the engine still has its lock
             CacheDirectory.open(path)
 
 
@@ -485,18 +470,18 @@ def linked(name: str) -> Callable[[Path], None]:
     return change
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], type[GdsCacheError], str]] = {
-    "not a database": (lambda p: (p / "catalog.sqlite").write_bytes(b"x" * 9000), IOFailedError, "corrupt"),
-    "empty": (lambda p: os.truncate(p / "catalog.sqlite", 0), IOFailedError, "catalog"),
-    "cut": (lambda p: os.truncate(p / "catalog.sqlite", 8192), IOFailedError, "corrupt"),
-    "version": (other_version, CatalogVersionError, "format version 7"),
-    "extent": (odd_extent, IOFailedError, "extent_bytes -4096"),
-    "foreign database": (foreign_database, IOFailedError, "not a catalogue"),
-    "lost table": (lost_table, IOFailedError, "does not have the tables"),
-    "no slab": (lambda p: (p / "slab-0.bin").unlink(), IOFailedError, "slab-0.bin does not exist"),
-    "linked slab": (linked("slab-0.bin"), NotARegularFileError, "slab-0.bin"),
-    "linked catalogue": (linked("catalog.sqlite"), NotARegularFileError, "catalog.sqlite"),
-    "no catalogue": (lambda p: (p / "catalog.sqlite").unlink(), IOFailedError, "catalog.sqlite does not exist"),
+DAMAGE: dict[str, tuple[Callable[[Path], object], type[errors.GdsCacheError], str]] = {
+    "not a database": (lambda p: (p / "catalog.sqlite").write_bytes(b"x" * 9000), errors.IOFailedError, "corrupt"),
+    "empty": (lambda p: os.truncate(p / "catalog.sqlite", 0), errors.IOFailedError, "catalog"),
+    "cut": (lambda p: os.truncate(p / "catalog.sqlite", 8192), errors.IOFailedError, "corrupt"),
+    "version": (other_version, errors.CatalogVersionError, "format version 7"),
+    "extent": (odd_extent, errors.IOFailedError, "extent_bytes -4096"),
+    "foreign database": (foreign_database, errors.IOFailedError, "not a catalogue"),
+    "lost table": (lost_table, errors.IOFailedError, "does not have the tables"),
+    "no slab": (lambda p: (p / "slab-0.bin").unlink(), errors.IOFailedError, "slab-0.bin does not exist"),
+    "linked slab": (linked("slab-0.bin"), errors.NotARegularFileError, "slab-0.bin"),
+    "linked catalogue": (linked("catalog.sqlite"), errors.NotARegularFileError, "catalog.sqlite"),
+    "no catalogue": (lambda p: (p / "catalog.sqlite").unlink(), errors.IOFailedError, "catalog.sqlite does not exist"),
 }
 
 
@@ -521,7 +506,7 @@ def test_no_damage_of_the_catalogue_is_a_traceback(cache: Path, seed: int) -> No
     for at in range(offset, min(offset + 1 + seed * 8, path.stat().st_size)):
         flip_file(path, at, seed % 8)
     for look in (inspect, verify):
-        with contextlib.suppress(GdsCacheError):
+        with contextlib.suppress(errors.GdsCacheError):
             report = look(cache)
             for table in (tables.inspect_tables if look is inspect else tables.verify_tables)(report):
                 assert table.lines(80)
@@ -529,16 +514,16 @@ def test_no_damage_of_the_catalogue_is_a_traceback(cache: Path, seed: int) -> No
 
 @pytest.mark.parametrize("look", [inspect, verify], ids=["inspect", "verify"])
 def test_a_path_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, look: Callable[[Path], Any]) -> None:
-    with pytest.raises(IOFailedError, match="does not exist"):
+    with pytest.raises(errors.IOFailedError, match="does not exist"):
         look(tmp_path / "none")
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(NotADirectoryPathError):
+    with pytest.raises(errors.NotADirectoryPathError):
         look(file)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / NEW_NAME).write_text("x")
-    with pytest.raises(IOFailedError, match=r"catalog\.sqlite does not exist"):
+    with pytest.raises(errors.IOFailedError, match=r"catalog\.sqlite does not exist"):
         look(foreign)
     assert [f.name for f in foreign.iterdir()] == [NEW_NAME]  # and no lock
 

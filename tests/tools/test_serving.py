@@ -59,13 +59,9 @@ def test_hicache_does_not_wait_for_a_slow_disk(ran: Callable[..., list[dict[str,
     rows = ran("sglang", "--turns", "0")
     told = {(row["way"], row["where"]): row["policy"] for row in rows}
     assert told == {
-        ("none", "ram"): None,
-        ("hicache", "ram"): "wait_complete",
-        ("storage", "ram"): "wait_complete",
-        ("linker", "ram"): None,
-        ("storage", "disk"): "best_effort",
-        ("linker", "disk"): None,
-    }
+        ("none", "ram"): None, ("hicache", "ram"): "wait_complete", ("storage", "ram"): "wait_complete",
+        ("linker", "ram"): None, ("storage", "disk"): "best_effort", ("linker", "disk"): None,
+    }  # fmt: skip
     rows = ran("sglang", "--turns", "0", "--policy", "timeout", "--ways", "storage")
     assert {row["policy"] for row in rows if row["way"] == "storage"} == {"timeout"}
     assert {row["policy"] for row in ran("vllm", "--stages", "1", "--turns", "0")} == {None}

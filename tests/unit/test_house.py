@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "policies": "",
     "tracing": "",
     "runtime": "",
-    "config": "pages runtime",
+    "groups": "pages",
+    "config": "groups pages runtime",
     "cuda": "runtime",
     "index": "pages policies",
     "extents": "cuda pages runtime",
@@ -48,11 +49,12 @@ MAY_IMPORT = {
     ),
     "closing": "opening runtime",
     "engine": (
-        "closing config cuda events gate index load moves opening pages prefetch ranks runtime sequence store "
+        "closing config cuda events gate groups index load moves opening pages prefetch ranks runtime sequence store "
         "tiers tracing"
     ),
+    "hybrid": "config cuda engine gate groups load moves pages prefetch store tiers tracing",
     "metrics": "engine",
-    "integrations": "config cuda engine load moves pages prefetch ranks runtime sequence store",
+    "integrations": "config cuda engine groups load moves pages prefetch ranks runtime sequence store",
     "testing": "cuda pages storage",
 }
 
@@ -145,7 +147,7 @@ def test_nothing_of_the_engine_imports_a_command() -> None:
 # Classes that a package of the engine and a command call by the same name.
 TWICE = {
     "Place": "of an event; of a page in a row of bench io",
-    "Pool": "beyond one machine; of planes in bench copy",
+    "Pool": "beyond one machine; of groups of layers; of planes in bench copy",
     "Way": "of pages from space to space; of a bench's bytes",
 }
 

@@ -10,7 +10,15 @@ from tests.support.places import ROOT
 TESTS = ROOT / "tests"
 KINDS = {"support", "unit", "engine", "gpu", "tools", "soak", "engines", "scale"}
 FILES = sorted(TESTS.rglob("*.py"))
-ENGINES = {"CacheEngine", "Host", "open_engine", "open_host", "open_face"}  # what makes one, by import or as a fixture
+ENGINES = {
+    "CacheEngine",
+    "HybridEngine",
+    "Host",
+    "open_engine",
+    "open_host",
+    "open_face",
+    "open_hybrid",
+}  # what makes one, by import or as a fixture
 THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool"}
 
 

@@ -4,11 +4,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +23,8 @@
 namespace nb = nanobind;
 
 namespace gdscache {
+
+using namespace nb::literals;
 
 // Python raises it as the class `kind` of gdscache.errors.
 struct CallError : Error {
@@ -95,22 +99,25 @@ private:
     Py_buffer view_{};
 };
 
+using Int64s = Array<const int64_t>;
+using UInt64s = Array<const uint64_t>;
+
 // `numpy.empty(shape, dtype)`.
 nb::object empty_array(const nb::object& shape, const nb::object& dtype);
-nb::object dtype_of(const char* name);
-nb::object shape_of(std::initializer_list<int64_t> shape);
 
+// The name of its dtype.
 template <typename T>
-constexpr const char* name_of() {
-    if (sizeof(T) == 8) return std::is_signed_v<T> ? "int64" : "uint64";
-    if (sizeof(T) == 4) return std::is_signed_v<T> ? "int32" : "uint32";
-    return "uint8";
+nb::str dtype_of() {
+    if (sizeof(T) == 8) return nb::str(std::is_signed_v<T> ? "int64" : "uint64");
+    if (sizeof(T) == 4) return nb::str(std::is_signed_v<T> ? "int32" : "uint32");
+    return nb::str("uint8");
 }
 
 // A new array of numpy's, with nothing in it yet.
 template <typename T>
 struct Fresh {
-    explicit Fresh(std::initializer_list<int64_t> shape) : array(empty_array(shape_of(shape), dtype_of(name_of<T>()))) {
+    template <typename... Sizes>
+    explicit Fresh(Sizes... shape) : array(empty_array(nb::make_tuple(shape...), dtype_of<T>())) {
         Array<T> view;
         require(view.take(array.ptr()), "numpy gives no array of ours");
         data = view.data();
@@ -126,12 +133,11 @@ class Numbers {
 public:
     explicit Numbers(const nb::object& given) {
         if (numbers_.take(given.ptr())) return;
-        kept_ = nb::module_::import_("numpy").attr("ascontiguousarray")(given, dtype_of(name_of<T>()));
+        kept_ = nb::module_::import_("numpy").attr("ascontiguousarray")(given, dtype_of<T>());
         require(numbers_.take(kept_.ptr()), "an array of no numbers");
     }
     const T* data() const { return numbers_.data(); }
     int64_t size() const { return numbers_.size(); }
-    bool none() const { return numbers_.none(); }
     std::vector<T> copied() const { return {data(), data() + size()}; }
 
 private:
@@ -139,10 +145,15 @@ private:
     nb::object kept_;
 };
 
+// A field of an object of Python's.
+template <typename T>
+T field(nb::handle of, const char* name) {
+    return nb::cast<T>(of.attr(name));
+}
+
 // The `start` and `stop` of a range.
 struct Range {
-    explicit Range(const nb::object& range)
-        : start(nb::cast<int64_t>(range.attr("start"))), stop(nb::cast<int64_t>(range.attr("stop"))) {}
+    explicit Range(nb::handle range) : start(field<int64_t>(range, "start")), stop(field<int64_t>(range, "stop")) {}
     int64_t size() const { return stop > start ? stop - start : 0; }
 
     int64_t start, stop;
@@ -170,8 +181,8 @@ void bind_executor(nb::module_& module);
 
 class Disk;
 
-// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes between
-// an executor and its first disk.
+// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes
+// between an executor and its first disk.
 [[gnu::weak, gnu::visibility("default")]] void bind_hooks(nb::module_& module);
 [[gnu::weak, gnu::visibility("default")]] std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk);
 

@@ -6,14 +6,6 @@
 namespace gdscache {
 namespace {
 
-OpenCuFiles open_files(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t batched) {
-    require(context, "a device without a context");
-    const nb::gil_scoped_release others;  // cuFile may never answer
-    auto files = std::make_shared<CuFiles>(driver, at<void>(context), library);
-    files->open(chars(log_folder));
-    return {std::move(files), batched < 0 ? kBatchedBytes : batched};
-}
-
 // A call for all threads, which may be closed meanwhile.
 template <typename Call>
 void ask(const OpenCuFiles& self, Call call) {
@@ -32,7 +24,8 @@ void remove_file(const OpenCuFiles& self, int file) {
 }
 
 void add_memory(const OpenCuFiles& self, uint64_t address, int64_t nbytes) {
-    require(address && nbytes > 0 && address <= UINT64_MAX - static_cast<uint64_t>(nbytes), "no memory that there could be");
+    const bool ends = nbytes > 0 && address <= UINT64_MAX - static_cast<uint64_t>(nbytes);
+    require(address && ends, "no memory that there could be");
     ask(self, [&](CuFiles& files) { files.add_memory(address, static_cast<size_t>(nbytes)); });
 }
 
@@ -59,23 +52,28 @@ double run_bare(const OpenCuFiles& self, int file, uint64_t address, int64_t nby
 
 }  // namespace
 
+OpenCuFiles::OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder,
+                         int64_t most)
+    : batched(most < 0 ? kBatchedBytes : most) {
+    require(context, "a device without a context");
+    const nb::gil_scoped_release others;  // cuFile may never answer
+    files = std::make_shared<CuFiles>(driver, at<void>(context), library);
+    files->open(chars(log_folder));
+}
+
 void bind_cufile(nb::module_& module) {
     module.attr("CUFILE_ERRORS") = kCuFileErrors;
-    module.def("error_text", &cufile_text, nb::arg("error"));
+    module.def("error_text", &cufile_text, "error"_a);
     nb::class_<OpenCuFiles>(module, "CuFiles")
-        .def("__init__",
-             [](OpenCuFiles* self, const char* driver, uint64_t context, const char* library, const Text& log_folder,
-                int64_t batched) { new (self) OpenCuFiles(open_files(driver, context, library, log_folder, batched)); },
-             nb::arg("driver"), nb::arg("context"), nb::arg("library"), nb::arg("log_folder").none() = nb::none(),
-             nb::arg("batched") = -1)
-        .def("add_file", &add_file, nb::arg("file"))
-        .def("remove_file", &remove_file, nb::arg("file"))
-        .def("add_memory", &add_memory, nb::arg("address"), nb::arg("nbytes"))
-        .def("remove_memory", &remove_memory, nb::arg("address"))
-        .def("move", &move, nb::arg("file"), nb::arg("offset"), nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
-             nb::arg("write"))
-        .def("run_bare", &run_bare, nb::arg("file"), nb::arg("address"), nb::arg("nbytes"), nb::arg("piece_bytes"),
-             nb::arg("threads"), nb::kw_only(), nb::arg("write"))
+        .def(nb::init<const char*, uint64_t, const char*, const Text&, int64_t>(), "driver"_a, "context"_a,
+             "library"_a, "log_folder"_a.none() = nb::none(), "batched"_a = -1)
+        .def("add_file", &add_file, "file"_a)
+        .def("remove_file", &remove_file, "file"_a)
+        .def("add_memory", &add_memory, "address"_a, "nbytes"_a)
+        .def("remove_memory", &remove_memory, "address"_a)
+        .def("move", &move, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "write"_a)
+        .def("run_bare", &run_bare, "file"_a, "address"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, nb::kw_only(),
+             "write"_a)
         .def("close", [](OpenCuFiles& self) {
             std::shared_ptr<CuFiles> ended = std::move(self.files);
             const nb::gil_scoped_release others;

@@ -1,37 +1,46 @@
-// Disks that Python drives itself, and the bare loop.
+// Disks as Python asks for them, and the bare loop.
 
 #include "disk.h"
-
-#include <optional>
 
 #include "../bare.h"
 
 namespace gdscache {
+
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
+                                   const nb::object& transport, std::vector<DeviceRange> devices) {
+    if (!transport.is_none()) return open_transport_disk(workers, transport, std::move(devices));
+    const nb::gil_scoped_release others;
+    if (cufile) return open_cufile_disk(workers, cufile->shared(), cufile->batched);
+    if (!kind) return open_disk(workers, depth);
+    return *kind == "ring" ? open_ring_disk(workers, depth) : open_threads_disk(workers);
+}
+
 namespace {
 
-double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, int64_t memory_bytes,
-            uint64_t planes, int64_t sum_bytes, const Text& driver, uint64_t context, uint64_t device) {
+double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory,
+            int64_t memory_bytes, uint64_t planes, int64_t sum_bytes, const Text& driver, uint64_t context,
+            uint64_t device) {
     const nb::gil_scoped_release others;
     std::optional<Cuda> cuda;
     if (driver) cuda.emplace(driver->c_str(), at<void>(context));
-    return run(BareLoop{{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads}, at<uint8_t>(memory), memory_bytes,
-                at<uint8_t>(planes), sum_bytes, cuda ? &*cuda : nullptr, device});
+    const LoopShape shape{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads};
+    return run(BareLoop{shape, at<uint8_t>(memory), memory_bytes, at<uint8_t>(planes), sum_bytes,
+                        cuda ? &*cuda : nullptr, device});
 }
 
 }  // namespace
 
 void bind_disk(nb::module_& module) {
-    module.def("bare_loop", &bare, nb::arg("file"), nb::arg("write"), nb::arg("nbytes"), nb::arg("piece_bytes"),
-               nb::arg("threads"), nb::arg("memory"), nb::arg("memory_bytes"), nb::arg("planes") = 0,
-               nb::arg("sum_bytes") = 0, nb::arg("driver").none() = nb::none(), nb::arg("context") = 0, nb::arg("device") = 0);
+    module.def("bare_loop", &bare, "file"_a, "write"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, "memory"_a,
+               "memory_bytes"_a, "planes"_a = 0, "sum_bytes"_a = 0, "driver"_a.none() = nb::none(), "context"_a = 0,
+               "device"_a = 0);
     nb::class_<OpenDisk>(module, "Disk")
-        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), nb::arg("kind").none(),
-             nb::arg("workers"), nb::arg("depth"), nb::arg("cufile").none() = nb::none(),
-             nb::arg("transport").none() = nb::none())
+        .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), "kind"_a.none(), "workers"_a,
+             "depth"_a, "cufile"_a.none() = nb::none(), "transport"_a.none() = nb::none())
         .def_prop_ro("name", &OpenDisk::name)
         .def_prop_ro("pending", &OpenDisk::pending)
-        .def("submit", &OpenDisk::submit, nb::arg("pieces"), nb::arg("fragments"))
-        .def("reap", &OpenDisk::reap, nb::arg("seconds") = -1.0)
+        .def("submit", &OpenDisk::submit, "pieces"_a, "fragments"_a)
+        .def("reap", &OpenDisk::reap, "seconds"_a = -1.0)
         .def("wake", &OpenDisk::wake)
         .def("close", &OpenDisk::close);
 }

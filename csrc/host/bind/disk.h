@@ -1,20 +1,33 @@
-// A disk that Python drives itself.
+// Disks as Python asks for them, and one that it drives itself.
 
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "../cufile_disk.h"
 #include "../memory.h"
 #include "bind.h"
 #include "handles.h"
-#include "transport.h"
 
 namespace gdscache {
 
 constexpr int64_t kMostRows = int64_t{1} << 32;
 static_assert(sizeof(iovec) == 2 * sizeof(uint64_t), "fragments are given as rows of two words");
+
+// Memory of a GPU, which a transport gets as a `DeviceMemory`.
+struct DeviceRange {
+    uint64_t address, bytes;
+    int device;
+};
+
+// `threads` threads of ours, which take the interpreter's lock for `transport` (gdscache/storage/base.py). Whoever
+// waits for them, or ends the disk, has given it up.
+std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices);
+
+// What a disk moves bytes by: a transport, else cuFile; else io_uring ("ring"), threads, or the first of the two that
+// can be had. Throws `Error`.
+std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
+                                   const nb::object& transport, std::vector<DeviceRange> devices);
 
 // One thread submits, reaps and closes; any may wake.
 class OpenDisk {
@@ -22,13 +35,10 @@ public:
     OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const nb::object& transport) {
         require(!kind || *kind == "ring" || *kind == "threads", "there is no such disk");
         try {
-            if (!transport.is_none()) disk_ = open_transport_disk(workers, transport, {});
-            else if (cufile) disk_ = open_cufile_disk(workers, cufile->shared(), cufile->batched);
-            else if (!kind) disk_ = open_disk(workers, depth);
-            else if (*kind == "ring") disk_ = open_ring_disk(workers, depth);
-            else disk_ = open_threads_disk(workers);
+            disk_ = open_disk_by(kind, workers, depth, cufile, transport, {});
         } catch (const Error& error) {
-            throw CallError{error.what(), error.code, "allow io_uring, or raise ulimit -n and ulimit -u", "RefusedDiskError"};
+            const char* const hint = "allow io_uring, or raise ulimit -n and ulimit -u";
+            throw CallError{error.what(), error.code, hint, "RefusedDiskError"};
         }
     }
     ~OpenDisk() { close(); }
@@ -38,7 +48,7 @@ public:
     size_t pending() const { return open(disk_, "the disk").pending(); }
     void wake() { open(disk_, "the disk").wake(); }
 
-    void submit(const Array<const int64_t>& pieces, const Array<const uint64_t>& fragments) {
+    void submit(const Int64s& pieces, const UInt64s& fragments) {
         Disk& disk = open(disk_, "the disk");
         const int64_t count = pieces.shape(0), total = fragments.shape(0);
         require(pieces.has(count, 7) && fragments.has(total, 2), "pieces have 7 numbers, and fragments 2");
@@ -67,7 +77,7 @@ public:
             const MustNotFail reserve;
             if (const int count = disk.reap(ended, seconds); count < 0) throw CallError{"the disk is broken", -count};
         }
-        const Fresh<int64_t> rows({static_cast<int64_t>(ended.size()), 5});
+        const Fresh<int64_t> rows(static_cast<int64_t>(ended.size()), 5);
         int64_t* row = rows.data;
         for (const Ended& one : ended) {
             *row++ = static_cast<int64_t>(one.tag), *row++ = one.first, *row++ = one.count, *row++ = one.error;

@@ -8,14 +8,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "../checks.h"
-#include "handles.h"
-#include "transport.h"
+#include "disk.h"
 
 namespace gdscache {
 namespace {
@@ -42,26 +37,22 @@ Nanoseconds deadline(double seconds) {
 // What a disk is opened by (Descriptors in gdscache/moves/machine.py).
 struct Means {
     explicit Means(nb::handle about)
-        : threads(nb::cast<int>(about.attr("threads"))), uring(nb::cast<bool>(about.attr("uring"))), transport(about.attr("transport")) {
-        const auto* const opened = nb::cast<const OpenCuFiles*>(about.attr("cufile"));
-        if (opened) cufile = opened->shared(), batched = opened->batched;
-    }
+        : threads(field<int>(about, "threads")),
+          kind(field<bool>(about, "uring") ? Text() : Text("threads")),
+          cufile(field<const OpenCuFiles*>(about, "cufile")),
+          transport(about.attr("transport")) {}
     // A transport refuses what it does not reach itself.
     bool reaches(uint64_t address, size_t bytes) const {
-        return !transport.is_none() || (cufile && cufile->memory(address, bytes));
+        return !transport.is_none() || (cufile && cufile->shared()->memory(address, bytes));
     }
     std::unique_ptr<Disk> open(const std::vector<DeviceRange>& devices) const {
-        if (!transport.is_none()) return open_transport_disk(threads, transport, devices);
-        const nb::gil_scoped_release others;
-        if (cufile) return open_cufile_disk(threads, cufile, batched);
-        return uring ? open_disk(threads, kDepth * threads) : open_threads_disk(threads);
+        return open_disk_by(kind, threads, kDepth * threads, cufile, transport, devices);
     }
 
     int threads;
-    bool uring;
+    Text kind;
+    const OpenCuFiles* cufile;
     nb::object transport;  // of Python's, which gives files numbers of its own; or none
-    std::shared_ptr<CuFiles> cufile;
-    int64_t batched = 0;
 };
 
 nb::object range_of(int64_t start, int64_t stop) {
@@ -70,10 +61,10 @@ nb::object range_of(int64_t start, int64_t stop) {
 
 }  // namespace
 
-OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_bytes, int32_t page_blocks,
+OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks,
                            const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
                            const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
-    const auto bytes = [&](const char* name) { return nb::cast<int64_t>(limits.attr(name)); };
+    const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
     Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
                  {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
                  bytes("foreign_copy")};
@@ -81,67 +72,63 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
     refuse_if(nb::len(disks) > 64, "no sound number of disks");
-    auto made = std::make_shared<Opened>();
-    made->pool = pool ? pool->pool : nullptr;
-    made->gpu = gpu ? gpu->copies : nullptr;
-    const Pool* const planes = made->pool ? &made->pool->pool : nullptr;
+    pool_ = pool ? pool->pool : nullptr;
+    gpu_ = gpu ? gpu->copies : nullptr;
     std::vector<std::optional<Means>> means;
     for (const nb::handle about : disks) {
         about.is_none() ? means.emplace_back() : means.emplace_back(about);
         refuse_if(means.back() && means.back()->threads < 1, "no sound number of threads");
     }
     std::vector<DeviceRange> devices;
-    std::vector<Space> kinds;
     std::vector<Place> places;
     bool ours = false;
     for (const auto [name, about] : spaces) {
-        const auto has = [&about = about](const char* field) { return nb::object(about.attr(field)); };
-        const std::string kind = nb::cast<std::string>(has("kind"));
-        Space space;
-        space.kind = kind == "planes" ? Space::Kind::kPlanes : kind == "memory" ? Space::Kind::kMemory : Space::Kind::kFiles;
-        refuse_if(space.kind == Space::Kind::kFiles && kind != "files", "a space of no kind");
-        space.foreign = nb::cast<bool>(has("foreign"));
-        Place place;
-        place.slots = nb::cast<int64_t>(has("slots"));
-        place.stretch = nb::cast<int64_t>(has("stretch"));
-        place.pinned = nb::cast<bool>(has("pinned"));
-        place.fence = nb::cast<int64_t>(has("fence"));
-        place.memory = at<uint8_t>(nb::cast<uint64_t>(has("device_memory")));
+        const std::string kind = field<std::string>(about, "kind");
+        const bool in_planes = kind == "planes", in_memory = kind == "memory", in_files = kind == "files";
+        refuse_if(!in_planes && !in_memory && !in_files, "a space of no kind");
+        Place space;
+        space.kind = in_planes ? Space::Kind::kPlanes : in_memory ? Space::Kind::kMemory : Space::Kind::kFiles;
+        space.foreign = field<bool>(about, "foreign") && !in_files;
+        space.slots = field<int64_t>(about, "slots");
+        space.stretch = field<int64_t>(about, "stretch");
+        space.pinned = field<bool>(about, "pinned");
+        space.fence = field<int64_t>(about, "fence");
+        space.memory = at<uint8_t>(field<uint64_t>(about, "device_memory"));
         Array<std::byte> memory;
         Array<uint64_t> sums;
-        require(memory.take(has("memory").ptr()) && sums.take(has("sums").ptr()), "a space of no arrays");
-        if (!memory.none()) place.memory = reinterpret_cast<uint8_t*>(memory.data());
+        const nb::object bytes_of = about.attr("memory"), sums_of = about.attr("sums");
+        require(memory.take(bytes_of.ptr()) && sums.take(sums_of.ptr()), "a space of no arrays");
+        if (!memory.none()) space.memory = reinterpret_cast<uint8_t*>(memory.data());
         space.sums = sums.data();
-        if (space.kind == Space::Kind::kFiles) {
-            space.foreign = false;
-            space.disk = nb::cast<int32_t>(has("disk"));
+        if (in_files) {
+            space.disk = field<int32_t>(about, "disk");
             refuse_if(space.disk < 0 || space.disk >= static_cast<int32_t>(means.size()), "files without a disk");
-            for (const nb::handle file : nb::iter(has("files"))) place.files.push_back(nb::cast<int>(file));
+            for (const nb::handle file : nb::iter(about.attr("files"))) space.files.push_back(nb::cast<int>(file));
             if (const auto& by = means[space.disk]) {
                 const bool asked = !by->transport.is_none();
-                refuse_if(place.files.empty(), "a space without files");
-                place.copied = !asked && std::any_of(place.files.begin(), place.files.end(), kernel_copies);
-                if (asked) space.io_bytes = nb::cast<int64_t>(by->transport.attr("call_bytes"));
+                refuse_if(space.files.empty(), "a space without files");
+                space.copied = !asked && std::any_of(space.files.begin(), space.files.end(), kernel_copies);
+                if (asked) space.io_bytes = field<int64_t>(by->transport, "call_bytes");
                 refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }
         }
-        check(space, place, extent_bytes, made->gpu != nullptr);
-        refuse_if(!memory.none() && memory.bytes() < place.slots * extent_bytes, "a memory of fewer bytes than its slots");
-        refuse_if(!sums.none() && !sums.has(place.slots, sizes.layers), "checksums of other slots");
-        if (space.foreign && made->gpu) check(space, place, made->gpu->gpu->planes(), sizes);
-        else if (!space.foreign && space.kind == Space::Kind::kPlanes) check(place, planes, sizes);
-        const auto size = static_cast<size_t>(place.slots * extent_bytes);
-        const auto address = reinterpret_cast<uint64_t>(place.memory);
-        const bool on_gpu = space.kind == Space::Kind::kMemory && space.foreign;
-        if (on_gpu) devices.push_back({address, size, nb::cast<int>(has("device"))});
-        for (size_t n = 0; n < means.size() && space.kind == Space::Kind::kMemory; ++n) {
-            if (!on_gpu || !means[n] || means[n]->reaches(address, size)) place.reached |= uint64_t{1} << n;
+        check(space, extent_bytes, has_gpu());
+        const int64_t size = space.slots * extent_bytes;
+        refuse_if(!memory.none() && memory.bytes() < size, "a memory of fewer bytes than its slots");
+        refuse_if(!sums.none() && !sums.has(space.slots, sizes.layers), "checksums of other slots");
+        if (in_planes && !space.foreign) check(space, pool_.get(), sizes);
+        if (in_planes && space.foreign && gpu_) check(space, gpu_->gpu->planes(), sizes);
+        const auto address = reinterpret_cast<uint64_t>(space.memory);
+        const bool on_gpu = in_memory && space.foreign;
+        if (on_gpu) devices.push_back({address, static_cast<size_t>(size), field<int>(about, "device")});
+        for (size_t n = 0; in_memory && n < means.size(); ++n) {
+            const bool reached = !on_gpu || !means[n] || means[n]->reaches(address, static_cast<size_t>(size));
+            if (reached) space.reached |= uint64_t{1} << n;
         }
-        ours = ours || (!space.foreign && space.kind != Space::Kind::kFiles);
-        numbers_[name] = kinds.size();
+        ours = ours || (!space.foreign && !in_files);
+        numbers_[name] = places.size();
         names_.append(name);
-        kinds.push_back(space);
-        places.push_back(std::move(place));
+        places.push_back(std::move(space));
     }
     refuse_if(ours && threads < 1, "nobody for what is not foreign");
     int32_t reserve_space = -1;
@@ -149,7 +136,7 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     if (!reserve.is_none()) {
         reserve_space = number_of(reserve[0]);
         first = nb::cast<int64_t>(reserve[1]), slots = nb::cast<int64_t>(reserve[2]);
-        const bool inside = kinds[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
+        const bool inside = places[reserve_space].kind == Space::Kind::kMemory && first >= 0 && slots >= 0 &&
                             slots <= places[reserve_space].slots - first;
         refuse_if(!inside, "a reserve outside its memory");
     }
@@ -157,17 +144,14 @@ OpenExecutor::OpenExecutor(const Array<const int64_t>& bounds, int64_t extent_by
     std::vector<std::unique_ptr<Disk>> opened;
     for (const auto& by : means) opened.push_back(by ? by->open(devices) : nullptr);
     if (!opened.empty() && opened[0]) {
-        made->disk = opened[0]->name();
+        disk_ = opened[0]->name();
         if (between) opened[0] = between(std::move(opened[0]));
     }
-    {
-        const nb::gil_scoped_release others;
-        made->executor = std::make_unique<Executor>(sizes, std::move(kinds), std::move(places), reserve_space,
-                                                    Reserve(first, slots, fence), planes, std::move(opened), threads);
-        if (made->gpu) made->server = std::make_unique<GpuServer>(*made->executor, *made->gpu->gpu);
-    }
-    opened_ = std::move(made);
     kept_ = spaces;
+    const nb::gil_scoped_release others;
+    executor_ = std::make_unique<Executor>(sizes, std::move(places), reserve_space, Reserve(first, slots, fence),
+                                           pool_.get(), std::move(opened), threads);
+    if (gpu_) server_ = std::make_unique<GpuServer>(*executor_, *gpu_->gpu);
 }
 
 int32_t OpenExecutor::number_of(const nb::object& name) const {
@@ -179,7 +163,7 @@ int32_t OpenExecutor::number_of(const nb::object& name) const {
 
 std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
     std::vector<Way> made;
-    const int64_t page_blocks = open().executor->limits().page_blocks;
+    const int64_t page_blocks = executor().limits().page_blocks;
     for (const nb::handle from : ways) {
         Way way;
         way.source = number_of(from.attr("source"));
@@ -189,7 +173,7 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
         way.places = Numbers<int64_t>(from.attr("places")).copied();
         way.sums = Numbers<uint64_t>(from.attr("sums")).copied();
         if (!way.places.empty()) way.through = number_of(from.attr("through"));
-        const bool planes = open().executor->spaces()[way.source].kind == Space::Kind::kPlanes;
+        const bool planes = executor().places()[way.source].kind == Space::Kind::kPlanes;
         const auto count = static_cast<int64_t>(way.sources.size());
         require(!planes || count % page_blocks == 0, "blocks of half a page");
         way.pages = planes ? count / page_blocks : count;
@@ -199,9 +183,7 @@ std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
 }
 
 void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways,
-                         const Array<const int64_t>& groups, const nb::object& routes, const Array<const uint64_t>& after,
-                         bool more) {
-    Opened& opened = open();
+                         const Int64s& groups, const nb::object& routes, const UInt64s& after, bool more) {
     MoveSpec spec;
     spec.id = number;
     spec.priority = static_cast<Priority>(priority);
@@ -212,106 +194,92 @@ void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const 
     for (int64_t n = 0; n < count; ++n) {
         const int64_t* const row = groups.data() + 8 * n;
         require(row[0] >= 0 && row[0] <= kMostLayers && row[1] >= 0 && row[1] <= kMostLayers, "no such layers");
-        spec.groups.push_back({static_cast<int32_t>(row[0]), static_cast<int32_t>(row[1]), row[2], row[3], row[4], row[5],
-                               row[6], row[7]});
+        const auto first = static_cast<int32_t>(row[0]), last = static_cast<int32_t>(row[1]);
+        spec.groups.push_back({first, last, row[2], row[3], row[4], row[5], row[6], row[7]});
         if (routes.is_none()) continue;
-        const nb::object both = routes(range_of(row[0], row[1]));
-        spec.groups.back().route = nb::cast<int32_t>(both[0]);
-        spec.groups.back().summed_route = nb::cast<int32_t>(both[1]);
+        const auto both = nb::cast<std::pair<int32_t, int32_t>>(routes(range_of(first, last)));
+        std::tie(spec.groups.back().route, spec.groups.back().summed_route) = both;
     }
     if (!after.none()) spec.after.assign(after.data(), after.data() + after.size());
     spec.open = more;
-    const Executor& executor = *opened.executor;
+    Executor& known = executor();
     const bool good = priority >= 0 && priority < kPriorities && spec.after.size() <= 1 << 20 &&
-                      sound(spec.ways, executor, opened.gpu != nullptr) && sound(spec.groups, executor.limits()) &&
-                      (!more || loads(spec.ways, executor));
+                      sound(spec.ways, known, has_gpu()) && sound(spec.groups, known.limits()) &&
+                      (!more || loads(spec.ways, known));
     require(good, "a move that makes no sense");
-    if (!opened.executor->begin(std::move(spec))) throw CallError{"another move has that number", EEXIST};
+    if (!known.begin(std::move(spec))) throw CallError{"another move has that number", EEXIST};
 }
 
 void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
-    Executor& executor = *open().executor;
-    if (!executor.knows(move)) throw CallError{"no such move", ENOENT};
+    if (!executor().knows(move)) throw CallError{"no such move", ENOENT};
     std::vector<Way> more = read(ways);
-    const bool good = sound(more, executor, open().gpu != nullptr) && loads(more, executor);
-    require(good && executor.extend(move, std::move(more), last), "ways that make no sense for this move");
+    const bool good = sound(more, executor(), has_gpu()) && loads(more, executor());
+    require(good && executor().extend(move, std::move(more), last), "ways that make no sense for this move");
 }
 
 nb::tuple OpenExecutor::outcome(int64_t move) {
-    Executor& executor = *open().executor;
-    const Outcome* const found = executor.outcome(move);
+    const Outcome* const found = executor().outcome(move);
     if (!found) throw CallError{"the move has not ended", EAGAIN, "wait for it"};
-    const Fresh<uint8_t> statuses({static_cast<int64_t>(found->statuses.size())});
+    const Fresh<uint8_t> statuses(static_cast<int64_t>(found->statuses.size()));
     if (!found->statuses.empty()) std::memcpy(statuses.data, found->statuses.data(), found->statuses.size());
-    nb::list errors, late;
-    for (const auto& [row, error] : found->errors) errors.append(nb::make_tuple(row, error));
-    for (const int32_t row : found->late) late.append(row);
+    const nb::object errors = nb::cast(found->errors), late = nb::cast(found->late);
     const std::string why = !found->broken ? "" : found->why.empty() ? "no reason" : found->why;
     const nb::object told = nb::steal(PyUnicode_DecodeUTF8(why.data(), static_cast<Py_ssize_t>(why.size()), "replace"));
-    require(executor.forget(move), "the move has not ended");
+    require(executor().forget(move), "the move has not ended");
     return nb::make_tuple(statuses.array, errors, late, told);
 }
 
 void OpenExecutor::refuse(int status) {
-    const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && status != static_cast<int>(Status::kLoaded);
+    const auto given = static_cast<Status>(status);
+    const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && given != Status::kLoaded;
     require(good, "no verdict of pages that nobody has read");
-    open().executor->refuse(static_cast<Status>(status));
+    executor().refuse(given);
 }
 
 namespace {
 
-// What `take(until, &waited)` gives, null where nothing came in time. Signals are heard. `with_lock`: others of Python
-// wait at first.
+// Calls `take(until)` until it says that something has come, or the time is over. Signals are heard. `with_lock`:
+// others of Python wait at first.
 template <typename Take>
-auto taken(Opened& opened, double seconds, Take take, bool with_lock = false) {
+void wait_for(Calls& calls, double seconds, Take take, bool with_lock = false) {
     const Nanoseconds until = deadline(seconds);
     for (;; with_lock = false) {
         const Nanoseconds slice = std::min(until, now() + (with_lock ? kKept : kSlice));
-        Waited waited;
-        decltype(take(slice, &waited)) found{};
         {
             std::optional<nb::gil_scoped_release> others;
             if (!with_lock) others.emplace();
-            const Inside inside(opened);
-            if (inside.closed) waited = Waited::kClosed;
-            else found = take(slice, &waited);
+            const Calls::Inside inside(calls);
+            if (inside.over) throw Stopped();
+            if (take(slice) || slice == until) return;
         }
-        if (waited == Waited::kClosed) throw CallError{"the executor was stopped", ECANCELED, "wait before close"};
-        if (waited == Waited::kHappened || slice == until) return found;
         if (PyErr_CheckSignals() != 0) throw nb::python_error();
     }
 }
 
 }  // namespace
 
-nb::object OpenExecutor::take_late(double seconds, int64_t most) {
+std::vector<std::pair<int64_t, int32_t>> OpenExecutor::take_late(double seconds, int64_t most) {
     require(most > 0, "no room for late pages");
-    open();
-    const std::shared_ptr<Opened> kept = opened_;
-    nb::list rows;
-    const auto found = taken(*kept, seconds, [&](Nanoseconds until, Waited* waited) {
-        return kept->executor->take_ended_late(until, static_cast<size_t>(most), waited);
+    executor();
+    std::vector<std::pair<int64_t, int32_t>> found;
+    wait_for(calls_, seconds, [&](Nanoseconds until) {
+        found = executor_->take_ended_late(until, static_cast<size_t>(most));
+        return !found.empty();
     });
-    for (const auto& [move, row] : found) rows.append(nb::make_tuple(move, row));
-    return rows;
+    return found;
 }
 
-nb::object OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
-    open();
-    const std::shared_ptr<Opened> kept = opened_;
-    const auto look = [&](Nanoseconds until, Waited* waited) {
-        int64_t point = 0;
-        // One that nobody knows any more was over.
-        if (!kept->executor->wait(move, group, until, waited, &point)) *waited = Waited::kHappened;
-        return *waited == Waited::kHappened ? std::optional(point) : std::nullopt;
-    };
-    const std::optional<int64_t> point = taken(*kept, seconds, look, group >= 0 || seconds <= 0);
-    return point ? nb::int_(*point) : nb::object(nb::none());
+std::optional<int64_t> OpenExecutor::wait(int64_t move, double seconds, int32_t group) {
+    executor();
+    std::optional<int64_t> point;
+    const auto look = [&](Nanoseconds until) { return (point = executor_->wait(move, group, until)).has_value(); };
+    wait_for(calls_, seconds, look, group >= 0 || seconds <= 0);
+    return point;
 }
 
 nb::list OpenExecutor::take_spans() {
     nb::list rows;
-    for (const Span& span : open().executor->take_spans(4096)) {
+    for (const Span& span : executor().take_spans(4096)) {
         rows.append(nb::make_tuple(static_cast<int>(span.kind), range_of(span.first, span.last), span.move, span.pages,
                                    span.bytes, span.begin, span.end));
     }
@@ -324,22 +292,21 @@ void bind_executor(nb::module_& module) {
     module.attr("GONE") = kGone;
     module.attr("WRONG") = kWrong;
     nb::class_<OpenExecutor>(module, "Executor")
-        .def(nb::init<const Array<const int64_t>&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&,
-                      int64_t, const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
-             nb::arg("bounds"), nb::arg("extent_bytes"), nb::arg("page_blocks"), nb::arg("spaces"), nb::arg("limits"),
-             nb::arg("reserve").none() = nb::none(), nb::arg("fence") = 0, nb::arg("pool").none() = nb::none(),
-             nb::arg("gpu").none() = nb::none(), nb::arg("disks") = nb::make_tuple(), nb::arg("threads") = 0)
+        .def(nb::init<const Int64s&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&, int64_t,
+                      const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
+             "bounds"_a, "extent_bytes"_a, "page_blocks"_a, "spaces"_a, "limits"_a, "reserve"_a.none() = nb::none(),
+             "fence"_a = 0, "pool"_a.none() = nb::none(), "gpu"_a.none() = nb::none(), "disks"_a = nb::make_tuple(),
+             "threads"_a = 0)
         .def_prop_ro("disk", &OpenExecutor::disk)
         .def_prop_ro("closed", &OpenExecutor::closed)
-        .def("begin", &OpenExecutor::begin, nb::arg("number"), nb::arg("priority"), nb::arg("until"), nb::arg("ways"),
-             nb::arg("groups"), nb::arg("routes").none() = nb::none(), nb::arg("after").none() = nb::none(),
-             nb::arg("open") = false)
-        .def("extend", &OpenExecutor::extend, nb::arg("move"), nb::arg("ways"), nb::kw_only(), nb::arg("last"))
-        .def("cancel", &OpenExecutor::cancel, nb::arg("move"))
-        .def("wait", &OpenExecutor::wait, nb::arg("move"), nb::arg("seconds"), nb::arg("group") = -1)
-        .def("outcome", &OpenExecutor::outcome, nb::arg("move"))
-        .def("refuse", &OpenExecutor::refuse, nb::arg("status"))
-        .def("take_late", &OpenExecutor::take_late, nb::arg("seconds"), nb::arg("most") = 256)
+        .def("begin", &OpenExecutor::begin, "number"_a, "priority"_a, "until"_a, "ways"_a, "groups"_a,
+             "routes"_a.none() = nb::none(), "after"_a.none() = nb::none(), "open"_a = false)
+        .def("extend", &OpenExecutor::extend, "move"_a, "ways"_a, nb::kw_only(), "last"_a)
+        .def("cancel", &OpenExecutor::cancel, "move"_a)
+        .def("wait", &OpenExecutor::wait, "move"_a, "seconds"_a, "group"_a = -1)
+        .def("outcome", &OpenExecutor::outcome, "move"_a)
+        .def("refuse", &OpenExecutor::refuse, "status"_a)
+        .def("take_late", &OpenExecutor::take_late, "seconds"_a, "most"_a = 256)
         .def("held_slots", &OpenExecutor::held_slots)
         .def("free_slots", &OpenExecutor::free_slots)
         .def("trace", &OpenExecutor::trace)

@@ -2,9 +2,6 @@
 
 #include "../gpu.h"
 
-#include <chrono>
-#include <thread>
-
 #include "../checks.h"
 #include "../executor.h"
 #include "handles.h"
@@ -16,15 +13,13 @@ namespace {
 class Asking {
 public:
     explicit Asking(const OpenGpu& open) : copies_(open.copies) {
-        if (copies_) ++copies_->asking;
-    }
-    ~Asking() {
-        if (copies_) --copies_->asking;
+        if (copies_) inside_.emplace(copies_->calls);
     }
     Gpu* gpu() const { return copies_ ? &*copies_->gpu : nullptr; }
 
 private:
     const std::shared_ptr<GpuCopies> copies_;
+    std::optional<Calls::Inside> inside_;
 };
 
 std::shared_ptr<GpuCopies> of(const OpenGpu& self) {
@@ -32,70 +27,35 @@ std::shared_ptr<GpuCopies> of(const OpenGpu& self) {
     return self.copies;
 }
 
-// `spec`: an object with the fields of `GpuSpec` in kernels/gpu.py.
-OpenGpu open_gpu(const char* library, const nb::object& spec) {
-    const auto number = [&](const char* name) { return nb::cast<int64_t>(spec.attr(name)); };
-    const auto address = [&](const char* name) { return nb::cast<uint64_t>(spec.attr(name)); };
-    GpuPlanes planes;
-    planes.bounds = Numbers<int64_t>(spec.attr("bounds")).copied();
-    planes.first_plane = Numbers<int32_t>(spec.attr("first_plane")).copied();
-    planes.layers = static_cast<int32_t>(planes.bounds.size()) - 1;
-    planes.page_blocks = nb::cast<int32_t>(spec.attr("page_blocks"));
-    planes.blocks = number("blocks");
-    planes.extent_bytes = number("extent_bytes");
-    const Numbers<int64_t> rows(spec.attr("planes"));
-    require(rows.size() % 7 == 0, "planes have 7 numbers");
-    for (const int64_t* row = rows.data(); row != rows.data() + rows.size(); row += 7) {
-        planes.planes.push_back({row[0], row[1], row[2], row[3], row[4], row[5], row[6]});
-    }
-    const auto function = [&](const char* name) { return at<void>(address(name)); };
-    const PageKernels kernels{function("gather"),      function("scatter"), function("gather_sums"), function("scatter_sums"),
-                              address("table"),        nb::cast<int32_t>(spec.attr("vector")),
-                              nb::cast<int32_t>(spec.attr("processors")), nb::cast<bool>(spec.attr("sums")),
-                              nb::cast<bool>(spec.attr("looks"))};
-    const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
-    const int64_t staging = number("staging");
-    check(planes, kernels, sizes, staging);
-    const uint64_t context = address("context");
-    const nb::gil_scoped_release others;
-    auto made = std::make_shared<GpuCopies>(library, at<void>(context));
-    const Cuda::Entered entered(made->cuda);
-    made->gpu.emplace(made->cuda, std::move(planes), kernels, sizes, static_cast<size_t>(staging));
-    return {std::move(made)};
-}
-
-nb::tuple queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t extents, int64_t fence, bool device,
-                bool pinned, const Array<const int64_t>& slots, const Array<const int64_t>& blocks,
-                const Array<const uint64_t>& after, const nb::object& layers, int route, bool load, bool sums) {
+// Points behind the copies and behind the last look at what they take, and a ticket.
+std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t extents,
+                                            int64_t fence, bool device, bool pinned, const Int64s& slots,
+                                            const Int64s& blocks, const UInt64s& after, const nb::object& layers,
+                                            int route, bool load, bool sums) {
     const auto copies = of(self);
     const Range range(layers);
     const GpuPlanes& planes = copies->gpu->planes();
     require(range.start >= 0 && range.stop <= planes.layers && range.start <= range.stop, "no such layers");
     require(blocks.size() == slots.size() * planes.page_blocks, "blocks for other pages");
     const ExtentSlots memory{address, stride, 0, extents, device, pinned, fence};
-    const PageCopies asked{load, static_cast<Route>(route), sums, static_cast<int32_t>(range.start),
-                           static_cast<int32_t>(range.stop), slots.size(), memory, slots.data(), blocks.data(), after.data(),
-                           static_cast<size_t>(after.size())};
+    const auto first = static_cast<int32_t>(range.start), last = static_cast<int32_t>(range.stop);
+    const PageCopies asked{load, static_cast<Route>(route), sums, first, last, slots.size(), memory, slots.data(),
+                           blocks.data(), after.data(), static_cast<size_t>(after.size())};
     check(asked, planes);
-    int64_t point, read, ticket;
-    {
-        const nb::gil_scoped_release others;
-        {  // before anything is queued: what this throws is not about it
-            const std::lock_guard held(copies->lock);
-            StreamTime times[2];
-            while (!copies->unasked.empty() && copies->gpu->reached(copies->unasked.front().point)) {
-                copies->gpu->finish(copies->unasked.front(), nullptr, times);
-                copies->unasked.pop_front();
-            }
-        }
-        QueuedCopies queued = copies->gpu->queue(asked);
-        point = queued.point, read = queued.read;
+    const nb::gil_scoped_release others;
+    {  // before anything is queued: what this throws is not about it
         const std::lock_guard held(copies->lock);
-        ticket = ++copies->tickets;
-        if (sums) copies->asked.emplace(ticket, std::move(queued));
-        else copies->unasked.push_back(std::move(queued));
+        while (!copies->unasked.empty() && copies->gpu->reached(copies->unasked.front().point)) {
+            copies->gpu->finish(copies->unasked.front(), nullptr);
+            copies->unasked.pop_front();
+        }
     }
-    return nb::make_tuple(point, read, ticket);
+    QueuedCopies queued = copies->gpu->queue(asked);
+    const std::lock_guard held(copies->lock);
+    const std::tuple answer{queued.point, queued.read, ++copies->tickets};
+    if (sums) copies->asked.emplace(copies->tickets, std::move(queued));
+    else copies->unasked.push_back(std::move(queued));
+    return answer;
 }
 
 nb::object finish(const OpenGpu& self, int64_t ticket) {
@@ -107,12 +67,13 @@ nb::object finish(const OpenGpu& self, int64_t ticket) {
         if (node.empty()) throw CallError{"no such copies", ENOENT};
         queued = std::move(node.mapped());
     }
-    const Fresh<uint64_t> sums({queued.pages, queued.last - queued.first});
-    StreamTime times[2];
+    const Fresh<uint64_t> sums(queued.pages, queued.last - queued.first);
     const nb::gil_scoped_release others;
-    copies->gpu->finish(queued, sums.data, times);
+    copies->gpu->finish(queued, sums.data);
     return sums.array;
 }
+
+int64_t last(const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }
 
 template <bool (Gpu::*kAsk)(int64_t)>
 bool is(const OpenGpu& self, int64_t point) {
@@ -148,28 +109,55 @@ void follow(const OpenGpu& self, uint64_t stream, int64_t point) {
 void close(OpenGpu& self) {
     std::shared_ptr<GpuCopies> ended = std::move(self.copies);
     const nb::gil_scoped_release others;
-    while (ended && ended->asking) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (ended) ended->calls.end();
     ended.reset();
 }
 
 }  // namespace
 
+OpenGpu::OpenGpu(const char* library, const nb::object& spec) {
+    const auto number = [&](const char* name) { return field<int64_t>(spec, name); };
+    const auto count = [&](const char* name) { return field<int32_t>(spec, name); };
+    const auto function = [&](const char* name) { return at<void>(field<uint64_t>(spec, name)); };
+    GpuPlanes planes;
+    planes.bounds = Numbers<int64_t>(spec.attr("bounds")).copied();
+    planes.first_plane = Numbers<int32_t>(spec.attr("first_plane")).copied();
+    planes.layers = static_cast<int32_t>(planes.bounds.size()) - 1;
+    planes.page_blocks = count("page_blocks");
+    planes.blocks = number("blocks");
+    planes.extent_bytes = number("extent_bytes");
+    const Numbers<int64_t> rows(spec.attr("planes"));
+    require(rows.size() % 7 == 0, "planes have 7 numbers");
+    for (const int64_t* row = rows.data(); row != rows.data() + rows.size(); row += 7) {
+        planes.planes.push_back({row[0], row[1], row[2], row[3], row[4], row[5], row[6]});
+    }
+    const PageKernels kernels{function("gather"),      function("scatter"),
+                              function("gather_sums"), function("scatter_sums"),
+                              field<uint64_t>(spec, "table"), count("vector"), count("processors"),
+                              field<bool>(spec, "sums"), field<bool>(spec, "looks")};
+    const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
+    const int64_t staging = number("staging");
+    check(planes, kernels, sizes, staging);
+    void* const context = function("context");
+    const nb::gil_scoped_release others;
+    copies = std::make_shared<GpuCopies>(library, context);
+    const Cuda::Entered entered(copies->cuda);
+    copies->gpu.emplace(copies->cuda, std::move(planes), kernels, sizes, static_cast<size_t>(staging));
+}
+
 void bind_gpu(nb::module_& module) {
     nb::class_<OpenGpu>(module, "Gpu")
-        .def("__init__",
-             [](OpenGpu* self, const char* library, const nb::object& spec) { new (self) OpenGpu(open_gpu(library, spec)); },
-             nb::arg("library"), nb::arg("spec"))
+        .def(nb::init<const char*, const nb::object&>(), "library"_a, "spec"_a)
         .def_prop_ro("closed", [](const OpenGpu& self) { return !self.copies; })
         .def_prop_ro("api", [](const OpenGpu& self) { return of(self)->cuda.api(); })
-        .def("queue", &queue, nb::arg("address"), nb::arg("stride"), nb::arg("extents"), nb::arg("fence"), nb::arg("device"),
-             nb::arg("pinned"), nb::arg("slots"), nb::arg("blocks"), nb::arg("after"), nb::arg("layers"), nb::arg("route"),
-             nb::arg("load"), nb::arg("sums"))
-        .def("finish", &finish, nb::arg("ticket"))
-        .def("last", [](const OpenGpu& self, bool loads) { return of(self)->gpu->last(loads); }, nb::kw_only(), nb::arg("loads"))
-        .def("reached", &is<&Gpu::reached>, nb::arg("point"))
-        .def("past", &is<&Gpu::past>, nb::arg("point"))
-        .def("wait", &wait, nb::arg("point"))
-        .def("follow", &follow, nb::arg("stream"), nb::arg("point"))
+        .def("queue", &queue, "address"_a, "stride"_a, "extents"_a, "fence"_a, "device"_a, "pinned"_a, "slots"_a,
+             "blocks"_a, "after"_a, "layers"_a, "route"_a, "load"_a, "sums"_a)
+        .def("finish", &finish, "ticket"_a)
+        .def("last", &last, nb::kw_only(), "loads"_a)
+        .def("reached", &is<&Gpu::reached>, "point"_a)
+        .def("past", &is<&Gpu::past>, "point"_a)
+        .def("wait", &wait, "point"_a)
+        .def("follow", &follow, "stream"_a, "point"_a)
         .def("close", &close);
 }
 

@@ -3,22 +3,52 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 
-#include "../cufile_disk.h"
+#include "../cufile.h"
+#include "../disk.h"
 #include "../gpu.h"
 #include "../pages.h"
 #include "bind.h"
 
 namespace gdscache {
 
+// Calls of other threads that are inside of what is about to end. It ends behind them.
+class Calls {
+public:
+    struct Inside {
+        explicit Inside(Calls& all) : calls(all) {
+            ++calls.count_;
+            over = calls.over_;
+        }
+        ~Inside() { --calls.count_; }
+        Inside(Inside&&) = delete;
+
+        Calls& calls;
+        bool over;  // it is too late
+    };
+    // None begins any more, and those that have are over.
+    void end() {
+        over_ = true;
+        while (count_) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+
+private:
+    std::atomic<int> count_ = 0;
+    std::atomic<bool> over_ = false;
+};
+
 struct OpenCuFiles {
+    OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t most);
+
     std::shared_ptr<CuFiles> files;  // none behind `close`; disks and executors have their own share
-    int64_t batched = kBatchedBytes;
+    int64_t batched;                 // bytes of a piece that may go through a batch
 
     std::shared_ptr<CuFiles> shared() const {
         open(files, "cuFile");
@@ -27,14 +57,11 @@ struct OpenCuFiles {
 };
 
 // Planes in host memory, for as long as Python or an executor has them.
-struct OpenPool {
-    std::vector<PlaneMemory> planes;
-    std::vector<int32_t> first_plane;
-    Pool pool;
-};
-
 struct HostPool {
-    std::shared_ptr<OpenPool> pool;  // none behind `close`
+    HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
+             int64_t block_tokens, int64_t page_blocks);
+
+    std::shared_ptr<const Pool> pool;  // none behind `close`
 };
 
 struct GpuCopies {
@@ -49,7 +76,7 @@ struct GpuCopies {
 
     Cuda cuda;
     std::optional<Gpu> gpu;
-    std::atomic<int> asking = 0;  // threads
+    Calls calls;
     // Of `queue`: what nobody asks for again goes when it is done, the rest with `finish`.
     std::mutex lock;
     int64_t tickets = 0;
@@ -58,6 +85,9 @@ struct GpuCopies {
 };
 
 struct OpenGpu {
+    // `spec`: an object with the fields of `GpuSpec` in kernels/gpu.py.
+    OpenGpu(const char* library, const nb::object& spec);
+
     std::shared_ptr<GpuCopies> copies;  // none behind `close`
 };
 

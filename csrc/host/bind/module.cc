@@ -7,23 +7,18 @@
 
 #include "../cuda.h"
 #include "../cufile.h"
+#include "../executor.h"
 #include "../memory.h"
 #include "bind.h"
 
 namespace gdscache {
 namespace {
 
-// An object of Python's that lives as long as the process: modules may end before what asks for it.
-template <typename Make>
-nb::object for_good(PyObject** kept, Make make) {
-    if (!*kept) *kept = nb::object(make()).release().ptr();
-    return nb::borrow(*kept);
-}
-
 void raise(const CallError& error) {
     try {
         const nb::object kind = nb::module_::import_("gdscache.errors").attr(error.kind);
-        const bool system = std::string_view(error.kind) != "DeviceError" && std::string_view(error.kind) != "InvalidValueError";
+        const std::string_view name = error.kind;
+        const bool system = name != "DeviceError" && name != "InvalidValueError";
         const auto bytes = static_cast<Py_ssize_t>(std::strlen(error.what()));
         const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.what(), bytes, "replace"));
         const nb::object made = system ? kind(why, error.hint, error.code) : kind(why, error.hint);
@@ -43,6 +38,8 @@ void translate(const std::exception_ptr& thrown, void*) {
         raise({error.what(), error.code, "see what the CUDA driver says", "DeviceError"});
     } catch (const CuFileError& error) {
         raise({error.what(), error.code, "see docs/gds.md"});
+    } catch (const Stopped& error) {
+        raise({error.what(), error.code, "wait before close"});
     } catch (const Error& error) {
         raise({error.what(), error.code});
     } catch (const std::bad_alloc&) {
@@ -57,25 +54,9 @@ void translate(const std::exception_ptr& thrown, void*) {
 }  // namespace
 
 nb::object empty_array(const nb::object& shape, const nb::object& dtype) {
-    static PyObject* empty = nullptr;
-    return for_good(&empty, [] { return nb::module_::import_("numpy").attr("empty"); })(shape, dtype);
-}
-
-nb::object dtype_of(const char* name) {
-    static PyObject* known = nullptr;
-    nb::object types = for_good(&known, [] { return nb::dict(); });
-    nb::dict dict = nb::borrow<nb::dict>(types);
-    const nb::str key(name);
-    if (!dict.contains(key)) dict[key] = nb::module_::import_("numpy").attr("dtype")(key);
-    return dict[key];
-}
-
-nb::object shape_of(std::initializer_list<int64_t> shape) {
-    nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
-    if (!made.is_valid()) throw nb::python_error();
-    Py_ssize_t n = 0;
-    for (const int64_t size : shape) PyTuple_SetItem(made.ptr(), n++, PyLong_FromLongLong(size));
-    return made;
+    static PyObject* empty = nullptr;  // for as long as the process lives: modules may end before what asks for it
+    if (!empty) empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
+    return nb::borrow(empty)(shape, dtype);
 }
 
 }  // namespace gdscache

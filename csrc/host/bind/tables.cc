@@ -1,10 +1,8 @@
-// Rows of tables, with the interpreter's lock: who gives it up may wait 5 ms to have it again, which numpy does for each
-// of these, however small.
+// Rows of tables, with the interpreter's lock: who gives it up may wait 5 ms to have it again, which numpy does for
+// each of these, however small.
 
 #include <algorithm>
 #include <cstring>
-#include <string>
-#include <vector>
 
 #include "bind.h"
 
@@ -52,7 +50,7 @@ bool has_twins(const int64_t* blocks, int64_t count) {
     return std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
 }
 
-const char* blocks_fault(const Array<const int64_t>& blocks, int64_t limit) {
+const char* blocks_fault(const Int64s& blocks, int64_t limit) {
     if (!within(blocks.data(), blocks.size(), limit)) return "outside";
     return has_twins(blocks.data(), blocks.size()) ? "twice" : "";
 }
@@ -60,7 +58,7 @@ const char* blocks_fault(const Array<const int64_t>& blocks, int64_t limit) {
 nb::object narrow_tokens(const Array<const std::byte>& tokens) {
     require(tokens.bytes() % 8 == 0, "tokens are int64");
     const int64_t count = tokens.bytes() / 8;
-    const Fresh<uint32_t> found({count});
+    const Fresh<uint32_t> found(count);
     const auto* const from = reinterpret_cast<const int64_t*>(tokens.data());
     uint32_t* const to = found.data;
     uint64_t high = 0;
@@ -100,7 +98,7 @@ void put(const Array<std::byte>& table, const nb::object& rows, const Array<cons
 }
 
 // Rows of checksums as a catalogue stores them, without what follows from the pages' keys (docs/format.md).
-nb::object unbound(const Array<const uint64_t>& stored, const nb::object& rows, const Array<const std::byte>& keys) {
+nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<const std::byte>& keys) {
     const Rows wanted(rows, stored);
     if (keys.bytes() != kKeyBytes * wanted.size()) {
         throw CallError{std::to_string(keys.bytes()) + " bytes of keys for " + std::to_string(wanted.size()) + " pages",
@@ -108,16 +106,15 @@ nb::object unbound(const Array<const uint64_t>& stored, const nb::object& rows, 
     }
     require(stored.dims() == 2, "a table of checksums has two dimensions");
     const int64_t sums = stored.shape(1);
-    const Fresh<uint64_t> found({wanted.size(), sums});
+    const Fresh<uint64_t> found(wanted.size(), sums);
     uint64_t* out = found.data;
     const std::byte* key = keys.data();
     for (int64_t n = 0; n < wanted.size(); ++n, key += kKeyBytes) {
         uint64_t words[4], binding = 0;  // little-endian, as every machine that this is built for
         std::memcpy(words, key, sizeof words);
         for (int word = 0; word < 4; ++word) binding += words[word] * kFactors[word];
-        for (const uint64_t *one = stored.data() + wanted.data()[n] * sums, *end = one + sums; one != end; binding += kStep) {
-            *out++ = *one++ - binding;
-        }
+        const uint64_t* const row = stored.data() + wanted.data()[n] * sums;
+        for (int64_t layer = 0; layer < sums; ++layer, binding += kStep) *out++ = row[layer] - binding;
     }
     return found.array;
 }
@@ -125,11 +122,11 @@ nb::object unbound(const Array<const uint64_t>& stored, const nb::object& rows, 
 }  // namespace
 
 void bind_tables(nb::module_& module) {
-    module.def("blocks_fault", &blocks_fault, nb::arg("blocks"), nb::arg("limit"));
-    module.def("narrow_tokens", &narrow_tokens, nb::arg("tokens"));
-    module.def("take_rows", &take, nb::arg("table"), nb::arg("rows"));
-    module.def("put_rows", &put, nb::arg("table"), nb::arg("rows"), nb::arg("values"));
-    module.def("take_unbound", &unbound, nb::arg("stored"), nb::arg("rows"), nb::arg("keys"));
+    module.def("blocks_fault", &blocks_fault, "blocks"_a, "limit"_a);
+    module.def("narrow_tokens", &narrow_tokens, "tokens"_a);
+    module.def("take_rows", &take, "table"_a, "rows"_a);
+    module.def("put_rows", &put, "table"_a, "rows"_a, "values"_a);
+    module.def("take_unbound", &unbound, "stored"_a, "rows"_a, "keys"_a);
 }
 
 }  // namespace gdscache

@@ -1,7 +1,8 @@
-#include "transport.h"
+// A transport of Python's as what a disk of threads moves bytes by.
+
+#include "disk.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "../moves.h"
 #include "../threads_disk.h"
@@ -11,38 +12,40 @@ namespace {
 
 nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
 
-// What all threads of a disk share. The last of them may end it, without the lock.
+// What all threads of a disk share.
 struct Shared {
     Shared(const nb::object& transport, std::vector<DeviceRange> ranges)
-        : read(nb::object(transport.attr("read")).release().ptr()),
-          write(nb::object(transport.attr("write")).release().ptr()),
-          device_memory(imported("gdscache.storage.base", "DeviceMemory").release().ptr()),
+        : read(transport.attr("read")),
+          write(transport.attr("write")),
+          device_memory(imported("gdscache.storage.base", "DeviceMemory")),
           to_gpu(nb::cast<bool>(transport.attr("memory_kinds").attr("__contains__")("cuda"))),
           devices(std::move(ranges)) {}
-    ~Shared() {
-        if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
-        const nb::gil_scoped_acquire lock;
-        Py_DECREF(read);
-        Py_DECREF(write);
-        Py_DECREF(device_memory);
-    }
-    Shared(Shared&&) = delete;
 
-    const DeviceRange* device(uint64_t address) const {
+    const DeviceRange* device(const iovec& fragment) const {
+        const auto address = reinterpret_cast<uint64_t>(fragment.iov_base);
         const auto found = std::find_if(devices.begin(), devices.end(), [&](const DeviceRange& one) {
             return address >= one.address && address - one.address < one.bytes;
         });
         return found == devices.end() ? nullptr : &*found;
     }
 
-    PyObject *const read, *const write, *const device_memory;
+    // The last thread may end it, without the lock.
+    static void end(const Shared* shared) {
+        if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
+        const nb::gil_scoped_acquire lock;
+        delete shared;
+    }
+
+    const nb::object read, write, device_memory;
     const bool to_gpu;
     const std::vector<DeviceRange> devices;
 };
 
 // A negative error for what a transport raised. What is no error of I/O is logged.
 int64_t told(nb::handle error) {
-    for (const auto& [name, code] : {std::pair{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}}) {
+    using Named = std::pair<const char*, int32_t>;
+    const Named all[] = {{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}};
+    for (const auto& [name, code] : all) {
         if (PyObject_IsInstance(error.ptr(), imported("gdscache.errors", name).ptr()) == 1) return -code;
     }
     const nb::object known = nb::make_tuple(nb::borrow(PyExc_OSError), imported("gdscache.errors", "GdsCacheError"));
@@ -62,35 +65,26 @@ public:
 
     // Fragments that follow each other in one memory are one call.
     int64_t transfer(const Piece& piece, const Call& call) override {
-        const auto at = [&](uint32_t n) { return reinterpret_cast<uint64_t>(call.vectors[n].iov_base); };
-        int64_t moved = 0;
-        for (uint32_t n = 0; n < call.count;) {
-            const uint64_t address = at(n);
-            const DeviceRange* const device = shared_->device(address);
-            int64_t bytes = 0;
-            do {
-                bytes += static_cast<int64_t>(call.vectors[n++].iov_len);
-            } while (n < call.count && at(n) == address + static_cast<uint64_t>(bytes) && shared_->device(at(n)) == device);
-            const int64_t answer = move(piece, device, address, bytes, call.offset + moved);
-            if (answer < 0) return moved ? moved : answer;  // what is left is tried again, and has the error
-            moved += answer;
-            if (answer < bytes) break;
-        }
-        return moved;
+        const auto memory = [&](const iovec& fragment) { return shared_->device(fragment); };
+        return move_stretches(call, false, memory, [&](const OneCall& one, int64_t offset) {
+            return move(piece, one.memory, one.address, one.bytes, offset);
+        });
     }
 
     bool looks() const override { return false; }  // a page is read by as few calls as may be
 
 private:
-    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes,
-                 int64_t offset) const {
+    using OneCall = Stretch<const DeviceRange*>;
+
+    int64_t move(const Piece& piece, const DeviceRange* device, uint64_t address, int64_t bytes, int64_t offset) const {
         if (!nb::is_alive()) return -ECANCELED;
         if (device && !shared_->to_gpu) return -EFAULT;
         const nb::gil_scoped_acquire lock;
         try {
-            if (device) return ask(piece, nb::borrow(shared_->device_memory)(address, bytes, device->device), bytes, offset);
+            if (device) return ask(piece, shared_->device_memory(address, bytes, device->device), bytes, offset);
+            const int access = piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ;
             const nb::object view = nb::steal(PyMemoryView_FromMemory(
-                reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ));
+                reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), access));
             if (!view.is_valid()) throw nb::python_error();
             const int64_t answer = ask(piece, view, bytes, offset);
             view.attr("release")();  // who has kept it gets an error, and no memory
@@ -106,7 +100,7 @@ private:
 
     int64_t ask(const Piece& piece, const nb::object& memory, int64_t bytes, int64_t offset) const {
         try {
-            const nb::object way = nb::borrow(piece.op == Op::kRead ? shared_->read : shared_->write);
+            const nb::object& way = piece.op == Op::kRead ? shared_->read : shared_->write;
             const nb::object answer = way(piece.fd, offset, memory);
             int64_t moved = -1;
             if (nb::try_cast(answer, moved) && moved >= 0 && moved <= bytes) return moved;
@@ -124,7 +118,7 @@ private:
 }  // namespace
 
 std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices) {
-    const auto shared = std::make_shared<const Shared>(transport, std::move(devices));
+    const std::shared_ptr<const Shared> shared(new Shared(transport, std::move(devices)), Shared::end);
     const uint32_t most = nb::cast<bool>(transport.attr("merges")) ? kMostFragments : 1;
     const MakeCaller make = [shared] { return std::make_unique<TransportCaller>(shared); };
     return open_threads_disk(threads, "transport", make, most);

@@ -8,7 +8,8 @@
 #include <map>
 #include <utility>
 
-#include "../cufile_disk.h"
+#include "../cufile.h"
+#include "../disk.h"
 #include "fake_cufile.h"
 #include "gpu_rig.h"
 

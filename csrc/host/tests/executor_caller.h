@@ -170,11 +170,9 @@ private:
             CHECK(rig_.executor->cancel(move));
         }
         for (size_t group = 0; waits && group < groups.size(); group++) {
-            Waited waited;
-            int64_t point = -1;
-            CHECK(rig_.executor->wait(move, static_cast<int32_t>(group), after(60), &waited, &point));
-            CHECK(waited == Waited::kHappened && point >= 0);
-            rig_.copier->await(point);
+            const auto point = rig_.executor->wait(move, static_cast<int32_t>(group), after(60));
+            CHECK(point && *point >= 0);
+            rig_.copier->await(*point);
             for (size_t row = 0; row < rows.size(); row++) {
                 if (routes[row] != kPrefetched && rows[row] != damaged_) CHECK(in_planes(rows[row], groups[group]));
             }

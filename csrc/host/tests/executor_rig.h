@@ -79,7 +79,7 @@ public:
             first_plane.push_back(static_cast<int32_t>(planes.size()));
             limits.bounds.push_back(limits.bounds.back() + row * kTokens * kPageBlocks);
         }
-        pool = {planes.data(), first_plane.data(), kLayers, kPageBlocks * pages, kTokens, kPageBlocks};
+        pool = {planes, first_plane, kPageBlocks * pages, kTokens, kPageBlocks};
         check(pool);
         limits.layers = kLayers;
         limits.page_blocks = kPageBlocks;
@@ -87,13 +87,13 @@ public:
         limits.flying_bytes = 20 * limits.extent_bytes;
         limits.io_bytes = io_bytes;
         limits.copy_bytes = limits.foreign_copy_bytes = 2 * limits.extent_bytes;
-        std::vector<Space> spaces;
         std::vector<Place> places(kSpaces);
         for (int32_t n = 0; n < kSpaces; n++) {
             const Kind kind = n <= kForeignPlanes ? Kind::kPlanes : n <= kBounce ? Kind::kMemory : Kind::kFiles;
             sums[n].resize(static_cast<size_t>(pages * kLayers));
-            const bool foreign = n == kForeignPlanes || n == kForeignCpu, files_of = kind == Kind::kFiles;
-            spaces.push_back({kind, foreign, files_of ? nullptr : sums[n].data()});
+            places[n].kind = kind;
+            places[n].foreign = n == kForeignPlanes || n == kForeignCpu;
+            places[n].sums = kind == Kind::kFiles ? nullptr : sums[n].data();
             if (kind == Kind::kMemory) memory[n].resize(static_cast<size_t>(pages * limits.extent_bytes));
             places[n].slots = pages;
             places[n].memory = memory[n].data();
@@ -104,15 +104,16 @@ public:
         places[kSsd].copied = true;
         places[kOtherSsd].files = {files[2]};
         places[kOtherSsd].stretch = 1;
-        spaces[kOtherSsd].disk = 1;
-        spaces[kOtherSsd].io_bytes = 2 * limits.extent_bytes;
+        places[kOtherSsd].disk = 1;
+        places[kOtherSsd].io_bytes = 2 * limits.extent_bytes;
         copier->prepare(*this, places);
         std::vector<std::unique_ptr<Disk>> disks;
         disks.push_back(std::move(disk));
         disks.push_back(open_threads_disk(2, "other", [] { return std::make_unique<OtherCaller>(); }));
         CHECK(disks[1]);
-        executor = std::make_unique<Executor>(limits, std::move(spaces), std::move(places), kBounce,
-                                              Reserve(1, std::min(kReserve, pages - 1), 4), &pool, std::move(disks), 2);
+        Reserve reserve(1, std::min(kReserve, pages - 1), 4);
+        executor = std::make_unique<Executor>(limits, std::move(places), kBounce, std::move(reserve), &pool,
+                                              std::move(disks), 2);
         threads_.emplace_back([this] { hear_late(); });
         copier->begin(*this);
     }
@@ -146,10 +147,7 @@ public:
         CHECK(executor->begin({id, priority, until, {}, std::move(groups), {}, true}));
         for (size_t n = 0; n < ways.size(); n++) {
             std::this_thread::sleep_for(std::chrono::microseconds(30 * n));
-            Waited waited;
-            int64_t point;
-            CHECK(executor->wait(id, -1, 0, &waited, &point) && waited == Waited::kTimeout);
-            CHECK(executor->wait(id, 0, 0, &waited, &point) && waited == Waited::kTimeout);
+            CHECK(!executor->wait(id, -1, 0) && !executor->wait(id, 0, 0));
             CHECK(executor->extend(id, {std::move(ways[n])}, false));
         }
         CHECK(executor->extend(id, {}, true) && !executor->extend(id, {}, true));
@@ -158,9 +156,7 @@ public:
 
     // The outcome of a move, when nothing touches its bytes any more.
     Outcome finish(int64_t move) {
-        Waited waited;
-        int64_t point = -1;
-        CHECK(executor->wait(move, -1, after(60), &waited, &point) && waited == Waited::kHappened && point == 0);
+        CHECK(executor->wait(move, -1, after(60)) == 0);
         const Outcome outcome = *executor->outcome(move);
         CHECK(executor->forget(move));
         std::unique_lock lock(lock_);
@@ -173,7 +169,7 @@ public:
     Limits limits;
     std::vector<PlaneMemory> planes;
     std::vector<int32_t> first_plane{0};
-    Pool pool{};
+    Pool pool;
     std::vector<uint8_t> memory[kSpaces];
     std::vector<uint64_t> sums[kSpaces];
     int files[3];
@@ -185,9 +181,12 @@ private:
 
     void hear_late() {
         for (;;) {
-            Waited waited;
-            const auto ended = executor->take_ended_late(kForever, 3, &waited);
-            if (waited == Waited::kClosed) return;
+            std::vector<std::pair<int64_t, int32_t>> ended;
+            try {
+                ended = executor->take_ended_late(kForever, 3);
+            } catch (const Stopped&) {
+                return;
+            }
             const std::lock_guard lock(lock_);
             for (const auto& one : ended) CHECK(late_.insert(one).second);
             told_.notify_all();
@@ -209,8 +208,7 @@ inline void CopyingThreads::begin(Rig& rig) {
 }
 
 inline void CopyingThreads::copy(Rig& rig, Hands hands) {
-    Waited waited;
-    while (const CopyJob* const job = rig.executor->take_copy(hands, kForever, &waited)) {
+    while (const CopyJob* const job = rig.executor->take_copy(hands, kForever)) {
         const int32_t layers = job->last - job->first;
         CHECK(layers > 0 && !job->pages.empty() && (job->copy == Copy::kGather) == (hands == Hands::kForeignStores));
         std::vector<uint64_t> found(job->pages.size() * static_cast<size_t>(layers));
@@ -235,7 +233,6 @@ inline void CopyingThreads::copy(Rig& rig, Hands hands) {
         ended_.notify_all();
         CHECK(rig.executor->copy_ended(job->id, job->sums ? found.data() : nullptr, nullptr));
     }
-    CHECK(waited == Waited::kClosed);
 }
 
 }  // namespace gdscache::test

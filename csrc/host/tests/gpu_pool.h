@@ -62,9 +62,9 @@ struct GpuPool {
         planes.page_blocks = static_cast<int32_t>(page_blocks);
         planes.blocks = blocks;
         planes.extent_bytes = planes.bounds.back() + vector * between(random, 0, 9);
-        pool = {there.data(), planes.first_plane.data(), layers, blocks, tokens, page_blocks};
+        pool = {there, planes.first_plane, blocks, tokens, page_blocks};
         mirror_pool = pool;
-        mirror_pool.planes = mirrored.data();
+        mirror_pool.planes = mirrored;
         check(pool);
         words.insert(words.end(), plane_words.begin(), plane_words.end());
         table = std::make_unique<Bytes>(words.size() * 8);
@@ -106,7 +106,7 @@ struct GpuPool {
     int32_t vector;
     int64_t pages;  // that have blocks of their own
     GpuPlanes planes;
-    Pool pool{}, mirror_pool{};
+    Pool pool, mirror_pool;
     bool can_sum = true, can_look = true;
     std::vector<std::unique_ptr<Bytes>> memory;
     std::vector<std::vector<uint8_t>> mirror;

@@ -82,9 +82,8 @@ private:
 
     void check(OneTransfer& transfer, QueuedCopies& queued, bool traced) {
         std::vector<uint64_t> found(transfer.n_sums(), 1);
-        StreamTime times[2];
         const bool wanted = transfer.sums && random_.below(8) != 0, some = queued.point != 0;
-        gpu_.finish(queued, wanted ? found.data() : nullptr, times);
+        const StreamTimes times = gpu_.finish(queued, wanted ? found.data() : nullptr);
         CHECK(gpu_.reached(queued.point) && gpu_.reached(queued.read));
         for (const StreamTime& time : times) CHECK(time.begin <= time.end && (traced || time.begin == 0));
         CHECK((times[0].begin != 0 || times[1].begin != 0) == (traced && some));
@@ -138,8 +137,7 @@ private:
             for (size_t n = 0; n < queued.size(); n++) {
                 const size_t at = backwards ? queued.size() - 1 - n : n;
                 std::vector<uint64_t> found(transfers[at]->n_sums());
-                StreamTime times[2];
-                gpu_.finish(queued[at], found.data(), times);
+                gpu_.finish(queued[at], found.data());
                 if (!queued[at].point && !transfers[at]->after.empty()) model_.await(model_.record());
                 if (transfers[at]->sums) transfers[at]->check_sums(found);
                 transfers[at]->check_extents();
@@ -238,8 +236,7 @@ void check_looks(const Driver& driver, uint64_t count) {
         driver.hold(0);
         for (size_t n = 0; n < queued.size(); n++) {
             std::vector<uint64_t> found(transfers[n]->n_sums());
-            StreamTime times[2];
-            gpu.finish(queued[n], found.data(), times);
+            gpu.finish(queued[n], found.data());
             transfers[n]->check_sums(found);
             transfers[n]->check_planes();
         }

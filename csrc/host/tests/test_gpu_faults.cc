@@ -89,10 +89,9 @@ private:
         again([&] { gpu.follow(stream, queued.read); });
         again([&] { gpu.reached(queued.point); });
         std::vector<uint64_t> found(transfer.n_sums());
-        StreamTime times[2];
         bool finished = true;
         try {
-            gpu.finish(queued, found.data(), times);
+            gpu.finish(queued, found.data());
         } catch (const CudaError&) {
             CHECK(failed_++ == 0);
             finished = false;

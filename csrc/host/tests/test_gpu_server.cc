@@ -115,18 +115,17 @@ void held(const Driver& driver, bool cancels) {
     const std::vector<Group> groups = groups_of(rig.limits, {0, 1, 2, 3});
     driver.hold(1);
     const int64_t move = rig.begin(Priority::kLoad, after(60), {way}, groups);
-    Waited waited;
-    int64_t point = -1, before = 0;
+    int64_t before = 0;
     for (int32_t group = 0; group < 4; group++) {
-        CHECK(rig.executor->wait(move, group, after(60), &waited, &point) && waited == Waited::kHappened);
-        CHECK(point > before && !of.copier->gpu().reached(point));
-        before = point;
+        const auto point = rig.executor->wait(move, group, after(60));
+        CHECK(point && *point > before && !of.copier->gpu().reached(*point));
+        before = *point;
     }
-    CHECK(rig.executor->wait(move, -1, after(0.02), &waited, &point) && waited == Waited::kTimeout);
+    CHECK(!rig.executor->wait(move, -1, after(0.02)));
     if (cancels) CHECK(rig.executor->cancel(move));
     const int64_t store = rig.begin(Priority::kStore, 0, {into_memory(12)}, groups);
-    CHECK(rig.executor->wait(store, 0, after(60), &waited, &point) && waited == Waited::kHappened && point > 0);
-    CHECK(!of.copier->gpu().reached(point));
+    const auto point = rig.executor->wait(store, 0, after(60));
+    CHECK(point && *point > 0 && !of.copier->gpu().reached(*point));
     driver.hold(0);
     of.copier->await(before);
     for (int64_t page = 0; page < way.pages; page++) CHECK(is_in_planes(rig, way, page));

@@ -204,15 +204,13 @@ private:
 
     bool take_io(int32_t disk) {
         hear();
-        IoJob job;
-        job.sums = coin(2);  // as the one before had it
         // Ends of I/O will wake it again: it had to leave room for what others wanted to write.
         const bool asleep = asleep_io_[disk] && !(model_.flying() && crowded(disk));
         asleep_io_[disk] = true;
-        while (moves_.take_io(disk, &job)) {
+        while (const IoJob* const job = moves_.take_io(disk)) {
             CHECK(!asleep);
             asleep_io_[disk] = false;
-            model_.took_io(disk, job);
+            model_.took_io(disk, *job);
             if (model_.refusal == Status::kPending) return true;  // else whoever is refused has to be met now
         }
         model_.took_no_io(disk);
@@ -221,15 +219,15 @@ private:
 
     bool take_copy(Hands hands) {
         hear();
-        CopyJob job;
         bool& asleep = asleep_copies_[static_cast<size_t>(hands)];
-        if (!moves_.take_copy(hands, &job)) {
+        const CopyJob* const job = moves_.take_copy(hands);
+        if (!job) {
             asleep = true;
             model_.took_no_copy(hands);
             return false;
         }
         CHECK(!asleep);
-        model_.took_copy(hands, job);
+        model_.took_copy(hands, *job);
         return true;
     }
 
@@ -276,7 +274,7 @@ private:
         const CopyJob job = found->second.job;
         if (!found->second.queued && coin(2)) {
             point_ += between(random_, 1, 4);
-            moves_.copy_queued(job.id, point_);
+            CHECK(moves_.copy_queued(job.id, point_) && !moves_.copy_queued(job.id + 1000000, point_));
             model_.copy_queued(job.id, point_);
             return;
         }
@@ -294,7 +292,9 @@ private:
         }
         constexpr const char* kCauses[] = {"a broken copy", "another cause"};
         const char* const broken = !calm && coin(25) ? random_.pick(kCauses) : nullptr;
-        moves_.copy_ended(job.id, broken ? nullptr : sums.data(), broken);
+        CHECK(broken || !job.sums || !moves_.copy_ended(job.id, nullptr, nullptr));
+        CHECK(moves_.copy_ended(job.id, broken ? nullptr : sums.data(), broken));
+        CHECK(!moves_.copy_ended(job.id, sums.data(), "again"));
         model_.copy_ended(job.id, sums, broken);
     }
 

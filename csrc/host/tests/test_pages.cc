@@ -42,7 +42,7 @@ Made made(Random& random) {
         }
         all.first_plane.push_back(static_cast<int32_t>(all.planes.size()));
     }
-    all.pool = {all.planes.data(), all.first_plane.data(), static_cast<int64_t>(layers), blocks, tokens, page_blocks};
+    all.pool = {all.planes, all.first_plane, blocks, tokens, page_blocks};
     return all;
 }
 
@@ -69,8 +69,8 @@ void check_page(Random& random) {
         for (size_t n = blocks.size() - 1; n > 0; n--) std::swap(blocks[n], blocks[random.below(n + 1)]);
     }
     CHECK(knows(pool, blocks.data()));
-    const int64_t first = static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.n_layers)));
-    const int64_t last = first + 1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.n_layers - first)));
+    const int64_t first = static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.layers())));
+    const int64_t last = first + 1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(pool.layers() - first)));
     const Store store = random.below(2) ? Store::kStreamed : Store::kCached;
 
     std::vector<uint8_t> expected;

@@ -6,7 +6,7 @@ each. What needs no other fact to be judged is found as a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -16,6 +16,8 @@ from gdscache.commands.doctor.facts import Asked, Facts, defaults
 from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.storage import find_ssd
+from gdscache.commands.inspect.names import kept_by
+from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
 from gdscache.kernels.compilers import find_compiler
@@ -25,11 +27,23 @@ __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "
 
 Check = Callable[[Facts, Asked], Iterable[Row]]
 
+
+def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
+    """Of a hybrid model: what each pool of groups keeps, and its part of every size."""
+    parts = attempt(lambda: pool_parts(asked.config))
+    if parts.value is None:
+        yield Row("shares", parts.cause, "fail", parts.hint)
+    for part in parts.value or ():
+        kept = ", ".join(kept_by(group.describe()) for group in part.groups)
+        yield Row(part.names, f"{kept}; {part.share:.1%} of each size", "ok", data=part.share)
+
+
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("GPU", gpu.gpu_rows),
     ("Kernels", kernels.kernel_rows),
     ("GPU <-> CPU", copies.copy_rows),
     ("SSD", ssd_rows),
+    ("Groups of layers", group_rows),
     ("Inference engines", lambda facts, asked: facts.engines),
 )
 
@@ -72,4 +86,5 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
 
 def examine(facts: Facts, asked: Asked) -> Report:
     """Judge what was found."""
-    return Report(tuple(Section(title, tuple(check(facts, asked))) for title, check in CHECKS))
+    checks = [(title, check) for title, check in CHECKS if asked.config.model.groups or check is not group_rows]
+    return Report(tuple(Section(title, tuple(check(facts, asked))) for title, check in checks))

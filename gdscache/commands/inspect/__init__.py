@@ -6,7 +6,8 @@ Neither changes anything there, and neither trusts a value that it finds.
 from __future__ import annotations
 
 from gdscache.commands.inspect.names import compare
+from gdscache.commands.inspect.reading import directories_of
 from gdscache.commands.inspect.survey import inspect
 from gdscache.commands.inspect.verification import verify
 
-__all__ = ["compare", "inspect", "verify"]
+__all__ = ["compare", "directories_of", "inspect", "verify"]

@@ -13,11 +13,14 @@ COMPARE_SCHEMA = "gdscache.compare/1"
 
 
 def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The lines of a namespace: name → value. What an adapter put into a salt as JSON has a line a name."""
+    """The lines of a namespace: name → value. A group of layers, and what was put into a salt as JSON, has a line a
+    name."""
     lines: dict[str, str] = {}
     for name, value in fields.items():
         if name == "planes":
             lines[name] = _planes(value)
+        elif name == "group" and isinstance(value, dict):
+            lines |= {f"group.{fact}": _text(one) for fact, one in value.items()}
         elif name in ("salt", "request_salt") and (facts := _facts(value)) is not None:
             lines |= {f"{name}.{fact}": _text(one) for fact, one in facts.items()}
         else:
@@ -75,6 +78,15 @@ def _planes(planes: Any) -> str:
     except (TypeError, ValueError):
         return _text(planes)
     return "; ".join(f"{len(list(run))} x ({what})" for what, run in itertools.groupby(layers))
+
+
+def kept_by(group: Any) -> str:
+    """What the layers of a namespace's `group` keep, in words: `full: all tokens`, `window: the last 1,024`."""
+    try:
+        kept = {"all": "all tokens", "window": f"the last {group['span']:,}", "chunk": f"chunks of {group['span']:,}"}
+        return f"{group['name']}: {kept[group['keeps']]}"
+    except (KeyError, TypeError, ValueError):
+        return _text(group)
 
 
 def _text(value: object) -> str:

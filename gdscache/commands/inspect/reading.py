@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
+from gdscache.config.pools import POOL_PREFIX
 from gdscache.disk import catalog_file, catalog_image, conversion, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.catalog_image import Progress
@@ -62,6 +63,18 @@ class Contents:
     pages: Recovered
     order: Int64Array
     names: dict[bytes, Namespace]
+
+
+def directories_of(directory: Path) -> list[Path]:
+    """`directory`, or those below it that the pools of a hybrid model's groups have; all of them where it has both.
+
+    Each is looked into by itself, as `existing` says of one that is none.
+    """
+    try:
+        below = sorted(path for path in directory.glob(f"{POOL_PREFIX}*") if (path / CATALOG_NAME).exists())
+    except OSError:
+        below = []
+    return below if below and not (directory / CATALOG_NAME).exists() else [directory, *below]
 
 
 def existing(directory: Path) -> Path:

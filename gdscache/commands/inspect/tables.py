@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gdscache.commands.console import Table, duration, figure
+from gdscache.commands.inspect.names import kept_by
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.disk.status_page import PAGE_FORMAT
 from gdscache.sizes import about
@@ -126,10 +127,14 @@ def verify_tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
-    table = Table("", "namespace", "model", "weights", "salt", "request salt", "pages", "bytes")
+    grouped = any("group" in (namespace["fields"] or {}) for namespace in namespaces)
+    facts = ("name", "weights", "request_salt") if grouped else ("name", "weights", "salt", "request_salt")
+    titles = [*(name.replace("_", " ") for name in ("model", *facts[1:])), *(["group"] if grouped else [])]
+    table = Table("", "namespace", *titles, "pages", "bytes")
     for namespace in namespaces[:NAMESPACES_SHOWN]:
         fields = namespace["fields"] or {"name": "(unknown)"}
-        texts = [_short(str(fields.get(name, ""))) for name in ("name", "weights", "salt", "request_salt")]
+        texts = [_short(str(fields.get(name, ""))) for name in facts]
+        texts += [kept_by(fields["group"]) if "group" in fields else ""] if grouped else []
         sizes = ["", ""] if namespace["pages"] is None else [f"{namespace['pages']:,}", about(namespace["bytes"])]
         table.add_row(namespace["digest"][:DIGITS], *texts, *sizes)
     if len(namespaces) > NAMESPACES_SHOWN:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.commands.console import Progress, progress_bar
-from gdscache.commands.replay.setup import TOKEN_BYTES
+from gdscache.commands.replay.setup import HYBRIDS, TOKEN_BYTES
 from gdscache.errors import InvalidValueError
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 
@@ -34,7 +34,8 @@ ConfigFile = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        rich_help_panel=TIERS, help=f"Model that sets the bytes of a token, without --config: {', '.join(TOKEN_BYTES)}."
+        rich_help_panel=TIERS,
+        help=f"Model that sets the bytes of a token, without --config: {', '.join((*TOKEN_BYTES, *HYBRIDS))}.",
     ),
 ]
 Sets = Annotated[

@@ -150,8 +150,8 @@ def tiers(
         "lookup_pages": looked,
         "hit_pages": hit,
         "hit_rate": hit / looked if looked else 0.0,
-        "hit_tokens": hit * workload.page_tokens,
-        "token_hit_rate": hit * workload.page_tokens / workload.tokens,
+        "hit_tokens": outcome.hit_tokens,
+        "token_hit_rate": outcome.hit_tokens / workload.tokens,
         "miss_pages": {cause: outcome.misses[cause] for cause in ("cold", "absent", "behind")},
         "tiers": {name: _tier(hierarchy, workload, name, hits[name]) for name in hierarchy.manager.tiers},
         "stores": {

@@ -26,6 +26,12 @@ TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
     "qwen3-32b": 2 * 2 * 64 * 8 * 128,
     "deepseek-v3": 2 * 61 * (512 + 64),
 }
+# Hybrid models, cut into groups of as many layers as vLLM cuts them into: (layers of a group, bytes of a token in a
+# layer, groups that keep all tokens, groups with a window, the window).
+HYBRIDS = {
+    "gemma-3-4b": (5, 2 * 2 * 4 * 256, 1, 6, 1024),
+    "gpt-oss-20b": (12, 2 * 2 * 8 * 64, 1, 1, 128),
+}
 _MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
 
 
@@ -153,9 +159,16 @@ def pages_of(text: str, unique: int, extent: int, option: str) -> int:
 
 def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, Any]:
     """A config of one plane whose pages have the bytes that are asked for."""
-    if page_bytes is None:
+    groups: list[dict[str, Any]] = []
+    if page_bytes is None and model in HYBRIDS:
+        layers, each, whole, windows, span = HYBRIDS[model]
+        row = layers * each
+        groups = [{"name": f"all {n}", "layers": [0]} for n in range(whole)]
+        groups += [{"name": f"window {n}", "layers": [0], "window": span} for n in range(windows)]
+    elif page_bytes is None:
         if model not in TOKEN_BYTES:
-            raise InvalidValueError(f"no model is named {model!r}", f"--model is one of {', '.join(TOKEN_BYTES)}")
+            known = ", ".join((*TOKEN_BYTES, *HYBRIDS))
+            raise InvalidValueError(f"no model is named {model!r}", f"--model is one of {known}")
         row = TOKEN_BYTES[model]
     else:
         try:
@@ -169,7 +182,7 @@ def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, 
                 f"use a multiple of {page_tokens}",
             )
     plane = {"name": "rows", "shape": [row], "dtype": "uint8"}
-    section = {"name": "replay", "layers": 1, "page_tokens": page_tokens, "planes": [plane]}
+    section = {"name": "replay", "layers": 1, "page_tokens": page_tokens, "planes": [plane], "groups": groups}
     return {"model": section}
 
 

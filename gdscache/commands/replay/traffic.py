@@ -11,9 +11,11 @@ from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.clock import Done, MachineModel, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.workload import Workload
+from gdscache.groups.base import complete, kept, lengths, needed
+from gdscache.groups.names import GroupNames
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
-from gdscache.pages.keys import Page
+from gdscache.pages.keys import Page, namespace_digest
 from gdscache.tiers.base import Lease
 
 TIERS = ("gpu", "cpu", "ssd")
@@ -39,6 +41,7 @@ class Outcome:
     """
 
     found: list[Found | None]
+    hit_tokens: int = 0  # of all requests; `found` counts the pages of all groups, where layers keep different tokens
     misses: Counter[str] = dataclasses.field(default_factory=Counter)
     loaded_from_ssd: int = 0  # different pages
     refused: int = 0  # requests: the GPU pool is smaller than their prompt
@@ -84,6 +87,9 @@ class Traffic:
         self._from_ssd = bytearray(len(workload.names))
         self._line: deque[Done] = deque()  # requests that wait for the GPU pool, each for its turn
         hierarchy.gathered = self._next_in_line
+        config = hierarchy.config
+        self._groups, self._every = config.model.layer_groups(), config.store.window_every
+        self._namespaces = [namespace_digest(config.model.namespace_fields(group=group)) for group in self._groups]
         self.outcome = Outcome([None] * len(workload.prompts))
 
     def run(self, progress: Progress = silent) -> Outcome:
@@ -117,7 +123,9 @@ class Traffic:
     def _request(self, i: int) -> Process:
         prompt, names = self._work.prompts[i], self._work.names
         pages = [names[number] for number in prompt.pages]
-        if self._tiers.gpu is None:
+        if self._groups:
+            yield from self._grouped(i, pages, prompt.tokens)
+        elif self._tiers.gpu is None:
             yield from self._attached(i, pages, prompt.tokens)
         else:
             yield from self._sequence(i, pages, prompt.tokens)
@@ -136,6 +144,31 @@ class Traffic:
         self._first_token(i, arrival, tokens)
         if loaded < len(pages):
             self._tiers.store(pages[loaded:])
+
+    def _grouped(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
+        """As `_attached`, where groups of layers keep different tokens: a hit is a length at which all have their
+        part, and of windows those pages are stored that such a length needs."""
+        groups, size, manager, arrival = self._groups, self._work.page_tokens, self._manager, self._clock.now
+        names = GroupNames(groups, self._namespaces, size)
+        names.extend([page.key for page in pages])
+        has, most = names.presence(manager.visible), len(pages) * size
+        whole = complete(groups, has, most)
+        length = next(lengths(groups, has, most, whole=whole), 0)
+        wanted = [one.page for one in names.chain(needed(groups, length))]
+        found = manager.lookup(wanted, 0)
+        self._missed(i, pages, length // size)
+        if self._serial:
+            yield self._clock.past
+        plan = self._tiers.plan_load(wanted)
+        loaded = length // size if len(plan) == len(wanted) else 0
+        self.outcome.found[i] = Found(0, found.count("cpu"), found.count("ssd"), len(plan))
+        self.outcome.hit_tokens += length
+        yield from self._load_and_compute(plan, tokens, loaded)
+        self._first_token(i, arrival, tokens)
+        ends = {most, whole, *(range(self._every, most, self._every) if self._every else ())}
+        rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
+        if any(rest):
+            self._tiers.store([one.page for one in names.chain(rest)])
 
     def _load_and_compute(self, plan: LoadPlan, tokens: int, cached: int) -> Process:
         """Load, then compute what is not `cached` of the prompt, a token at least; or both at once."""
@@ -250,6 +283,7 @@ class Traffic:
         got = shared + len(plan)
         self.outcome.found[i] = Found(found.count("gpu"), found.count("cpu"), found.count("ssd"), got)
         numbers = self._work.prompts[i].pages
+        self.outcome.hit_tokens += len(found) * self._work.page_tokens
         for run in plan.runs:
             if run.tier.name == "ssd":
                 for row in run.rows:

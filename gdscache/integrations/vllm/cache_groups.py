@@ -10,8 +10,8 @@ from typing import Any
 
 from gdscache.errors import CacheGroupsUnsupportedError
 
-_WINDOW, _CHUNK = "SlidingWindowSpec", "ChunkedLocalAttentionSpec"
-_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", _WINDOW, _CHUNK)
+_WINDOW, _CHUNK, _STATE = "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"
+_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", _WINDOW, _CHUNK, _STATE)
 
 
 def kinds_of(spec: Any) -> list[str]:
@@ -33,10 +33,12 @@ def groups_of(cache: Any) -> list[dict[str, object]]:
             about |= {"name": f"{number} window", "window": spec.sliding_window}
         elif kind == _CHUNK:
             about |= {"name": f"{number} chunk", "chunk": spec.attention_chunk_size}
+        elif kind == _STATE:
+            about |= {"name": f"{number} state", "state": True}
         else:
             about["name"] = f"{number} all"
         found.append(about)
-    return [] if len(found) == 1 and not found[0].keys() & {"window", "chunk"} else found
+    return [] if len(found) == 1 and not found[0].keys() & {"window", "chunk", "state"} else found
 
 
 def block_tokens(cache: Any) -> dict[str, int]:
@@ -44,17 +46,25 @@ def block_tokens(cache: Any) -> dict[str, int]:
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
 
 
-def refuse_groups(cache: Any) -> None:
+def refuse_groups(cache: Any, *, untried: bool = False) -> None:
+    """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve those, too, that follow the
+    contract and that no GPU has run."""
     groups = cache.kv_cache_groups
     kinds = [kinds_of(group.kv_cache_spec) for group in groups]
     every = sorted({kind for some in kinds for kind in some})
     mixed = (len(groups) > 1 and "MLAAttentionSpec" in every) or any(len(some) > 1 for some in kinds)
     if not set(every) <= set(_KINDS) or mixed:
         raise CacheGroupsUnsupportedError(
-            f"the KV cache has {len(groups)} groups, of {', '.join(every)}; full attention, sliding windows and "
-            "chunked attention beside each other, or latents (MLA) alone, are supported",
+            f"the KV cache has {len(groups)} groups, of {', '.join(every)}; full attention, sliding windows, "
+            "chunked attention and states beside each other, or latents (MLA) alone, are supported",
             "use another model; for one with sliding windows in some of its layers "
             "--disable-hybrid-kv-cache-manager keeps all tokens of all layers",
+        )
+    if not untried and any(_has_indexer(group.kv_cache_spec) for group in groups):
+        raise CacheGroupsUnsupportedError(
+            "the model keeps an indexer's keys beside its latents (sparse attention), which no GPU has run with this "
+            "connector",
+            'use another model; to try it, add "untried": true to kv_connector_extra_config, and compare answers',
         )
     for number, group in enumerate(groups):
         spec, what = group.kv_cache_spec, ""
@@ -62,6 +72,13 @@ def refuse_groups(cache: Any) -> None:
             what = "is of a draft model"
         elif not (getattr(spec, "prefix_cacheable", True) and getattr(group, "enable_kv_transfer", True)):
             what = "has no prefix that could be cached"
+        elif getattr(spec, "num_speculative_blocks", 0):
+            what = f"has {spec.num_speculative_blocks} states for tokens that are speculated"
+        elif kinds_of(spec)[0] == _STATE and getattr(spec, "mamba_cache_mode", "align") != "align":
+            raise CacheGroupsUnsupportedError(
+                f"group {number} of the KV cache has states that are kept in the mode {spec.mamba_cache_mode!r}",
+                "set --enable-prefix-caching and --mamba-cache-mode align: else no state is offered to a cache",
+            )
         elif getattr(spec, "extra_retained_tokens", 0):
             what = f"keeps {spec.extra_retained_tokens} tokens more than its window"
         if what:
@@ -72,3 +89,10 @@ def refuse_groups(cache: Any) -> None:
             f"blocks have {', '.join(map(str, sorted(set(blocks))))} tokens, and hashes are of {hashed}",
             "leave --prefix-match-unit out",
         )
+
+
+def _has_indexer(spec: Any) -> bool:
+    """Whether a group of latents has layers of several widths: the latents', and those of the indexer that chooses."""
+    layers = getattr(spec, "kv_cache_specs", {}).values()
+    widths = {layer.page_size_bytes for layer in layers if type(layer).__name__ == "MLAAttentionSpec"}
+    return len(widths) > 1

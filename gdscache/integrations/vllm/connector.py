@@ -142,7 +142,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         wait, groups = self._options.wait_seconds, session.engine.groups
         if groups:
             cache = GroupCache(session, self._kv_cache_config.hash_block_size)
-            every = self._options.window_every
+            every = session.engine.config.store.window_every
             self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, wait=wait, refuses=refuses)
@@ -192,6 +192,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._begin(session)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        for request_id in connector_output.failed_recving or ():
+            self._table.failed(request_id)
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, RankNews) and self._session is not None:
             for tokens, before, seconds in news.observed:
@@ -228,10 +230,12 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 if blocks is not None and request_id not in cached.resumed_req_ids:
                     fresh.update(*blocks)
             fresh.update(copy.dst_block_id for copy in step.kv_cache_block_copies or ())
-            tables = step.kv_connector_block_state.get_block_ids
-            stores: list[StoreOrder] = list(
-                table.stores(step.num_scheduled_tokens, tables if self._grouped else lambda name: tables(name)[0])
-            )
+            state = step.kv_connector_block_state
+            if isinstance(table, GroupTable):
+                found = table.stores(step.num_scheduled_tokens, state.get_block_ids, state.boundary_state_offloads)
+            else:
+                found = table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0])
+            stores: list[StoreOrder] = list(found)
             idle, loads = not step.num_scheduled_tokens, table.take_loads()
             orders = StepOrders(None if loads else prefill_of(step), idle, idle or bool(step.finished_req_ids))
         deferred, self._counts["steps"] = table.take_deferred(), self._counts["steps"] + 1

@@ -4,7 +4,9 @@ vLLM has a block table a group, in which a block that its layers do not keep is 
 from one pool, and a block is a page of whichever group has it. Nothing of vLLM is imported.
 
 All pages of full attention are stored, and of a window those that a hit can need: at the end of the prompt, in what is
-generated, every so many tokens, and where the prompt parted from others (its full pages go on past its hit).
+generated, every so many tokens, and where the prompt parted from others (its full pages go on past its hit). States are
+stored at the same tokens, as far as vLLM has one there: it offers them, each in the step that writes it, and makes one
+where a prompt parted if it is told so.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class _GroupKnown(Known):
     page that was not offered yet; `last`: the last page that was stored, since it got its blocks."""
 
     names: GroupNames = dataclasses.field(default_factory=lambda: GroupNames((), (), 1))
+    state: int = 0  # tokens of the last state that was stored for its place alone
     ends: set[int] = dataclasses.field(default_factory=set)
     next: list[int] = dataclasses.field(default_factory=list)
     last: GroupPage | None = None
@@ -60,6 +63,27 @@ class GroupTable(RequestTable):
         self._of_groups = cache
         self._every = every
         self._least = min(group.page_tokens for group in groups)
+        self._whole = any(group.keeps == "all" for group in groups)
+        self._lent: set[int] = set()  # blocks of states that the last step wrote, for whoever stores them
+        self.between = any(group.keeps == "state" for group in groups)  # vLLM has copied a hit's state by then
+
+    def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """See `RequestTable.ask`. Where full pages go on past the hit, vLLM is asked for a state there: other prompts
+        parted there, and the next one will."""
+        answer = super().ask(request, computed)
+        known = self._known.get(request.request_id)
+        if self.between and self._whole and known is not None and isinstance(known.fetch, GroupFetch):
+            parted = known.fetch.found.whole // self.page_tokens * self.page_tokens
+            found = known.fetch.found.hit.tokens
+            if max(computed, found, request.shared_prefix_boundary) < parted < request.num_tokens:
+                request.shared_prefix_boundary = parted
+        return answer
+
+    def take_fresh(self) -> set[int]:
+        """See `RequestTable.take_fresh`; with blocks of states that the step before has written, which are promised no
+        longer than to its end."""
+        lent, self._lent = self._lent, set()
+        return super().take_fresh() | lent
 
     def place(self, request: Any, blocks: Any, tokens: int) -> None:
         """The request has got `blocks`, a table a group, and `tokens` tokens are to be loaded."""
@@ -90,16 +114,23 @@ class GroupTable(RequestTable):
             return
         self._loads.append(LoadOrder(request.request_id, GroupPart(fetch, numbers), 0, found, known.between))
 
-    def stores(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Any]) -> Iterable[Any]:
-        """See `RequestTable.stores`; `blocks_of` gives a table a group, of this step."""
-        groups, find, size = self._groups, self._known.get, self.page_tokens
+    def stores(
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], Any],
+        states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
+    ) -> Iterable[Any]:
+        """See `RequestTable.stores`; `blocks_of` gives a table a group, of this step. `states`: (group, block, tokens)
+        of each state that the step writes, by request."""
+        groups, find, states, size = self._groups, self._known.get, states or {}, self.page_tokens
         for request_id, tokens in scheduled.items():
             known = find(request_id)
             if not isinstance(known, _GroupKnown) or known.offered is None:
                 continue
             before = known.request.num_computed_tokens
             after = before + tokens
-            if after // self._least <= known.offered <= before // self._least:
+            offers = states.get(request_id, ())
+            if after // self._least <= known.offered <= before // self._least and not offers:
                 continue  # most requests in most steps
             self._name(known)
             after = min(after, known.names.tokens)
@@ -107,6 +138,9 @@ class GroupTable(RequestTable):
             prompt = getattr(known.request, "num_prompt_tokens", known.request.num_tokens)
             wanted: list[list[int]] = []
             for g, group in enumerate(groups):
+                if group.keeps == "state":
+                    wanted.append([])
+                    continue
                 full = after // group.page_tokens
                 first = min(known.next[g], before // group.page_tokens)  # less where a page is computed again
                 some = kept(group, known.ends, first, full)
@@ -117,16 +151,31 @@ class GroupTable(RequestTable):
                     some = sorted({*some, *range(begin, full)})
                 wanted.append(some)
                 known.next[g] = max(first, full)
-            if any(wanted):
-                tables: Tables = blocks_of(request_id)
-                there = [[n for n in some if tables[g][n] != NULL] for g, some in enumerate(wanted)]
-                chain = known.names.chain(there, known.last)
-                if chain:
-                    known.last = chain[-1]
-                    blocks = tuple(tables[one.group][one.number] for one in chain)
-                    yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks)
+            tables: Tables = blocks_of(request_id) if any(wanted) else ()
+            wanted = [[n for n in some if tables[g][n] != NULL] for g, some in enumerate(wanted)]
+            places = {(g, n): tables[g][n] for g, some in enumerate(wanted) for n in some}
+            for g, block, end in offers:
+                number = end // groups[g].page_tokens - 1
+                if end <= known.names.tokens and self._keeps_state(known, end, prompt):
+                    wanted[g].append(number)
+                    places[g, number] = block
+                    self._lent.add(block)
+            chain = known.names.chain(wanted, known.last)
+            if chain:
+                known.last = chain[-1]
+                blocks = tuple(places[one.group, one.number] for one in chain)
+                yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _keeps_state(self, known: _GroupKnown, end: int, prompt: int) -> bool:
+        """Whether a state at token `end` is worth its bytes: a hit is likely to end there."""
+        if end in known.ends or end >= prompt:
+            return True
+        if not self._every or end // self._every == known.state // self._every:
+            return False
+        known.state = end
+        return True
 
     def _new(self, request: Any, refused: bool) -> Known:
         return _GroupKnown(request, refused, names=self._of_groups.names())
@@ -166,7 +215,7 @@ class GroupTable(RequestTable):
         known.next = [
             min(there, whole) // group.page_tokens
             if group.keeps == "all"
-            else (there // group.page_tokens if there <= hit else group.first(there))
+            else (there // group.page_tokens if there <= hit or group.keeps == "state" else group.first(there))
             for group in self._groups
         ]
         known.offered = min(n * group.page_tokens for n, group in zip(known.next, self._groups, strict=True)) // (

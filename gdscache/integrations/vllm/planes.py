@@ -64,6 +64,9 @@ def planes_of(
         shape = [list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)]
         described.setdefault((seen[where], str(shape)), shape)
     least = min(tokens.values())
+    for name in tokens:
+        if runs[layers[name]].nbytes % least:
+            raise _not_one_run(name, caches[name], blocks, least, layout)
     return VllmPlanes([run.view(least) for run in runs], layers, list(described.values()))
 
 
@@ -92,7 +95,7 @@ def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) 
     nbytes = each * ratio * item
     run = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
     dense = all(stride == size_below for (stride, _), size_below in zip(run, _sizes(run), strict=True))
-    if rest or not ratio or not dense or (ratio > 1 and step != each) or nbytes % tokens:
+    if rest or not ratio or not dense or (ratio > 1 and step != each):
         raise _not_one_run(name, cache, blocks, tokens, layout)
     return _Run(cache, blocks, step * ratio * item, nbytes)
 

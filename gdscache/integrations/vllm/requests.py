@@ -20,6 +20,7 @@ from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.pages.keys import Page, PageHashes
 
 LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
+_TRIES = 2  # loads between steps of a request, where they fail as a whole
 HASH_BYTES = 32  # of a page hash; shorter ones of vLLM's (xxhash has 16) are filled up with zeros
 
 
@@ -55,7 +56,8 @@ class StoreOrder:
 @dataclasses.dataclass(slots=True)
 class Known:
     """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
-    when it was told "not yet" for the first time, since pages came for it last; `looked`: when they were looked up."""
+    when it was told "not yet" for the first time, since pages came for it last; `looked`: when they were looked up;
+    `failed`: loads between steps that failed as a whole."""
 
     request: Any
     refused: bool
@@ -65,6 +67,7 @@ class Known:
     since: float | None = None
     late: bool = False
     looked: float = 0.0
+    failed: int = 0
     local: int = 0
     offered: int | None = None
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -94,6 +97,7 @@ class RequestTable:
         self._deferred = 0
         self.alone: Counter[str] = Counter()  # requests that are left alone, by cause
         self.late = 0  # requests whose pages did not come in time
+        self.between = False  # every load goes between steps
         self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
     def __len__(self) -> int:
@@ -121,7 +125,7 @@ class RequestTable:
         size = self.page_tokens
         known.local, known.between = computed // size, False
         most = (request.num_tokens - 1) // size
-        if known.refused or most <= known.local:
+        if known.refused or most <= known.local or known.failed >= _TRIES:
             return 0, False
         now = self._clock()
         if known.fetch is not None and (known.fetch.lapsed(ENDING_S) or self._outgrown(known, known.fetch, most, now)):
@@ -142,7 +146,7 @@ class RequestTable:
             known.since = None
         crowded = fetch.crowded()
         pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
-        known.between = crowded and pages > 0
+        known.between = (crowded or self.between) and pages > 0
         return pages * size, known.between
 
     def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
@@ -165,6 +169,14 @@ class RequestTable:
             self._loads.append(LoadOrder(request.request_id, fetch, known.local, span, known.between))
         else:
             fetch.release()
+
+    def failed(self, request_id: str) -> None:
+        """A load between steps failed as a whole: vLLM frees the request's blocks and asks again.
+
+        A bad page is gone from its tier by then. After `_TRIES` something else is wrong, and the request is computed.
+        """
+        if known := self._known.get(request_id):
+            known.failed += 1
 
     def hit_sources(self, request: Any) -> Mapping[str, int]:
         """Pages of the request's last load, by the tier that had them when the request came."""

@@ -32,7 +32,6 @@ from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
-from gdscache.limits import MAX_COUNT
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
 _LONGEST = 3600  # seconds, of what the options say
@@ -47,7 +46,7 @@ class Options:
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
     layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it. `media`:
     requests with images, sounds or videos are cached, too, since no client names media itself (`multi_modal_uuids`).
-    `window_every`: of models with sliding windows, tokens of a prompt from one window that is stored to the next.
+    `untried`: models are served, too, whose caches follow the contract and that no GPU has run.
     """
 
     config: str | Mapping[str, Any]
@@ -55,7 +54,7 @@ class Options:
     pin_seconds: float = 120.0
     layerwise: bool = True
     media: bool = False
-    window_every: int = 4096
+    untried: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -70,12 +69,10 @@ class Options:
                 "kv_connector_extra_config names no configuration",
                 'write one with `gdscache config init vllm`, and pass {"config": "gdscache.yaml"}',
             )
-        switches: dict[str, Any] = {name: given[name] for name in ("layerwise", "media") if name in given}
+        switches: dict[str, Any] = {name: given[name] for name in ("layerwise", "media", "untried") if name in given}
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise InvalidValueError(f"{name} is {arguments.shown(value)}", "pass true or false")
-        if "window_every" in given:
-            switches["window_every"] = arguments.whole(given["window_every"], "window_every", 0, MAX_COUNT)
         times = {
             name: arguments.span(given[name], name, _LONGEST, least)
             for name, least in (("wait_seconds", 0.0), ("pin_seconds", ENDING_S))
@@ -97,7 +94,8 @@ def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.envi
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
     refuse_config(vllm, environment)
-    refuse_groups(cache)
+    untried = (vllm.kv_transfer_config.kv_connector_extra_config or {}).get("untried")
+    refuse_groups(cache, untried=untried is True)
     _refuse_ropes(vllm.model_config)  # whose length vLLM may shorten until there are caches
 
 
@@ -191,7 +189,7 @@ def _replicas(vllm: Any, cache: Any) -> int:
     uneven = getattr(model.hf_text_config, "block_configs", None) or getattr(
         getattr(model, "model_arch_config", None), "per_layer_overrides", None
     )
-    if uneven or any(layer.num_kv_heads != 1 for layer in layers):
+    if uneven or any(getattr(layer, "num_kv_heads", 0) != 1 for layer in layers):
         return 1
     heads: int = model.get_total_num_kv_heads()
     return ranks // heads if 0 < heads < ranks and ranks % heads == 0 else 1

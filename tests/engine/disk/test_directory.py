@@ -17,16 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from gdscache import errors
 from gdscache.commands.inspect.verification import _own
 from gdscache.disk import directory, locks
 from gdscache.disk.directory import CacheDirectory
-from gdscache.errors import (
-    DirectoryInUseError,
-    DirectoryNotWritableError,
-    NoSpaceError,
-    NotADirectoryPathError,
-    NotARegularFileError,
-)
 
 PACKAGE = Path(directory.__file__).parent.parent
 # The child takes the modules without the package's own imports: it starts in a tenth of a second.
@@ -91,16 +85,16 @@ def test_the_lock_says_who_owns_it(tmp_path: Path) -> None:
 
 def test_a_second_engine_of_this_process_is_refused(tmp_path: Path) -> None:
     with CacheDirectory.open(tmp_path):
-        with pytest.raises(DirectoryInUseError, match=rf"in use by this process \(pid {os.getpid()} "):
+        with pytest.raises(errors.DirectoryInUseError, match=rf"in use by this process \(pid {os.getpid()} "):
             CacheDirectory.open(tmp_path)
-        with pytest.raises(DirectoryInUseError):  # the refusal must not have released the first one
+        with pytest.raises(errors.DirectoryInUseError):  # the refusal must not have released the first one
             CacheDirectory.open(tmp_path / "." / ".." / tmp_path.name)
 
 
 def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
     child = start_owner(tmp_path)
     try:
-        with pytest.raises(DirectoryInUseError) as caught:
+        with pytest.raises(errors.DirectoryInUseError) as caught:
             CacheDirectory.open(tmp_path)
         assert f"process {child.pid}" in caught.value.message
         assert os.uname().nodename in caught.value.message
@@ -127,7 +121,7 @@ def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(tmp_path: Path, 
     with CacheDirectory.open(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
         (tmp_path / "lock").write_bytes(content)
-        with pytest.raises(DirectoryInUseError, match="has not said its name"):
+        with pytest.raises(errors.DirectoryInUseError, match="has not said its name"):
             CacheDirectory.open(tmp_path)
 
 
@@ -150,7 +144,7 @@ def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
 def test_a_verification_that_does_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "VERIFICATION_S", 0.1)
     with CacheDirectory.open(tmp_path, engine=False):
-        with pytest.raises(DirectoryInUseError) as caught:
+        with pytest.raises(errors.DirectoryInUseError) as caught:
             CacheDirectory.open(tmp_path)
         assert "gdscache verify" in caught.value.hint
         assert not (tmp_path / directory.WANTED_NAME).exists()
@@ -162,7 +156,7 @@ def test_an_engine_that_waits_keeps_verifications_out(tmp_path: Path) -> None:
         with directory._asked_for(tmp_path):  # another one waits, too
             assert directory.wanted(tmp_path)
         assert directory.wanted(tmp_path)
-        with pytest.raises(DirectoryInUseError, match="an engine waits") as caught:
+        with pytest.raises(errors.DirectoryInUseError, match="an engine waits") as caught:
             _own([tmp_path])
         assert caught.value.hint
     assert not directory.wanted(tmp_path)
@@ -178,7 +172,7 @@ def test_the_command_line_of_an_owner_is_printable(tmp_path: Path) -> None:
     with CacheDirectory.open(tmp_path):
         owner = json.loads((tmp_path / "lock").read_text()) | {"command": "evil \x1b]0;title\x07\r"}
         (tmp_path / "lock").write_text(json.dumps(owner))
-        with pytest.raises(DirectoryInUseError) as caught:
+        with pytest.raises(errors.DirectoryInUseError) as caught:
             CacheDirectory.open(tmp_path)
     assert str(caught.value).replace("\n", "").isprintable()
     assert "evil" in caught.value.message
@@ -190,7 +184,7 @@ def test_close_twice_and_reopen(tmp_path: Path) -> None:
     owned.close()
     with CacheDirectory.open(tmp_path):
         owned.close()  # must not release the new owner
-        with pytest.raises(DirectoryInUseError):
+        with pytest.raises(errors.DirectoryInUseError):
             CacheDirectory.open(tmp_path)
     assert owned.closed
 
@@ -246,7 +240,7 @@ def test_an_orphan_that_holds_the_lock_is_pointed_at(tmp_path: Path) -> None:
     read, write = os.pipe()
     try:
         subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdin=read, check=True, timeout=20)
-        with pytest.raises(DirectoryInUseError, match="has ended, but a process it forked"):
+        with pytest.raises(errors.DirectoryInUseError, match="has ended, but a process it forked"):
             CacheDirectory.open(tmp_path)
     finally:
         os.close(write)
@@ -257,14 +251,14 @@ def test_an_orphan_that_holds_the_lock_is_pointed_at(tmp_path: Path) -> None:
 def test_a_file_in_the_way(tmp_path: Path, below: str) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(NotADirectoryPathError, match=re.escape(str(file))):
+    with pytest.raises(errors.NotADirectoryPathError, match=re.escape(str(file))):
         CacheDirectory.open(file / below)
     assert file.read_text() == "mine"
 
 
 def test_a_dangling_link_is_not_a_directory(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryPathError):
+    with pytest.raises(errors.NotADirectoryPathError):
         CacheDirectory.open(tmp_path / "link")
     assert not (tmp_path / "nowhere").exists()
 
@@ -272,7 +266,7 @@ def test_a_dangling_link_is_not_a_directory(tmp_path: Path) -> None:
 def test_a_linked_directory_is_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    with CacheDirectory.open(tmp_path / "link"), pytest.raises(DirectoryInUseError):
+    with CacheDirectory.open(tmp_path / "link"), pytest.raises(errors.DirectoryInUseError):
         CacheDirectory.open(tmp_path / "real")
 
 
@@ -286,7 +280,7 @@ def test_the_lock_is_never_followed_elsewhere(tmp_path: Path, make: str) -> None
         cache / "lock"
     )
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(NotARegularFileError, match="lock"):
+    with pytest.raises(errors.NotARegularFileError, match="lock"):
         CacheDirectory.open(cache)
     assert set(os.listdir("/proc/self/fd")) == before
     assert victim.read_text() == "precious"
@@ -295,10 +289,10 @@ def test_the_lock_is_never_followed_elsewhere(tmp_path: Path, make: str) -> None
 @pytest.mark.parametrize(
     ("number", "error"),
     [
-        (errno.EACCES, DirectoryNotWritableError),
-        (errno.EROFS, DirectoryNotWritableError),
-        (errno.ENOSPC, NoSpaceError),
-        (errno.EDQUOT, NoSpaceError),
+        (errno.EACCES, errors.DirectoryNotWritableError),
+        (errno.EROFS, errors.DirectoryNotWritableError),
+        (errno.ENOSPC, errors.NoSpaceError),
+        (errno.EDQUOT, errors.NoSpaceError),
     ],
 )
 @pytest.mark.parametrize("call", ["mkdir", "open", "pwrite"])
@@ -320,9 +314,9 @@ def test_errors_of_the_file_system(
 def test_a_directory_without_write_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(DirectoryNotWritableError):
+        with pytest.raises(errors.DirectoryNotWritableError):
             CacheDirectory.open(tmp_path)
-        with pytest.raises(DirectoryNotWritableError):
+        with pytest.raises(errors.DirectoryNotWritableError):
             CacheDirectory.open(tmp_path / "below")
     finally:
         tmp_path.chmod(0o700)
@@ -334,7 +328,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     real = locks.fcntl
     monkeypatch.setattr(locks, "fcntl", types.SimpleNamespace(**{**vars(real), "flock": refuse}))
-    with pytest.raises(DirectoryNotWritableError, match="No locks available"):
+    with pytest.raises(errors.DirectoryNotWritableError, match="No locks available"):
         CacheDirectory.open(tmp_path)
 
 

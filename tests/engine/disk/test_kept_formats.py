@@ -57,11 +57,8 @@ def test_all_pages_are_found_and_more_are_stored(archive: Path, open_host: OpenH
             assert host.load(prompt(seed, pages), salt=salt).tokens == 4 * pages  # compares the bytes
         kept = {seed: ssd.index.retention(host.engine.pages(prompt(seed, 1))[0].key) for seed in (1, 3, 4, 5)}
         assert {seed: (k.priority, k.expires is not None) for seed, k in kept.items() if k is not None} == {
-            1: (0, False),
-            3: (2, False),
-            4: (0, True),
-            5: (-1, True),
-        }
+            1: (0, False), 3: (2, False), 4: (0, True), 5: (-1, True),
+        }  # fmt: skip
         more = prompt(10 + again, 1)
         host.keep(more)
         assert host.load(more).tokens == 4

@@ -125,12 +125,9 @@ WAYS: list[Any] = [
 
 # Where the pages are afterwards, of ways that harm neither slab nor catalogue.
 LEFT = {
-    "unlink lock": "cache",
-    "rename lock": "cache",
-    "replace lock by a copy": "cache",
-    "move_directory": "elsewhere",
+    "unlink lock": "cache", "rename lock": "cache", "replace lock by a copy": "cache", "move_directory": "elsewhere",
     "swap_directory": "elsewhere",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog
 from gdscache.disk.catalog_file import STRIPE_NAME
 from gdscache.errors import DirectoryInUseError, GdsCacheError, InvalidValueError, NotARegularFileError, StripeError
-from tests.support.helpers import OpenHost, flip_file, make_config, prompt, tokens_of
+from tests.support.helpers import OpenHost, flip_file, kept, make_config, tokens_of
 
 STRETCH = 3  # slots
 EXTENT = 8192
@@ -44,9 +44,7 @@ def options(paths: list[Path], **more: Any) -> dict[str, Any]:
 
 
 def filled(open_host: OpenHost, paths: list[Path]) -> list[int]:
-    host = open_host(**options(paths))
-    tokens = prompt(1, 16)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 16, **options(paths))
     host.engine.close()
     return tokens
 

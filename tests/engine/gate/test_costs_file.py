@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gdscache.gate.costs import Costs
 from gdscache.gate.costs_file import COSTS_NAME, CostsFile
-from tests.support.helpers import drop_from, prompt
+from tests.support.helpers import drop_from, kept
 
 ABOUT = {"model": "m", "device": "d"}
 anything = st.recursive(
@@ -124,9 +124,7 @@ def test_a_disk_that_refuses_is_said_once(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_the_gate_of_the_next_engine_decides_at_once(open_host: Any) -> None:
-    host = open_host(cpu=8, ssd=16, load={"gate": "enforcing"})
-    tokens = prompt(1, 4)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 4, cpu=8, ssd=16, load={"gate": "enforcing"})
     for _ in range(4):
         drop_from(host.engine, "cpu")
         host.load(tokens)

@@ -23,7 +23,7 @@ from gdscache.gate.gate import EXPLORE_EVERY, Gate, GateMode
 from gdscache.moves import native
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, drop_from, fill, prompt, quiet, until
+from tests.support.helpers import WAIT, drop_from, fill, kept, prompt, quiet, until
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 PAGE_TOKENS, PAGE_BYTES = 64, 1 << 20
@@ -250,23 +250,10 @@ def test_overlap_is_learned_from_prefills_beside_a_load() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ((0, 0, 1.0), "tokens"),
-        ((-5, 0, 1.0), "tokens"),
-        ((1.5, 0, 1.0), "tokens"),
-        ((True, 0, 1.0), "tokens"),
-        (("8", 0, 1.0), "tokens"),
-        ((8, -1, 1.0), "cached_tokens"),
-        ((8, None, 1.0), "cached_tokens"),
-        ((8, 0, 0.0), "seconds"),
-        ((8, 0, -1.0), "seconds"),
-        ((8, 0, math.nan), "seconds"),
-        ((8, 0, math.inf), "seconds"),
-        ((8, 0, "1"), "seconds"),
-        ((8, 0, True), "seconds"),
-        ((8, 0, 1.0, 0.0), "load_seconds"),
-        ((8, 0, 1.0, math.nan), "load_seconds"),
+        ((0, 0, 1.0), "tokens"), ((1.5, 0, 1.0), "tokens"), ((8, -1, 1.0), "cached_tokens"), ((8, 0, 0.0), "seconds"),
+        ((8, 0, math.nan), "seconds"), ((8, 0, 1.0, 0.0), "load_seconds"), ((8, 0, 1.0, math.nan), "load_seconds"),
     ],
-)
+)  # fmt: skip
 def test_prefills_that_cannot_be(arguments: Any, named: str) -> None:
     costs = Costs()
     with pytest.raises(
@@ -304,11 +291,8 @@ def test_it_only_advises_until_both_sides_are_measured(mode: GateMode) -> None:
     assert decision[:2] == ((3 if mode == "enforcing" else 8), 3)
     assert gate.stats()["hits"] == {"loaded": 0, "cut": 1, "declined": 0, "explored": 0, "unmeasured": ENOUGH}
     assert gate.stats()["tokens"] == {
-        "loaded": 3 * PAGE_TOKENS,
-        "declined": 5 * PAGE_TOKENS,
-        "explored": 0,
-        "unmeasured": ENOUGH * 8 * PAGE_TOKENS,
-    }
+        "loaded": 3 * PAGE_TOKENS, "declined": 5 * PAGE_TOKENS, "explored": 0, "unmeasured": ENOUGH * 8 * PAGE_TOKENS,
+    }  # fmt: skip
 
 
 def test_off_cuts_nothing_and_counts_nothing() -> None:
@@ -455,9 +439,7 @@ def test_what_is_under_way_is_counted_exactly(open_host: Opens) -> None:
 
 def test_an_engine_learns_behind_its_loads(open_host: Opens) -> None:
     """Without being asked, and not before their verdict."""
-    host = open_host(cpu=8, ssd=16)
-    tokens = prompt(1, 4)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 4, cpu=8, ssd=16)
     costs, ended = host.engine.manager.costs, list[bool]()
     observe = costs.observe_load
 
@@ -565,9 +547,7 @@ def test_a_queue_is_part_of_a_hit_s_seconds(open_host: Opens) -> None:
 
 
 def test_a_hit_that_is_slower_than_computing_is_not_loaded_until_the_disk_gets_fast(open_host: Opens) -> None:
-    host = open_host(transport=FAULTY, cpu=None, load={"gate": "enforcing"})
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, transport=FAULTY, cpu=None, load={"gate": "enforcing"})
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.3):
         for _ in range(ENOUGH):
             assert host.load(tokens).tokens == 12  # nothing is known yet

@@ -21,14 +21,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         *(
             ({name: 2}, "ParallelismUnsupportedError", "one server a GPU")
             for name in (
-                "tp_size",
-                "pp_size",
-                "dp_size",
-                "attn_cp_size",
-                "attn_dp_size",
-                "dcp_size",
-                "ep_size",
-                "moe_dp_size",
+                "tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dp_size", "dcp_size", "ep_size", "moe_dp_size",
                 "dwdp_size",
             )
         ),
@@ -42,7 +35,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ({"enable_mis": True}, "AttentionUnsupportedError", "--enable-mis"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_settings(change: dict[str, Any], error: str, hint: str) -> None:
     with pytest.raises(getattr(errors, error)) as raised:
         refuse_setup(SimpleNamespace(**change))

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import CacheEngine, PageHashes
-from gdscache.errors import (
-    CacheLayoutUnsupportedError,
-    ConfigError,
-    GdsCacheError,
-    InterfaceUnsupportedError,
-    InvalidValueError,
-    UnknownKeyError,
-)
+from gdscache import CacheEngine, PageHashes, errors
 from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
 from gdscache.integrations.sglang.setup import LinkerOptions, configuration, storage_config_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
@@ -26,13 +18,9 @@ PAGE, PAGES, LAYERS = 4, 5, 3
 
 def server(**changes: Any) -> Any:
     given = {
-        "model_path": "org/model",
-        "load_format": "auto",
-        "tp_size": 1,
-        "speculative_algorithm": None,
-        "enable_lora": None,
-        "disaggregation_mode": "null",
-    }
+        "model_path": "org/model", "load_format": "auto", "tp_size": 1, "speculative_algorithm": None,
+        "enable_lora": None, "disaggregation_mode": "null",
+    }  # fmt: skip
     return SimpleNamespace(**{**given, **changes})
 
 
@@ -93,15 +81,15 @@ ONLY_SSD: dict[str, Any] = {"ssd": SECTIONS["ssd"]}
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ({}, ConfigError, "gdscache config init sglang"),
-        ({"config": 3}, ConfigError, "gdscache config init sglang"),
-        ({"config": SECTIONS, "ssd_wiat": 1}, UnknownKeyError, "ssd_wiat"),
-        ({"config": SECTIONS, "ssd_wait": -1}, InvalidValueError, "ssd_wait"),
-        ({"config": SECTIONS, "pin_seconds": "long"}, InvalidValueError, "pin_seconds"),
-        ({"config": SECTIONS, "pin_seconds": 5}, InvalidValueError, "more than 5"),
+        ({}, errors.ConfigError, "gdscache config init sglang"),
+        ({"config": 3}, errors.ConfigError, "gdscache config init sglang"),
+        ({"config": SECTIONS, "ssd_wiat": 1}, errors.UnknownKeyError, "ssd_wiat"),
+        ({"config": SECTIONS, "ssd_wait": -1}, errors.InvalidValueError, "ssd_wait"),
+        ({"config": SECTIONS, "pin_seconds": "long"}, errors.InvalidValueError, "pin_seconds"),
+        ({"config": SECTIONS, "pin_seconds": 5}, errors.InvalidValueError, "more than 5"),
     ],
 )
-def test_options_that_are_wrong(given: dict[str, Any], error: type[GdsCacheError], told: str) -> None:
+def test_options_that_are_wrong(given: dict[str, Any], error: type[errors.GdsCacheError], told: str) -> None:
     with pytest.raises(error) as raised:
         LinkerOptions.of(given)
     assert told in str(raised.value)
@@ -115,12 +103,12 @@ def test_options() -> None:
 def test_options_of_the_storage() -> None:
     own = {"backend_name": "x", "module_path": "y", "class_name": "z", "interface_v1": 1}
     assert storage_config_of({**own, "config": "a.yaml"}) == "a.yaml"
-    with pytest.raises(UnknownKeyError, match="gone"):
+    with pytest.raises(errors.UnknownKeyError, match="gone"):
         storage_config_of({**own, "config": "a.yaml", "gone": 1})
-    with pytest.raises(InterfaceUnsupportedError) as raised:
+    with pytest.raises(errors.InterfaceUnsupportedError) as raised:
         storage_config_of({"config": "a.yaml", "interface_v1": 0})
     assert "interface_v1" in raised.value.hint
-    with pytest.raises(ConfigError) as missing:
+    with pytest.raises(errors.ConfigError) as missing:
         storage_config_of(own)
     assert "sglang-hicache" in missing.value.hint
 
@@ -135,7 +123,7 @@ def test_tiers_that_each_of_them_needs() -> None:
     assert opened(SECTIONS, cpu=True).model.weights == "dummy"
     assert opened(ONLY_SSD, cpu=False).cpu is None
     for sections, cpu in ((ONLY_SSD, True), (SECTIONS, False), ({}, False)):
-        with pytest.raises(ConfigError, match=r"section `(cpu|ssd)`"):
+        with pytest.raises(errors.ConfigError, match=r"section `(cpu|ssd)`"):
             opened(sections, cpu=cpu)
 
 
@@ -193,7 +181,7 @@ def test_host_pools_are_planes_without_a_copy(kind: str, layout: str) -> None:
     ids=["hnd", "scales", "late memory", "part of a page", "strided", "fp4"],
 )
 def test_device_pools_that_are_none(pool: Any) -> None:
-    with pytest.raises(CacheLayoutUnsupportedError):
+    with pytest.raises(errors.CacheLayoutUnsupportedError):
         device_planes(pool, PAGE)
 
 
@@ -208,7 +196,7 @@ def test_device_pools_that_are_none(pool: Any) -> None:
     ids=["layer_first", "dcp", "other sizes", "another pool"],
 )
 def test_host_pools_that_are_none(pool: Any) -> None:
-    with pytest.raises(CacheLayoutUnsupportedError):
+    with pytest.raises(errors.CacheLayoutUnsupportedError):
         host_planes(pool)
 
 

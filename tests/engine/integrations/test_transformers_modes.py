@@ -59,12 +59,9 @@ def default_dtype() -> Iterator[None]:
 
 
 MODES: dict[str, Mode] = {
-    "none": contextlib.nullcontext,
-    "inference": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "default device": default_device,
-    "default dtype": default_dtype,
-}
+    "none": contextlib.nullcontext, "inference": torch.inference_mode, "no_grad": torch.no_grad,
+    "default device": default_device, "default dtype": default_dtype,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("opening", MODES)

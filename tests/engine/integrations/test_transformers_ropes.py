@@ -19,12 +19,9 @@ from tests.support.tiny_transformers import NEW, PAGE, SMALL, generate, options,
 
 LIMIT = 64
 LONG: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": LIMIT,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [1.0, 4.0, 7.0, 10.0],
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 4.0, 7.0, 10.0],
+}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "longrope": LlamaConfig(**SMALL, num_key_value_heads=2, rope_parameters=dict(LONG)),

@@ -12,7 +12,14 @@ import torch
 
 from gdscache import CacheEngine, PageHashes, errors
 from gdscache.config import Config
-from gdscache.errors import CacheLayoutUnsupportedError, ConfigError, GdsCacheError, InvalidValueError, UnknownKeyError
+from gdscache.errors import (
+    CacheGroupsUnsupportedError,
+    CacheLayoutUnsupportedError,
+    ConfigError,
+    GdsCacheError,
+    InvalidValueError,
+    UnknownKeyError,
+)
 from gdscache.integrations import weights
 from gdscache.integrations.vllm import facts as vllm_facts
 from gdscache.integrations.vllm.early import refuse_at_start
@@ -58,6 +65,21 @@ def test_what_is_refused(change: dict[str, Any], error: str, hint: str) -> None:
         refuse_setup(vllm, cache, {})
     assert hint in raised.value.hint
     assert issubclass(type(raised.value), errors.IntegrationError)
+
+
+def test_an_indexer_beside_latents_is_served_where_that_is_asked_for() -> None:
+    layers = {"attn": MLAAttentionSpec(page_size_bytes=18432), "indexer": MLAAttentionSpec(page_size_bytes=2112)}
+    spec = SimpleNamespace(block_size=16, kv_cache_specs=layers)
+    own = SimpleNamespace(layer_names=[*layers], kv_cache_spec=spec)
+    vllm, cache = setup(cache__kv_cache_groups=[own])
+    with pytest.raises(CacheGroupsUnsupportedError, match="indexer") as refused:
+        refuse_setup(vllm, cache)
+    assert '"untried": true' in str(refused.value.hint)
+    vllm.kv_transfer_config.kv_connector_extra_config = {"untried": True}
+    refuse_setup(vllm, cache)
+    layers["indexer"] = layers["attn"]
+    vllm.kv_transfer_config.kv_connector_extra_config = {}
+    refuse_setup(vllm, cache)  # one width: latents alone
 
 
 def test_what_is_not_refused() -> None:

@@ -111,12 +111,8 @@ def test_methods_of_workers_in_other_processes_are_called_by_their_names() -> No
         executor.collective_rpc(method="reload_weights")
         executor.shutdown()
     assert told == [
-        ("reload_weights", 7),
-        ("reload_weights", 8),
-        ("reload_weights", 8),
-        ("reload_weights", 9),
-        ("ends", 9),
-    ]
+        ("reload_weights", 7), ("reload_weights", 8), ("reload_weights", 8), ("reload_weights", 9), ("ends", 9),
+    ]  # fmt: skip
     watch.close()
     mine.collective_rpc("reload_weights")
     assert len(told) == 5

@@ -255,11 +255,7 @@ def call(name: str, **changes: Any) -> None:
 
 REFUSED = {
     "item_size": [
-        (0, "at least 1"),
-        (-8, "at least 1"),
-        (12, "multiple of 8"),
-        (1 << 31, "multiple"),
-        (64.0, "integer"),
+        (0, "at least 1"), (-8, "at least 1"), (12, "multiple of 8"), (1 << 31, "multiple"), (64.0, "integer"),
     ],
     "block_quota": [(0, "block_quota is 0"), (-1, "block_quota is -1")],
     "num_warps_per_block": [(0, "num_warps_per_block is 0"), (33, "at most 32")],
@@ -286,7 +282,7 @@ REFUSED = {
     "src_k_layers": [(torch.zeros(2, dtype=torch.int64), "uint64"), (torch.zeros(1, dtype=torch.uint64), "too short")],
     "dst_v_layers": [(torch.zeros(4, dtype=torch.uint64)[::2], "contiguous"), (torch.zeros(2), "float32")],
     "dst_layers": [(torch.zeros(1, dtype=torch.uint64), "too short")],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

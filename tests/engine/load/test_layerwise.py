@@ -31,6 +31,7 @@ from tests.support.helpers import (
     OpenHost,
     drop_from,
     expected,
+    kept_on_ssd,
     layout_of,
     prompt,
     read_page,
@@ -268,15 +269,25 @@ def test_a_page_that_failed_is_not_read_further(open_host: OpenHost, monkeypatch
     assert len(PLAN.moved[Op.READ]) == 2 + 3 * len(groups)
 
 
-def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(open_host: OpenHost) -> None:
+@pytest.mark.parametrize(
+    ("faults", "verdicts"),
+    [
+        ((Fault.EIO, Fault.HANG, Fault.HANG), {PageStatus.IO_ERROR}),
+        ((Fault.HANG, Fault.SHORT, Fault.HANG), {PageStatus.SHORT_READ}),
+        ((Fault.EIO, Fault.SHORT, Fault.HANG), {PageStatus.IO_ERROR, PageStatus.SHORT_READ}),  # read side by side
+    ],
+)
+def test_a_page_that_fails_in_several_groups_has_the_first_verdict_and_one(
+    open_host: OpenHost, faults: tuple[Fault, ...], verdicts: set[PageStatus]
+) -> None:
     host = open_host(model=EVEN, transport=FAULTY, cpu=8, deadline=SOON)
     tokens = stored(host)
     bad, groups = lies(host, tokens, 1), groups_of(host)
-    for group, fault in zip(groups[1:], (Fault.EIO, Fault.SHORT, Fault.HANG), strict=True):
+    for group, fault in zip(groups[1:], faults, strict=True):
         PLAN.add(FaultRule(fault, Op.READ, lambda path, offset: bad(offset), only(host, group)))
     first, bad_page, *others = host.load(tokens).pages
     assert (first, *others) == (LOADED,) * 3
-    assert bad_page in (PageStatus.IO_ERROR, PageStatus.SHORT_READ), "groups are read side by side; one hangs"
+    assert bad_page in verdicts
     misses = host.engine.stats()["misses"]
     assert {cause: n for cause, n in misses.items() if n and cause in ("io_error", "deadline", "short_read")} == {
         bad_page.value: 1
@@ -519,9 +530,7 @@ def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
 
 
 def test_prefetches_are_read_whole(open_host: OpenHost) -> None:
-    host = open_host(model=EVEN, transport=FAULTY, cpu=8, bounce=8)
-    tokens = prompt(1, PAGES)
-    host.keep_on_ssd(tokens)
+    host, tokens = kept_on_ssd(open_host, PAGES, model=EVEN, transport=FAULTY, cpu=8, bounce=8)
     PLAN.reset()
     host.engine.prefetch(tokens).result(WAIT)
     assert len(PLAN.moved[Op.READ]) == PAGES

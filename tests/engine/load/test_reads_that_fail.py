@@ -61,14 +61,11 @@ def clock(engine: CacheEngine) -> list[float]:
 @pytest.mark.parametrize(
     ("what", "fault", "transport"),
     [
-        ("catalogue", Fault.EIO, FAULTY),
-        ("slab", Fault.EIO, FAULTY),
-        ("slab", Fault.SHORT, URING),
-        ("slab", Fault.EIO, "tests.support.faulty:FaultyMerging"),
-        ("both", Fault.EIO, URING),
+        ("catalogue", Fault.EIO, FAULTY), ("slab", Fault.EIO, FAULTY), ("slab", Fault.SHORT, URING),
+        ("slab", Fault.EIO, "tests.support.faulty:FaultyMerging"), ("both", Fault.EIO, URING),
         ("both", Fault.SHORT, FAULTY),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("cpu", [None, 8])
 def test_all_that_was_committed_is_left(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, what: str, fault: Fault, transport: str

@@ -21,8 +21,8 @@ from tests.support.helpers import (
     OpenHost,
     drop_from,
     prompt,
+    ran,
     read_page,
-    run,
     settle,
     tokens_of,
     until,
@@ -184,9 +184,7 @@ def test_a_load_that_broke_off_is_no_verdict(open_host: OpenHost, monkeypatch: p
 
 
 def test_the_load_of_a_sequence_counts_from_its_first_token(open_engine: OpenEngine) -> None:
-    engine = open_engine(transport=FAULTY, gpu=16)
-    tokens = prompt(1, 4, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 4, transport=FAULTY, gpu=16)
     lose(engine, tokens, range(1, 4), "gpu")  # page 0 stays
     lose(engine, tokens, range(4), "cpu")
     offset = offset_of(engine, tokens, 2)

@@ -32,8 +32,9 @@ MODES = [
     "direct",
 ]
 FOREIGN: list[Mode] = ["python", "GPU and python"]
-SHORT_FORM = settings(max_examples=max(20, settings.default.max_examples))
-LONG_FORM = settings(max_examples=max(60, settings.default.max_examples))
+# Cases of a mode in `make test`, and in `make suites`; `make soak` has those of its profile in each.
+SHORT_FORM = settings(max_examples=max(12, settings.default.max_examples))
+LONG_FORM = settings(max_examples=max(36, settings.default.max_examples))
 
 
 @pytest.mark.parametrize("mode", MODES)

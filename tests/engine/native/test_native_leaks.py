@@ -21,7 +21,7 @@ from gdscache.arrays import integers
 from gdscache.errors import DirectoryInUseError, NativeCallError
 from gdscache.moves import PLANES, Move, Priority, Way
 from tests.support.executor_machine import Heard
-from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, quiet, settle, until
+from tests.support.helpers import WAIT, Host, drop_from, make_config, prompt, settle, until
 from tests.support.hooks import hooks
 from tests.support.native_parts import has_ring, open_files
 from tests.support.processes import Child
@@ -180,8 +180,7 @@ def test_an_engine_whose_own_disk_hangs_closes_in_time_and_keeps_what_is_touched
     host.engine.manager.close_s = 0.3
     kept, tokens = prompt(1, 3), prompt(2, 2)
     for some in (kept, tokens)[: 2 if op == "read" else 1]:
-        host.store(some)
-        quiet(host.engine)
+        host.keep(some)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     moves = host.engine.executor.moves
     hooks.fail(moves, integers([(-1, 0, 1 << 40, HANG, 0)]))

@@ -23,7 +23,7 @@ from gdscache.policies.admission import ADMISSIONS, REMEMBERED, Admission, Secon
 from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent
-from tests.support.helpers import MHA, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet
+from tests.support.helpers import MHA, Host, OpenHost, drop_from, kept, layout_of, make_config, prompt, quiet
 
 NAMESPACE = b"n" * 32
 EXTENT = 1 << 20
@@ -251,12 +251,8 @@ def test_all_lets_everything_in() -> None:
     assert gate(admission="tinylfu").refuses
     assert [admission.admit(page(i), name("victim")) for i in range(100)] == [""] * 100
     assert admission.describe() == {
-        "policy": "all",
-        "memory_bytes": 0,
-        "admitted": 100,
-        "refused": {},
-        "endurance": None,
-    }
+        "policy": "all", "memory_bytes": 0, "admitted": 100, "refused": {}, "endurance": None,
+    }  # fmt: skip
 
 
 def test_offers_are_forgotten() -> None:
@@ -467,13 +463,10 @@ def test_an_engine_keeps_what_is_used_often(open_host: OpenHost) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("store.admission", "third_offer"),
-        ("store.admission", None),
-        ("ssd.endurance", "1T"),
-        ("ssd.endurance", -1),
+        ("store.admission", "third_offer"), ("store.admission", None), ("ssd.endurance", "1T"), ("ssd.endurance", -1),
         ("ssd.endurance", True),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused(tmp_path: Path, option: str, value: object) -> None:
     section, key = option.split(".")
     data = make_config(tmp_path)
@@ -504,9 +497,7 @@ def test_the_settings_reach_the_policy() -> None:
 
 def test_every_tier_behind_the_cpu_tier_has_the_admission(open_host: OpenHost) -> None:
     tier = {"tier": "tests.support.dict_tier:DictTier", "capacity": 16 * layout_of(MHA).extent_bytes}
-    host = open_host(cpu=8, ssd=16, store={"admission": "second_offer"}, tiers=[tier])
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, _ = kept(open_host, 3, cpu=8, ssd=16, store={"admission": "second_offer"}, tiers=[tier])
     assert host.engine.stats()["refused"] == {"second_offer": 6}
     outlets = host.engine._parts.storer._planner.outlets
     assert [outlet.admission.describe()["policy"] for outlet in outlets] == ["second_offer"] * 2

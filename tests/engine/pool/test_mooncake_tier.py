@@ -591,15 +591,10 @@ def test_whatever_happens_no_byte_is_wrong(open_host: OpenHost, master: str, poo
 @pytest.mark.parametrize(
     "options",
     [
-        {"master": "nowhere"},
-        {"replicas": 0},
-        {"segment": "lots"},
-        {"deadline": 0},
-        {"deadline": "2"},
-        {"batch": -1},
-        {"protocol": 7},
+        {"master": "nowhere"}, {"replicas": 0}, {"segment": "lots"}, {"deadline": 0}, {"deadline": "2"},
+        {"batch": -1}, {"protocol": 7},
     ],
-)
+)  # fmt: skip
 def test_what_is_no_pool_is_refused(tmp_path: Any, master: str, options: dict[str, Any]) -> None:
     config = make_config(tmp_path, ssd=None, tiers=[pool_entry(master, **options)])
     with pytest.raises(InvalidValueError):

@@ -26,8 +26,10 @@ from tests.support.helpers import (
     OpenEngine,
     OpenHost,
     drop_from,
+    kept,
     make_config,
     prompt,
+    ran,
     run,
     settle,
     stored,
@@ -48,6 +50,12 @@ def slow_host(open_host: OpenHost, **options: Any) -> Host:
     """Chunks of one page."""
     options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
     return open_host(**options)
+
+
+def stocked(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
+    """And a prompt on its SSD."""
+    host = slow_host(open_host, **options)
+    return host, stored(host, 1, pages)
 
 
 def offsets(host: Host, tokens: list[int]) -> set[int]:
@@ -71,8 +79,7 @@ def nothing_held(engine: CacheEngine) -> None:
 
 
 def test_the_gate_learns_from_a_prefetch_what_the_ssd_takes(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     costs = host.engine.manager.costs
     assert "ssd" not in costs.bandwidths()
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
@@ -82,8 +89,7 @@ def test_the_gate_learns_from_a_prefetch_what_the_ssd_takes(open_host: OpenHost)
 
 
 def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: str) -> None:
-    host = slow_host(open_host, device=device)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6, device=device)
     with (
         PLAN.rule(Op.READ, Fault.HANG, skip=4, times=1) as fifth,
         PLAN.rule(Op.READ, Fault.HANG, skip=2, times=1) as third,
@@ -106,8 +112,7 @@ def test_it_finishes_by_itself_and_its_tokens_grow(open_host: OpenHost, device: 
 
 
 def test_nobody_need_keep_the_handle(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     host.engine.prefetch(tokens)
     until(lambda: host.engine.lookup(tokens).tiers == ("cpu",) * 6, "all pages are there")
     until(lambda: prefetch_stats(host.engine)["under_way"] == 0, "it has ended")
@@ -131,8 +136,7 @@ def test_slots_are_taken_for_what_the_ssd_has_chunk_by_chunk(open_host: OpenHost
 @pytest.mark.parametrize(("measured", "begun"), [(3, 1 + 2), (4, 4 + 4)])
 def test_first_chunks_are_small_until_a_tier_is_measured(open_host: OpenHost, measured: int, begun: int) -> None:
     limits = dataclasses.replace(PAGEWISE, prefetch_bytes=4 * EXTENT, prefetch_first=EXTENT, prefetch_chunks=2)
-    host = slow_host(open_host, limits=limits)
-    tokens = stored(host, 1, 12)
+    host, tokens = stocked(open_host, 12, limits=limits)
     for _ in range(measured):
         host.engine.manager.costs.observe_load("ssd", 4 * EXTENT, 0.1)
     with PLAN.rule(Op.READ, Fault.HANG):
@@ -143,8 +147,7 @@ def test_first_chunks_are_small_until_a_tier_is_measured(open_host: OpenHost, me
 
 
 def test_what_is_there_already_is_not_read(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     assert host.load(tokens[:8]).tokens == 8
     before = len(PLAN.moved[Op.READ])
     with PLAN.rule(Op.READ, Fault.HANG):
@@ -160,16 +163,13 @@ def test_what_is_there_already_is_not_read(open_host: OpenHost) -> None:
 
 
 def test_it_starts_where_it_is_told_to(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     assert ended(host.engine.prefetch(tokens, start=12)) == (3, "complete")
     assert host.engine.lookup(tokens).tiers == ("ssd",) * 3 + ("cpu",) * 3
 
 
 def test_pages_of_the_gpu_pool_are_not_read(open_engine: OpenEngine) -> None:
-    engine = open_engine(gpu=16, transport=FAULTY, cpu=8, ssd=12)
-    tokens = prompt(1, 5, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 5, gpu=16, transport=FAULTY, cpu=8, ssd=12)
     drop_from(engine, "cpu")
     prefetch = engine.prefetch(tokens)
     assert ended(prefetch) == (5, "complete")
@@ -255,8 +255,7 @@ def test_while_loads_hang_a_few_chunks_move_and_no_more(open_host: OpenHost) -> 
 
 
 def test_a_load_that_needs_the_page_under_way_waits_for_it(open_host: OpenHost, device: str) -> None:
-    host = slow_host(open_host, device=device)
-    tokens = stored(host, 1, 3)
+    host, tokens = stocked(open_host, 3, device=device)
     with PLAN.rule(Op.READ, Fault.HANG, times=1):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "a chunk is under way")
@@ -269,8 +268,7 @@ def test_a_load_that_needs_the_page_under_way_waits_for_it(open_host: OpenHost, 
 
 
 def test_two_prefetches_of_a_prefix_read_it_once(open_host: OpenHost) -> None:
-    host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_chunks=3))
-    tokens = stored(host, 1, 8)
+    host, tokens = stocked(open_host, 8, limits=dataclasses.replace(PAGEWISE, prefetch_chunks=3))
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.01):
         both = [host.engine.prefetch(tokens), host.engine.prefetch(tokens)]
         assert [ended(prefetch) for prefetch in both] == [(8, "complete")] * 2
@@ -278,8 +276,7 @@ def test_two_prefetches_of_a_prefix_read_it_once(open_host: OpenHost) -> None:
 
 
 def test_a_prefetch_waits_for_pages_that_a_load_is_reading(open_host: OpenHost, device: str) -> None:
-    host = slow_host(open_host, device=device)
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4, device=device)
     with PLAN.rule(Op.READ, Fault.HANG):
         load, blocks, names = host.begin(tokens[:8])
         until(lambda: PLAN.held == 2, "the load hangs")
@@ -301,11 +298,8 @@ def test_many_at_once_take_turns(open_host: OpenHost) -> None:
         until(lambda: PLAN.held == 1, "the first chunk is under way")
         first.release()
         assert [ended(prefetch) for prefetch in prefetches] == [
-            (7, "complete"),
-            (7, "complete"),
-            (4, "complete"),
-            (6, "complete"),
-        ]
+            (7, "complete"), (7, "complete"), (4, "complete"), (6, "complete"),
+        ]  # fmt: skip
     counts = [0] * 4
     for offset in PLAN.moved[Op.READ][1:]:  # the others came after the first chunk had begun
         counts[owner[offset]] += 1
@@ -320,8 +314,7 @@ def test_many_at_once_take_turns(open_host: OpenHost) -> None:
 @pytest.mark.parametrize("chunks", [0, 1, 3, 5, 6])
 @pytest.mark.parametrize("by", ["cancel", "block"])
 def test_cancelled_at_any_point_it_ends_after_the_chunk_under_way(open_host: OpenHost, chunks: int, by: str) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=chunks):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1 or prefetch.done(), "so many chunks are there")
@@ -343,8 +336,7 @@ def test_cancelled_at_any_point_it_ends_after_the_chunk_under_way(open_host: Ope
 
 
 def test_wait_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "the third chunk hangs")
@@ -357,8 +349,7 @@ def test_wait_takes_what_is_there_and_stops(open_host: OpenHost) -> None:
 
 
 def test_wait_without_a_limit_waits_for_the_end(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.02):
         prefetch = host.engine.prefetch(tokens)
         assert prefetch.wait(None) == 24
@@ -381,8 +372,7 @@ def test_wait_without_a_limit_gives_up_after_the_deadline(open_host: OpenHost) -
 
 
 def test_wait_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6)
     with PLAN.rule(Op.READ, Fault.HANG, skip=2):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "the third chunk hangs")
@@ -394,8 +384,7 @@ def test_wait_waits_so_long_and_no_longer(open_host: OpenHost) -> None:
 
 
 def test_wait_waits_no_longer_than_the_pages_take(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 2)
+    host, tokens = stocked(open_host, 2)
     begun = time.monotonic()
     assert host.engine.prefetch(tokens).wait(WAIT) == 8
     assert time.monotonic() - begun < WAIT / 2
@@ -435,8 +424,7 @@ def test_the_quota_holds_until_somebody_uses_what_is_there(open_host: OpenHost) 
 
 
 def test_a_page_that_is_used_on_its_way_counts_as_used(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 1)
+    host, tokens = stocked(open_host, 1)
     with PLAN.rule(Op.READ, Fault.HANG):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "a chunk is under way")
@@ -461,8 +449,7 @@ def test_without_a_slot_that_may_go_it_ends(open_host: OpenHost) -> None:
 
 
 def test_it_does_not_push_out_what_comes_before_it(open_host: OpenHost) -> None:
-    host = slow_host(open_host, cpu=4)
-    tokens = stored(host, 1, 8)
+    host, tokens = stocked(open_host, 8, cpu=4)
     host.load(tokens[:8])
     other = prompt(2, 2)
     host.keep(other)
@@ -492,8 +479,7 @@ def test_more_than_the_queue_holds_end_at_once(open_host: OpenHost) -> None:
 def test_a_bad_page_ends_it_and_goes_if_its_bytes_are_bad(
     open_host: OpenHost, fault: Fault, status: str, chunk: int
 ) -> None:
-    host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_bytes=chunk * EXTENT))
-    tokens = stored(host, 1, 6)
+    host, tokens = stocked(open_host, 6, limits=dataclasses.replace(PAGEWISE, prefetch_bytes=chunk * EXTENT))
     slot = host.engine.manager.ssd.index.slot(host.engine.pages(tokens)[2].key)  # type: ignore[union-attr]
     with PLAN.rule(Op.READ, fault, lambda offset: offset == slot * EXTENT, bit=11):
         report = host.engine.prefetch(tokens).result(WAIT)
@@ -508,8 +494,7 @@ def test_a_bad_page_ends_it_and_goes_if_its_bytes_are_bad(
 
 
 def test_late_reads_go_to_quarantine(open_host: OpenHost) -> None:
-    host = slow_host(open_host, deadline=0.3)
-    tokens = stored(host, 1, 3)
+    host, tokens = stocked(open_host, 3, deadline=0.3)
     with PLAN.rule(Op.READ, Fault.HANG, times=1):
         prefetch = host.engine.prefetch(tokens)
         report = prefetch.result(WAIT)
@@ -523,8 +508,7 @@ def test_late_reads_go_to_quarantine(open_host: OpenHost) -> None:
 
 @pytest.mark.parametrize("invalidate", [False, True])
 def test_what_is_cleared_under_way_does_not_come_back(open_host: OpenHost, invalidate: bool) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 5)
+    host, tokens = stocked(open_host, 5)
     with PLAN.rule(Op.READ, Fault.HANG, skip=1):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "the second chunk is under way")
@@ -538,8 +522,7 @@ def test_what_is_cleared_under_way_does_not_come_back(open_host: OpenHost, inval
 
 
 def test_pages_that_leave_the_ssd_meanwhile_end_it(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 5)
+    host, tokens = stocked(open_host, 5)
     with PLAN.rule(Op.READ, Fault.HANG, skip=1):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "the second chunk is under way")
@@ -551,8 +534,7 @@ def test_pages_that_leave_the_ssd_meanwhile_end_it(open_host: OpenHost) -> None:
 def test_something_unforeseen_costs_the_chunk_and_nothing_else(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4)
 
     def broken(plan: object) -> None:
         raise ZeroDivisionError("a bug")
@@ -569,8 +551,7 @@ def test_something_unforeseen_costs_the_chunk_and_nothing_else(
 def test_a_broken_turn_ends_all_and_the_next_call_begins_anew(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4)
     with monkeypatch.context() as patch:
         patch.setattr(host.engine.loader.planner, "plan_prefetch", lambda *args, **options: 1 // 0)
         assert ended(host.engine.prefetch(tokens)) == (0, "error")
@@ -580,8 +561,7 @@ def test_a_broken_turn_ends_all_and_the_next_call_begins_anew(
 
 
 def test_a_report_that_is_late_says_what_to_do(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 4)
+    host, tokens = stocked(open_host, 4)
     with PLAN.rule(Op.READ, Fault.HANG):
         prefetch = host.engine.prefetch(tokens)
         until(lambda: PLAN.held == 1, "a chunk is under way")
@@ -620,8 +600,7 @@ def test_close_ends_prefetches_after_the_chunk_under_way(slab: Any, drain: bool)
 
 
 def test_the_threads_are_there_before_there_is_something_to_do(open_host: OpenHost) -> None:
-    host = slow_host(open_host)
-    tokens = stored(host, 1, 2)
+    host, tokens = stocked(open_host, 2)
     host.load(tokens)
     assert ended(host.engine.prefetch(tokens)) == (2, "complete")
     assert ended(host.engine.prefetch(prompt(2, 2))) == (0, "complete")
@@ -634,9 +613,7 @@ def test_the_threads_are_there_before_there_is_something_to_do(open_host: OpenHo
 
 @pytest.mark.parametrize(("cpu", "ssd"), [(None, 8), (4, None)])
 def test_without_both_tiers_there_is_nothing_to_bring(open_host: OpenHost, cpu: int | None, ssd: int | None) -> None:
-    host = open_host(cpu=cpu, ssd=ssd)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, cpu=cpu, ssd=ssd)
     assert ended(host.engine.prefetch(tokens)) == (3 if cpu else 0, "complete")
     assert threads() == []
 

@@ -12,16 +12,14 @@ from gdscache.gate.fit import ENOUGH
 from gdscache.prefetch import trial
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import Host, OpenHost, prompt, quiet
+from tests.support.helpers import Host, OpenHost, kept, quiet
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 
 
 def left(open_host: OpenHost, slab: Path) -> list[int]:
     """A directory with eight pages, of which nobody knows what loads from it take."""
-    host = open_host(transport=FAULTY, cpu=16, ssd=32)
-    tokens = prompt(1, 8)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 8, transport=FAULTY, cpu=16, ssd=32)
     host.engine.close()
     (slab / COSTS_NAME).unlink(missing_ok=True)
     return tokens

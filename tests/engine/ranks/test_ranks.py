@@ -140,20 +140,34 @@ def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(ranks_host: Open, how
     assert host.load_all(kept)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_rank_that_dies_between_a_load_and_its_order_costs_no_time(ranks_host: Open, ordered: bool) -> None:
-    host, tokens = ranks_host([0, 1], deadline=30.0), prompt(1, 4)
-    host.store(tokens)
-    hit = host.engine.lookup(tokens)
-    load = host.engine.load(hit, [*range(len(hit.pages))])
-    host.ranks[1].kill()
-    until(lambda: host.engine.stats()["ranks"][1]["state"] == "lost", "the rank is missed")
+@pytest.mark.parametrize("told", [None, 0, 1, 2])
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_rank_that_dies_while_another_waits_for_its_order_costs_no_time(
+    ranks_host: Open, what: str, told: int | None
+) -> None:
+    """`told`: the one rank that the order is passed on to. Who gets it behind that moves nothing."""
+    host, tokens = ranks_host([0, 1, 2], model=MHA | {"kv_heads": 3}, deadline=30.0), prompt(1, 4)
+    until(lambda: not host.store(tokens).dropped, "the pages are stored")
     began = time.monotonic()
-    if ordered:
-        host.ranks[0].tell("load", load.order, [], [], 5.0)
-        assert host.ranks[0].hear() is not None
-    assert GOOD not in load.result(WAIT).pages
+    if what == "load":
+        load = host.engine.load(host.engine.lookup(tokens), [*range(4)])
+        given: tuple[Any, ...] = ("load", load.order if told is not None else b"", [], [], 5.0)
+    else:
+        handle = host.engine.store(prompt(2, 4), [*range(4)])
+        given = "store", handle.order
+    if told is not None:
+        host.ranks[told].tell(*given)
+    host.ranks[2].kill()
+    if what == "load":
+        assert GOOD not in load.result(WAIT).pages
+    else:
+        assert len(handle.result(WAIT).dropped) == 4
     assert time.monotonic() - began < 10
+    if told is not None:
+        late = host.ranks[1 if told == 0 else 0]
+        late.tell(*given)
+        answer = late.hear()
+        assert what == "store" or GOOD.value not in answer[0]
 
 
 def test_a_rank_that_is_closed_first_finishes_what_it_has(ranks_host: Open, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,14 +14,7 @@ from typing import Any
 
 import pytest
 
-from gdscache.errors import (
-    EngineClosedError,
-    InvalidValueError,
-    IOFailedError,
-    RefusedDiskError,
-    ThreadStartError,
-    TransportUnavailableError,
-)
+from gdscache import errors
 from gdscache.storage import native
 from gdscache.storage.native import NativeTransport
 from tests.support.helpers import WAIT, OpenHost, prompt, until
@@ -70,19 +63,19 @@ def slab(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("uring", "code", "error", "hint"),
     [
-        (True, errno.EPERM, TransportUnavailableError, "posix"),
-        (True, errno.ENOSYS, TransportUnavailableError, "posix"),
-        (True, errno.EMFILE, IOFailedError, "ulimit -n"),
-        (True, errno.ENOMEM, IOFailedError, "memory"),
-        (False, errno.ENFILE, IOFailedError, "ulimit -n"),
-        (False, errno.EAGAIN, ThreadStartError, "ulimit -u"),
+        (True, errno.EPERM, errors.TransportUnavailableError, "posix"),
+        (True, errno.ENOSYS, errors.TransportUnavailableError, "posix"),
+        (True, errno.EMFILE, errors.IOFailedError, "ulimit -n"),
+        (True, errno.ENOMEM, errors.IOFailedError, "memory"),
+        (False, errno.ENFILE, errors.IOFailedError, "ulimit -n"),
+        (False, errno.EAGAIN, errors.ThreadStartError, "ulimit -u"),
     ],
 )
 def test_a_disk_that_cannot_be_had_is_said(
     monkeypatch: pytest.MonkeyPatch, uring: bool, code: int, error: type[Exception], hint: str
 ) -> None:
     def refused(*_: object) -> None:
-        raise RefusedDiskError("the system answers no", "", code)
+        raise errors.RefusedDiskError("the system answers no", "", code)
 
     monkeypatch.setattr(native, "Disk", refused)
     with pytest.raises(error, match="the system answers no") as caught:
@@ -93,7 +86,7 @@ def test_a_disk_that_cannot_be_had_is_said(
 @pytest.mark.parametrize("settings", [{"threads": 0}, {"threads": 1025}, {"threads": 1, "direct_io": "yes"}])
 def test_settings_out_of_range_start_no_thread(name: str, settings: dict[str, Any]) -> None:
     tasks, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-    with pytest.raises(InvalidValueError):
+    with pytest.raises(errors.InvalidValueError):
         NativeTransport(**settings, uring=name == "uring")
     assert len(os.listdir("/proc/self/fd")) == files
     until(lambda: len(os.listdir("/proc/self/task")) <= tasks, "threads end")
@@ -111,7 +104,7 @@ def test_a_closed_transport_flushes_nothing(name: str, slab: Path) -> None:
     with opened(name, 1, "auto") as transport:
         file = transport.open(slab)
         transport.flush(file)
-    with pytest.raises(EngineClosedError, match="was closed"):
+    with pytest.raises(errors.EngineClosedError, match="was closed"):
         transport.flush(file)
 
 
@@ -152,7 +145,7 @@ def test_rules_like_dockers_leave_the_threads(error: int, tmp_path: Path) -> Non
 def test_a_process_without_descriptors_is_told_and_loses_none() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
-    refusals: list[IOFailedError] = []
+    refusals: list[errors.IOFailedError] = []
     try:
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
@@ -165,7 +158,7 @@ def test_a_process_without_descriptors_is_told_and_loses_none() -> None:
             before = len(held)
             try:
                 NativeTransport(1).close()
-            except IOFailedError as error:
+            except errors.IOFailedError as error:
                 refusals.append(error)
             spare = []
             with contextlib.suppress(OSError):

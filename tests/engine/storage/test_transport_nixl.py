@@ -14,15 +14,9 @@ from pathlib import Path
 import pytest
 
 import gdscache.storage.nixl as nixl_module
+from gdscache import errors
 from gdscache.config import SsdConfig
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import (
-    DeadlineError,
-    EngineClosedError,
-    InvalidValueError,
-    IOFailedError,
-    TransportUnavailableError,
-)
 from gdscache.storage import Transport, open_transport, probe
 from gdscache.storage.base import DeviceMemory, Switch
 from gdscache.storage.calls import begin
@@ -61,7 +55,7 @@ def test_a_file_that_fails_harms_no_other(slab: Path, buffer: HostBuffer, direct
         def fails(n: int) -> bool:
             try:
                 return transport.write((good, bad)[n % 2], n // 2 * SECTOR, page(buffer, n // 2)) != SECTOR
-            except IOFailedError:
+            except errors.IOFailedError:
                 return True
 
         with ThreadPoolExecutor(8) as pool:
@@ -197,7 +191,7 @@ def test_calls_go_at_once_and_each_ends_with_its_own_transfer(stand_in, slab: Pa
         agent.failing.add(5 * SECTOR)
         assert calls[0].result(20) == SECTOR
         error = calls[5].exception(20)
-        assert isinstance(error, IOFailedError)
+        assert isinstance(error, errors.IOFailedError)
         assert "NIXL_ERR_BACKEND" in str(error)
         assert sum(call.done() for call in calls) == 2
         agent.all_end = True
@@ -224,7 +218,7 @@ def test_close_leaves_a_hung_transfer_what_it_has(stand_in, slab: Path, buffer: 
     until(lambda: len(agent.begun) == 1)
     transport.close()
     transport.close()
-    with pytest.raises(EngineClosedError):
+    with pytest.raises(errors.EngineClosedError):
         transport.open(slab)
     os.fstat(file)  # open: the transfer may still touch it
     assert not agent.begun[0].released
@@ -243,11 +237,11 @@ def test_a_call_into_nixl_that_hangs_is_an_error(stand_in, slab: Path, monkeypat
     register = agent.register_memory
     agent.register_memory = lambda *some, **options: (gate.wait(), register(*some, **options))[1]
     try:
-        with pytest.raises(DeadlineError, match="register"):
+        with pytest.raises(errors.DeadlineError, match="register"):
             transport.open(slab)
         [file] = transport._paths
         assert begin("close", transport.close).result(20) is None
-        with pytest.raises(EngineClosedError):
+        with pytest.raises(errors.EngineClosedError):
             transport.open(slab)
         os.fstat(file)  # open: the call may still use it
     finally:
@@ -277,7 +271,7 @@ def test_a_transfer_that_hangs_at_its_begin_gives_back_at_its_end(
     transport.close()
     assert transport._paths
     gate.set()
-    assert isinstance(call.exception(20), IOFailedError)
+    assert isinstance(call.exception(20), errors.IOFailedError)
     until(lambda: not transport._paths)
     assert agent.registered == []
 
@@ -319,10 +313,10 @@ def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
         file = transport.open(slab)
         ring = Cuda(1 << 30, 8 * SECTOR)
         transport.register(ring)
-        with pytest.raises(IOFailedError, match="already"):
+        with pytest.raises(errors.IOFailedError, match="already"):
             transport.register(Cuda((1 << 30) + SECTOR, SECTOR))
         assert transport.read(file, 0, DeviceMemory((1 << 30) + SECTOR, SECTOR, 3)) == SECTOR
-        with pytest.raises(IOFailedError) as caught:
+        with pytest.raises(errors.IOFailedError) as caught:
             transport.read(file, SECTOR, DeviceMemory((1 << 30) + 7 * SECTOR, 2 * SECTOR, 3))
         assert "register" in caught.value.hint
         assert transport.read(file, SECTOR, page(buffer, 0)) == SECTOR
@@ -332,7 +326,7 @@ def test_gpu_memory_goes_through_gds_mt_where_it_is_registered(
         ]
         assert agent.begun[0].memory == [("VRAM", (1 << 30) + SECTOR, SECTOR, 3)]
         transport.deregister(ring)
-        with pytest.raises(IOFailedError, match="not registered"):
+        with pytest.raises(errors.IOFailedError, match="not registered"):
             transport.deregister(ring)
         transport.register(ring)
     assert agent.registered == []
@@ -348,7 +342,7 @@ def opened(tmp_path: Path, device: str = "cpu", gds: str = "auto") -> Transport:
 def test_without_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     before = threading.active_count()
-    with pytest.raises(TransportUnavailableError, match="nixl") as caught:
+    with pytest.raises(errors.TransportUnavailableError, match="nixl") as caught:
         opened(tmp_path)
     assert "cuda13" in caught.value.hint
     assert threading.active_count() == before
@@ -357,7 +351,7 @@ def test_without_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @installed
 def test_a_nixl_that_lies_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.4.10")
-    with pytest.raises(TransportUnavailableError, match=r"1\.4\.10"):
+    with pytest.raises(errors.TransportUnavailableError, match=r"1\.4\.10"):
         opened(tmp_path)
 
 
@@ -367,7 +361,7 @@ def test_an_agent_that_cannot_be_made_leaves_no_thread(stand_in, monkeypatch: py
 
     monkeypatch.setattr(Agent, "create_backend", refuse)
     before = threading.active_count()
-    with pytest.raises(TransportUnavailableError, match="NIXL_ERR_BACKEND"):
+    with pytest.raises(errors.TransportUnavailableError, match="NIXL_ERR_BACKEND"):
         NixlTransport(1)
     assert threading.active_count() == before
 
@@ -375,14 +369,14 @@ def test_an_agent_that_cannot_be_made_leaves_no_thread(stand_in, monkeypatch: py
 @pytest.mark.parametrize("settings", [{"threads": 0}, {"threads": 1, "direct_io": "yes"}])
 def test_bad_settings_start_no_thread(stand_in, settings: dict[str, object]) -> None:
     before = threading.active_count()
-    with pytest.raises(InvalidValueError):
+    with pytest.raises(errors.InvalidValueError):
         NixlTransport(**settings)
     assert threading.active_count() == before
 
 
 def test_cufile_needs_proc_modules(stand_in, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_module, "PROC_MODULES", str(tmp_path / "missing"))
-    with pytest.raises(TransportUnavailableError, match="missing"):
+    with pytest.raises(errors.TransportUnavailableError, match="missing"):
         NixlTransport(1, gds=True)
     monkeypatch.setattr(probe, "PROC_MODULES", tmp_path / "missing")
     monkeypatch.setattr(probe, "run_child", lambda *_: pytest.fail("it would hang"))
@@ -395,16 +389,11 @@ def test_cufile_needs_proc_modules(stand_in, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("device", "gds", "mode", "want"),
     [
-        ("cpu", "auto", "gds", {"host"}),
-        ("cuda:1", "off", "gds", {"host"}),
-        ("cuda:1", "auto", "compat", {"host"}),
-        ("cuda:1", "auto", "posix", {"host"}),
-        ("cuda:1", "auto", "gds", {"host", "cuda"}),
-        ("cuda:1", "on", "gds", {"host", "cuda"}),
-        ("cuda:1", "on", "compat", None),
-        ("cpu", "on", "gds", None),
+        ("cpu", "auto", "gds", {"host"}), ("cuda:1", "off", "gds", {"host"}), ("cuda:1", "auto", "compat", {"host"}),
+        ("cuda:1", "auto", "posix", {"host"}), ("cuda:1", "auto", "gds", {"host", "cuda"}),
+        ("cuda:1", "on", "gds", {"host", "cuda"}), ("cuda:1", "on", "compat", None), ("cpu", "on", "gds", None),
     ],
-)
+)  # fmt: skip
 def test_gpu_memory_only_where_it_is_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, gds: str, mode: str, want: set[str] | None
 ) -> None:
@@ -421,7 +410,7 @@ def test_gpu_memory_only_where_it_is_proven(
     monkeypatch.setattr(probe, "no_gds_driver", lambda: "")
     monkeypatch.setattr(probe, "probe_nixl", lambda *_: probe.ProbeResult(mode != "posix", mode, "because"))
     if want is None:
-        with pytest.raises(TransportUnavailableError):
+        with pytest.raises(errors.TransportUnavailableError):
             opened(tmp_path, device, gds)
         return
     opened(tmp_path, device, gds).close()

@@ -87,15 +87,8 @@ def test_kvikio_with_a_stand_in_driver(tmp_path: Path) -> None:
     source, library = SUPPORT / "stand_ins" / "libcuda.c", tmp_path / "libcuda.so.1"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     arguments = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not gpu",
-        "-k",
-        "TestKvikio",
-        f"--basetemp={tmp_path / 'inner'}",
-    ]
+        "-q", "-p", "no:cacheprovider", "-m", "not gpu", "-k", "TestKvikio", f"--basetemp={tmp_path / 'inner'}",
+    ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, __file__],
         env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},

@@ -15,14 +15,10 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("extent", "first", "most"),
     [
-        (4096, 32_768, 32_768),
-        (MIB // 4, 512, 512),
-        (MIB, 128, 512),
-        (8 * MIB, 16, 64),
-        (32 * MIB, 8, 16),
+        (4096, 32_768, 32_768), (MIB // 4, 512, 512), (MIB, 128, 512), (8 * MIB, 16, 64), (32 * MIB, 8, 16),
         (64 * MIB, 8, 8),
     ],
-)
+)  # fmt: skip
 def test_it_begins_with_128_mib_and_has_bounds(extent: int, first: int, most: int) -> None:
     size = BatchSize.of(extent)
     assert size.pages == first

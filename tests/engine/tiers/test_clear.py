@@ -34,6 +34,7 @@ from tests.support.helpers import (
     fill,
     prompt,
     quiet,
+    ran,
     read_page,
     run,
     tokens_of,
@@ -188,8 +189,7 @@ def _could_lock(engine: CacheEngine) -> bool:
 def test_everything_is_invisible_before_the_first_pause_and_room_is_there(open_host: OpenHost) -> None:
     host = open_host(ssd=12, cpu=6)
     engine, old, new = host.engine, prompt(1, 12), prompt(1, 3) + prompt(2, 2)
-    host.store(old)
-    quiet(engine)
+    host.keep(old)
     assert len(rows(engine)) == 12
     host.data = lambda key: expected(host.layout, key) ^ np.uint8(1)  # the weights have changed
 
@@ -270,9 +270,7 @@ def test_an_interrupted_clear_ends_the_engine_and_keeps_no_slot(open_host: OpenH
 
 
 def test_a_sequence_begun_meanwhile_brings_no_old_page_back(open_engine: OpenEngine) -> None:
-    engine = open_engine(ssd=40, cpu=10)
-    tokens = prompt(1, 4, extra=1)
-    run(engine, tokens)
+    engine, tokens = ran(open_engine, 4, ssd=40, cpu=10)
     run(engine, tokens, "tenant")
     drop_from(engine, "gpu", "cpu")
     begun: list[Any] = []
@@ -322,9 +320,7 @@ def _ascending(engine: CacheEngine, first: list[int]) -> Callable[..., list[byte
 def test_a_store_meanwhile_is_dropped_in_this_namespace_only(open_host: OpenHost, salt: str) -> None:
     host = open_host(ssd=40, cpu=10)
     engine, tokens = host.engine, prompt(2, 2)
-    host.store(prompt(1, 4))
-    quiet(engine)
-    drop_from(engine, "cpu")
+    host.keep_on_ssd(prompt(1, 4))
     handles: list[Any] = []
     with between_pieces(host.engine, lambda: handles.append(host.store(tokens, salt=salt))):
         assert engine.invalidate(engine.namespace()) == {"cpu": 0, "ssd": 4}
@@ -351,8 +347,7 @@ def test_a_second_clear_waits_for_what_the_first_one_dropped(open_host: OpenHost
     """It finds nothing, but must not return while rows are there."""
     host = open_host(ssd=40)
     engine = host.engine
-    host.store(prompt(1, 8))
-    quiet(engine)
+    host.keep(prompt(1, 8))
     again = engine.clear if second == "everything" else lambda: engine.invalidate(engine.namespace())
 
     def clear_and_look() -> set[bytes]:

@@ -23,6 +23,7 @@ from tests.support.helpers import (
     OpenHost,
     drop_from,
     flip_file,
+    kept,
     prompt,
     quiet,
     run,
@@ -76,9 +77,7 @@ def test_pages_go_straight_to_the_ssd_and_back(
 
 def test_neighbours_are_one_call(open_host: OpenHost) -> None:
     """Pages that lie side by side in the file and in the reserve."""
-    host = open_host(**DIRECT)
-    tokens = prompt(1, 4)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 4, **DIRECT)
     before = fake_cufile.moves()
     assert host.load(tokens).tokens == 16
     assert fake_cufile.moves() - before < 4
@@ -102,9 +101,7 @@ def test_pages_come_from_the_cpu_tier_and_from_the_ssd(open_host: OpenHost) -> N
 
 
 def test_a_flipped_byte_is_a_miss_and_stored_anew(open_host: OpenHost) -> None:
-    host = open_host(**DIRECT)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, **DIRECT)
     slab = next(host.engine.manager.tiers["ssd"].path.glob("slab*"))
     flip_file(slab, place(host.engine, tokens, 1) + 7)
     load, blocks, _ = host.begin(tokens)
@@ -119,14 +116,11 @@ def test_a_flipped_byte_is_a_miss_and_stored_anew(open_host: OpenHost) -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "status"),
     [
-        (Fault.ERROR, 5011, PageStatus.IO_ERROR),
-        (Fault.ERRNO, 5, PageStatus.IO_ERROR),
-        (Fault.SAYS_DONE, 5, PageStatus.IO_ERROR),
-        (Fault.MORE, 1, PageStatus.IO_ERROR),
-        (Fault.SHORT, 0, PageStatus.SHORT_READ),
-        (Fault.LIE, 0, PageStatus.CHECKSUM),
+        (Fault.ERROR, 5011, PageStatus.IO_ERROR), (Fault.ERRNO, 5, PageStatus.IO_ERROR),
+        (Fault.SAYS_DONE, 5, PageStatus.IO_ERROR), (Fault.MORE, 1, PageStatus.IO_ERROR),
+        (Fault.SHORT, 0, PageStatus.SHORT_READ), (Fault.LIE, 0, PageStatus.CHECKSUM),
     ],
-)
+)  # fmt: skip
 def test_a_fault_costs_its_own_page(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, kind: Fault, value: int, status: PageStatus, batched: int
 ) -> None:
@@ -163,9 +157,7 @@ def test_a_write_that_fails_stores_nothing(open_host: OpenHost) -> None:
 
 def test_a_read_that_hangs_misses_its_deadline_and_ends_late(open_host: OpenHost) -> None:
     """Its slots of the reserve stay out of use until it has ended."""
-    host = open_host(**DIRECT, deadline=SOON)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, **DIRECT, deadline=SOON)
     fake_cufile.fault(False, Fault.WAIT, 0, place(host.engine, tokens, 0))
     load, blocks, _ = host.begin(tokens)
     report = load.result(60)
@@ -184,9 +176,7 @@ def test_a_read_that_hangs_misses_its_deadline_and_ends_late(open_host: OpenHost
 
 def test_an_engine_closes_beside_a_read_that_hangs(open_host: OpenHost) -> None:
     """Its memory stays registered, and its file open, until it has ended."""
-    host = open_host(**DIRECT, deadline=SOON)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, **DIRECT, deadline=SOON)
     before = fake_cufile.living()
     fake_cufile.fault(False, Fault.WAIT, 0, place(host.engine, tokens, 0))
     load, blocks, _ = host.begin(tokens)
@@ -223,9 +213,7 @@ def test_a_subclass_is_asked_itself(open_host: OpenHost, monkeypatch: pytest.Mon
             return super().read(file, offset, memory)
 
     monkeypatch.setattr(fake_cufile, "CufileTransport", Own)
-    host = open_host(**DIRECT)
-    tokens = prompt(1, 3)
-    host.keep(tokens)
+    host, tokens = kept(open_host, 3, **DIRECT)
     assert host.load(tokens).tokens == 12
     assert sum(asked) == 3 * host.layout.extent_bytes
     settle(host.engine)

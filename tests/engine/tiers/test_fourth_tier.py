@@ -9,16 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from gdscache import CacheEngine, Config, PageStatus
-from gdscache.errors import (
-    ConfigError,
-    IOFailedError,
-    PageBytesError,
-    PageGoneError,
-    ShortIOError,
-    TierAnswerError,
-    TierUnavailableError,
-)
+from gdscache import CacheEngine, Config, PageStatus, errors
 from tests.support.dict_tier import DictTier
 from tests.support.helpers import MHA, Host, OpenHost, drop_from, layout_of, make_config, prompt, quiet, settle
 
@@ -125,10 +116,10 @@ FAILURES: list[
     tuple[Exception | None, PageStatus, bool]
 ] = [  # what the tier raises, the verdict, whether the page stays
     (None, PageStatus.CHECKSUM, False),  # but its bytes are wrong
-    (PageBytesError("found out"), PageStatus.CHECKSUM, False),
-    (PageGoneError("nowhere"), PageStatus.GONE, False),
-    (ShortIOError("half of it"), PageStatus.SHORT_READ, True),
-    (IOFailedError("broken"), PageStatus.IO_ERROR, True),
+    (errors.PageBytesError("found out"), PageStatus.CHECKSUM, False),
+    (errors.PageGoneError("nowhere"), PageStatus.GONE, False),
+    (errors.ShortIOError("half of it"), PageStatus.SHORT_READ, True),
+    (errors.IOFailedError("broken"), PageStatus.IO_ERROR, True),
     (OSError(errno.ENOENT, "no such file"), PageStatus.IO_ERROR, True),
     (ValueError("a bug"), PageStatus.IO_ERROR, True),
 ]
@@ -206,13 +197,13 @@ def test_it_is_closed_with_the_engine(host: Host) -> None:
     ],
 )
 def test_a_class_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any], cause: str) -> None:
-    with pytest.raises(TierUnavailableError, match=cause):
+    with pytest.raises(errors.TierUnavailableError, match=cause):
         CacheEngine.from_config(Config.from_dict(make_config(tmp_path, tiers=[broken])))
 
 
 @pytest.mark.parametrize("broken", [{"tier": "DictTier"}, entry(4) | {"colour": "red"}, entry(0)])
 def test_an_entry_that_is_none_is_refused(tmp_path: Any, broken: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="tiers"):
+    with pytest.raises(errors.ConfigError, match="tiers"):
         Config.from_dict(make_config(tmp_path, tiers=[broken]))
 
 
@@ -244,7 +235,7 @@ def test_checksums_that_are_none_break_the_load_off(host: Host, monkeypatch: pyt
         patch.setattr(tier, "checksums", lambda entries: ANSWERS[answer](right(entries)))
         hit = host.engine.lookup(tokens)
         blocks = host.take(len(hit.pages))
-        with pytest.raises(TierAnswerError, match="checksums of 4 pages of the dict tier") as caught:
+        with pytest.raises(errors.TierAnswerError, match="checksums of 4 pages of the dict tier") as caught:
             host.engine.load(hit, blocks).result(10)
         assert "uint64" in caught.value.hint
         host.give(blocks)

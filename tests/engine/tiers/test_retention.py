@@ -459,7 +459,8 @@ class ManagerMachine(RuleBasedStateMachine):
             assert tier.index.check() == []
             pinned = self.manager.pins._held[name_]
             assert len(pinned) <= self.SLOTS // 2
-            assert set(pinned) == {e for lease in self.manager._leases for index, e in lease if index is tier.index}
+            leased = [some for lease in self.manager._leases for index, _, some in lease.runs() if index is tier.index]
+            assert pinned == Counter(itertools.chain.from_iterable(leased))
             assert {e.key: e.retention for e in tier.index} == self.there[name_]
 
 

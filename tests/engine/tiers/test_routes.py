@@ -27,7 +27,7 @@ ANY: Any = None  # nothing that could be measured: what looks at it fails
 
 
 def choose(asked: Any, *kinds: str, device: torch.device = CUDA, keep: bool = True) -> routes.RouteChoice:
-    io: Any = SimpleNamespace(memory_kinds=frozenset(kinds))
+    io: Any = SimpleNamespace(transport=SimpleNamespace(memory_kinds=frozenset(kinds)))
     return routes.choose(ANY, device, SsdConfig(path=Path("slab"), route=asked), io, ANY, keep=keep)
 
 
@@ -118,15 +118,11 @@ class NixlGdsMt(NixlTransport):
 @pytest.mark.parametrize(
     ("transport", "route"),
     [
-        ("kvikio", "direct"),
-        ("kvikio", "via_cpu"),
-        ("kvikio", "auto"),
-        ("nixl", "via_cpu"),
+        ("kvikio", "direct"), ("kvikio", "via_cpu"), ("kvikio", "auto"), ("nixl", "via_cpu"),
         ("tests.engine.tiers.test_routes:NixlGdsMt", "direct"),
-        ("tests.engine.tiers.test_routes:NixlGdsMt", "via_cpu"),
-        ("tests.engine.tiers.test_routes:NixlGdsMt", "auto"),
+        ("tests.engine.tiers.test_routes:NixlGdsMt", "via_cpu"), ("tests.engine.tiers.test_routes:NixlGdsMt", "auto"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("model", [MHA, MLA], ids=["mha", "mla"])
 def test_every_route_brings_the_same_bytes(
     tmp_path: Path, request: pytest.FixtureRequest, model: dict[str, Any], transport: str, route: str, cpu: int | None

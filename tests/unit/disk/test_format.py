@@ -34,17 +34,9 @@ DOCUMENT = ROOT / "docs" / "format.md"
 
 LAYOUT = PageLayout.uniform([Plane("k", (1, 8), "float16"), Plane("v", (1, 4), "float16")], n_layers=2, page_tokens=4)
 FIELDS = {
-    "name": "tiny-llama ü",
-    "weights": "v1",
-    "planes": LAYOUT.describe(),
-    "page_tokens": 4,
-    "first_layer": 4,
-    "layers": 2,
-    "head_group": 1,
-    "head_groups": 2,
-    "salt": "s",
-    "request_salt": "tenant-7",
-}
+    "name": "tiny-llama ü", "weights": "v1", "planes": LAYOUT.describe(), "page_tokens": 4, "first_layer": 4,
+    "layers": 2, "head_group": 1, "head_groups": 2, "salt": "s", "request_salt": "tenant-7",
+}  # fmt: skip
 CANONICAL = (
     '{"first_layer":4,"format":1,"head_group":1,"head_groups":2,"layers":2,"name":"tiny-llama \\u00fc","page_tokens":4,'
     '"planes":[[["k",[1,8],"float16"],["v",[1,4],"float16"]],[["k",[1,8],"float16"],["v",[1,4],"float16"]]],'

@@ -18,19 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdscache import errors
 from gdscache.disk import slab as slab_module
 from gdscache.disk.directory import CacheDirectories
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
-from gdscache.errors import (
-    CapacityError,
-    DirectoryNotWritableError,
-    InvalidValueError,
-    IOFailedError,
-    NoSpaceError,
-    NotARegularFileError,
-    SlotRangeError,
-)
 
 EXTENT = 8192
 Usage = namedtuple("Usage", "total used free")
@@ -58,7 +50,7 @@ def test_slots_lie_one_after_another_and_nowhere_else(tmp_path: Path) -> None:
     assert [slab.offset(i) for i in range(3)] == [0, EXTENT, 2 * EXTENT]
     assert slab.locate(2) == (0, 2 * EXTENT)
     for slot in (-1, 3, 1 << 40):
-        with pytest.raises(SlotRangeError, match=str(slot)):
+        with pytest.raises(errors.SlotRangeError, match=str(slot)):
             slab.offset(slot)
 
 
@@ -88,18 +80,18 @@ def test_holes_are_filled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("extent", "slots"), [(EXTENT, 0), (EXTENT, -1), (0, 4)])
 def test_a_slab_of_nothing_is_refused(tmp_path: Path, extent: int, slots: int) -> None:
-    with pytest.raises(CapacityError, match=r"ssd\.capacity"):
+    with pytest.raises(errors.CapacityError, match=r"ssd\.capacity"):
         Slab.open(tmp_path, extent, slots)
     assert not list(tmp_path.iterdir())
 
 
 def test_more_than_the_disk_has_is_refused_before_writing(tmp_path: Path) -> None:
     slots = shutil.disk_usage(tmp_path).total * 2 // EXTENT
-    with pytest.raises(NoSpaceError, match=f"{slots * EXTENT:,}") as caught:
+    with pytest.raises(errors.NoSpaceError, match=f"{slots * EXTENT:,}") as caught:
         Slab.open(tmp_path, EXTENT, slots)
     assert "ssd.capacity" in caught.value.hint
     assert not list(tmp_path.iterdir())
-    with pytest.raises(NoSpaceError):  # far beyond what an offset can say
+    with pytest.raises(errors.NoSpaceError):  # far beyond what an offset can say
         Slab.open(tmp_path, 1 << 40, 1 << 40)
 
 
@@ -108,7 +100,7 @@ def test_both_figures_count_what_the_slab_already_occupies(tmp_path: Path, monke
     monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT))
     assert Slab.open(tmp_path, EXTENT, 5).valid_slots == 4  # one more slot fits exactly
     monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT - 1))
-    with pytest.raises(NoSpaceError, match=f"needs {EXTENT:,} bytes more .* {EXTENT - 1:,} free"):
+    with pytest.raises(errors.NoSpaceError, match=f"needs {EXTENT:,} bytes more .* {EXTENT - 1:,} free"):
         Slab.open(tmp_path, EXTENT, 6)
     slab = Slab.open(tmp_path, EXTENT, 5)
     assert slab.path.read_bytes() == data + bytes(EXTENT)
@@ -117,7 +109,8 @@ def test_both_figures_count_what_the_slab_already_occupies(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("number", "error"), [(errno.ENOSPC, NoSpaceError), (errno.EDQUOT, NoSpaceError), (errno.EFBIG, IOFailedError)]
+    ("number", "error"),
+    [(errno.ENOSPC, errors.NoSpaceError), (errno.EDQUOT, errors.NoSpaceError), (errno.EFBIG, errors.IOFailedError)],
 )
 def test_an_allocation_that_fails_half_way_leaves_things_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
@@ -155,13 +148,13 @@ def test_only_a_regular_file_will_do(tmp_path: Path, make: str) -> None:
             pytest.skip("this user may not make or open device nodes here")
     else:
         {"link": lambda: path.symlink_to(victim), "directory": path.mkdir, "fifo": lambda: os.mkfifo(path)}[make]()
-    with pytest.raises(NotARegularFileError, match=r"slab-0\.bin"):
+    with pytest.raises(errors.NotARegularFileError, match=r"slab-0\.bin"):
         Slab.open(cache, EXTENT, 4)
     assert victim.read_text() == "precious"
 
 
 def test_a_directory_that_is_gone(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryNotWritableError):
+    with pytest.raises(errors.DirectoryNotWritableError):
         Slab.open(tmp_path / "gone", EXTENT, 4)
 
 
@@ -169,7 +162,7 @@ def test_flush(tmp_path: Path) -> None:
     slab = Slab.open(tmp_path, EXTENT, 4)
     slab.flush()
     slab.path.unlink()
-    with pytest.raises(IOFailedError) as caught:
+    with pytest.raises(errors.IOFailedError) as caught:
         slab.flush()
     assert caught.value.errno == errno.ENOENT
 
@@ -243,7 +236,7 @@ def test_one_directory_that_is_too_small_undoes_the_others(tmp_path: Path, monke
     usage = lambda path: Usage(0, 0, 0 if path == others[1] else 1 << 40)  # noqa: E731
     monkeypatch.setattr(slab_module.shutil, "disk_usage", usage)
     descriptors = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(NoSpaceError, match="disk2"):
+    with pytest.raises(errors.NoSpaceError, match="disk2"):
         Slab.open(first, MANY, 17, others)
     assert [list(path.iterdir()) for path in (first, *others)] == [[], [], []]
     assert set(os.listdir("/proc/self/fd")) == descriptors
@@ -262,7 +255,7 @@ def test_the_directories_of_files_that_were_made_are_flushed(tmp_path: Path, mon
 
 def test_a_directory_without_a_share_is_refused(tmp_path: Path) -> None:
     first, *others = directories(tmp_path)
-    with pytest.raises(CapacityError, match="directories") as caught:
+    with pytest.raises(errors.CapacityError, match="directories") as caught:
         Slab.open(first, MANY, 8, others)
     assert str(9 * MANY) in caught.value.hint
     assert Slab.open(first, MANY, 9, others).slots == 9
@@ -330,13 +323,13 @@ def test_further_slabs_have_files_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("slab", "shards", "shard"), [(-1, 1, None), (0, 0, None), (0, 2, 2), (0, 2, -1)])
 def test_shards_that_there_are_not(tmp_path: Path, slab: int, shards: int, shard: int | None) -> None:
-    with pytest.raises(InvalidValueError):
+    with pytest.raises(errors.InvalidValueError):
         Slab.open(tmp_path, EXTENT, 2, slab=slab, shards=shards, shard=shard)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_slab_of_more_slots_than_a_place_can_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match="at most 1,099,511,627,776 slots"):
+    with pytest.raises(errors.CapacityError, match="at most 1,099,511,627,776 slots"):
         Slab.open(tmp_path, EXTENT, (1 << 40) + 1)
     assert not list(tmp_path.iterdir())
 

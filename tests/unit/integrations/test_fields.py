@@ -116,8 +116,6 @@ class Plain:
     ("value", "expected"),
     [
         (None, None),
-        (True, True),
-        (2.5, 2.5),
         ("x", "x"),
         (b"\x01", "01"),
         (Color.RED, "Color.RED"),

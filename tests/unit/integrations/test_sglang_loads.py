@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gdscache import PageHashes
 from gdscache.errors import InvalidValueError
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, LoadTable
 from gdscache.integrations.sglang.pages import PageLinks, digest
+from tests.support.fetches import PIN, FakeCache, names_of
 
-WAIT, PIN = 0.5, 60.0
+WAIT = 0.5
 PROMPTS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 9, 9, 9, 9), (7, 7, 7)]
 
 
@@ -26,82 +25,20 @@ def keys_of(tokens: tuple[int, ...]) -> list[str]:
     return [hashlib.sha256(repr(tokens[: end + 1]).encode()).hexdigest() for end in range(len(tokens))]
 
 
-def names_of(hashes: PageHashes) -> list[bytes]:
-    return [page.key for page in hashes.pages(bytes(32))]
-
-
 def named(keys: list[str]) -> list[bytes]:
     return names_of(PageLinks().named(keys))
 
 
-class FakeFetch:
-    """A fetch whose pages come when the test says so."""
-
-    def __init__(self, names: list[bytes], cached: int, wanted: int, clock: Any) -> None:
-        self.names, self.cached, self.wanted, self.asking = names, cached, wanted, False
-        self.there, self.ended, self.released = 0, wanted == 0, 0
-        self._clock, self.until = clock, clock() + PIN
-
-    def done(self) -> bool:
-        return self.ended or self.there >= self.wanted
-
-    def verified(self) -> int:
-        return 0 if self._clock() >= self.until else self.there
-
-    def outpaced(self) -> bool:
-        return False
-
-    def crowded(self) -> bool:
-        return False
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        return bool(self._clock() + within >= self.until)
-
-    def release(self) -> None:
-        self.released += 1
-
-    def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        return Counter()
-
-    def checked(self, first: int, pages: int) -> Any:
-        assert not self.released
-        assert first + pages <= self.verified(), "a load of pages that are not checked"
-        return self.names[first : first + pages]
-
-    unchecked = checked
-
-
-class FakeCache:
-    """Pages that are stored, by their names in some namespace."""
-
-    def __init__(self) -> None:
-        self.stored: set[bytes] = set()
-        self.fetches: list[FakeFetch] = []
-        self.now, self.asks = 0.0, False  # `asks`: a tier beyond this machine, which says nothing
-
-    def clock(self) -> float:
-        return self.now
-
-    def cached(self, hashes: PageHashes) -> int:
-        names = names_of(hashes)
-        return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
-
-    def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
-        cached = self.cached(hashes)
-        self.fetches.append(FakeFetch(names_of(hashes), cached, min(pages, cached), self.clock))
-        self.fetches[-1].asking = self.asks
-        return self.fetches[-1]
-
-
 def store(cache: FakeCache, keys: list[str]) -> None:
-    cache.stored |= set(names_of(PageLinks().named(keys)))
+    cache.stored |= set(named(keys))
 
 
 class Table:
     """A table, and what of the world around it a test sets."""
 
-    def __init__(self, wait: float = WAIT) -> None:
+    def __init__(self, stored: Sequence[str] = (), wait: float = WAIT) -> None:
         self.cache = FakeCache()
+        store(self.cache, [*stored])
         self.alone, self.coming = True, 0
         self.speed: float | None = None
         self.table = LoadTable(
@@ -126,8 +63,7 @@ KEYS = keys_of(PROMPTS[0])
 
 
 def test_what_is_there_is_promised_and_loaded() -> None:
-    world = Table()
-    store(world.cache, KEYS[:4])
+    world = Table(KEYS[:4])
     assert world.table.lookup("a", KEYS) == 4, "nothing was measured: it may come in time"
     world.cache.fetches[0].there = 4
     assert world.table.lookup("a", KEYS) == 4
@@ -141,8 +77,7 @@ def test_what_is_there_is_promised_and_loaded() -> None:
 
 
 def test_a_load_waits_for_pages_on_their_way() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     assert world.table.lookup("a", KEYS) == 6
     world.coming = 6
     assert world.table.load("a", KEYS, lambda: lambda: range(6))
@@ -150,8 +85,7 @@ def test_a_load_waits_for_pages_on_their_way() -> None:
 
 
 def test_a_load_waits_no_longer_than_that() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     world.table.lookup("a", KEYS)
     assert not world.table.load("a", KEYS, lambda: pytest.fail("there is nothing to load"))
     assert world.cache.now == pytest.approx(WAIT, abs=0.01)
@@ -174,8 +108,7 @@ def test_all_loads_of_a_batch_wait_so_long_together() -> None:
 
 
 def test_nobody_waits_while_others_run() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     assert world.table.lookup("a", KEYS) == 6
     world.alone = False
     assert not world.table.load("a", KEYS, lambda: lambda: [])
@@ -198,15 +131,13 @@ def test_what_would_come_too_late_is_not_promised(speed: float, promised: int) -
 
 
 def test_without_a_wait_only_what_is_there_is_promised() -> None:
-    world = Table(wait=0.0)
-    store(world.cache, KEYS)
+    world = Table(KEYS, wait=0.0)
     assert world.table.lookup("a", KEYS) == 0
 
 
 def test_a_tail_of_what_was_looked_up_needs_no_new_fetch() -> None:
     """Others have computed its head meanwhile."""
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     world.table.lookup("a", KEYS)
     world.cache.fetches[0].there = 6
     assert world.table.lookup("a", KEYS[2:]) == 4
@@ -216,8 +147,7 @@ def test_a_tail_of_what_was_looked_up_needs_no_new_fetch() -> None:
 
 
 def test_other_pages_are_fetched_anew() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     world.table.lookup("a", KEYS)
     world.table.lookup("a", keys_of(PROMPTS[1]))
     assert [fetch.released for fetch in world.cache.fetches] == [1, 0]
@@ -237,8 +167,7 @@ def test_pages_that_branch_off_are_others() -> None:
 
 
 def test_more_that_others_have_stored_is_found() -> None:
-    world = Table()
-    store(world.cache, KEYS[:2])
+    world = Table(KEYS[:2])
     world.table.lookup("a", KEYS)
     store(world.cache, KEYS)
     world.table.lookup("a", KEYS)
@@ -250,8 +179,7 @@ def test_more_that_others_have_stored_is_found() -> None:
 
 
 def test_pins_that_end_soon_are_too_old() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     world.table.lookup("a", KEYS)
     world.cache.fetches[0].there = 6
     world.cache.now += PIN - ENDING_S / 2
@@ -263,8 +191,7 @@ def test_pins_that_end_soon_are_too_old() -> None:
 
 
 def test_all_lookups_of_a_batch_wait_so_long_together_for_a_tier_beyond() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     world.cache.asks = True
     for rid in ("a", "b", "c"):
         world.table.lookup(rid, KEYS)
@@ -276,8 +203,7 @@ def test_all_lookups_of_a_batch_wait_so_long_together_for_a_tier_beyond() -> Non
 
 def test_who_is_not_looked_up_any_more_is_let_go() -> None:
     """SGLang says nothing where a request that waits is aborted."""
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     for rid in ("gone", "waits"):
         world.table.lookup(rid, KEYS)
     world.cache.now += GONE_S / 2
@@ -289,8 +215,7 @@ def test_who_is_not_looked_up_any_more_is_let_go() -> None:
 
 
 def test_a_load_that_finds_no_memory_holds_nothing() -> None:
-    world = Table()
-    store(world.cache, KEYS)
+    world = Table(KEYS)
     world.table.lookup("r", KEYS)
     world.cache.fetches[-1].there = len(KEYS)
 
@@ -303,8 +228,7 @@ def test_a_load_that_finds_no_memory_holds_nothing() -> None:
 
 
 def test_computed_pages_are_let_go() -> None:
-    world = Table()
-    store(world.cache, KEYS[:3])
+    world = Table(KEYS[:3])
     world.table.lookup("a", KEYS)
     world.table.lookup("b", keys_of(PROMPTS[2]))
     world.table.computed(KEYS[:2])

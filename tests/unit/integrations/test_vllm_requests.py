@@ -12,7 +12,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from gdscache import PageHashes
 from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
-from tests.support.vllm_scheduler import SIZE, WAIT, FakeCache, FakeFetch, Scheduler, hashes_of, names_of
+from tests.support.fetches import FakeCache, FakeFetch, names_of
+from tests.support.vllm_scheduler import SIZE, WAIT, Scheduler, hashes_of
 
 
 def test_a_scheduler() -> None:
@@ -24,7 +25,7 @@ def test_a_scheduler() -> None:
 
 def table(cache: FakeCache | None = None) -> tuple[RequestTable, FakeCache]:
     cache = cache or FakeCache()
-    return RequestTable(cache, SIZE, wait=WAIT, clock=lambda: cache.now), cache
+    return RequestTable(cache, SIZE, wait=WAIT, clock=cache.clock), cache
 
 
 def request_of(tokens: int, name: str = "r") -> Any:
@@ -118,6 +119,27 @@ def test_a_bad_page_is_stored_again_when_it_was_computed() -> None:
     assert (order.first, order.blocks) == (1, (3, 9, 1, 5))
 
 
+def test_a_load_that_fails_as_a_whole_is_asked_again_once() -> None:
+    """What is wrong may be no bad page, and so still there when the request asks again."""
+    scheduler, cache, request = arrived(4)
+    for _ in range(2):
+        fetch = cache.fetches[-1]
+        fetch.ended = fetch.no_room = True
+        assert scheduler.ask(request, 0) == (8, True)
+        scheduler.place(request, [7, 3, 9, 1], 8)
+        (load,) = scheduler.take_loads()
+        load.fetch.release()
+        scheduler.failed("r")
+        scheduler.ask(request, 0)
+    assert scheduler.ask(request, 0) == (0, False)
+    scheduler.place(request, [7, 3, 9, 1, 5, 8], 0)
+    (order,) = scheduler.stores({"r": 11}, lambda name: [7, 3, 9, 1, 5, 8])
+    assert order.first == 0
+    scheduler.finish("r")
+    scheduler.failed("r")  # its news come late
+    assert [fetch.released for fetch in cache.fetches] == [1, 1]
+
+
 def test_requests_that_are_left_alone() -> None:
     cache = FakeCache()
     scheduler = RequestTable(
@@ -180,7 +202,7 @@ def test_a_request_that_waits_finds_what_others_stored_meanwhile() -> None:
 def test_pins_that_end_soon_are_too_old(left: float, fetches: int) -> None:
     """The load begins later in the step, and must not meet the end of the pins."""
     scheduler, cache, request = arrived(3)
-    landed(cache).left_s = left
+    landed(cache).until = cache.now + left
     assert scheduler.ask(request, 0) == ((6, False) if fetches == 1 else (None, False))
     assert len(cache.fetches) == fetches
 
@@ -189,13 +211,13 @@ def test_pins_that_end_while_nothing_comes_do_not_prolong_the_wait() -> None:
     scheduler, cache, request = arrived(3)
     asked = 0
     while scheduler.ask(request, 0) == (None, False):
-        cache.fetches[-1].left_s = 0.0
+        cache.fetches[-1].until = cache.now
         cache.now += WAIT / 4
         asked += 1
     assert (asked, len(cache.fetches)) == (4, 5)
     landed(cache)
     assert scheduler.ask(request, 0) == (6, False)
-    cache.fetches[-1].left_s = 0.0  # it waits for blocks
+    cache.fetches[-1].until = cache.now  # it waits for blocks
     assert scheduler.ask(request, 0) == (None, False), "these come anew, and get their time"
 
 

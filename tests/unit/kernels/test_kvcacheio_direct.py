@@ -94,14 +94,11 @@ def check_layers(src: Tensors, dst: Tensors, sources: Positions, targets: Positi
 @pytest.mark.parametrize(
     ("row", "dtype"),
     [
-        ((8,), torch.uint8),
-        ((4, 64), torch.bfloat16),
-        ((1, 576), torch.float8_e4m3fn),
-        ((656,), torch.int8),
+        ((8,), torch.uint8), ((4, 64), torch.bfloat16), ((1, 576), torch.float8_e4m3fn), ((656,), torch.int8),
         ((), torch.int32),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_layers(device: str, row: tuple[int, ...], dtype: torch.dtype, page: int) -> None:
     for where in places(device):
         for sources, targets in page_maps(12, page):
@@ -348,13 +345,10 @@ def test_layers_that_do_not_fit_are_refused(src: Tensors, dst: Tensors, message:
     ("buffers", "layers", "first", "message"),
     [
         ([], [layer()], 0, "0 page-first buffers"),
-        ([buffer()] * 3, [layer()] * 3, 0, "3 page-first buffers"),
         ([buffer()] * 2, [layer()], 0, "2 page-first buffers do not go with 1 layers"),
         ([buffer()], [layer()], 2, "layers 2 ... 2 are not in a page-first buffer of 2 layers"),
-        ([buffer()], [layer()] * 2, 1, "layers 1 ... 2 are not"),
         ([buffer()], [layer()], -1, "layer_id is -1"),
         ([buffer(page=8)], [layer()], 0, "page-first buffer has the shape"),
-        ([torch.zeros(4, 4)], [layer()], 0, "page-first buffer has the shape"),
         ([buffer(width=16)], [layer()], 0, r"rows of .* do not go to"),
         ([buffer().transpose(2, 3)[:, :, :4]], [layer(width=4)], 0, "not contiguous"),
         ([buffer()[:0]], [layer()], 0, "index 3 is out of range"),

@@ -130,13 +130,10 @@ def test_other_hostile_values_are_refused() -> None:
 @pytest.mark.parametrize(
     ("numbers", "cause"),
     [
-        ((0, 1, 1), "number of blocks"),
-        ((5, 0, 1), "tokens a block"),
-        ((5, 4, -1), "blocks a page"),
-        ((1 << 60, 4, 1), "number of blocks"),
-        ((1 << 46, 4, 1), "address space"),
+        ((0, 1, 1), "number of blocks"), ((5, 0, 1), "tokens a block"), ((5, 4, -1), "blocks a page"),
+        ((1 << 60, 4, 1), "number of blocks"), ((1 << 46, 4, 1), "address space"),
     ],
-)
+)  # fmt: skip
 def test_pools_that_make_no_sense_are_refused(
     numbers: tuple[int, int, int], cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

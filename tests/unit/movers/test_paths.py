@@ -28,13 +28,9 @@ from gdscache.runtime import user_cache
 from tests.support.rates import DOWN, UP
 
 KEY = {
-    "gpu": "NVIDIA H200",
-    "gpu_uuid": "GPU-1",
-    "driver": "13000",
-    "copy_engine": "batch_13",
-    "gdscache": "0.1.0",
+    "gpu": "NVIDIA H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "gdscache": "0.1.0",
     "kernels": "0123456789abcdef",
-}
+}  # fmt: skip
 MEASURED = Calibration(UP, DOWN, KEY, 0.5)
 CHOICES: list[Choice] = ["staged", "zero_copy", "copy_engine"]
 BOTH: list[Direction] = ["load", "store"]

@@ -137,9 +137,7 @@ def test_a_partial_tail_has_no_key() -> None:
     "make",
     [
         list,
-        tuple,
         lambda t: np.array(t, np.int64),
-        lambda t: np.array(t, np.uint32),
         lambda t: np.array(t, ">i8"),
         lambda t: np.array(t, np.int64).repeat(2)[::2],
         lambda t: torch.tensor(t),

@@ -125,7 +125,7 @@ def test_in_its_best_case_lru_is_good_and_in_its_worst_it_finds_nothing() -> Non
 @pytest.mark.suite
 def test_the_default_does_not_lose_to_lru_on_traffic_that_is_drawn() -> None:
     """Few traces, of every family, short ones: losing is a matter of a few pages there."""
-    found = worth(rows_of(Guarded, [1000], percent=(5, 25), references=15_000))
+    found = worth(rows_of(Guarded, [1000], percent=(5, 25), references=8_000))
     assert found.worst.ratio >= WORST
     assert found.fifth_percentile >= 0.99
     assert found.geometric_mean > 1.02

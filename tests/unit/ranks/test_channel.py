@@ -82,13 +82,10 @@ def test_descriptors_belong_to_their_message() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\n\r\n",
-        bytes(64),
-        wire.HEAD.pack(b"gdsr", 8, 1 << 40),
-        wire.HEAD.pack(b"gdsr", 8, 24) + b"not json",
-        wire.HEAD.pack(b"gdsr", 8, 24) + b"[{},3]  ",
+        b"GET / HTTP/1.1\r\n\r\n", bytes(64), wire.HEAD.pack(b"gdsr", 8, 1 << 40),
+        wire.HEAD.pack(b"gdsr", 8, 24) + b"not json", wire.HEAD.pack(b"gdsr", 8, 24) + b"[{},3]  ",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_message_ends_the_connection(pair: tuple[socket.socket, End], data: bytes) -> None:
     bare, end = pair
     bare.sendall(wire.pack({"n": 1}) + data)

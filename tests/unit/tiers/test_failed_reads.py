@@ -147,11 +147,8 @@ def test_a_tier_that_only_fails_is_switched_off_and_tried_each_second(world: Wor
     world.read(1)
     assert (world.off, world.switches, world.reads.any_off) == (False, 2, False)
     assert world.reads.describe() == {
-        "failing_pages": 0,
-        "switched_off_by_errors": [],
-        "error_switch_offs": 1,
-        "given_up": 0,
-    }
+        "failing_pages": 0, "switched_off_by_errors": [], "error_switch_offs": 1, "given_up": 0,
+    }  # fmt: skip
     assert not world.reads.watching
 
 

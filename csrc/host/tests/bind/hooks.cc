@@ -9,7 +9,6 @@
 #include "../faulty_disk.h"
 #include "../../bind/disk.h"
 #include "../../bind/executor.h"
-#include "../../executor_inside.h"
 #include "../../xxh3.h"
 
 namespace gdscache {
@@ -25,7 +24,7 @@ std::mutex lock;
 std::map<const OpenExecutor*, FaultyDisk*> faulty;
 
 template <typename Row, typename Make>
-auto faults_of(const Array<const int64_t>& faults, int64_t numbers, Make make) {
+auto faults_of(const Int64s& faults, int64_t numbers, Make make) {
     require(faults.has(faults.shape(0), numbers), "faults of other numbers");
     std::vector<Row> made;
     for (int64_t n = 0; n < faults.shape(0); ++n) {
@@ -51,7 +50,7 @@ std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
 
 class DiskHooks {
 public:
-    static void fail(OpenDisk& self, const Array<const int64_t>& faults) {
+    static void fail(OpenDisk& self, const Int64s& faults) {
         self.disk_ = open_faulty_disk(std::move(self.disk_), faults_of<Fault>(faults, 3, [](auto row, auto what, int64_t value) {
                                           require(row[0] >= 0, "no such fault");
                                           return Fault{static_cast<uint64_t>(row[0]), what, value};
@@ -79,7 +78,7 @@ struct Job {
 
 void fill_pages(Job& job, const std::vector<Transfer>& pages) {
     const auto count = static_cast<int64_t>(pages.size());
-    const Fresh<int64_t> rows({count}), slots({count}), places({count});
+    const Fresh<int64_t> rows(count), slots(count), places(count);
     for (int64_t n = 0; n < count; ++n) {
         rows.data[n] = pages[n].row, slots.data[n] = pages[n].slot, places.data[n] = pages[n].at;
     }
@@ -95,8 +94,8 @@ nb::object range_of(int64_t start, int64_t stop) {
 // The I/O of disks that are null, foreign copies without a GPU, and time, as a test has them happen.
 class ExecutorHooks {
 public:
-    static void fail(const OpenExecutor& self, const Array<const int64_t>& faults) {
-        auto* const disk = dynamic_cast<FaultyDisk*>(self.open().executor->disks_.at(0).get());
+    static void fail(const OpenExecutor& self, const Int64s& faults) {
+        auto* const disk = dynamic_cast<FaultyDisk*>(self.executor().disks_.at(0).get());
         require(disk, "an executor without faults");
         disk->fail(faults_of<PlaceFault>(faults, 5, [](auto row, auto what, int64_t value) {
             return PlaceFault{static_cast<int32_t>(row[0]), row[1], row[2], what, value};
@@ -113,15 +112,13 @@ public:
 
     static nb::object take_io(const OpenExecutor& self, int32_t disk) {
         require(disk >= 0 && disk < 64, "no such disk");
-        Executor& executor = *self.open().executor;
-        IoJob found;
-        {
-            const Executor::Held held(executor);
-            if (!executor.moves_.take_io(disk, &found)) return nb::none();
-        }
-        Job job{found.id, found.move, found.write, found.sums, self.name_of(found.files), self.name_of(found.memory),
-                range_of(found.first, found.last), {}, {}, {}, {}, {}, found.start, found.stop};
-        fill_pages(job, found.pages);
+        Executor& executor = self.executor();
+        const IoJob* const found = Executor::Held(executor)->take_io(disk);
+        if (!found) return nb::none();
+        Job job{found->id, found->move, found->write, found->sums, self.name_of(found->files),
+                self.name_of(found->memory), range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start,
+                found->stop};
+        fill_pages(job, found->pages);
         return nb::cast(std::move(job));
     }
     static void io_ended(const OpenExecutor& self, int64_t job, const nb::object& pages, int32_t error) {
@@ -131,27 +128,23 @@ public:
             const int64_t page = rows.data()[n];
             ends.push_back({static_cast<int32_t>(std::clamp<int64_t>(page, -1, INT32_MAX)), error});
         }
-        Executor& executor = *self.open().executor;
-        const Executor::Held held(executor);
-        require(executor.moves_.io_ended(job, ends.data(), rows.size()), "no pages of a job that is under way");
+        const bool known = Executor::Held(self.executor())->io_ended(job, ends.data(), rows.size());
+        require(known, "no pages of a job that is under way");
     }
     static void expire(const OpenExecutor& self, Nanoseconds time) {
-        Executor& executor = *self.open().executor;
-        const Executor::Held held(executor);
-        executor.moves_.expire(time);
+        Executor::Held(self.executor())->expire(time);
     }
 
     static nb::object take_copy(const OpenExecutor& self) {
         Executor& executor = of(self);
-        Waited waited;
-        const CopyJob* const found = executor.take_copy(Hands::kForeign, 0, &waited);
+        const CopyJob* const found = executor.take_copy(Hands::kForeign, 0);
         if (!found) return nb::none();
         Job job{found->id, found->move, static_cast<int>(found->copy), found->sums, {}, self.name_of(found->memory),
                 range_of(found->first, found->last), range_of(found->window, found->window + found->window_slots),
                 {}, {}, {}, {}, 0, 0};
         fill_pages(job, found->pages);
         const int64_t page_blocks = executor.limits().page_blocks;
-        const Fresh<int64_t> blocks({static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks});
+        const Fresh<int64_t> blocks(static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks);
         std::copy(found->blocks.begin(), found->blocks.end(), blocks.data);
         job.blocks = blocks.array;
         return nb::cast(std::move(job));
@@ -159,15 +152,15 @@ public:
     static void copy_queued(const OpenExecutor& self, int64_t job, int64_t point) {
         require(point >= 0 && of(self).copy_queued(job, point), "no copy that is under way");
     }
-    static void copy_ended(const OpenExecutor& self, int64_t job, const Array<const uint64_t>& sums, const Text& broken) {
+    static void copy_ended(const OpenExecutor& self, int64_t job, const UInt64s& sums, const Text& broken) {
         const bool known = of(self).copy_ended(job, sums.data(), broken && !broken->empty() ? broken->c_str() : nullptr);
         require(known, "no copy that is under way");
     }
 
 private:
     static Executor& of(const OpenExecutor& self) {
-        require(!self.open().gpu, "a GPU's copies are its threads'");
-        return *self.open().executor;
+        require(!self.has_gpu(), "a GPU's copies are its threads'");
+        return self.executor();
     }
 };
 
@@ -188,7 +181,7 @@ uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
 }
 
 // Of chunks that follow each other, through the stream; copied to `out` on the way.
-uint64_t sum_of_chunks(const Array<const std::byte>& data, const Array<const int64_t>& sizes,
+uint64_t sum_of_chunks(const Array<const std::byte>& data, const Int64s& sizes,
                        const Array<std::byte>& out, bool stream, const Text& arm) {
     const Arm& of = arm_of(arm);
     int64_t left = data.bytes();
@@ -213,7 +206,7 @@ uint64_t sum_of_chunks(const Array<const std::byte>& data, const Array<const int
     return hash.digest();
 }
 
-nb::tuple cut(const Array<const int64_t>& requests, int64_t limit, int64_t most) {
+nb::tuple cut(const Int64s& requests, int64_t limit, int64_t most) {
     const int64_t count = requests.shape(0);
     require(requests.has(count, 4), "requests have 4 numbers");
     require(limit >= 1 && most >= 1 && most <= kMostFragments, "runs of no sound size");
@@ -230,14 +223,14 @@ nb::tuple cut(const Array<const int64_t>& requests, int64_t limit, int64_t most)
         const nb::gil_scoped_release others;
         made = cut_and_merge(given, limit, static_cast<uint32_t>(most));
     }
-    const Fresh<int64_t> fragments({static_cast<int64_t>(made.fragments.size()), 3});
+    const Fresh<int64_t> fragments(static_cast<int64_t>(made.fragments.size()), 3);
     for (size_t n = 0; n < made.fragments.size(); n++) {
         int64_t* const row = fragments.data + 3 * n;
         row[0] = reinterpret_cast<int64_t>(made.fragments[n].iov_base);
         row[1] = static_cast<int64_t>(made.fragments[n].iov_len);
         row[2] = made.requests[n];
     }
-    const Fresh<int64_t> runs({static_cast<int64_t>(made.runs.size()), 5});
+    const Fresh<int64_t> runs(static_cast<int64_t>(made.runs.size()), 5);
     for (size_t n = 0; n < made.runs.size(); n++) {
         const Run& run = made.runs[n];
         const int64_t row[5] = {run.fd, run.offset, run.first, run.count, run.bytes};
@@ -251,10 +244,10 @@ nb::tuple cut(const Array<const int64_t>& requests, int64_t limit, int64_t most)
 void bind_hooks(nb::module_& module) {
     nb::module_ hooks = module.def_submodule("hooks");
     hooks.def("set_faulty_disks", [](bool all) { faulty_disks = all; });
-    hooks.def("fail_disk", &DiskHooks::fail, nb::arg("disk"), nb::arg("faults"));
-    hooks.def("release_disk", &DiskHooks::release, nb::arg("disk"));
-    hooks.def("fail", &ExecutorHooks::fail, nb::arg("executor"), nb::arg("faults"));
-    hooks.def("release", &ExecutorHooks::release, nb::arg("executor"));
+    hooks.def("fail_disk", &DiskHooks::fail, "disk"_a, "faults"_a);
+    hooks.def("release_disk", &DiskHooks::release, "disk"_a);
+    hooks.def("fail", &ExecutorHooks::fail, "executor"_a, "faults"_a);
+    hooks.def("release", &ExecutorHooks::release, "executor"_a);
     nb::class_<Job>(hooks, "Job")
         .def_ro("number", &Job::number)
         .def_ro("move", &Job::move)
@@ -270,20 +263,20 @@ void bind_hooks(nb::module_& module) {
         .def_ro("blocks", &Job::blocks)
         .def_ro("start", &Job::start)
         .def_ro("stop", &Job::stop);
-    hooks.def("take_io", &ExecutorHooks::take_io, nb::arg("executor"), nb::arg("disk"));
-    hooks.def("io_ended", &ExecutorHooks::io_ended, nb::arg("executor"), nb::arg("job"), nb::arg("pages"),
-              nb::arg("error") = 0);
-    hooks.def("expire", &ExecutorHooks::expire, nb::arg("executor"), nb::arg("now"));
-    hooks.def("take_copy", &ExecutorHooks::take_copy, nb::arg("executor"));
-    hooks.def("copy_queued", &ExecutorHooks::copy_queued, nb::arg("executor"), nb::arg("job"), nb::arg("point"));
-    hooks.def("copy_ended", &ExecutorHooks::copy_ended, nb::arg("executor"), nb::arg("job"), nb::arg("sums").none(),
-              nb::arg("broken").none() = nb::none());
+    hooks.def("take_io", &ExecutorHooks::take_io, "executor"_a, "disk"_a);
+    hooks.def("io_ended", &ExecutorHooks::io_ended, "executor"_a, "job"_a, "pages"_a,
+              "error"_a = 0);
+    hooks.def("expire", &ExecutorHooks::expire, "executor"_a, "now"_a);
+    hooks.def("take_copy", &ExecutorHooks::take_copy, "executor"_a);
+    hooks.def("copy_queued", &ExecutorHooks::copy_queued, "executor"_a, "job"_a, "point"_a);
+    hooks.def("copy_ended", &ExecutorHooks::copy_ended, "executor"_a, "job"_a, "sums"_a.none(),
+              "broken"_a.none() = nb::none());
     hooks.attr("MOST_FRAGMENTS") = kMostFragments;
-    hooks.def("cut_and_merge", &cut, nb::arg("requests"), nb::arg("limit"), nb::arg("most") = kMostFragments);
-    hooks.def("has_arm", [](const char* name) { return find_arm(name) != nullptr; }, nb::arg("name"));
-    hooks.def("xxh3", &sum_of, nb::arg("data"), nb::arg("arm").none() = nb::none());
-    hooks.def("xxh3_chunks", &sum_of_chunks, nb::arg("data"), nb::arg("sizes"), nb::arg("out").none() = nb::none(),
-              nb::arg("stream") = false, nb::arg("arm").none() = nb::none());
+    hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
+    hooks.def("has_arm", [](const char* name) { return find_arm(name) != nullptr; }, "name"_a);
+    hooks.def("xxh3", &sum_of, "data"_a, "arm"_a.none() = nb::none());
+    hooks.def("xxh3_chunks", &sum_of_chunks, "data"_a, "sizes"_a, "out"_a.none() = nb::none(),
+              "stream"_a = false, "arm"_a.none() = nb::none());
 }
 
 }  // namespace gdscache

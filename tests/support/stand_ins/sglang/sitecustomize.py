@@ -14,14 +14,9 @@ import types
 from typing import Any
 
 MODULES = (
-    "torchvision",
-    "torchvision.io",
-    "torchvision.ops",
-    "torchvision.transforms",
-    "torchvision.transforms.functional",
-    "torchvision.transforms.v2",
-    "torchvision.transforms.v2.functional",
-)
+    "torchvision", "torchvision.io", "torchvision.ops", "torchvision.transforms", "torchvision.transforms.functional",
+    "torchvision.transforms.v2", "torchvision.transforms.v2.functional",
+)  # fmt: skip
 
 
 class _Named(type):

@@ -1,0 +1,156 @@
+"""The part of a configuration that each pool of a hybrid model's groups has: its layers, and its share of every size.
+
+Groups in the same planes are one pool, and an engine serves it. So that sizes mean what they say, those of a file are
+of all pools together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gdscache.config import Config
+from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.groups.base import Group
+from gdscache.groups.pools import Pool, pools_of, shares
+from gdscache.sizes import format_size
+
+POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`: the numbers of its groups follow
+
+# What pools share, and how many pages of its own a pool's part must hold.
+_SHARED = {
+    ("gpu", "capacity"): 1,
+    ("gpu", "staging"): 2,
+    ("cpu", "capacity"): 1,
+    ("ssd", "capacity"): 1,
+    ("ssd", "endurance"): 8,
+    ("host_buffer",): 2,
+    ("store", "queue"): 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolPart:
+    """One pool. `config`: of an engine for its layers alone. `share`: of every size, more than 0 and at most 1."""
+
+    pool: Pool
+    groups: tuple[Group, ...]
+    share: float
+    config: Config
+
+    @property
+    def names(self) -> str:
+        """Those of its groups."""
+        return ", ".join(group.name for group in self.groups)
+
+
+def pool_parts(config: Config) -> list[PoolPart]:
+    """The parts of a configuration, in the order of the pools; none where the model has no groups.
+
+    A single pool has the configuration itself. Several have directories of their own below `ssd.path` and
+    `ssd.stripes`. Raises `CapacityError` where the share of a size holds no page, and `InvalidValueError` where
+    `events.endpoint` would be bound by several engines.
+    """
+    groups = config.model.layer_groups()
+    pools = pools_of(groups)
+    models = [_model(config, groups, pool, alone=len(pools) == 1) for pool in pools]
+    if len(pools) < 2:
+        return [
+            PoolPart(pool, groups, 1.0, Config.from_dict({**config.dump(), "model": model}))
+            for pool, model in zip(pools, models, strict=True)
+        ]
+    if config.events is not None and config.events.endpoint is not None:
+        raise InvalidValueError(
+            f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
+            "leave events.endpoint out, and publish what on_events() tells",
+        )
+    extents = [Config.from_dict({"model": model}).model.layout().extent_bytes for model in models]
+    each = shares(groups, pools, extents, config.store.window_every)
+    own = [tuple(groups[g] for g in pool.groups) for pool in pools]
+    _check(config, own, each, extents)
+    return [
+        PoolPart(pool, some, share, Config.from_dict(_part(config, pool, model, share)))
+        for pool, some, model, share in zip(pools, own, models, each, strict=True)
+    ]
+
+
+def _sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The sizes that pools share, as far as they are given."""
+    data = config.dump()
+    for path in _SHARED:
+        value: Any = data
+        for key in path:
+            value = None if value is None else value[key]
+        if isinstance(value, int):
+            yield path, value
+
+
+def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float], extents: Sequence[int]) -> None:
+    small, hints = [], []
+    for path, size in _sizes(config):
+        pages, key = _SHARED[path], ".".join(path)
+        least = max(math.ceil(pages * extent / share) for share, extent in zip(each, extents, strict=True))
+        short = [
+            f"{', '.join(group.name for group in some)} {share:.1%} ({int(size * share):,} bytes of {pages * extent:,})"
+            for some, share, extent in zip(own, each, extents, strict=True)
+            if size * share < pages * extent
+        ]
+        if short:
+            held = "one page" if pages == 1 else f"{pages} pages"
+            small.append(f"{key} is {format_size(size)}, whose shares are to hold {held}: {'; '.join(short)}")
+            hints.append(f"{key} to {format_size(-(-least // (1 << 20)) << 20)}")
+    if small:
+        raise CapacityError(
+            ". ".join(small), f"raise {', '.join(hints)} or more, or lower the page_tokens of these groups"
+        )
+
+
+def _part(config: Config, pool: Pool, model: dict[str, Any], share: float) -> dict[str, Any]:
+    """The configuration of a pool as plain data."""
+    data = {**config.dump(), "model": model}
+    for path, size in _sizes(config):
+        section = data
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = int(size * share)
+    if config.ssd is not None:
+        below = POOL_PREFIX + "-".join(map(str, pool.groups))
+        data["ssd"]["path"] = str(config.ssd.path / below)
+        data["ssd"]["stripes"] = [str(path / below) for path in config.ssd.stripes]
+    return data
+
+
+def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) -> dict[str, Any]:
+    """The section `model` of a pool. A page has the bytes of as many tokens as a page of each of its groups has, or of
+    `model.page_tokens` where they differ. If it is not `alone`, its layers count from 0, and its salt has the model's.
+    """
+    section: dict[str, Any] = config.model.model_dump(mode="json")
+    tokens = {groups[g].page_tokens for g in pool.groups}
+    page_tokens = tokens.pop() if len(tokens) == 1 else section["page_tokens"]
+    if alone:
+        return {**section, "page_tokens": page_tokens}
+    at = {layer: place for place, layer in enumerate(pool.layers)}
+    planes = []
+    for plane in section["planes"]:
+        own = None if plane["layers"] is None else [at[layer] for layer in plane["layers"] if layer in at]
+        if own is None or own:
+            planes.append({**plane, "layers": own})
+    told = {
+        "salt": section["salt"],
+        "model_layers": section["layers"],
+        "model_groups": [group.describe() for group in groups],
+    }
+    return {
+        **section,
+        "layers": len(pool.layers),
+        "planes": planes,
+        "groups": [
+            {**section["groups"][g], "layers": list(pool.local(groups[g])), "page_tokens": groups[g].page_tokens}
+            for g in pool.groups
+        ],
+        "salt": json.dumps(told),
+        "page_tokens": page_tokens,
+    }

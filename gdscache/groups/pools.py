@@ -1,0 +1,58 @@
+"""Which groups of a hybrid model share a pool of pages, and what share of each tier a pool has.
+
+Groups whose layers lie in the same planes draw their blocks from one pool, as vLLM has it: a block holds a page of
+whichever group it was given to. Groups with planes of their own have pools of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from gdscache.groups.base import Group
+
+_PROMPT = 8192  # tokens of the prompts that shares are meant for, where no window is kept but at the end
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Groups, by their places in the model, that share planes. `layers`: of the model, in order."""
+
+    groups: tuple[int, ...]
+    layers: tuple[int, ...]
+
+    def local(self, group: Group) -> tuple[int, ...]:
+        """The group's layers by their places in the pool."""
+        return tuple(self.layers.index(layer) for layer in group.layers)
+
+
+def pools_of(groups: Sequence[Group]) -> list[Pool]:
+    """The pools, in the order of their first groups."""
+    found: list[Pool] = []
+    for number, group in enumerate(groups):
+        joined = [pool for pool in found if not set(pool.layers).isdisjoint(group.layers)]
+        members = sorted({number, *(g for pool in joined for g in pool.groups)})
+        layers = sorted({*group.layers, *(layer for pool in joined for layer in pool.layers)})
+        found = [pool for pool in found if pool not in joined]
+        found.append(Pool(tuple(members), tuple(layers)))
+    return sorted(found, key=lambda pool: pool.groups)
+
+
+def kept_tokens(group: Group, every: int) -> float:
+    """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens."""
+    if group.keeps == "all":
+        return 1.0
+    prompt = 2 * every or _PROMPT
+    windows = 1 + (prompt // every if every else 0)
+    tokens = 1 if group.keeps == "state" else group.span + group.page_tokens
+    return min(1.0, windows * tokens / prompt)
+
+
+def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int) -> list[float]:
+    """What part of a tier's bytes each pool gets: by what prompts leave there. `page_bytes`: of a page in all layers of
+    the pool; `every`: tokens from one kept window to the next."""
+    needs = [
+        each * sum(kept_tokens(groups[g], every) / groups[g].page_tokens for g in pool.groups)
+        for pool, each in zip(pools, page_bytes, strict=True)
+    ]
+    return [need / sum(needs) for need in needs]

@@ -1,0 +1,814 @@
+"""HybridEngine: the door for models whose layers keep different tokens, such as sliding windows beside full attention.
+
+    engine = HybridEngine.from_config("gdscache.yaml", planes)     # the file has model.groups
+    hit = engine.lookup(tokens)
+    load = engine.load(hit, {name: my_blocks[name][pages] for name, pages in hit.pages.items()})
+
+A hit is a length at which every group has what the next token attends to: all pages where all tokens are kept, and the
+last window elsewhere. Groups with planes of their own have a part of each tier, and a directory below `ssd.path`;
+groups in the same planes share all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from gdscache import arguments
+from gdscache.config import Config, load_config
+from gdscache.config.pools import PoolPart, pool_parts
+from gdscache.cuda.streams import Event, resolve_device
+from gdscache.engine import CacheEngine, CheckReport
+from gdscache.errors import (
+    ConfigError,
+    InvalidValueError,
+    PlanesError,
+    PoolFullError,
+    SlotCountError,
+    SlotRangeError,
+    TokensError,
+)
+from gdscache.events.base import KVEventBatch
+from gdscache.gate.gate import Gate
+from gdscache.groups.base import Group, alignment, complete, kept, lengths, needed
+from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.groups.pools import Pool
+from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.moves import PageStatus
+from gdscache.pages.hit import Hit
+from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_digest
+from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
+from gdscache.prefetch.handle import Prefetch, PrefetchReport
+from gdscache.sizes import about
+from gdscache.store.handle import StoreHandle
+from gdscache.tiers.pins import Pin
+from gdscache.tracing import Timeline
+
+Slots = Mapping[str, Any]
+_TRIES = 4  # pages may go while one looks for others
+_SALTS_KEPT = 4096
+_log = logging.getLogger("gdscache")
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridHit:
+    """What `lookup` found: a snapshot, without a lease. `tokens` tokens from `start` on are cached in all groups.
+
+    `pages`: by group, the numbers of the pages that a load brings, counted from the request's first token. `parted`:
+    tokens up to which the groups that keep all tokens have every page. Where it is more than the hit, another prompt
+    parted there: pass it as `keep_at` to `store`, and the next one finds its windows. `seconds` and
+    `recompute_seconds` are expected, None before they are known; `declined`: tokens that the gate left out.
+    """
+
+    start: int
+    tokens: int
+    pages: Mapping[str, range]
+    parted: int
+    seconds: float | None = None
+    recompute_seconds: float | None = None
+    declined: int = 0
+    parts: tuple[Hit, ...] = dataclasses.field(default=(), repr=False)
+    order: tuple[tuple[GroupPage, ...], ...] = dataclasses.field(default=(), repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridReport:
+    """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad. `pages`: by group, of
+    each page of the hit."""
+
+    tokens: int
+    pages: dict[str, tuple[PageStatus, ...]]
+    bytes_by_tier: dict[str, int]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridStoreReport:
+    """What became of a store, by group, and by the number of each page that was to be stored: `tiers` that committed it
+    now, and why it was `dropped`. A page that was stored already has no tiers and no cause."""
+
+    tiers: dict[str, dict[int, tuple[str, ...]]]
+    dropped: dict[str, dict[int, str]]
+
+
+class HybridLoad:
+    """The handle of a load. Made by `HybridEngine.load`; thread-safe."""
+
+    def __init__(self, engine: HybridEngine, hit: HybridHit, loads: Sequence[LayerwiseLoad | None]) -> None:
+        self._engine, self._hit, self._loads = engine, hit, loads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on their way: those of the hit, or 0 where a page of it has gone since."""
+        whole = all(
+            load is None or load.parts[0].pages == len(order)
+            for load, order in zip(self._loads, self._hit.order, strict=True)
+        )
+        return self._hit.tokens if whole else 0
+
+    def wait(self, layer: int, seconds: float | None = None) -> None:
+        """Order the current stream after this layer's pages: see `LayerwiseLoad.wait`. `layer`: of the model."""
+        pool, local = self._engine.place(layer)
+        load = self._loads[pool]
+        if load is not None:
+            load.wait(local, seconds)
+
+    def done(self) -> bool:
+        """True when the verdict is there; never waits."""
+        return all(load is None or load.done() for load in self._loads)
+
+    def result(self, seconds: float | None = None) -> HybridReport:
+        """The verdict. Never raises for a bad page; `DeadlineError` when it is late."""
+        left = _remaining(seconds)
+        pages: dict[str, list[PageStatus]] = {name: [] for name in self._hit.pages}
+        by_tier, took, whole = Counter[str](), 0.0, True
+        for load, order in zip(self._loads, self._hit.order, strict=True):
+            if load is None:
+                continue
+            report = load.result(left())
+            statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
+            for one, status in zip(order, statuses, strict=True):
+                pages[self._engine.groups[one.group].name].append(status)
+                whole = whole and status is PageStatus.LOADED
+            by_tier.update(report.bytes_by_tier)
+            took = max(took, report.seconds)
+        return HybridReport(
+            self._hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
+        )
+
+    def cancel(self) -> None:
+        """Stop early. The slots stay the engine's until `released`."""
+        for load in filter(None, self._loads):
+            load.cancel()
+
+    def released(self, seconds: float | None = None) -> None:
+        """Wait until nothing writes to the slots any more. Raises `DeadlineError`."""
+        left = _remaining(seconds)
+        for load in filter(None, self._loads):
+            load.release_event.synchronize(left())
+
+
+class HybridStore:
+    """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
+
+    def __init__(
+        self, groups: Sequence[Group], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
+    ) -> None:
+        self._groups, self._handles, self._order = groups, handles, order
+
+    def done(self) -> bool:
+        """True when every page has its outcome; never waits."""
+        return all(handle.done() for handle in self._handles)
+
+    def result(self, seconds: float | None = None) -> HybridStoreReport:
+        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
+        left = _remaining(seconds)
+        tiers: dict[str, dict[int, tuple[str, ...]]] = {group.name: {} for group in self._groups}
+        dropped: dict[str, dict[int, str]] = {group.name: {} for group in self._groups}
+        for handle, order in zip(self._handles, self._order, strict=True):
+            report = handle.result(left())
+            for place, one in enumerate(order):
+                name = self._groups[one.group].name
+                tiers[name][one.number] = report.tiers[place]
+                if place in report.dropped:
+                    dropped[name][one.number] = report.dropped[place]
+        return HybridStoreReport(tiers, dropped)
+
+    def released(self, seconds: float | None = None) -> None:
+        """Wait until the slots may be written again. Raises `DeadlineError`."""
+        left = _remaining(seconds)
+        for handle in self._handles:
+            handle.release_event.synchronize(left())
+
+
+class HybridPrefetch:
+    """The handle of a prefetch. Made by `HybridEngine.prefetch`; thread-safe. Leaving its `with` block cancels it."""
+
+    def __init__(self, engine: HybridEngine, hit: HybridHit, parts: Sequence[Prefetch | None]) -> None:
+        self._engine, self._hit, self._parts = engine, hit, parts
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the hit that it has seen in the CPU tier: all of them, or 0."""
+        return self._if_all(lambda part: part.tokens)
+
+    @property
+    def verified(self) -> int:
+        """Tokens of the hit that lie in the CPU tier now, pinned, and were found good: all of them, or 0."""
+        return self._if_all(lambda part: part.verified)
+
+    def _if_all(self, tokens: Callable[[Prefetch], int]) -> int:
+        there = zip(self._engine.engines, self._parts, self._hit.order, strict=True)
+        good = all(
+            part is None or tokens(part) == len(order) * engine.layout.page_tokens for engine, part, order in there
+        )
+        return self._hit.tokens if good else 0
+
+    def hit(self) -> HybridHit:
+        """The hit of pages that are verified and pinned, for a load that cannot fail but by the copy itself; one of 0
+        tokens where some are not. Raises `InvalidValueError` without pins."""
+        parts = tuple(
+            part if prefetch is None else prefetch.hit()
+            for part, prefetch in zip(self._hit.parts, self._parts, strict=True)
+        )
+        if any(len(part.pages) < len(order) for part, order in zip(parts, self._hit.order, strict=True)):
+            return self._engine.nothing(self._hit.start)
+        return dataclasses.replace(self._hit, parts=parts)
+
+    def done(self) -> bool:
+        """True when it has ended; never waits."""
+        return all(part is None or part.done() for part in self._parts)
+
+    def wait(self, seconds: float | None = 0.0) -> int:
+        """Wait up to so many seconds for its end, then stop it, and return `tokens`: see `Prefetch.wait`."""
+        left = _remaining(seconds)
+        for part in filter(None, self._parts):
+            part.wait(left())
+        return self.tokens
+
+    def result(self, seconds: float | None = None) -> list[PrefetchReport]:
+        """Wait until it has ended, by pool: see `Prefetch.result`."""
+        left = _remaining(seconds)
+        return [part.result(left()) for part in self._parts if part is not None]
+
+    def cancel(self) -> None:
+        """End it, and its pins. Twice is fine."""
+        for part in filter(None, self._parts):
+            part.cancel()
+
+    release = cancel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
+
+class HybridPin:
+    """The pages of a hit, kept from eviction until `release` or until its time is up."""
+
+    def __init__(self, hit: HybridHit, pins: Sequence[tuple[Pin, int]]) -> None:
+        """`pins`: of each pool, with the tokens that it counts where it holds all its pages."""
+        self._hit, self._pins = hit, pins
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the hit, all of whose pages it holds now; else 0."""
+        return self._hit.tokens if all(pin.tokens == whole for pin, whole in self._pins) else 0
+
+    def release(self) -> None:
+        """Let the pages go; twice is fine."""
+        for pin, _ in self._pins:
+            pin.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The names of a request's pages, pool by pool, and its tokens."""
+
+    names: tuple[GroupNames, ...]
+    length: int
+
+
+class HybridEngine:
+    """A tiered KV cache for a model with `model.groups`.
+
+    `planes[layer][plane]`: tensors of the model's layers, (blocks, block_tokens, *row); layers of one group have equal
+    numbers of blocks. None: the engine allocates them, of `gpu.capacity` together, and `take` gives blocks of them.
+    `engines`: of each pool of groups in the same planes, a `CacheEngine`. All methods may be called from many threads,
+    and Ctrl-C does what it does to a `CacheEngine`. Raises a subclass of `GdsCacheError` that names what cannot be
+    opened.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        *,
+        timeline: Timeline | None = None,
+        limits: EngineLimits = LIMITS,
+    ) -> None:
+        """`timeline` and `limits` are as for `CacheEngine`."""
+        if not isinstance(config, Config):
+            raise ConfigError(
+                f"a configuration was given as {type(config).__name__}",
+                "use HybridEngine.from_config, or pass a Config",
+            )
+        self.config = config
+        self.groups: tuple[Group, ...] = config.model.layer_groups()
+        if not self.groups:
+            raise InvalidValueError("model.groups is empty", "list the groups of layers, or use CacheEngine")
+        if config.tiers:
+            raise InvalidValueError(
+                f"tiers names {config.tiers[0].tier}, and groups of layers have the CPU tier and the SSD alone",
+                "take tiers out",
+            )
+        parts = pool_parts(config)
+        self.pools: list[Pool] = [part.pool for part in parts]
+        self.alignment = alignment(self.groups)
+        self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
+        self._names = PageNames(self.hash_tokens)
+        self._bases: dict[str, bytes] = {}
+        self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
+        self._by_name = {group.name: g for g, group in enumerate(self.groups)}
+        self._places = {layer: (p, at) for p, pool in enumerate(self.pools) for at, layer in enumerate(pool.layers)}
+        self._owned = planes is None
+        self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
+        with contextlib.ExitStack() as undo:
+            self.engines: list[CacheEngine] = []
+            for part in parts:
+                self.engines.append(undo.enter_context(_opened(part, self.planes, timeline, limits)))
+            undo.pop_all()
+        self._free = [[*range(engine.blocks)] if self._owned else [] for engine in self.engines]
+        self._taken: list[set[int]] = [set() for _ in self.engines]
+        self._lock = threading.Lock()
+        first = self.engines[0]
+        self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.page_bytes)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+        planes: Sequence[Sequence[torch.Tensor]] | None = None,
+        *,
+        timeline: Timeline | None = None,
+        limits: EngineLimits = LIMITS,
+    ) -> Self:
+        """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
+        if isinstance(config, Mapping):
+            config = Config.from_dict(config)
+        elif not isinstance(config, Config):
+            config = load_config(config)
+        return cls(config, planes, timeline=timeline, limits=limits)
+
+    @property
+    def by_groups(self) -> dict[str, CacheEngine]:
+        """The engines by the names of their groups, as `metrics.EngineCollector` takes them."""
+        return {self._title(pool): engine for pool, engine in zip(self.pools, self.engines, strict=True)}
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: Any, start: int = 0, salt: str = "") -> HybridHit:
+        """The longest cached prefix behind token `start`, a multiple of `alignment`, at which all groups have what a
+        hit needs. `tokens`: token ids, or `PageHashes` of `hash_tokens` tokens each, from the first of the request on.
+
+        Takes no lease and changes nothing but recency. With `load.gate: enforcing`, a hit that takes longer to load
+        than to compute is left out as a whole.
+        """
+        request, start = self._request(tokens, salt), self._start(start)
+        hit = self._find(request, start)
+        loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
+        decided = self.gate.decide_whole(loads, start, request.length, hit.tokens)
+        if decided.pages < sum(len(part.pages) for part in hit.parts):
+            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens)
+        return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds)
+
+    def _find(self, request: _Request, start: int) -> HybridHit:
+        """`lookup`, without a gate."""
+        groups, names, engines = self.groups, request.names, self.engines
+        managers = [engine.manager for engine in engines]
+        for manager in managers:
+            manager.have_watched()
+        of = {g: (p, at) for p, pool in enumerate(self.pools) for at, g in enumerate(pool.groups)}
+
+        def has(g: int, first: int, stop: int) -> bytes:
+            pool, at = of[g]
+            return managers[pool].visible(names[pool].keys(at, first, stop))
+
+        most = request.length // self.alignment * self.alignment
+        found, whole, hit = start, start, self.nothing(start)
+        with engines[0].timeline.span("lookup", pages=most // self.alignment):
+            for _ in range(_TRIES):
+                whole = complete(groups, has, most, local=start)
+                found = next(lengths(groups, has, most, local=start, whole=whole), start)
+                hit = self._used(names, start, found)
+                if hit.tokens == found - start:
+                    break
+            missing = max(0, most - start - hit.tokens)
+            for engine in engines:
+                with engine.calls:
+                    engine.manager.missed(missing // engine.layout.page_tokens)
+        return dataclasses.replace(hit, parted=max(start, whole))
+
+    def _used(self, names: Sequence[GroupNames], start: int, found: int) -> HybridHit:
+        """The hit that ends at token `found`, whose pages are used now; one of 0 tokens where one has gone since."""
+        pages = needed(self.groups, found, start)
+        parts, orders = list[Hit](), list[tuple[GroupPage, ...]]()
+        for engine, pool, own in zip(self.engines, self.pools, names, strict=True):
+            chain = own.chain([pages[g] for g in pool.groups])
+            named = tuple(one.page for one in chain)
+            with engine.calls:
+                tiers = tuple(engine.manager.lookup(named, 0))
+            if len(tiers) < len(named):
+                return self.nothing(start)
+            parts.append(Hit(start, len(named) * engine.layout.page_tokens, tiers, None, named))
+            orders.append(tuple(one._replace(group=pool.groups[one.group]) for one in chain))
+        by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
+        return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(orders))
+
+    def load(self, hit: HybridHit, slots: Slots, after: Event = None) -> HybridLoad:
+        """Begin copying a hit into blocks; returns at once. `slots`: of each group by name, blocks for the pages
+        `hit.pages[name]`, in that order. Written after the current stream's work so far, or after the event `after`.
+
+        Raises `InvalidValueError`, `SlotCountError` or `SlotRangeError`, and begins nothing then.
+        """
+        if not isinstance(hit, HybridHit) or len(hit.parts) != len(self.engines):
+            raise InvalidValueError("a load is asked for without a hit", "pass what lookup() of this engine returned")
+        self._check_names(slots)
+        tables: list[Blocks] = []
+        for engine, order in zip(self.engines, hit.order, strict=True):
+            rows = {g: self._table(self.groups[g], slots, hit, engine) for g in {one.group for one in order}}
+            first = {g: hit.pages[self.groups[g].name].start for g in rows}
+            blocks = [rows[one.group][one.number - first[one.group]] for one in order]
+            tables.append(engine.block_table(np.array(blocks, np.int64)))
+        for name, pages in hit.pages.items():
+            if not pages and name in slots and len(host_indices(slots[name])):
+                raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
+        loads: list[LayerwiseLoad | None] = []
+        try:
+            for engine, part, table in zip(self.engines, hit.parts, tables, strict=True):
+                loads.append(engine.load(part, table, after) if len(table) else None)
+        except BaseException:  # nobody gets its handle
+            for load in filter(None, loads):
+                load.cancel()
+            raise
+        return HybridLoad(self, hit, loads)
+
+    def store(
+        self,
+        tokens: Any,
+        slots: Slots,
+        start: int = 0,
+        salt: str = "",
+        after: Event = None,
+        *,
+        keep_at: Iterable[int] = (),
+        priority: int = 0,
+        ttl: float | None = None,
+    ) -> HybridStore:
+        """Begin storing the full pages of `tokens` from token `start` on. Returns at once.
+
+        `slots`: of each group by name, blocks of its pages from `start` on, page after page; -1 for the blocks of pages
+        that the group let go. Of windows those pages are stored that a hit of all `tokens` needs, or one at each
+        `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
+        stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises what that raises, and `InvalidValueError`
+        for `keep_at`; nothing is stored then.
+        """
+        request, start = self._request(tokens, salt), self._start(start)
+        self._check_names(slots)
+        ends = self._ends(request.length, keep_at)
+        chains: list[list[GroupPage]] = []
+        tables: list[Blocks] = []
+        for engine, pool, own in zip(self.engines, self.pools, request.names, strict=True):
+            some = [self._rows(self.groups[g], slots, engine, start, request.length) for g in pool.groups]
+            given = np.concatenate([table.reshape(-1) for table in some])
+            engine.check_blocks(given[given != -1])
+            wanted: list[list[int]] = []
+            firsts: list[int] = []
+            for g, table in zip(pool.groups, some, strict=True):
+                group = self.groups[g]
+                firsts.append(first := start // group.page_tokens)
+                there = np.all(table >= 0, axis=1).tolist()
+                stop = first + len(table)
+                wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
+            chain = own.chain(wanted)
+            rows = [some[one.group][one.number - firsts[one.group]] for one in chain]
+            tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
+            chains.append(chain)
+        kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
+        handles = [
+            engine.store_pages([one.page for one in chain], table, salt, after, **kept_for)
+            for engine, chain, table in zip(self.engines, chains, tables, strict=True)
+        ]
+        orders = [
+            [one._replace(group=pool.groups[one.group]) for one in chain]
+            for pool, chain in zip(self.pools, chains, strict=True)
+        ]
+        return HybridStore(self.groups, handles, orders)
+
+    def _ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
+        """The lengths at which windows are kept, those behind `length` too that need a page before it."""
+        size = self.alignment
+        given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
+        ends = {one // size * size for one in (length, *given)}
+        if every := self.config.store.window_every:
+            step = max(size, every // size * size)
+            ends.update(range(step, length + max(group.span for group in self.groups) + size, step))
+        return ends - {0}
+
+    def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> HybridPrefetch:
+        """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids or
+        `PageHashes`, whose longest hit it is, whatever the gate says of it; or a `HybridHit`, which has its own `start`
+        and `salt`. `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`."""
+        if isinstance(tokens, HybridHit):
+            if start or salt:
+                message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
+                raise InvalidValueError(message, "leave both out: a hit has its own")
+            hit = tokens
+        else:
+            hit = self._find(self._request(tokens, salt), self._start(start))
+        with contextlib.ExitStack() as undo:
+            parts: list[Prefetch | None] = []
+            for engine, part in zip(self.engines, hit.parts, strict=True):
+                parts.append(undo.enter_context(engine.prefetch(part, pin=pin)) if part.pages else None)
+            undo.pop_all()
+        return HybridPrefetch(self, hit, parts)
+
+    def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:
+        """Keep what the longest hit needs from eviction on every tier that has it, for `seconds` at most."""
+        hit = self._find(self._request(tokens, salt), 0)
+        pins: list[tuple[Pin, int]] = []
+        with contextlib.ExitStack() as undo:
+            for engine, part in zip(self.engines, hit.parts, strict=True):
+                pin = undo.enter_context(engine.pin_pages(part.pages, seconds))
+                pins.append((pin, part.tokens))
+            undo.pop_all()
+        return HybridPin(hit, pins)
+
+    # -- blocks of its own ---------------------------------------------------------------------------------------------
+
+    def take(self, group: str, pages: int) -> list[int]:
+        """Blocks for so many pages of a group, where the engine allocated the planes.
+
+        Raises `PoolFullError` where fewer are free, and takes none then.
+        """
+        pool = self._own_pool(group)
+        wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].blocks_per_page
+        with self._lock:
+            free = self._free[pool]
+            if len(free) < wanted:
+                raise PoolFullError(
+                    f"group {group!r} needs {wanted} blocks, and {len(free)} are free", "raise gpu.capacity"
+                )
+            taken = free[len(free) - wanted :]
+            del free[len(free) - wanted :]
+            self._taken[pool].update(taken)
+        return taken
+
+    def give(self, group: str, blocks: Iterable[int]) -> None:
+        """Give blocks of `take` back. Raises `SlotRangeError` for one that is not taken, and takes none back then."""
+        pool, given = self._own_pool(group), [*blocks]
+        with self._lock:
+            if len(set(given)) < len(given) or not self._taken[pool].issuperset(given):
+                raise SlotRangeError(
+                    f"group {group!r}: blocks are given back that are not taken", "give each block back once"
+                )
+            self._taken[pool].difference_update(given)
+            self._free[pool] += given
+
+    def _own_pool(self, group: str) -> int:
+        if not self._owned:
+            raise InvalidValueError("the planes are attached", "take blocks of your own allocator")
+        return self._pool_of[self._number(group)]
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The pool of a layer of the model, and its place there. Raises `InvalidValueError`."""
+        return self._places[arguments.whole(layer, "layer", 0, len(self._places) - 1)]
+
+    # -- all pools -----------------------------------------------------------------------------------------------------
+
+    def nothing(self, start: int = 0) -> HybridHit:
+        """A hit of 0 tokens."""
+        empty = {group.name: range(start // group.page_tokens, start // group.page_tokens) for group in self.groups}
+        none = tuple(Hit(start, 0, (), None, ()) for _ in self.pools)
+        return HybridHit(start, 0, empty, start, parts=none, order=tuple(() for _ in self.pools))
+
+    def observe_prefill(
+        self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
+    ) -> None:
+        """Tell the gate what a prefill took: see `CacheEngine.observe_prefill`."""
+        for engine in self.engines:
+            engine.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
+
+    def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Tell the gate what a load took: see `CacheEngine.observe_load`."""
+        for engine in self.engines:
+            engine.observe_load(tier, nbytes, seconds)
+
+    def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
+        """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
+
+        `names`: those of the pool's groups, as in `by_groups`. Batches are numbered pool by pool, and a batch's
+        `AllBlocksCleared` is of its pool. Returns a function that removes it.
+        """
+        with contextlib.ExitStack() as undo:
+            for names, engine in self.by_groups.items():
+
+                def told(batch: KVEventBatch, names: str = names) -> None:
+                    callback(names, batch)
+
+                undo.callback(engine.on_events(told))
+            return undo.pop_all().close
+
+    def filenos(self) -> list[int]:
+        """A file descriptor of each pool: see `CacheEngine.fileno`."""
+        return [engine.fileno() for engine in self.engines]
+
+    def clear(self) -> dict[str, int]:
+        """Drop every page from every tier; the pages removed, by tier."""
+        return _sum(engine.clear() for engine in self.engines)
+
+    def invalidate(self, salt: str = "") -> dict[str, int]:
+        """Drop every page of a request's salt from every tier; the pages removed, by tier."""
+        return _sum(engine.invalidate(*engine.namespaces(salt)) for engine in self.engines)
+
+    def drain(self, seconds: float | None = None) -> None:
+        """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
+        left = _remaining(seconds)
+        for engine in self.engines:
+            engine.drain(left())
+
+    def flush(self, seconds: float | None = None) -> None:
+        """See `CacheEngine.flush`."""
+        left = _remaining(seconds)
+        for engine in self.engines:
+            engine.flush(left())
+
+    def stats(self) -> dict[str, Any]:
+        """`pools`: under the names of its groups, what `CacheEngine.stats` says of each pool; `gate`: of whole hits."""
+        return {
+            "pools": {names: engine.stats() for names, engine in self.by_groups.items()},
+            "gate": self.gate.stats(),
+        }
+
+    def check(self, fix: bool = False) -> CheckReport:
+        """See `CacheEngine.check`. Problems begin with the names of their pool's groups."""
+        found = {names: engine.check(fix) for names, engine in self.by_groups.items()}
+        return CheckReport(
+            tuple(f"{names}: {problem}" for names, one in found.items() for problem in one.problems),
+            all(one.fixed for one in found.values()),
+        )
+
+    def close(self, drain: bool = True) -> None:
+        """Finish stores (or drop them), wait for loads, give everything back. Twice is fine."""
+        with contextlib.ExitStack() as all_of_them:
+            for engine in self.engines:
+                all_of_them.callback(engine.close, drain)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _request(self, tokens: Any, salt: str) -> _Request:
+        """What a call is about. Raises `TokensError`, and `InvalidValueError` for a salt that is no text."""
+        base, size = self._base(salt), self.hash_tokens
+        if isinstance(tokens, PageHashes):
+            if not tokens.whole:
+                raise TokensError(
+                    "page hashes with a parent begin in the middle of a request",
+                    "pass those of the whole request: windows are counted from its first token",
+                )
+            length, pages = tokens.length(size), tokens.pages(base)
+        else:
+            ids = as_tokens(tokens)
+            length, pages = len(ids), self._names.of(base, ids)
+        digests = [page.key for page in pages]
+        found: list[GroupNames] = []
+        for engine, pool in zip(self.engines, self.pools, strict=True):
+            names = GroupNames([self.groups[g] for g in pool.groups], engine.namespaces(salt), size)
+            names.extend(digests)
+            found.append(names)
+        return _Request(tuple(found), length)
+
+    def _base(self, salt: str) -> bytes:
+        """What the digests of a request begin with: all groups are in it, since a model's layers feed each other."""
+        base = self._bases.get(arguments.text(salt, "salt"))
+        if base is None:
+            fields = self.config.model.namespace_fields(salt)
+            base = namespace_digest({**fields, "groups": [group.describe() for group in self.groups]})
+            if len(self._bases) < _SALTS_KEPT:
+                self._bases[salt] = base
+        return base
+
+    def _start(self, start: Any) -> int:
+        return arguments.start_page(start, self.alignment) * self.alignment
+
+    def _check_names(self, slots: Any) -> None:
+        if not isinstance(slots, Mapping):
+            raise InvalidValueError(
+                f"slots are {arguments.shown(slots)}", "pass a mapping: the blocks of each group by its name"
+            )
+        for name in slots:
+            self._number(name)
+
+    def _number(self, group: Any) -> int:
+        number = self._by_name.get(group) if isinstance(group, str) else None
+        if number is None:
+            names = ", ".join(self._by_name)
+            raise InvalidValueError(f"there is no group {arguments.shown(group)}", f"the model's groups are {names}")
+        return number
+
+    def _given(self, group: Group, slots: Slots) -> Any:
+        if group.name not in slots:
+            raise InvalidValueError(f"no slots are given for group {group.name!r}", "pass slots for each group")
+        return slots[group.name]
+
+    def _table(self, group: Group, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
+        """Blocks for a group's pages of a hit, (pages, blocks_per_page)."""
+        table, pages = engine.block_table(self._given(group, slots)), len(hit.pages[group.name])
+        if len(table) != pages:
+            raise SlotCountError(
+                f"group {group.name!r}: slots for {len(table)} pages, and the hit has {pages}",
+                f"pass {engine.blocks_per_page} blocks for each page of hit.pages[{group.name!r}]",
+            )
+        return table
+
+    def _rows(self, group: Group, slots: Slots, engine: CacheEngine, start: int, length: int) -> Blocks:
+        """Blocks of a group's pages from `start` on for a store, (pages, blocks_per_page), -1 for none."""
+        given, each = host_indices(self._given(group, slots)), engine.blocks_per_page
+        pages = max(0, length // group.page_tokens - start // group.page_tokens)
+        if len(given) % each or len(given) // each > pages:
+            raise SlotCountError(
+                f"group {group.name!r}: {len(given)} blocks, of which {each} make a page, and there are {pages} full "
+                f"pages of {group.page_tokens} tokens from token {start} on",
+                "pass the blocks of full pages only, -1 for those that were let go",
+            )
+        return given.reshape(-1, each)
+
+    def _title(self, pool: Pool) -> str:
+        return ", ".join(self.groups[g].name for g in pool.groups)
+
+
+def _remaining(seconds: float | None) -> Callable[[], float | None]:
+    """What is left of so many seconds that begin now, for one wait after another."""
+    limit = arguments.seconds(seconds)
+    if limit is None:
+        return lambda: None
+    end = time.monotonic() + limit
+    return lambda: max(0.0, end - time.monotonic())
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for some in counts:
+        for name, n in some.items():
+            total[name] = total.get(name, 0) + n
+    return total
+
+
+def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Attached planes, of as many layers as the model has."""
+    try:
+        found = [tuple(layer) for layer in planes]
+    except TypeError as error:
+        raise PlanesError(f"planes are of type {type(planes).__name__}: {error}", _PLANES) from None
+    if len(found) != config.model.layers:
+        raise PlanesError(f"{len(found)} layers of planes for a model of {config.model.layers}", _PLANES)
+    return found
+
+
+_PLANES = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane], of each layer of the model"
+
+
+def _opened(
+    part: PoolPart, planes: Sequence[tuple[torch.Tensor, ...]], timeline: Timeline | None, limits: EngineLimits
+) -> CacheEngine:
+    """The engine of a pool."""
+    own = [planes[layer] for layer in part.pool.layers]
+    try:
+        engine = CacheEngine(part.config, own, timeline=timeline, limits=limits)
+    except PlanesError as error:
+        where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
+        raise PlanesError(f"{where}: {error.message}", error.hint) from None
+    config = part.config
+    tiers = [("cpu", None if config.cpu is None else config.cpu.capacity)]
+    tiers.append(("ssd", None if config.ssd is None else config.ssd.capacity))
+    sizes = ", ".join(f"{name} {about(size)}" for name, size in tiers if size is not None)
+    _log.info("groups %s: %d layers, %.1f %% of each size: %s", part.names, len(own), 100 * part.share, sizes)
+    return engine
+
+
+def _allocated(config: Config, parts: Sequence[PoolPart]) -> list[tuple[torch.Tensor, ...]]:
+    """Planes of each layer, as many blocks of each pool as its part of `gpu.capacity` holds."""
+    device = resolve_device(config.gpu.device)
+    planes: list[tuple[torch.Tensor, ...]] = [()] * config.model.layers
+    for part in parts:
+        layout = part.config.model.layout()
+        with torch.inference_mode(mode=False):
+            own = PagedPlanes.allocate(layout, part.config.gpu.capacity // layout.page_bytes, device)
+        for layer, tensors in zip(part.pool.layers, own.tensors, strict=True):
+            planes[layer] = tensors
+    return planes

@@ -1,0 +1,877 @@
+"""HybridEngine: what all groups of layers have is found, loaded bit for bit and kept; what one lacks is no hit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus
+from gdscache.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosedError,
+    ExtentSizeError,
+    GdsCacheError,
+    InvalidValueError,
+    PlanesError,
+    PoolFullError,
+    SlotCountError,
+    SlotRangeError,
+    TokensError,
+)
+from gdscache.events.base import BlockStored, KVEventBatch
+from gdscache.events.view import CacheView
+from gdscache.gate.fit import ENOUGH
+from gdscache.gate.gate import EXPLORE_EVERY
+from gdscache.metrics import EngineCollector
+from gdscache.storage.base import Op
+from tests.support.faulty import PLAN, Fault
+from tests.support.helpers import WAIT, flip_file, prompt, together, until
+from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, attended, hybrid_config
+from tests.support.pages import FAULTY
+
+OpenHybrid = Callable[..., HybridHost]
+LOADED = PageStatus.LOADED
+PROMPT = prompt(1, 12, extra=1)  # 48 tokens and one more
+
+
+def drop(host: HybridHost, *tiers: str) -> None:
+    """Empty tiers of all pools, as eviction would."""
+    for engine in host.engine.engines:
+        with engine.manager.lock:
+            for tier in tiers:
+                index = engine.manager.tiers[tier].index
+                index.evict(len(index))
+
+
+# -- bit for bit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_page", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_survive_every_tier_and_a_restart(
+    open_hybrid: OpenHybrid, device: str, model: str, per_page: int
+) -> None:
+    host = open_hybrid(model, device=device, per_page=per_page)
+    host.store(PROMPT)
+    assert host.load(PROMPT).tokens == 48
+    drop(host, "cpu")
+    report = host.load(PROMPT)
+    assert (report.tokens, list(report.bytes_by_tier)) == (48, ["ssd"])
+    host.engine.close()
+    host = open_hybrid(model, device=device, per_page=per_page)
+    assert host.load(PROMPT).tokens == 48
+    assert host.load(PROMPT[:40]).tokens == host.longest(PROMPT[:40]) >= 32  # windows are kept every 16 tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_hit_has_the_pages_that_its_next_token_attends_to_and_no_others(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model)
+    host.store(PROMPT)
+    for start in range(0, 48, host.engine.alignment):
+        hit = host.engine.lookup(PROMPT, start)
+        assert hit.tokens == 48 - start
+        for group in host.groups:
+            wanted = sorted({at // group.page_tokens for at in attended(group, 48) if at >= start})
+            assert list(hit.pages[group.name]) == wanted, group.name
+        assert host.load(PROMPT, start).tokens == 48 - start
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_windows_are_kept_where_prompts_end_and_where_it_was_asked_for(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model, every=0)
+    host.store(PROMPT, keep_at=[17, 24])
+    for length in range(0, 49, 8):
+        ended = host.found(PROMPT[:length])
+        assert ended == host.longest(PROMPT[:length])
+        assert ended >= {48: 48, 16: 16, 24: 24, 32: 24, 40: 24, 8: 0, 0: 0}[length]
+        assert ended <= {48: 48, 16: 16, 24: 24, 32: 24, 40: 24, 8: 0, 0: 0}[length] or model not in (
+            "apart",
+            "together",
+        )
+        assert host.load(PROMPT[:length]).tokens == ended
+
+
+def test_what_all_groups_had_up_to_where_prompts_part_is_said(open_hybrid: OpenHybrid) -> None:
+    """So that the second prompt keeps its windows there, and the third finds them."""
+    host = open_hybrid("apart", every=0)
+    host.store(PROMPT)
+    second = [*PROMPT[:24], *prompt(2, 6)]
+    hit = host.engine.lookup(second)
+    assert (hit.tokens, hit.parted) == (0, 24)
+    host.store(second, keep_at=[hit.parted])
+    third = [*PROMPT[:24], *prompt(3, 6)]
+    assert host.engine.lookup(third).tokens == host.load(third).tokens == 24
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_a_prompt_that_is_stored_chunk_by_chunk_with_windows_that_go(
+    open_hybrid: OpenHybrid, model: str, chunk: int
+) -> None:
+    """A window that ends behind a chunk has its pages kept when the chunk is stored, and not let go before."""
+    host, tokens = open_hybrid(model, every=24, blocks=96), PROMPT[:48]
+    for stop in range(chunk, 49, chunk):
+        gone = {group.name: group.first(stop - chunk) for group in host.groups}
+        host.store(tokens[:stop], max(0, stop - chunk), gone=gone, keep_at=[40])
+    for length in (24, 40, 48):
+        assert host.load(tokens[:length]).tokens == length == host.longest(tokens[:length])
+
+
+def test_pages_that_were_let_go_are_not_stored_and_others_are(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("together", per_page=2)
+    slots = host.compute(PROMPT)
+    lost = dict(slots)
+    lost["window"] = [*slots["window"]]
+    lost["window"][2 * 10] = -1  # half of page 10 went
+    store = host.engine.store(PROMPT, lost)
+    store.released(WAIT)
+    report = store.result(WAIT)
+    host.give(slots)
+    host.rest()
+    assert list(report.tiers["full"]) == list(range(12))
+    assert 10 not in report.tiers["window"]
+    assert set(report.tiers["window"].values()) == {("cpu", "ssd")}
+    assert report.dropped == {"full": {}, "window": {}}
+    assert host.found(PROMPT) == 32 == host.longest(PROMPT)
+    assert host.store(PROMPT).tiers["window"][10] == ("cpu", "ssd")  # again, with all of it
+    assert host.load(PROMPT).tokens == 48
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_requests_that_name_themselves(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model)
+    size = host.engine.hash_tokens
+    hashes = PageHashes([hashlib.sha256(repr(PROMPT[: at + size]).encode()).digest() for at in range(0, 48, size)], 49)
+    host.store(PROMPT, named=hashes)
+    assert host.found(PROMPT) == 0, "keys of tokens and of hashes meet"
+    hit = host.engine.lookup(hashes)
+    assert hit.tokens == 48
+    assert host.finish(hit, *host.begin(hit), PROMPT).tokens == 48
+    short = PageHashes([hashlib.sha256(repr(PROMPT[: at + size]).encode()).digest() for at in range(0, 32, size)])
+    assert host.engine.lookup(short).tokens == 32
+    with pytest.raises(TokensError, match="middle"):
+        host.engine.lookup(PageHashes([bytes(32)], parent=bytes([1]) * 32))
+
+
+def test_salts_are_apart_and_go_one_by_one(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed", cpu=40, ssd=80)
+    for salt in ("", "a"):
+        host.store(PROMPT, salt=salt)
+    assert host.load(PROMPT, salt="b").tokens == 0
+    there = {tier: sum(len(e.manager.tiers[tier].index) for e in host.engine.engines) for tier in ("cpu", "ssd")}
+    removed = host.engine.invalidate("a")
+    assert removed == {tier: n // 2 for tier, n in there.items()}
+    assert [host.load(PROMPT, salt=salt).tokens for salt in ("", "a")] == [48, 0]
+    assert host.engine.clear() == removed
+    assert host.load(PROMPT).tokens == 0
+
+
+# -- pages that go, or are bad -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["apart", "together", "uneven", "mixed"])
+@pytest.mark.parametrize("name", ["full", "window"])
+def test_a_page_that_one_group_lost_costs_its_lengths_and_nothing_worse(
+    open_hybrid: OpenHybrid, model: str, name: str
+) -> None:
+    host = open_hybrid(model)
+    host.store(PROMPT)
+    last = 48 // next(group.page_tokens for group in host.groups if group.name == name) - 1
+    host.lose(name, PROMPT, [last])
+    assert 48 > host.found(PROMPT) == host.load(PROMPT).tokens == host.longest(PROMPT) >= 32
+    host.store(PROMPT, 32)
+    assert host.load(PROMPT).tokens == 48
+
+
+@pytest.mark.parametrize("model", ["apart", "together", "uneven", "mixed"])
+@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("tier", ["cpu", "ssd"])
+def test_a_wrong_byte_of_one_group_is_no_hit_and_a_shorter_one_next_time(
+    open_hybrid: OpenHybrid, slab: Path, model: str, name: str, tier: str
+) -> None:
+    host = open_hybrid(model)
+    host.store(PROMPT)
+    engine = host.of(name)[0]
+    last = 48 // next(group.page_tokens for group in host.groups if group.name == name) - 1
+    slot = engine.manager.tiers[tier].index.get(host.key(name, PROMPT, last)).slot
+    if tier == "ssd":
+        drop(host, "cpu")
+        flip_file(engine.manager.ssd.path / "slab-0.bin", slot * engine.layout.extent_bytes + 100)
+    else:
+        engine.manager.cpu.extents.memory(slot)[100] ^= 1
+    hit = host.engine.lookup(PROMPT)
+    report = host.finish(hit, *host.begin(hit), PROMPT)
+    assert (hit.tokens, report.tokens) == (48, 0)
+    statuses = {(group, status) for group, some in report.pages.items() for status in some}
+    assert {(group, status) for group, status in statuses if status is not LOADED} == {(name, PageStatus.CHECKSUM)}
+    if tier == "cpu":  # the SSD's copy is good, and the page dropped from all that it came through
+        assert host.load(PROMPT).tokens == 48
+    else:
+        assert 48 > host.load(PROMPT).tokens == host.longest(PROMPT) >= 32
+
+
+def test_a_page_that_goes_behind_a_lookup_is_seen_by_the_load(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed")
+    host.store(PROMPT)
+    hit = host.engine.lookup(PROMPT)
+    host.lose("window", PROMPT, [11])
+    load, slots = host.begin(hit)
+    assert load.tokens == 0
+    report = host.finish(hit, load, slots, PROMPT)
+    assert report.tokens == 0
+    assert report.pages["window"][-1] is PageStatus.GONE
+    assert len(report.pages["full"]) == 12
+
+
+def test_pages_that_expire_end_one_length_after_the_other(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("together", every=0)
+    host.store(PROMPT[:16])
+    host.store(PROMPT[:32], ttl=0.2)
+    host.store(PROMPT, ttl=0.2)
+    until(lambda: host.found(PROMPT) == 16, "what has a ttl is over")
+    assert host.load(PROMPT).tokens == 16
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hot_prompts_outlive_cold_ones_whole(open_hybrid: OpenHybrid, model: str) -> None:
+    """Each pool is under pressure by itself, and what a hit needs of each is used when it is: it stays in all."""
+    host = open_hybrid(model, cpu=None, ssd=36)
+    hot = PROMPT[:41]
+    host.store(hot)
+    for seed in range(2, 40):
+        assert host.load(hot).tokens == 40, f"lost behind {seed} cold prompts"
+        host.store(prompt(seed, 6))
+    cold = [host.longest(prompt(seed, 6)) for seed in range(2, 40)]
+    assert all(engine.stats()["tiers"]["ssd"]["evictions"] for engine in host.engine.engines)
+    assert not any(cold[:20])
+    assert cold[-1] == 24
+
+
+@pytest.mark.parametrize("model", ["together", "uneven"])
+def test_in_one_pool_the_last_window_goes_behind_the_pages_that_end_with_it(
+    open_hybrid: OpenHybrid, model: str
+) -> None:
+    """Without its last window a prefix is out of reach, without its last page it is shorter by a page."""
+    host = open_hybrid(model, cpu=None, ssd=36, every=8)
+    host.store(PROMPT)
+    [engine] = host.engine.engines
+    found = [48]
+    while found[-1]:
+        with engine.manager.lock:
+            engine.manager.tiers["ssd"].index.evict(1)
+        found.append(host.longest(PROMPT))
+        assert found[-1] >= found[-2] - 8, found
+    assert found.count(0) == 1
+
+
+# -- prefetches and pins -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prefetch_brings_the_hit_and_pins_keep_it(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model, cpu=40, ssd=80)
+    host.store(PROMPT)
+    drop(host, "cpu")
+    with host.engine.prefetch(PROMPT, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        assert (prefetch.tokens, prefetch.verified, prefetch.done()) == (48, 48, True)
+        drop(host, "ssd")
+        hit = prefetch.hit()
+        assert hit.tokens == 48
+        load, slots = host.begin(hit)
+    report = host.finish(hit, load, slots, PROMPT)
+    assert (report.tokens, list(report.bytes_by_tier)) == (48, ["cpu"])
+    assert prefetch.verified == 0
+    assert prefetch.hit().tokens == 0
+
+
+def test_a_prefetch_of_a_hit_and_what_it_refuses(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart")
+    host.store(PROMPT)
+    drop(host, "cpu")
+    hit = host.engine.lookup(PROMPT, 16)
+    with host.engine.prefetch(hit) as prefetch:
+        assert prefetch.wait(WAIT) == 32
+        with pytest.raises(InvalidValueError, match="no pins"):
+            prefetch.hit()
+    assert set(host.engine.lookup(PROMPT, 16).parts[0].tiers) == {"cpu"}
+    for wrong in ({"start": 16}, {"salt": "a"}):
+        with pytest.raises(InvalidValueError, match="a hit is given"):
+            host.engine.prefetch(hit, **wrong)
+    with pytest.raises(InvalidValueError, match="pin"):
+        host.engine.prefetch(hit, pin=-1)
+    assert host.engine.prefetch(prompt(5, 4)).wait() == 0
+
+
+def test_a_pinned_page_that_is_cleared_is_no_part_of_a_hit(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart", cpu=40)
+    host.store(PROMPT)
+    with host.engine.prefetch(PROMPT, pin=WAIT) as prefetch:
+        prefetch.result(WAIT)
+        host.lose("window", PROMPT, [11])
+        assert prefetch.verified == 0
+        assert prefetch.hit().tokens == 0
+
+
+@pytest.mark.parametrize("model", ["apart", "together"])
+def test_a_pin_keeps_all_that_a_hit_needs(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model, cpu=40, ssd=40, every=0)
+    host.store(PROMPT)
+    with host.engine.pin(PROMPT, WAIT) as pin:
+        assert pin.tokens == 48
+        for seed in range(2, 20):
+            host.store(prompt(seed, 6))
+        assert host.load(PROMPT).tokens == pin.tokens == 48
+        host.lose("window", PROMPT, [11])
+        assert pin.tokens == 0
+    assert host.engine.pin(prompt(9, 3), 1.0).tokens == 0
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["apart", "together"])
+def test_wrong_slots_are_clear_errors_and_begin_nothing(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model)
+    host.store(PROMPT)
+    hit = host.engine.lookup(PROMPT)
+    good = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+    both = {**good, "window": good["full"][: len(good["window"])]}
+    wrong: list[tuple[Any, type[GdsCacheError], str]] = [
+        ({"full": good["full"]}, InvalidValueError, "no slots are given for group 'window'"),
+        ({**good, "windows": [1]}, InvalidValueError, "there is no group 'windows'"),
+        (good["full"], InvalidValueError, "mapping"),
+        (
+            {**good, "window": good["window"][1:]},
+            SlotCountError,
+            "group 'window': slots for 2 pages, and the hit has 3",
+        ),
+        ({**good, "window": [*good["window"][1:], 64]}, SlotRangeError, "0 ... 63"),
+        ({**good, "window": [*good["window"][1:], -1]}, SlotRangeError, "0 ... 63"),
+        ({**good, "full": [*good["full"][1:], good["full"][1]]}, SlotRangeError, "twice"),
+        ({**good, "full": [0.5] * 12}, SlotRangeError, "dtype"),
+        *([(both, SlotRangeError, "twice")] if model == "together" else []),
+    ]
+    for slots, kind, message in wrong:
+        with pytest.raises(kind) as caught:
+            host.engine.load(hit, slots)
+        assert message in str(caught.value) + str(caught.value.hint)
+    with pytest.raises(InvalidValueError, match="without a hit"):
+        host.engine.load(hit.parts[0], good)  # type: ignore[arg-type]
+    assert all(engine.stats()["leases"] == [] for engine in host.engine.engines)
+    host.give(good)  # and all blocks are as they were
+    assert host.load(PROMPT).tokens == 48
+
+
+@pytest.mark.parametrize("model", ["apart", "together"])
+def test_wrong_stores_are_clear_errors_and_store_nothing(open_hybrid: OpenHybrid, model: str) -> None:
+    host = open_hybrid(model)
+    slots = host.compute(PROMPT)
+    both = {**slots, "window": slots["full"]}
+    wrong: list[tuple[Any, dict[str, Any], type[GdsCacheError], str]] = [
+        ({"full": slots["full"]}, {}, InvalidValueError, "no slots are given for group 'window'"),
+        ({**slots, "other": []}, {}, InvalidValueError, "there is no group 'other'"),
+        (None, {}, InvalidValueError, "mapping"),
+        ({**slots, "window": [*slots["window"], 5]}, {}, SlotCountError, "group 'window': 13 blocks"),
+        (slots, {"start": 16}, SlotCountError, "group 'full': 12 blocks"),
+        (slots, {"start": 480}, SlotCountError, "group 'full': 12 blocks"),
+        ({**slots, "window": [-2, *slots["window"][1:]]}, {}, SlotRangeError, "0 ... 63"),
+        ({**slots, "window": [slots["window"][1], *slots["window"][1:]]}, {}, SlotRangeError, "twice"),
+        (slots, {"start": 2}, TokensError, "start is 2"),
+        (slots, {"start": -4}, TokensError, "start is -4"),
+        (slots, {"salt": 5}, InvalidValueError, "salt"),
+        (slots, {"keep_at": [1.5]}, InvalidValueError, "keep_at"),
+        (slots, {"keep_at": [-1]}, InvalidValueError, "keep_at"),
+        (slots, {"priority": 9}, InvalidValueError, "priority"),
+        (slots, {"ttl": 0}, InvalidValueError, "ttl"),
+        *([(both, {}, SlotRangeError, "twice")] if model == "together" else []),
+    ]
+    for given, options, kind, message in wrong:
+        with pytest.raises(kind) as caught:
+            host.engine.store(PROMPT, given, **options)
+        assert message in str(caught.value) + str(caught.value.hint)
+    host.rest()
+    assert [engine.stats()["tiers"]["cpu"]["pages"] for engine in host.engine.engines] == [0] * len(host.engine.engines)
+    for start in (2, -4, True, 1.0):
+        with pytest.raises(TokensError, match="start is"):
+            host.engine.lookup(PROMPT, start)  # type: ignore[arg-type]
+    host.engine.store(PROMPT, slots).released(WAIT)
+    host.give(slots)
+    host.rest()
+    assert host.load(PROMPT).tokens == 48
+
+
+def test_starts_and_tokens_at_the_edges(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed")
+    host.store(PROMPT)
+    host.store([])
+    host.store([1, 2, 3])
+    host.engine.store(PROMPT, {group.name: [] for group in host.groups}).result(WAIT)
+    for tokens, start in (([], 0), ([], 8), (PROMPT, 48), (PROMPT, 4800), (PROMPT[:3], 0)):
+        hit = host.engine.lookup(tokens, start)
+        assert (hit.start, hit.tokens, {len(pages) for pages in hit.pages.values()}) == (start, 0, {0})
+        report = host.finish(hit, *host.begin(hit), tokens)
+        assert (report.tokens, report.bytes_by_tier, report.seconds) == (0, {}, 0.0)
+
+
+def test_fewer_slots_store_fewer_pages(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart", every=8)
+    slots = host.compute(PROMPT)
+    host.engine.store(PROMPT, {name: blocks[:6] for name, blocks in slots.items()}).released(WAIT)
+    host.give(slots)
+    host.rest()
+    assert host.load(PROMPT).tokens == 24
+
+
+def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
+    planes = [[torch.zeros(4, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
+    model = MODELS["apart"]
+    wrong: list[tuple[Any, Any, type[GdsCacheError], str]] = [
+        (
+            hybrid_config(tmp_path, model) | {"model": {**model, "groups": []}},
+            planes,
+            InvalidValueError,
+            "model.groups is empty",
+        ),
+        (hybrid_config(tmp_path, model), planes[:2], PlanesError, "2 layers of planes for a model of 3"),
+        (hybrid_config(tmp_path, model), 7, PlanesError, "planes are of type int"),
+        (
+            hybrid_config(tmp_path, model),
+            [planes[0], planes[1], [planes[2][0][:, :, :2]] * 2],
+            PlanesError,
+            "groups window, whose layers are [0, 2] of the model: layer 1",
+        ),
+        (
+            hybrid_config(tmp_path, model) | {"tiers": [{"tier": "tests.support.dict_tier:DictTier"}]},
+            planes,
+            InvalidValueError,
+            "tiers names",
+        ),
+        (
+            hybrid_config(tmp_path, model) | {"events": {"endpoint": "tcp://127.0.0.1:5557"}},
+            planes,
+            InvalidValueError,
+            "several engines",
+        ),
+    ]
+    for config, given, kind, message in wrong:
+        with pytest.raises(kind) as caught:
+            HybridEngine.from_config(config, given)
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="from_config"):
+        HybridEngine({"model": model})  # type: ignore[arg-type]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gdscache-store")]
+
+
+def test_an_engine_of_one_pool_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    planes = [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
+    with pytest.raises(InvalidValueError, match="2 pools") as caught:
+        CacheEngine.from_config(hybrid_config(tmp_path, MODELS["apart"]), planes)
+    assert "HybridEngine" in str(caught.value.hint)
+    with pytest.raises(InvalidValueError, match="no planes") as caught:
+        CacheEngine.from_config(hybrid_config(tmp_path, MODELS["together"]))
+    assert "HybridEngine" in str(caught.value.hint)
+    with CacheEngine.from_config(hybrid_config(tmp_path, MODELS["together"]), planes[:2]) as engine:
+        calls: list[Callable[[], object]] = [
+            lambda: engine.lookup(PROMPT),
+            lambda: engine.store(PROMPT, [0]),
+            lambda: engine.prefetch(PROMPT),
+            lambda: engine.pin(PROMPT, 1.0),
+            lambda: engine.pages(PROMPT),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidValueError, match=r"groups of layers \(full, window\)") as caught:
+                call()
+            assert "HybridEngine" in str(caught.value.hint)
+        with pytest.raises(GdsCacheError, match="attached"):
+            engine.sequence(PROMPT)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_pools_share_every_size(open_hybrid: OpenHybrid, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gdscache")
+    host = open_hybrid("mixed", cpu=40)
+    total, parts = host.engine.config, [engine.config for engine in host.engine.engines]
+    for read in (
+        lambda config: config.cpu.capacity,
+        lambda config: config.ssd.capacity,
+        lambda config: config.gpu.staging,
+        lambda config: config.host_buffer,
+        lambda config: config.store.queue,
+    ):
+        assert read(total) - len(parts) <= sum(map(read, parts)) <= read(total)
+    said = [record.getMessage() for record in caplog.records if "of each size" in record.getMessage()]
+    assert len(said) == len(parts) == 2
+    assert {line.split(":")[0] for line in said} == {"groups chunk", "groups full, window"}
+
+
+@pytest.mark.parametrize(
+    ("key", "sizes"),
+    [
+        ("cpu.capacity", {"cpu": {"capacity": 50_000}}),
+        ("gpu.staging", {"gpu": {"device": "cpu", "staging": 50_000}}),
+        ("host_buffer", {"host_buffer": 50_000}),
+        ("store.queue", {"store": {"queue": 50_000, "window_every": 0}}),
+    ],
+)
+def test_a_share_that_holds_no_page_is_one_error_with_the_setting(
+    tmp_path: Path, key: str, sizes: dict[str, Any]
+) -> None:
+    model = KV | {"layers": 2, "groups": [FULL | {"layers": [0]}, WINDOW | {"layers": [1]}]}
+    planes = [[torch.zeros(4, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 2
+    config = hybrid_config(tmp_path, model, every=0, cpu=8) | sizes
+    with pytest.raises(CapacityError) as caught:
+        HybridEngine.from_config(config, planes)
+    message = str(caught.value)
+    assert f"{key} is 50,000 bytes" in message or f"{key} is 50000" in message
+    assert "window 0.2% (" in message
+    assert f"raise {key} to " in str(caught.value.hint)
+    assert not list(tmp_path.iterdir())
+    least = str(caught.value.hint).partition(f"raise {key} to ")[2].split(" ")[0]
+    section, _, inner = key.partition(".")
+    config[section] = {**config[section], inner: least} if inner else least
+    HybridEngine.from_config(config, planes).close()
+
+
+def test_endurance_is_shared(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart")
+    data = host.engine.config.dump()
+    host.engine.close()
+    data["ssd"]["endurance"] = "64MiB"
+    with HybridEngine.from_config(data, host.planes) as engine:
+        assert sum(e.config.ssd.endurance for e in engine.engines if e.config.ssd) <= 64 << 20
+
+
+# -- the same directory again ------------------------------------------------------------------------------------------
+
+
+def layouts() -> dict[str, dict[str, Any]]:
+    """Models of the same name and planes, whose groups differ."""
+    three = KV | {"layers": 3}
+    return {
+        "as it was": three | {"groups": [FULL | {"layers": [1]}, WINDOW | {"layers": [0, 2]}]},
+        "renumbered": three | {"groups": [FULL | {"layers": [2]}, WINDOW | {"layers": [0, 1]}]},
+        "in another order": three | {"groups": [WINDOW | {"layers": [1]}, FULL | {"layers": [0, 2]}]},
+        "another window": three | {"groups": [FULL | {"layers": [1]}, WINDOW | {"layers": [0, 2], "window": 11}]},
+        "a chunk": three | {"groups": [FULL | {"layers": [1]}, {"name": "window", "chunk": 10, "layers": [0, 2]}]},
+        "more layers": KV | {"layers": 4, "groups": [FULL | {"layers": [1, 3]}, WINDOW | {"layers": [0, 2]}]},
+        "all in one": three | {"groups": [FULL | {"layers": [0, 1, 2]}, WINDOW | {"layers": [0, 1, 2]}]},
+        "all in one, another window": three
+        | {"groups": [FULL | {"layers": [0, 1, 2]}, WINDOW | {"layers": [0, 1, 2], "window": 9}]},
+    }
+
+
+def test_another_layout_of_groups_finds_no_page_of_the_one_before(open_hybrid: OpenHybrid) -> None:
+    """Nor does the first one find any of theirs when it comes back, and it has all of its own."""
+    tokens, stored = PROMPT, set[str]()
+    for name in [*layouts(), *layouts()]:
+        try:
+            host = open_hybrid(layouts()[name], ssd=400, cpu=None)
+        except ExtentSizeError:
+            assert name in ("more layers", "in another order")  # a directory has pages of one size
+            continue
+        host.content = lambda group, tokens, salt, name=name: hash(name)  # type: ignore[misc]
+        assert (host.load(tokens).tokens == 48) is (name in stored), name
+        assert (host.found(tokens) > 0) is (name in stored), name
+        host.store(tokens)
+        stored.add(name)
+        assert host.load(tokens).tokens == 48
+        host.engine.close()
+    assert len(stored) >= 6
+
+
+# -- its own planes ----------------------------------------------------------------------------------------------------
+
+
+def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
+    with HybridEngine.from_config(hybrid_config(tmp_path, MODELS["mixed"], gpu=10)) as engine:
+        slots = {group.name: engine.take(group.name, 2) for group in engine.groups}
+        for layer in range(4):
+            for plane in engine.planes[layer]:
+                plane[:] = layer + 1
+        engine.store(PROMPT[:16], {"chunk": [-1, *slots["chunk"][:1]], "full": slots["full"], "window": [-1] * 4})
+        engine.drain(WAIT)
+        engine.give("full", slots["full"])
+        for given in (slots["full"], [slots["chunk"][0]] * 2, [1000]):
+            with pytest.raises(SlotRangeError, match="not taken"):
+                engine.give("chunk" if given is not slots["full"] else "full", given)
+        with pytest.raises(InvalidValueError, match="pages is -1"):
+            engine.take("full", -1)
+        with pytest.raises(InvalidValueError, match="no group 'other'"):
+            engine.take("other", 1)
+        with pytest.raises(PoolFullError, match="group 'full' needs 1000 blocks") as caught:
+            engine.take("full", 1000)
+        assert "gpu.capacity" in str(caught.value.hint)
+        before = len(engine._free[1])
+        held: list[list[int]] = [[] for _ in range(4)]
+
+        def work(number: int) -> None:
+            for _ in range(300):
+                try:
+                    held[number] = engine.take("window", 1)
+                except PoolFullError:
+                    continue
+                assert sum(held[number][0] in other for other in held) == 1, "two have one block"
+                block, held[number] = held[number], []
+                engine.give("full", block)  # of the same pool
+
+        together(work, 4)
+        assert len(engine._free[1]) == len(set(engine._free[1])) == before
+
+
+def test_blocks_of_attached_planes_are_the_caller_s(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart")
+    for call in (lambda: host.engine.take("full", 1), lambda: host.engine.give("full", [1])):
+        with pytest.raises(InvalidValueError, match="attached"):
+            call()
+    for layer in (-1, 3, 1.0, True):
+        with pytest.raises(InvalidValueError, match="layer is"):
+            host.engine.place(layer)  # type: ignore[arg-type]
+    assert [host.engine.place(layer) for layer in range(3)] == [(1, 0), (0, 0), (1, 1)]
+
+
+# -- all of it together ------------------------------------------------------------------------------------------------
+
+
+def test_many_threads_at_once(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed", blocks=400, cpu=30, ssd=60)
+    lock = threading.Lock()
+    tokens = {n: [*PROMPT[:24], *prompt(10 + n, 6)] for n in range(4)}
+    for n in tokens:
+        host.store(tokens[n])
+
+    def work(number: int) -> None:
+        engine = host.engine
+        for turn in range(12):
+            mine = tokens[(number + turn) % 4]
+            hit = engine.lookup(mine)
+            with lock:
+                slots = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+            load = engine.load(hit, slots)
+            for layer in range(4):
+                load.wait(layer, WAIT)
+            report = load.result(WAIT)
+            load.released(WAIT)
+            assert report.tokens in (0, hit.tokens)
+            for group in host.groups:
+                _, planes = host.of(group.name)
+                for row, (page, status) in enumerate(zip(hit.pages[group.name], report.pages[group.name], strict=True)):
+                    if status is LOADED:
+                        block = slots[group.name][row]
+                        got = np.concatenate(
+                            [t[block].view(torch.uint8).numpy().reshape(-1) for layer in planes for t in layer]
+                        )
+                        assert np.array_equal(got, host.data(group, mine, page, ""))
+            with lock:
+                host.give(slots)
+            if turn % 4 == number % 4:
+                engine.prefetch(mine).wait(0.01)
+                engine.pin(mine, 0.01).release()
+
+    together(work, 4)
+
+
+def test_a_close_in_the_middle_ends_what_is_under_way(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart", transport=FAULTY)
+    host.store(PROMPT)
+    drop(host, "cpu")
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.2):
+        hit = host.engine.lookup(PROMPT)
+        load, slots = host.begin(hit)
+        prefetch = host.engine.prefetch(PROMPT, pin=1.0)
+        host.engine.close()
+    assert host.finish(hit, load, slots, PROMPT).tokens in (0, 48)
+    assert prefetch.verified == 0
+    host.engine.close()
+    calls: list[Callable[[], object]] = [
+        lambda: host.engine.lookup(PROMPT),
+        lambda: host.engine.load(hit, slots),
+        lambda: host.engine.store(PROMPT[:4], {"full": [1], "window": [1]}),
+        lambda: host.engine.prefetch(PROMPT),
+        lambda: host.engine.pin(PROMPT, 1.0),
+        host.engine.clear,
+        host.engine.invalidate,
+        host.engine.stats,
+        host.engine.check,
+        host.engine.drain,
+        host.engine.flush,
+        host.engine.filenos,
+    ]
+    for call in calls:
+        with pytest.raises(EngineClosedError):
+            call()
+
+
+def test_a_load_that_one_pool_cannot_begin_leaves_none_behind(
+    open_hybrid: OpenHybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C between two pools: nobody has a handle of the first one's load, and it ends."""
+    host = open_hybrid("apart", transport=FAULTY)
+    host.store(PROMPT)
+    drop(host, "cpu")
+    hit = host.engine.lookup(PROMPT)
+    slots = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.1):
+        monkeypatch.setattr(host.engine.engines[1], "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            host.engine.load(hit, slots)
+        monkeypatch.undo()
+        until(lambda: not host.engine.engines[0].stats()["leases"], "the load of the first pool ends")
+    host.give(slots)
+    assert host.load(PROMPT).tokens == 48
+
+
+def test_waits_share_one_limit(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart", transport=FAULTY)
+    host.store(PROMPT)
+    drop(host, "cpu")
+    hit = host.engine.lookup(PROMPT)
+    with PLAN.rule(Op.READ, Fault.HANG) as rule:
+        load, slots = host.begin(hit)
+        begun = time.monotonic()
+        with pytest.raises(GdsCacheError):
+            load.result(0.2)
+        assert time.monotonic() - begun < 5
+        assert not load.done()
+        rule.release()
+    host.finish(hit, load, slots, PROMPT)
+    assert load.done()
+
+
+# -- load or recompute -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["off", "advisory", "enforcing"])
+@pytest.mark.parametrize("model", ["apart", "together"])
+def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, model: str, mode: str) -> None:
+    host = open_hybrid(model, load={"gate": mode})
+    host.store(PROMPT)
+    drop(host, "cpu")
+    engine = host.engine
+    assert engine.lookup(PROMPT).tokens == 48  # nothing is known yet
+    for _ in range(ENOUGH):
+        engine.observe_load("ssd", 1 << 20, 100.0)
+        engine.observe_prefill(1000, 0, 0.01)
+    found = [engine.lookup(PROMPT) for _ in range(EXPLORE_EVERY)]
+    if mode == "enforcing":
+        assert sorted({(hit.tokens, hit.declined) for hit in found}) == [(0, 48), (48, 0)]
+        assert sum(hit.tokens == 48 for hit in found) == 1, "one in so many is tried"
+        assert all(hit.pages["full"] == range(0) for hit in found if hit.declined)
+    else:
+        assert {(hit.tokens, hit.declined) for hit in found} == {(48, 0)}
+    loaded = next(hit for hit in found if hit.tokens)
+    assert loaded.seconds == pytest.approx(15 * engine.engines[0].layout.page_bytes / (1 << 20) * 100, rel=1)
+    assert (loaded.recompute_seconds is None) is (mode == "off")
+    gate = engine.stats()["gate"]
+    assert gate["mode"] == mode
+    assert sum(gate["hits"].values()) == (0 if mode == "off" else EXPLORE_EVERY + 1)
+    assert engine.pin(PROMPT, 1.0).tokens == engine.prefetch(PROMPT).wait(WAIT) == 48, "neither is gated"
+    for _ in range(4 * ENOUGH):
+        engine.observe_prefill(1000, 0, 1000.0)
+    assert engine.lookup(PROMPT).tokens == 48
+
+
+# -- what it says of itself --------------------------------------------------------------------------------------------
+
+
+def test_stats_and_checks_name_the_groups(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed")
+    host.store(PROMPT)
+    host.load(PROMPT)
+    stats = json.loads(json.dumps(host.engine.stats()))
+    assert list(stats["pools"]) == ["chunk", "full, window"] == list(host.engine.by_groups)
+    assert [pool.get("loaded") for pool in stats["pools"].values()] == [None, {"cpu": 15}]  # at 48 a chunk begins
+    assert host.engine.check().ok
+    engine = host.of("window")[0]
+    slot = engine.manager.cpu.index.get(host.key("window", PROMPT, 11)).slot
+    engine.manager.cpu.extents.memory(slot)[0] ^= 1
+    [problem] = host.engine.check().problems
+    assert problem.startswith("full, window: cpu: ")
+    assert host.engine.check(fix=True).ok
+    assert host.engine.check().problems == ()
+
+
+def test_ends_can_be_waited_for_by_descriptors(open_hybrid: OpenHybrid) -> None:
+    import select
+
+    host = open_hybrid("apart")
+    descriptors = host.engine.filenos()
+    host.store(PROMPT)
+    assert set(select.select(descriptors, [], [], WAIT)[0]) <= set(descriptors)
+    assert len(set(descriptors)) == 2
+
+
+def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("mixed")
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(host.engine.by_groups))
+    host.store(PROMPT)
+    for names, engine in host.engine.by_groups.items():
+        stored = registry.get_sample_value("gdscache_stored_pages_total", {"engine": names, "tier": "cpu"})
+        assert stored == len(engine.manager.tiers["cpu"].index)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, model: str) -> None:
+    kinds = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention"}
+    for restarted in (False, True):
+        host = open_hybrid(model, events={}, every=8)
+        heard: list[tuple[str, KVEventBatch]] = []
+        views = {names: CacheView() for names in host.engine.by_groups}
+
+        def hear(
+            names: str,
+            batch: KVEventBatch,
+            heard: list[tuple[str, KVEventBatch]] = heard,
+            views: dict[str, CacheView] = views,
+        ) -> None:
+            heard.append((names, batch))
+            assert views[names].apply(batch)
+
+        remove = host.engine.on_events(hear)
+        if restarted:
+            drop(host, "cpu")
+            assert host.load(PROMPT).tokens == 48  # pages of the restart come into the CPU tier
+        else:
+            host.store(PROMPT)
+
+        def agrees(host: HybridHost = host, views: dict[str, CacheView] = views) -> bool:
+            return all(
+                len(views[names]) >= len(engine.manager.tiers["cpu"].index)
+                for names, engine in host.engine.by_groups.items()
+            )
+
+        until(agrees, "all is told")
+        told: dict[bytes, BlockStored] = {}
+        for names, batch in heard:
+            for event in batch.events:
+                assert isinstance(event, BlockStored)
+                assert host.groups[[g.name for g in host.groups].index(names.split(", ")[event.group_idx or 0])]
+                told |= dict.fromkeys(event.block_hashes, event)
+        for group in host.groups:
+            for number in range(48 // group.page_tokens):
+                if "cpu" in host.on_tiers(group.name, PROMPT, number):
+                    event = told[host.key(group.name, PROMPT, number)]
+                    assert event.block_size == group.page_tokens
+                    assert event.kv_cache_spec_kind == kinds[group.keeps]
+                    assert event.kv_cache_spec_sliding_window == (group.span if group.keeps == "window" else None)
+        remove()
+        host.engine.close()
