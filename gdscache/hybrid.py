@@ -69,7 +69,8 @@ class HybridHit:
     `pages`: by group, the numbers of the pages that a load brings, counted from the request's first token. `parted`:
     tokens up to which the groups that keep all tokens have every page. Where it is more than the hit, another prompt
     parted there: pass it as `keep_at` to `store`, and the next one finds its windows. `seconds` and
-    `recompute_seconds` are expected, None before they are known; `declined`: tokens that the gate left out.
+    `recompute_seconds` are expected, None before they are known; `declined`: tokens that the gate left out. `parts` and
+    `order` are for the engine: by pool, the pages as its engine takes them, and of which of its groups each is.
     """
 
     start: int
@@ -134,13 +135,13 @@ class HybridLoad:
         left = _remaining(seconds)
         pages: dict[str, list[PageStatus]] = {name: [] for name in self._hit.pages}
         by_tier, took, whole = Counter[str](), 0.0, True
-        for load, order in zip(self._loads, self._hit.order, strict=True):
+        for load, order, names in zip(self._loads, self._hit.order, self._engine.names, strict=True):
             if load is None:
                 continue
             report = load.result(left())
             statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
             for one, status in zip(order, statuses, strict=True):
-                pages[self._engine.groups[one.group].name].append(status)
+                pages[names[one.group]].append(status)
                 whole = whole and status is PageStatus.LOADED
             by_tier.update(report.bytes_by_tier)
             took = max(took, report.seconds)
@@ -164,9 +165,10 @@ class HybridStore:
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
     def __init__(
-        self, groups: Sequence[Group], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
+        self, names: Sequence[Sequence[str]], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
     ) -> None:
-        self._groups, self._handles, self._order = groups, handles, order
+        """`names`: of the groups of each pool; `order`: the pages of each pool's store."""
+        self._names, self._handles, self._order = names, handles, order
 
     def done(self) -> bool:
         """True when every page has its outcome; never waits."""
@@ -175,12 +177,12 @@ class HybridStore:
     def result(self, seconds: float | None = None) -> HybridStoreReport:
         """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
         left = _remaining(seconds)
-        tiers: dict[str, dict[int, tuple[str, ...]]] = {group.name: {} for group in self._groups}
-        dropped: dict[str, dict[int, str]] = {group.name: {} for group in self._groups}
-        for handle, order in zip(self._handles, self._order, strict=True):
+        tiers: dict[str, dict[int, tuple[str, ...]]] = {name: {} for names in self._names for name in names}
+        dropped: dict[str, dict[int, str]] = {name: {} for names in self._names for name in names}
+        for handle, order, names in zip(self._handles, self._order, self._names, strict=True):
             report = handle.result(left())
             for place, one in enumerate(order):
-                name = self._groups[one.group].name
+                name = names[one.group]
                 tiers[name][one.number] = report.tiers[place]
                 if place in report.dropped:
                     dropped[name][one.number] = report.dropped[place]
@@ -294,9 +296,9 @@ class HybridEngine:
 
     `planes[layer][plane]`: tensors of the model's layers, (blocks, block_tokens, *row); layers of one group have equal
     numbers of blocks. None: the engine allocates them, of `gpu.capacity` together, and `take` gives blocks of them.
-    `engines`: of each pool of groups in the same planes, a `CacheEngine`. All methods may be called from many threads,
-    and Ctrl-C does what it does to a `CacheEngine`. Raises a subclass of `GdsCacheError` that names what cannot be
-    opened.
+    `engines`: of each pool of groups in the same planes, a `CacheEngine`, and `names` of its groups. All methods may be
+    called from many threads, and Ctrl-C does what it does to a `CacheEngine`. Raises a subclass of `GdsCacheError` that
+    names what cannot be opened.
     """
 
     def __init__(
@@ -326,19 +328,20 @@ class HybridEngine:
         self.pools: list[Pool] = [part.pool for part in parts]
         self.alignment = alignment(self.groups)
         self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
-        self._names = PageNames(self.hash_tokens)
+        self._pages = PageNames(self.hash_tokens)
         self._bases: dict[str, bytes] = {}
+        self.names = [[self.groups[g].name for g in pool.groups] for pool in self.pools]
         self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
         self._by_name = {group.name: g for g, group in enumerate(self.groups)}
         self._places = {layer: (p, at) for p, pool in enumerate(self.pools) for at, layer in enumerate(pool.layers)}
-        self._owned = planes is None
+        self.owns_planes = planes is None
         self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
         with contextlib.ExitStack() as undo:
             self.engines: list[CacheEngine] = []
             for part in parts:
                 self.engines.append(undo.enter_context(_opened(part, self.planes, timeline, limits)))
             undo.pop_all()
-        self._free = [[*range(engine.blocks)] if self._owned else [] for engine in self.engines]
+        self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]
         self._lock = threading.Lock()
         first = self.engines[0]
@@ -363,7 +366,7 @@ class HybridEngine:
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
         """The engines by the names of their groups, as `metrics.EngineCollector` takes them."""
-        return {self._title(pool): engine for pool, engine in zip(self.pools, self.engines, strict=True)}
+        return {", ".join(names): engine for names, engine in zip(self.names, self.engines, strict=True)}
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -421,7 +424,7 @@ class HybridEngine:
             if len(tiers) < len(named):
                 return self.nothing(start)
             parts.append(Hit(start, len(named) * engine.layout.page_tokens, tiers, None, named))
-            orders.append(tuple(one._replace(group=pool.groups[one.group]) for one in chain))
+            orders.append(tuple(chain))
         by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
         return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(orders))
 
@@ -435,9 +438,9 @@ class HybridEngine:
             raise InvalidValueError("a load is asked for without a hit", "pass what lookup() of this engine returned")
         self._check_names(slots)
         tables: list[Blocks] = []
-        for engine, order in zip(self.engines, hit.order, strict=True):
-            rows = {g: self._table(self.groups[g], slots, hit, engine) for g in {one.group for one in order}}
-            first = {g: hit.pages[self.groups[g].name].start for g in rows}
+        for engine, order, names in zip(self.engines, hit.order, self.names, strict=True):
+            rows = {g: self._table(names[g], slots, hit, engine) for g in {one.group for one in order}}
+            first = {g: hit.pages[names[g]].start for g in rows}
             blocks = [rows[one.group][one.number - first[one.group]] for one in order]
             tables.append(engine.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
@@ -475,7 +478,7 @@ class HybridEngine:
         """
         request, start = self._request(tokens, salt), self._start(start)
         self._check_names(slots)
-        ends = self._ends(request.length, keep_at)
+        ends = self.window_ends(request.length, keep_at)
         chains: list[list[GroupPage]] = []
         tables: list[Blocks] = []
         for engine, pool, own in zip(self.engines, self.pools, request.names, strict=True):
@@ -499,13 +502,9 @@ class HybridEngine:
             engine.store_pages([one.page for one in chain], table, salt, after, **kept_for)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
         ]
-        orders = [
-            [one._replace(group=pool.groups[one.group]) for one in chain]
-            for pool, chain in zip(self.pools, chains, strict=True)
-        ]
-        return HybridStore(self.groups, handles, orders)
+        return HybridStore(self.names, handles, chains)
 
-    def _ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
+    def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
         """The lengths at which windows are kept, those behind `length` too that need a page before it."""
         size = self.alignment
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
@@ -576,7 +575,7 @@ class HybridEngine:
             self._free[pool] += given
 
     def _own_pool(self, group: str) -> int:
-        if not self._owned:
+        if not self.owns_planes:
             raise InvalidValueError("the planes are attached", "take blocks of your own allocator")
         return self._pool_of[self._number(group)]
 
@@ -684,7 +683,7 @@ class HybridEngine:
             length, pages = tokens.length(size), tokens.pages(base)
         else:
             ids = as_tokens(tokens)
-            length, pages = len(ids), self._names.of(base, ids)
+            length, pages = len(ids), self._pages.of(base, ids)
         digests = [page.key for page in pages]
         found: list[GroupNames] = []
         for engine, pool in zip(self.engines, self.pools, strict=True):
@@ -721,24 +720,24 @@ class HybridEngine:
             raise InvalidValueError(f"there is no group {arguments.shown(group)}", f"the model's groups are {names}")
         return number
 
-    def _given(self, group: Group, slots: Slots) -> Any:
-        if group.name not in slots:
-            raise InvalidValueError(f"no slots are given for group {group.name!r}", "pass slots for each group")
-        return slots[group.name]
+    def _given(self, name: str, slots: Slots) -> Any:
+        if name not in slots:
+            raise InvalidValueError(f"no slots are given for group {name!r}", "pass slots for each group")
+        return slots[name]
 
-    def _table(self, group: Group, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
+    def _table(self, name: str, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
         """Blocks for a group's pages of a hit, (pages, blocks_per_page)."""
-        table, pages = engine.block_table(self._given(group, slots)), len(hit.pages[group.name])
+        table, pages = engine.block_table(self._given(name, slots)), len(hit.pages[name])
         if len(table) != pages:
             raise SlotCountError(
-                f"group {group.name!r}: slots for {len(table)} pages, and the hit has {pages}",
-                f"pass {engine.blocks_per_page} blocks for each page of hit.pages[{group.name!r}]",
+                f"group {name!r}: slots for {len(table)} pages, and the hit has {pages}",
+                f"pass {engine.blocks_per_page} blocks for each page of hit.pages[{name!r}]",
             )
         return table
 
     def _rows(self, group: Group, slots: Slots, engine: CacheEngine, start: int, length: int) -> Blocks:
         """Blocks of a group's pages from `start` on for a store, (pages, blocks_per_page), -1 for none."""
-        given, each = host_indices(self._given(group, slots)), engine.blocks_per_page
+        given, each = host_indices(self._given(group.name, slots)), engine.blocks_per_page
         pages = max(0, length // group.page_tokens - start // group.page_tokens)
         if len(given) % each or len(given) // each > pages:
             raise SlotCountError(
@@ -747,9 +746,6 @@ class HybridEngine:
                 "pass the blocks of full pages only, -1 for those that were let go",
             )
         return given.reshape(-1, each)
-
-    def _title(self, pool: Pool) -> str:
-        return ", ".join(self.groups[g].name for g in pool.groups)
 
 
 def _remaining(seconds: float | None) -> Callable[[], float | None]:

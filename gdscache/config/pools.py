@@ -15,14 +15,13 @@ from typing import Any
 from gdscache.config import Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
-from gdscache.groups.pools import Pool, pools_of, shares
+from gdscache.groups.pools import Pool, plane_pages, pools_of, shares
 from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`: the numbers of its groups follow
 
 # What pools share, and how many pages of its own a pool's part must hold.
 _SHARED = {
-    ("gpu", "capacity"): 1,
     ("gpu", "staging"): 2,
     ("cpu", "capacity"): 1,
     ("ssd", "capacity"): 1,
@@ -67,13 +66,21 @@ def pool_parts(config: Config) -> list[PoolPart]:
             f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
             "leave events.endpoint out, and publish what on_events() tells",
         )
-    extents = [Config.from_dict({"model": model}).model.layout().extent_bytes for model in models]
-    each = shares(groups, pools, extents, config.store.window_every)
+    layouts = [Config.from_dict({"model": model}).model.layout() for model in models]
+    extents, every = [layout.extent_bytes for layout in layouts], config.store.window_every
+    each = shares(groups, pools, extents, every)
     own = [tuple(groups[g] for g in pool.groups) for pool in pools]
     _check(config, own, each, extents)
+    page_bytes = [layout.page_bytes for layout in layouts]
+    pages = plane_pages(groups, pools, page_bytes, config.gpu.capacity, every)
+    if not all(pages):
+        raise CapacityError(
+            f"gpu.capacity is {config.gpu.capacity:,} bytes, and a page of each group has {sum(page_bytes):,}",
+            "raise gpu.capacity",
+        )
     return [
-        PoolPart(pool, some, share, Config.from_dict(_part(config, pool, model, share)))
-        for pool, some, model, share in zip(pools, own, models, each, strict=True)
+        PoolPart(pool, some, share, Config.from_dict(_part(config, pool, model, share, count * size)))
+        for pool, some, model, share, count, size in zip(pools, own, models, each, pages, page_bytes, strict=True)
     ]
 
 
@@ -108,9 +115,10 @@ def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float]
         )
 
 
-def _part(config: Config, pool: Pool, model: dict[str, Any], share: float) -> dict[str, Any]:
-    """The configuration of a pool as plain data."""
+def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, planes: int) -> dict[str, Any]:
+    """The configuration of a pool as plain data. `planes`: bytes of its part of `gpu.capacity`."""
     data = {**config.dump(), "model": model}
+    data["gpu"]["capacity"] = planes
     for path, size in _sizes(config):
         section = data
         for key in path[:-1]:
@@ -130,6 +138,8 @@ def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) 
     section: dict[str, Any] = config.model.model_dump(mode="json")
     tokens = {groups[g].page_tokens for g in pool.groups}
     page_tokens = tokens.pop() if len(tokens) == 1 else section["page_tokens"]
+    if all(groups[g].keeps == "state" for g in pool.groups):
+        page_tokens = 1  # a page is one row of each plane
     if alone:
         return {**section, "page_tokens": page_tokens}
     at = {layer: place for place, layer in enumerate(pool.layers)}

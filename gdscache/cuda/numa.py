@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from gdscache.runtime.system_files import text_of
+
 ROOT = Path("/")
 _log = logging.getLogger("gdscache.cuda")
 
@@ -37,7 +39,7 @@ def gpu_address(device: torch.device) -> str:
 
 def gpu_numa_node(address: str, root: Path = ROOT) -> int | None:
     """The NUMA node of the GPU at a PCI address; None where it is not known."""
-    text = _text(root / "sys/bus/pci/devices" / address / "numa_node")
+    text = text_of(root / "sys/bus/pci/devices" / address / "numa_node")
     return int(text) if text.isdecimal() else None  # -1: the machine does not say
 
 
@@ -48,7 +50,7 @@ def placement(address: str, root: Path = ROOT) -> Placement:
     node = gpu_numa_node(address, root) if address else None
     if node is None:
         return Placement(lacks="the machine does not say which NUMA node it is on")
-    mine = _cpus(_text(root / f"sys/devices/system/node/node{node}/cpulist")) & os.sched_getaffinity(0)
+    mine = _cpus(text_of(root / f"sys/devices/system/node/node{node}/cpulist")) & os.sched_getaffinity(0)
     if not mine:
         return Placement(node, lacks=f"this process may use no processor of NUMA node {node}")
     return Placement(node, frozenset(mine))
@@ -78,10 +80,3 @@ def _cpus(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

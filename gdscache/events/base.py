@@ -110,7 +110,7 @@ class GroupFacts(NamedTuple):
         return cls(group.page_tokens, number, _KINDS[group.keeps], group.span if group.keeps == "window" else None)
 
 
-_KINDS = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention"}
+_KINDS = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention", "state": "mamba"}
 _MEDIA = {"planes": "GPU", "memory": "CPU", "files": "STORAGE"}
 _ALL = Place("", "", "")  # all tiers are cleared together
 

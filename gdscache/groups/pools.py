@@ -6,12 +6,15 @@ whichever group it was given to. Groups with planes of their own have pools of t
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
 from gdscache.groups.base import Group
+from gdscache.limits import MAX_COUNT
 
 _PROMPT = 8192  # tokens of the prompts that shares are meant for, where no window is kept but at the end
+_WINDOWS = 4  # that are in use: where a prompt ends, where all but its last token end, where it parts, and the answer's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +42,15 @@ def pools_of(groups: Sequence[Group]) -> list[Pool]:
 
 
 def kept_tokens(group: Group, every: int) -> float:
-    """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens."""
+    """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens.
+
+    A state counts as the tokens of its page.
+    """
     if group.keeps == "all":
         return 1.0
     prompt = 2 * every or _PROMPT
     windows = 1 + (prompt // every if every else 0)
-    tokens = 1 if group.keeps == "state" else group.span + group.page_tokens
-    return min(1.0, windows * tokens / prompt)
+    return min(1.0, windows * (group.span + group.page_tokens) / prompt)
 
 
 def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int) -> list[float]:
@@ -56,3 +61,27 @@ def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[
         for pool, each in zip(pools, page_bytes, strict=True)
     ]
     return [need / sum(needs) for need in needs]
+
+
+def plane_pages(
+    groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], capacity: int, every: int
+) -> list[int]:
+    """Pages of each pool in planes of `capacity` bytes that keep nothing but prompts in use: those of the longest that
+    fits, or of as many tokens of prompts of `_PROMPT` tokens. Zeros where there is no room for a token."""
+
+    def pages(tokens: int) -> list[int]:
+        windows = _WINDOWS + tokens // _PROMPT + (tokens // every if every else 0)
+        return [sum(_in_use(groups[g], tokens, windows) for g in pool.groups) for pool in pools]
+
+    def too_long(tokens: int) -> bool:
+        return sum(n * each for n, each in zip(pages(tokens), page_bytes, strict=True)) > capacity
+
+    return pages(bisect.bisect_left(range(1, MAX_COUNT), True, key=too_long))
+
+
+def _in_use(group: Group, tokens: int, windows: int) -> int:
+    """Pages of a group for a prompt whose last tokens are wanted at so many lengths."""
+    if group.keeps == "state":
+        return min(windows, -(-tokens // group.page_tokens))
+    wanted = tokens if group.keeps == "all" else min(tokens, windows * (group.span + group.page_tokens))
+    return -(-wanted // group.page_tokens)

@@ -5,6 +5,8 @@
         output = model.generate(input_ids, past_key_values=cache)
         cache.commit(output)
 
+The engine is a `CacheEngine` that owns its pool, or a `HybridEngine` for a model with sliding windows.
+
 Written against transformers 5.23. Layers cache tensors of shape (rows, heads, tokens, head_dim); MLA models cache the
 latent in place of the keys and the rope part in place of the values, each with one head.
 """
@@ -18,13 +20,12 @@ import json
 import math
 import numbers
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from gdscache import arguments
 from gdscache.engine import CacheEngine
@@ -35,13 +36,14 @@ from gdscache.errors import (
     TokensError,
     UnsupportedRequestError,
 )
+from gdscache.hybrid import HybridEngine, HybridStore
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.ropes import rope_limit
+from gdscache.integrations.transformers_layers import SECTION, WindowLayer
+from gdscache.integrations.transformers_rows import HybridRows, PoolRows
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
-from gdscache.pages.layout import Plane
-from gdscache.sequence import Sequence as TokenSequence
 from gdscache.store.handle import StoreHandle
 
 
@@ -51,22 +53,25 @@ def model_section(
     """The `model` section of our configuration for a Hugging Face model.
 
     `dtype` is that of the cache, which is the model's. `name` and `weights` (a version) go into the namespace, and the
-    rope parameters with them, since the same weights under another rope make other keys. Raises `GeometryError` for a
-    model that keeps anything but all keys and values of all layers: sliding windows, linear attention, indexers,
-    encoders.
+    rope parameters with them, since the same weights under another rope make other keys. A model with sliding windows
+    gets `groups`: its layers that keep all tokens, and those of each size of window. Raises `GeometryError` for a model
+    that keeps anything but keys and values of past tokens: linear attention, indexers, encoders, attention to later
+    tokens, layers of unequal shapes.
     """
-    try:
-        config = hf_config.get_text_config(decoder=True)
-    except (ValueError, AttributeError) as error:  # several of them; no configuration of a model
-        raise GeometryError(f"{type(hf_config).__name__} has no text model of its own: {error}", _ALL_KEYS) from None
-    layers = _full_attention_layers(config)
-    section = {
+    windows, config = _windows(hf_config), hf_config.get_text_config(decoder=True)
+    section: dict[str, Any] = {
         "name": name,
         "weights": f"{weights};rope={_rope_digest(config)}",
         "dtype": str(dtype).removeprefix("torch."),
-        "layers": layers,
+        "layers": len(windows),
         "page_tokens": page_tokens,
     }
+    if any(windows):
+        section["groups"] = [
+            {"name": f"window-{size}", "layers": layers, "window": size} if size else {"name": "full", "layers": layers}
+            for size in sorted(set(windows))
+            for layers in [[number for number, own in enumerate(windows) if own == size]]
+        ]
     if getattr(config, "kv_lora_rank", None):
         return {**section, "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
     try:
@@ -79,21 +84,31 @@ def model_section(
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
 
 
-def _full_attention_layers(config: PreTrainedConfig) -> int:
-    """The number of cache layers, by transformers' own account of what each layer keeps."""
+def _windows(hf_config: PreTrainedConfig) -> list[int]:
+    """Of each cache layer the tokens of its window, 0 where it keeps all, by transformers' own account. Layers of
+    chunked attention are windows of a chunk's size: transformers keeps the same tokens of both, and only masks differ.
+    """
+    try:
+        config = hf_config.get_text_config(decoder=True)
+    except (ValueError, AttributeError) as error:  # several of them; no configuration of a model
+        raise GeometryError(f"{type(hf_config).__name__} has no text model of its own: {error}", _ALL_KEYS) from None
     hint, kind = _ALL_KEYS, config.model_type
-    if config.is_encoder_decoder or getattr(config, "is_heterogeneous", False):
+    if any(one.is_encoder_decoder or getattr(one, "is_heterogeneous", False) for one in (hf_config, config)):
         raise GeometryError(f"{kind} is an encoder-decoder model, or its layers differ in shape", hint)
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise GeometryError(f"{kind} has use_bidirectional_attention, so its keys depend on later tokens", hint)
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as error:
         raise GeometryError(f"{kind} has layers of type {error}, which keep a state of their own", hint) from None
-    except (AttributeError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise GeometryError(f"transformers makes no cache for {kind}: {error}", hint) from None
     for number, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise GeometryError(f"layer {number} of {kind} keeps its cache in a {type(layer).__name__}", hint)
-    return len(layers)
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < 2:
+            raise GeometryError(f"layer {number} of {kind} has a window of {layer.sliding_window}", hint)
+    return [getattr(layer, "sliding_window", 0) for layer in layers]
 
 
 def _rope_digest(config: PreTrainedConfig) -> str:
@@ -103,6 +118,9 @@ def _rope_digest(config: PreTrainedConfig) -> str:
 
 class PrefixCache:
     """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
+
+    A `HybridEngine`, for a model with sliding windows, owns its planes, and its groups are those of `model_section`. It
+    keeps no pages there: the planes need room for one prompt and its answer.
 
     `model`: the module whose forward is called with the caches, by `generate` or by hand. Each call is looked at, and
     one whose keys and values do not follow from the token ids alone is refused before it computes: an attention mask
@@ -115,8 +133,8 @@ class PrefixCache:
     `RopeByLengthError` for a kind of rope that is not known.
     """
 
-    def __init__(self, engine: CacheEngine, model: torch.nn.Module) -> None:
-        for number, planes in enumerate(engine.layout.layers):
+    def __init__(self, engine: CacheEngine | HybridEngine, model: torch.nn.Module) -> None:
+        for number, planes in enumerate(engine.config.model.layout().layers):
             if len(planes) != 2:
                 raise GeometryError(
                     f"layer {number} has {len(planes)} planes, a transformers cache keeps two tensors a layer",
@@ -126,6 +144,8 @@ class PrefixCache:
             raise UnsupportedRequestError(
                 f"the model is of type {type(model).__name__}", "pass the module whose forward is called with the cache"
             )
+        if isinstance(engine, HybridEngine):
+            _check_groups(engine, model)
         self.engine = engine
         self.model = model
         self._live = LiveModel(model)
@@ -170,8 +190,13 @@ class PrefixCache:
         least, most, side = self._side(len(prompts[0]), max_length)
         salt = self.salt(salt, rope=side)
         with contextlib.ExitStack() as opened:
-            sequences = [opened.enter_context(self.engine.sequence(prompt, salt)) for prompt in prompts]
-            cache = GdsCache(self.engine, sequences, self.model, least, most)
+            with torch.inference_mode(mode=False), torch.no_grad():  # so that it can be used in any mode
+                if isinstance(self.engine, HybridEngine):
+                    rows: PoolRows | HybridRows = HybridRows(self.engine, prompts, salt)
+                else:
+                    rows = PoolRows(self.engine, prompts, salt)
+            opened.callback(rows.close)
+            cache = GdsCache(rows, self.model, least, most)
             opened.pop_all()
         return cache
 
@@ -199,79 +224,70 @@ class GdsCache(DynamicCache):
     """
 
     def __init__(
-        self,
-        engine: CacheEngine,
-        sequences: Sequence[TokenSequence],
-        model: torch.nn.Module,
-        least: int = 0,
-        most: float = math.inf,
+        self, rows: PoolRows | HybridRows, model: torch.nn.Module, least: int = 0, most: float = math.inf
     ) -> None:
         """`least`, `most`: tokens that a call of the model may end at."""
         super().__init__()
-        self._engine = engine
-        self._sequences = tuple(sequences)
-        for sequence in self._sequences:
-            sequence.verify()
-        self.cached_tokens: int = min(sequence.cached_tokens for sequence in self._sequences)
+        self._rows = rows
+        self.cached_tokens: int = rows.cached_tokens
         self.layer_class_to_replicate = None
-        self._layers = [_Layer(planes, len(self._sequences)) for planes in engine.layout.layers]
-        self.layers = list(self._layers)
-        self._done = [sequence.cached_tokens // engine.layout.page_tokens for sequence in self._sequences]
-        if self.cached_tokens:
-            with torch.inference_mode(mode=False), torch.no_grad():  # so that it can be used in any mode
-                self._take_prefix()
-        self._forwards = Forwards(len(self._sequences), self.cached_tokens, least, most)
+        self.layers = list(rows.layers)
+        self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most)
         self._forwards.watch(model, self, functools.partial(_let_go, weakref.ref(self)))
 
     @property
     def prompts(self) -> list[list[int]]:
         """The token ids of the rows, as the cache was opened with them and committed since."""
-        return [sequence.tokens for sequence in self._sequences]
+        return self._rows.prompts
 
     @property
     def sources(self) -> dict[str, int]:
-        """Tokens of the prefixes found, by the tier that they came from, over all rows."""
-        layout, found = self._engine.layout, Counter[str]()
-        for sequence in self._sequences:
-            report = sequence.load.result() if sequence.load is not None else None
-            loaded = report.bytes_by_tier if report is not None else {}
-            found["gpu"] += sequence.cached_tokens - (report.tokens if report is not None else 0)
-            found.update({tier: nbytes // layout.page_bytes * layout.page_tokens for tier, nbytes in loaded.items()})
-        return {tier: tokens for tier, tokens in found.items() if tokens}
+        """Tokens of the prefixes found, by the tier that they came from, over all rows; of a model with sliding layers
+        in proportion to the bytes."""
+        return self._rows.sources
 
     @property
     def load_seconds(self) -> float:
         """Seconds that the slowest row's load took, 0.0 when nothing was loaded."""
-        return max((s.load.result().seconds for s in self._sequences if s.load is not None), default=0.0)
+        return self._rows.load_seconds
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the attention of a layer calls; see transformers."""
         if layer_idx >= len(self.layers):
-            raise GeometryError(f"the model has a layer {layer_idx}, the cache has {len(self.layers)}", _SECTION)
+            raise GeometryError(f"the model has a layer {layer_idx}, the cache has {len(self.layers)}", SECTION)
         self._forwards.allow(self.get_seq_length(layer_idx) + key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def commit(self, token_ids: Any) -> tuple[StoreHandle, ...]:
+    def crop(self, tokens_to_remove: int) -> None:
+        """Cut tokens off all layers, or off none: see transformers."""
+        for layer in self._rows.layers:
+            if isinstance(layer, WindowLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def commit(self, token_ids: Any) -> tuple[StoreHandle | HybridStore, ...]:
         """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
 
         `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them, or the
         prompt alone; what was not computed (the last token generated) is left out. Raises `SequenceStateError` when
         they are not the tokens of this cache, and `PoolFullError` when the pool has no room for the new ones; nothing
         of that row is published then.
+
+        Of sliding layers the windows are stored that end with these tokens, with the prompt, and where another prompt
+        parted from it; it returns when the tiers have read them.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
         self._check(rows, computed)
         with torch.no_grad():
-            return tuple(self._commit_row(number, row) for number, row in enumerate(rows))
+            return tuple(self._rows.commit(number, row) for number, row in enumerate(rows))
 
     def close(self) -> None:
         """Release the engine's pages; what was committed stays cached. Twice is fine."""
         self._forwards.stop()
-        for sequence in self._sequences:
-            sequence.close()
+        self._rows.close()
 
     def __enter__(self) -> Self:
         return self
@@ -286,20 +302,15 @@ class GdsCache(DynamicCache):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _take_prefix(self) -> None:
-        pages = self.cached_tokens // self._engine.layout.page_tokens
-        slots = torch.stack([sequence.slots[:pages] for sequence in self._sequences])
-        slots = slots.to(self._engine.gpu.planes(0)[0].device)
-        for number, layer in enumerate(self._layers):
-            layer.begin(*(_as_heads(plane[slots].flatten(1, 2)) for plane in self._engine.gpu.planes(number)))
-
     def _check(self, rows: Sequence[Any], computed: int) -> None:
-        if len(rows) != len(self._sequences):
-            raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(self._sequences)}")
-        if any(not layer.is_initialized for layer in self._layers):
-            raise SequenceStateError("not every layer has been computed", f"run the model first; {_SECTION}")
-        for number, (sequence, row) in enumerate(zip(self._sequences, rows, strict=True)):
-            prompt = sequence.tokens
+        prompts = self.prompts
+        if len(rows) != len(prompts):
+            raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(prompts)}")
+        if any(not layer.is_initialized for layer in self._rows.layers):
+            raise SequenceStateError("not every layer has been computed", f"run the model first; {SECTION}")
+        if any(layer.get_seq_length() != computed for layer in self._rows.layers):
+            raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             if len(prompt) > len(row):
                 raise SequenceStateError(
                     f"{computed} tokens are computed, {len(row)} of them given; the prompt has {len(prompt)}",
@@ -314,69 +325,25 @@ class GdsCache(DynamicCache):
                     "the tokens that are committed are not those that the model computed", "commit what was computed"
                 )
 
-    def _commit_row(self, number: int, row: Any) -> StoreHandle:
-        sequence, page_tokens = self._sequences[number], self._engine.layout.page_tokens
-        first, last = self._done[number], len(row) // page_tokens
-        sequence.append(row[len(sequence) :])
-        slots = sequence.slots[first:last].to(self._engine.gpu.planes(0)[0].device)
-        for index, layer in enumerate(self._layers if last > first else ()):
-            for plane, states in zip(self._engine.gpu.planes(index), (layer.keys, layer.values), strict=True):
-                states = states[number, :, first * page_tokens : last * page_tokens].transpose(0, 1)
-                plane[slots] = states.reshape(last - first, page_tokens, *plane.shape[2:]).to(plane.device)
-        handle = sequence.commit()
-        self._done[number] = last
-        return handle
 
-
-class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer that may start with a prefix, on the engine's device until the model's is known."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, planes: Sequence[Plane], rows: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._planes = planes
-        self._shapes = [(rows, *plane.shape) if len(plane.shape) == 2 else (rows, 1, *plane.shape) for plane in planes]
-
-    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.lazy_initialization(keys, values)
-        self.keys, self.values = keys, values
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        for states, plane, (rows, *shape) in zip((key_states, value_states), self._planes, self._shapes, strict=True):
-            if len(states) != rows:
-                raise UnsupportedRequestError(
-                    f"the model computes {len(states)} rows, the cache was opened for {rows}",
-                    "open the cache with the rows that the model sees; use one beam and one returned sequence",
-                )
-            given = [states.shape[1], states.shape[3]]
-            if given != shape or states.dtype != getattr(torch, plane.dtype):
-                raise GeometryError(
-                    f"plane {plane.name!r}: the model makes {states.dtype} with (heads, head_dim) {given}, the engine "
-                    f"keeps torch.{plane.dtype} with {shape}",
-                    _SECTION,
-                )
-        if self.is_initialized and self.device != key_states.device:
-            self.begin(self.keys.to(key_states.device), self.values.to(key_states.device))
-        return super().update(key_states, value_states, *args, **kwargs)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
-
-_ALL_KEYS = "only models whose every layer keeps all keys and values of all tokens can be cached"
-_SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+_ALL_KEYS = "only models can be cached whose layers keep keys and values of all tokens, or of a sliding window"
 _IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of what a tokenizer returns"
-_FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")
+
+
+def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> None:
+    """Raises where the engine keeps other tokens of a layer than the model does, or its planes are another's."""
+    if not engine.owns_planes:
+        raise GeometryError("the HybridEngine was given its planes", "open it without planes, with a gpu.capacity")
+    if (config := getattr(model, "config", None)) is None:
+        raise GeometryError(f"{type(model).__name__} has no config to tell its windows from", "pass the model itself")
+    given = {layer: (g.keeps, g.span) for g in engine.groups for layer in g.layers}
+    windows = _windows(config)
+    made = {layer: ("window", size) if size else ("all", 0) for layer, size in enumerate(windows)}
+    if given != made or sum(len(group.layers) for group in engine.groups) != len(windows):
+        raise GeometryError(
+            "the engine's groups keep other tokens than the model's layers: " + ", ".join(map(str, engine.groups)),
+            SECTION,
+        )
 
 
 def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
@@ -412,11 +379,6 @@ def _drops_caches(model: torch.nn.Module) -> bool:
     """Whether `generate` may put a cache of its own in the place of a given one: Phi-3's does at the rope's limit."""
     prepare = getattr(type(model), "prepare_inputs_for_generation", None)
     return prepare not in (None, GenerationMixin.prepare_inputs_for_generation)
-
-
-def _as_heads(rows: torch.Tensor) -> torch.Tensor:
-    """(rows, tokens, heads, head_dim) or (rows, tokens, width) as (rows, heads, tokens, head_dim); a view."""
-    return rows.transpose(1, 2) if rows.dim() == 4 else rows.unsqueeze(1)
 
 
 def _rows(ids: Any) -> list[Any]:

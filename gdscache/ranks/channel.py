@@ -92,14 +92,11 @@ class Channel:
 
     def _shut(self) -> None:
         with self._lock:
-            self._shut_locked()
-
-    def _shut_locked(self) -> None:
-        self._closed = True
-        self._waiting.clear()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._more.release()
+            self._closed = True
+            self._waiting.clear()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._more.release()
 
     def _write(self) -> None:
         while True:

@@ -29,7 +29,7 @@ from gdscache.moves.moving import write_error
 from gdscache.native import put_rows, take_rows
 from gdscache.ranks import wire
 from gdscache.ranks.address import StoreMark
-from gdscache.ranks.leader import GRACE_S, Link, RankSet, patience
+from gdscache.ranks.leader import GRACE_S, Link, RankSet
 from gdscache.ranks.loads import LOADED
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
@@ -226,9 +226,10 @@ class RanksMoving:
 
     def _await(self) -> None:
         """Until all ranks have answered; those that do not, some time behind the deadline, are away."""
-        if self._over.wait(patience(self.move.seconds, UNORDERED_S) + GRACE_S):
+        seconds = UNORDERED_S if math.isinf(self.move.seconds) else self.move.seconds
+        if self._over.wait(seconds + GRACE_S):
             return
-        self._executor.cancel(self, [part.link for part in [*self._waiting.values()]])
+        self.cancel()
         if not self._over.wait(GRACE_S):
             for part in [*self._waiting.values()]:
                 self._executor.ranks.late(part.link, self.number)
@@ -468,18 +469,10 @@ def _share_of(move: Move, rows: Int64Array | None, shard: int, layers: int) -> M
     """The rows of a move that are one rank's, with the sums of its shard."""
     ways, at, columns = [], 0, wire.columns(shard, layers)
     for way in move.ways:
-        sums = None if way.sums is None else way.sums[:, columns]
-        if rows is None:
-            ways.append(Way(way.source, way.target, way.sources, way.targets, way.through, way.places, sums))
-        else:
-            mine = rows[(rows >= at) & (rows < at + len(way))] - at
-            if len(mine):
-                places = None if way.places is None else way.places[mine]
-                ways.append(
-                    Way(
-                        *(way.source, way.target, way.sources[mine], way.targets[mine], way.through, places),
-                        sums=None if sums is None else sums[mine],
-                    )
-                )
+        mine = slice(None) if rows is None else rows[(rows >= at) & (rows < at + len(way))] - at
+        if isinstance(mine, slice) or len(mine):
+            places = None if way.places is None else way.places[mine]
+            sums = None if way.sums is None else way.sums[mine][:, columns]
+            ways.append(Way(way.source, way.target, way.sources[mine], way.targets[mine], way.through, places, sums))
         at += len(way)
     return Move(move.priority, tuple(ways), move.seconds, move.groups, move.number)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
 import os
 import secrets
 import socket
@@ -306,8 +305,3 @@ def _error(fields: Mapping[str, Any]) -> GdsCacheError:
         return kind(fields["message"], fields["hint"])
     except TypeError:  # a class that takes more
         return RankError(fields["message"], fields["hint"])
-
-
-def patience(seconds: float, longest: float) -> float:
-    """How long a rank has for a move: its deadline; without one, `longest`."""
-    return longest if math.isinf(seconds) else seconds

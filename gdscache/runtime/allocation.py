@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from gdscache.errors import DeviceError, NoMemoryError
+from gdscache.runtime.system_files import text_of
 from gdscache.sizes import about
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -65,21 +66,14 @@ def _refused(setting: str, nbytes: int, device: torch.device, cause: str = "") -
 
 def _machine_bytes() -> int | None:
     """What the kernel can give without swapping, and what it can swap."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
+    lines = text_of(Path("/proc/meminfo")).splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return (kib["MemAvailable"] + kib.get("SwapFree", 0)) << 10 if "MemAvailable" in kib else None
 
 
 def _groups() -> Iterator[Path]:
     """The directories of the memory cgroups that this process is in, as far as they can be seen from here."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(Path("/proc/self/cgroup")).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or "memory" in controllers.split(","):
             root = _CGROUPS if number == "0" else _CGROUPS / "memory"

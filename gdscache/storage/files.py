@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
+from gdscache.runtime.system_files import text_of
 from gdscache.storage.base import PROBE_PREFIX, Memory, Op, Switch, Transport, failed, refused
 
 _log = logging.getLogger("gdscache.storage")
@@ -129,11 +130,7 @@ def mount_of(directory: Path) -> tuple[str, str, str]:
     """
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text()
-    except OSError:  # no /proc here
-        return "", "", ""
-    for line in mounts.splitlines():
+    for line in text_of(Path("/proc/self/mountinfo")).splitlines():
         left, _, right = line.partition(" - ")
         if left.split()[2] == number:
             kind, source = right.split()[:2]

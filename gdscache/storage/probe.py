@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from gdscache.runtime.system_files import text_of
 from gdscache.storage.base import PROBE_PREFIX, failed
 from gdscache.storage.trial import run_child
 
@@ -175,10 +176,7 @@ def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
 
 def gds_operations() -> tuple[int, int]:
     """Reads and writes that the nvidia-fs driver has counted since it was loaded; zeros where it is not."""
-    try:
-        text = NVIDIA_FS_STATS.read_text()
-    except OSError:
-        return 0, 0
+    text = text_of(NVIDIA_FS_STATS)
     reads, writes = (re.search(rf"^{kind}\s*:.*?\bn=(\d+)", text, re.MULTILINE) for kind in ("Reads", "Writes"))
     return int(reads[1]) if reads else 0, int(writes[1]) if writes else 0
 

@@ -38,7 +38,7 @@ from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, together, until
-from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, attended, hybrid_config
+from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, hybrid_config, pages_for
 from tests.support.pages import FAULTY
 
 OpenHybrid = Callable[..., HybridHost]
@@ -83,8 +83,7 @@ def test_a_hit_has_the_pages_that_its_next_token_attends_to_and_no_others(open_h
         hit = host.engine.lookup(PROMPT, start)
         assert hit.tokens == 48 - start
         for group in host.groups:
-            wanted = sorted({at // group.page_tokens for at in attended(group, 48) if at >= start})
-            assert list(hit.pages[group.name]) == wanted, group.name
+            assert list(hit.pages[group.name]) == pages_for(group, 48, start), group.name
         assert host.load(PROMPT, start).tokens == 48 - start
 
 
@@ -633,6 +632,25 @@ def test_planes_of_its_own_and_their_blocks(tmp_path: Path) -> None:
         assert len(engine._free[1]) == len(set(engine._free[1])) == before
 
 
+def test_planes_of_its_own_hold_a_prompt_and_its_windows(tmp_path: Path) -> None:
+    """Four windows of 6 pages and one that is begun, and more where they are kept at intervals, or for many prompts."""
+    section = {"name": "m", "layers": 3, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "page_tokens": 16}
+    full, window = {"name": "full", "layers": [2]}, {"name": "window", "layers": [0, 1], "window": 96}
+    page = 16 * 2 * 2 * 8 * 4  # bytes in a layer
+    for groups, every, expected in (
+        ([full, window], 0, [10, 10]),
+        ([full, window], 0, [100, 28]),
+        ([full, window], 0, [512, 35]),  # 8192 tokens
+        ([full, window], 200, [100, 84]),
+        ([{**window, "layers": [0, 1, 2]}], 0, [700]),
+    ):
+        capacity = page * sum(n * len(group["layers"]) for n, group in zip(expected, groups, strict=True))
+        config = {"model": {**section, "groups": groups}, "gpu": {"device": "cpu", "capacity": capacity}}
+        config |= {"cpu": {"capacity": "8MiB"}, "store": {"window_every": every}, "host_buffer": "4MiB"}
+        with HybridEngine.from_config(config) as engine:
+            assert [one.blocks for one in engine.engines] == expected
+
+
 def test_blocks_of_attached_planes_are_the_caller_s(open_hybrid: OpenHybrid) -> None:
     host = open_hybrid("apart")
     for call in (lambda: host.engine.take("full", 1), lambda: host.engine.give("full", [1])):
@@ -832,6 +850,7 @@ def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_events_say_the_group_its_kind_and_its_window(open_hybrid: OpenHybrid, model: str) -> None:
     kinds = {"all": "full_attention", "window": "sliding_window", "chunk": "chunked_local_attention"}
+    kinds["state"] = "mamba"
     for restarted in (False, True):
         host = open_hybrid(model, events={}, every=8)
         heard: list[tuple[str, KVEventBatch]] = []

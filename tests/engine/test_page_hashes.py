@@ -85,11 +85,11 @@ def test_growing_by_a_page_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
     digests = []
     real = hashlib.blake2b
 
-    def named(key: bytes, parent: bytes, namespace: bytes) -> Page:
-        digests.append(key)
-        return Page(key, parent, namespace)
+    def named(keys: list[bytes], parent: bytes, namespace: bytes) -> list[Page]:
+        digests.extend(keys)
+        return [Page(key, parent, namespace) for key in keys]
 
-    monkeypatch.setattr("gdscache.pages.keys.Page", named)
+    monkeypatch.setattr("gdscache.pages.keys._pages", named)
     hashes.extend([b"x" * 32])
     after = hashes.pages(NAMESPACE)
     assert hashes.pages(NAMESPACE) == after

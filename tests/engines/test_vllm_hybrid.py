@@ -34,6 +34,7 @@ PROMPTS = [LONG, BRANCH, OTHER, EXACT]
 LONGER: dict[str, Any] = {"parts": [[0, 1500], [20, 300]]}
 PARTINGS = (600, 1400, 1500)  # of others from LONG: before, in and behind its last window
 JUNCTIONS = [{"parts": [[0, at], [30 + number, 200]]} for at, number in itertools.product(PARTINGS, range(2))]
+MANY = 20  # tokens of long answers that are the same
 CROWD: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 100} for seed in (10, 11, 12)]
 
 
@@ -100,6 +101,20 @@ class Script:
             else:
                 rest[step].append(answer)
         return asked, rest
+
+
+def follows(found: Answers, wanted: Answers) -> None:
+    """Long answers: the same tokens with nearly the same probabilities, up to where two tokens are as likely."""
+    for a, b in zip(found, wanted, strict=True):
+        assert a["why"] == b["why"] == "length"
+        pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
+        end = next((place for place, (one, other) in pairs if one != other), len(b["tokens"]))
+        assert end >= MANY, (a["tokens"], b["tokens"])
+        apart = [abs(one[0] - other[0]) for one, other in zip(a["likeliest"], b["likeliest"], strict=True)]
+        assert max(apart[: end + 1]) < parts.DRIFT, (end, apart)
+        if end < len(b["tokens"]):
+            best, second = b["likeliest"][end]
+            assert best - second < parts.DRIFT, (end, best, second)
 
 
 def at_rest(told: dict[str, Any]) -> None:
@@ -264,7 +279,7 @@ def test_chunks_and_preemptions_where_blocks_go_from_group_to_group(story: Story
     llm = {"num_gpu_blocks_override": 90, "max_num_seqs": 3, "max_model_len": 1600, "max_num_batched_tokens": 100}
     asked, rest = script.play(tmp_path, story.model, story.kind.cache(tmp_path / "ssd"), llm=llm)
     for name in ("first", "again"):
-        parts.same(asked[name], story.plain["crowd"])
+        follows(asked[name], story.plain["crowd"])
     assert sum(parts.cached(asked["again"])) > 0
     parts.same(asked["chunks"], story.of(*PROMPTS[:2]) * 2)
     assert parts.cached(asked["chunks"])[2:] == story.kind.whole(*PROMPTS[:2])

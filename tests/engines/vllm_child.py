@@ -236,8 +236,10 @@ def _prompt(prompt: dict[str, Any]) -> Any:
 
 def _answer(result: Any, seconds: float) -> dict[str, Any]:
     output = result.outputs[0]
+    each = [sorted((one.logprob for one in of.values()), reverse=True) for of in output.logprobs]
     return {
         "tokens": list(output.token_ids),
+        "likeliest": [[best, second] for best, second, *_ in each],  # log-probabilities at each token
         "cached": result.num_cached_tokens,
         "first": {str(t): p.logprob for t, p in output.logprobs[0].items()},
         "why": output.finish_reason,

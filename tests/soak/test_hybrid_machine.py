@@ -279,13 +279,17 @@ class Mixed(Machine):
     per_page = 2
 
 
+class State(Machine):
+    model = "state"
+
+
 class WithoutCpu(Machine):
     model = "mixed"
     options: ClassVar[dict[str, Any]] = {"cpu": None}
 
 
 TestApart, TestTogether, TestUneven = Apart.TestCase, Together.TestCase, Uneven.TestCase
-TestMixed, TestWithoutCpu = Mixed.TestCase, WithoutCpu.TestCase
+TestMixed, TestState, TestWithoutCpu = Mixed.TestCase, State.TestCase, WithoutCpu.TestCase
 FEWER = settings(max_examples=max(6, settings.default.max_examples // 3))
-for case in (TestApart, TestTogether, TestUneven, TestMixed, TestWithoutCpu):
+for case in (TestApart, TestTogether, TestUneven, TestMixed, TestState, TestWithoutCpu):
     case.settings = FEWER

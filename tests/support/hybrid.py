@@ -32,7 +32,7 @@ from tests.support.helpers import (
 
 KV: dict[str, Any] = {"name": "tiny", "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
 FULL, WINDOW = {"name": "full"}, {"name": "window", "window": 10}
-# Groups with planes of their own; in the same planes, also of pages of unequal sizes; both; and none that keeps all.
+# Groups with planes of their own; in the same planes, also of pages of unequal sizes; both; with a state; windows.
 MODELS: dict[str, dict[str, Any]] = {
     "apart": KV | {"layers": 3, "groups": [FULL | {"layers": [1]}, WINDOW | {"layers": [0, 2]}]},
     "together": KV | {"layers": 2, "groups": [FULL | {"layers": [0, 1]}, WINDOW | {"layers": [0, 1]}]},
@@ -44,6 +44,22 @@ MODELS: dict[str, dict[str, Any]] = {
             {"name": "chunk", "layers": [1, 3], "chunk": 16, "page_tokens": 8},
             FULL | {"layers": [0, 2]},
             WINDOW | {"layers": [0, 2]},
+        ],
+    },
+    "state": {
+        "name": "tiny",
+        "dtype": "bfloat16",
+        "page_tokens": 4,
+        "layers": 3,
+        "planes": [
+            {"name": "k", "shape": [4, 32], "layers": [0, 2]},
+            {"name": "v", "shape": [4, 32], "layers": [0, 2]},
+            {"name": "state", "shape": [700], "dtype": "float32", "layers": [1]},
+        ],
+        "groups": [
+            FULL | {"layers": [0]},
+            WINDOW | {"layers": [2]},
+            {"name": "state", "state": True, "layers": [1], "page_tokens": 8},
         ],
     },
     "windows": KV | {"layers": 2, "groups": [WINDOW | {"layers": [1]}, {"name": "short", "window": 3, "layers": [0]}]},
@@ -91,15 +107,14 @@ class HybridHost:
     def __init__(
         self, config: dict[str, Any], blocks: int = 64, per_page: int = 1, limits: EngineLimits = SMALL
     ) -> None:
-        """`blocks`: of each pool's planes, `per_page` of which make a page."""
+        """`blocks`: of each pool's planes, `per_page` of which make a page, but of a state, which is a row."""
         checked = Config.from_dict(config)
         self.planes: list[Any] = [()] * checked.model.layers
         for part in pool_parts(checked):
             layout = part.config.model.layout()
-            own = new_planes(layout, blocks, layout.page_tokens // per_page, config["gpu"]["device"])
+            own = new_planes(layout, blocks, max(1, layout.page_tokens // per_page), config["gpu"]["device"])
             for layer, tensors in zip(part.pool.layers, own, strict=True):
                 self.planes[layer] = tensors
-        self.per_page = per_page
         self.engine = HybridEngine.from_config(config, self.planes, limits=limits)
         self.groups = self.engine.groups
         self.pool_of = {self.groups[g].name: p for p, pool in enumerate(self.engine.pools) for g in pool.groups}
@@ -113,8 +128,12 @@ class HybridHost:
         pool = self.pool_of[name]
         return self.engine.engines[pool], [self.planes[layer] for layer in self.engine.pools[pool].layers]
 
+    def per_page(self, name: str) -> int:
+        """Blocks of a page of a group."""
+        return self.of(name)[0].blocks_per_page
+
     def take(self, name: str, pages: int) -> list[int]:
-        return [self.free[self.pool_of[name]].pop() for _ in range(pages * self.per_page)]
+        return [self.free[self.pool_of[name]].pop() for _ in range(pages * self.per_page(name))]
 
     def give(self, slots: Mapping[str, Sequence[int]]) -> None:
         for name, blocks in slots.items():
@@ -139,7 +158,7 @@ class HybridHost:
             first, stop = start // group.page_tokens, len(tokens) // group.page_tokens
             engine, planes = self.of(group.name)
             lost = max(first, (gone or {}).get(group.name, 0))
-            slots[group.name] = [-1] * (min(lost, stop) - first) * self.per_page
+            slots[group.name] = [-1] * (max(0, min(lost, stop) - first) * self.per_page(group.name))
             for number in range(lost, stop):
                 blocks = self.take(group.name, 1)
                 write_page(planes, engine.layout, blocks, self.data(group, tokens, number, salt))
@@ -185,10 +204,10 @@ class HybridHost:
         load.released(WAIT)
         for group in self.groups:
             engine, planes = self.of(group.name)
-            statuses = report.pages[group.name]
+            statuses, each = report.pages[group.name], self.per_page(group.name)
             assert len(statuses) == len(hit.pages[group.name])
             for row, (number, status) in enumerate(zip(hit.pages[group.name], statuses, strict=True)):
-                blocks = slots[group.name][row * self.per_page : (row + 1) * self.per_page]
+                blocks = slots[group.name][row * each : (row + 1) * each]
                 if status.value == "loaded":
                     same = np.array_equal(
                         read_page(planes, engine.layout, blocks), self.data(group, tokens, number, salt)
@@ -239,10 +258,17 @@ class HybridHost:
             if all(
                 self.on_tiers(group.name, tokens, number, salt)
                 for group in self.groups
-                for number in {at // group.page_tokens for at in attended(group, length) if at >= start}
+                for number in pages_for(group, length, start)
             ):
                 return length - start
         return 0
+
+
+def pages_for(group: Group, length: int, start: int) -> list[int]:
+    """The pages that a hit of `length` tokens needs, but for those before `start`: what the next token attends to."""
+    if group.keeps == "state":
+        return [length // group.page_tokens - 1] if length > start else []
+    return sorted({at // group.page_tokens for at in attended(group, length) if at >= start})
 
 
 def attended(group: Group, token: int) -> range:

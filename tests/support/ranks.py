@@ -20,6 +20,7 @@ from gdscache.load.report import LoadReport
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreReport
 from tests.support.helpers import MHA, WAIT, Bytes, layout_of, make_config, read_page, write_page
+from tests.support.rank_messages import Point, Trap
 
 BLOCKS = 64
 
@@ -34,7 +35,7 @@ def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks
     """A rank's process: does what it is told over the line, until that is closed. `device`: of its planes; `cuda` is a
     GPU of its own, as far as there are so many."""
     torch.set_num_threads(1)
-    layout = layout_of(model)
+    layout, trap = layout_of(model), Trap()
     if device == "cuda":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
@@ -57,11 +58,15 @@ def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks
                     write_page(planes, layout, [block], bytes_of(layout, key, shard))
                 line.send(None)
             elif what == "store":
+                trap.at("store", "before")
                 mine.store(*given)
+                trap.at("store", "behind")
                 line.send(None)
             elif what == "load":
                 order, numbers, keys, wait = given
+                trap.at("load", "before")
                 load = mine.load(order)
+                trap.at("load", "behind")
                 with contextlib.suppress(Exception):  # layers that are late: the verdict says so
                     for layer in range(layout.n_layers):
                         load.wait(layer, wait)
@@ -71,6 +76,9 @@ def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks
                     for block, key in zip(numbers, keys, strict=False)
                 ]
                 line.send(([status.value for status in report.pages], good))
+            elif what == "arm":  # a point, or None
+                (trap.point,) = given
+                line.send(None)
             elif what == "zero":
                 for some in planes:
                     for tensor in some:
@@ -86,6 +94,7 @@ class RankProcess:
         context.set_forkserver_preload(["tests.support.ranks"])  # torch is imported once
         self.line, theirs = context.Pipe()
         self.rank, self.shard = rank, shard
+        self.owed = 0  # answers that were not heard
         self.process = context.Process(target=serve, args=(theirs, rank, shard, model, blocks, device), daemon=True)
         self.process.start()
         theirs.close()
@@ -98,13 +107,29 @@ class RankProcess:
     def tell(self, *what: Any) -> None:
         with contextlib.suppress(OSError):  # it was killed
             self.line.send(what)
+            self.owed += 1
 
     def hear(self, seconds: float = WAIT) -> Any:
         """Its answer; None where there is none any more, or not in time."""
         try:
-            return self.line.recv() if self.line.poll(seconds) else None
+            if not self.line.poll(seconds):
+                return None
+            answer = self.line.recv()
         except (EOFError, OSError):
+            self.owed = 0
             return None
+        self.owed -= 1
+        return answer
+
+    def arm(self, point: Point | None) -> None:
+        """Signal itself at a message, from now on. None: no more, and it goes on wherever it hangs; all that it owes is
+        heard."""
+        self.tell("arm", point)
+        until = time.monotonic() + WAIT
+        while self.owed:
+            assert time.monotonic() < until, f"rank {self.rank} does not go on"
+            self.signal(signal.SIGCONT)
+            self.hear(0.05)
 
     def signal(self, number: int) -> None:
         if self.process.pid is not None:
@@ -161,8 +186,10 @@ class RanksHost:
     @contextlib.contextmanager
     def blocks(self, count: int) -> Iterator[list[int]]:
         taken, self.free = self.free[:count], self.free[count:]
-        yield taken
-        self.free += taken
+        try:
+            yield taken
+        finally:
+            self.free += taken
 
     def store(self, tokens: Sequence[int], salt: str = "", seconds: float = WAIT) -> StoreReport:
         """Compute all full pages of a prompt on every rank, and store them."""

@@ -7,9 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    DeepseekV3Config,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from gdscache import CacheEngine
+from gdscache import CacheEngine, HybridEngine
 from gdscache.config import ModelConfig
 from gdscache.integrations.transformers import PrefixCache, model_section
 
@@ -45,10 +59,33 @@ CONFIGS = {
     ),
 }
 
+WINDOW = 20  # tokens: no multiple of a page
+
+SLIDING = {**SMALL, "num_key_value_heads": 2, "sliding_window": WINDOW}
+
+WINDOWED = {  # models that have layers of a sliding window
+    "gemma3": lambda: Gemma3TextConfig(
+        **SLIDING, head_dim=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "gpt_oss": lambda: GptOssConfig(**SLIDING, head_dim=16, num_local_experts=2, num_experts_per_tok=2),
+    "mistral": lambda: MistralConfig(**SLIDING),
+    "gemma2": lambda: Gemma2Config(**SLIDING, head_dim=16),
+    "qwen2": lambda: Qwen2Config(**SLIDING, use_sliding_window=True, max_window_layers=1),
+    "cohere2": lambda: Cohere2Config(**SLIDING, sliding_window_pattern=2),
+    "llama4": lambda: Llama4TextConfig(
+        **{**SMALL, "num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size_mlp=48,
+        attention_chunk_size=WINDOW,
+        moe_layers=[],
+    ),
+}
+
 
 def build(kind: str, device: str = "cpu", dtype: str = "float32", seed: int = 7) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | WINDOWED)[kind](), dtype=torch.float32)
     return model.to(device=device, dtype=getattr(torch, dtype)).eval()
 
 
@@ -71,14 +108,27 @@ def options(
     }
 
 
+def hybrid_options(
+    model: PreTrainedModel, path: Path, *, gpu: str = "1MiB", cpu: str | None = "16MiB"
+) -> dict[str, Any]:
+    """A configuration of a `HybridEngine`."""
+    return {
+        "model": model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE),
+        "gpu": {"device": str(model.device), "capacity": gpu},
+        "cpu": None if cpu is None else {"capacity": cpu},
+        "ssd": {"path": str(path), "capacity": "16MiB", "threads": 2},
+        "host_buffer": "8MiB",
+    }
+
+
 def generate(
-    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache | None
+    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache | None, new: int = NEW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy tokens (rows, prompt + NEW) and the logits of the new ones (rows, NEW, vocabulary), on the host."""
+    """Greedy tokens (rows, prompt + new) and the logits of the new ones (rows, new, vocabulary), on the host."""
     out = model.generate(
         ids.to(model.device),
         past_key_values=cache,
-        max_new_tokens=NEW,
+        max_new_tokens=new,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
@@ -98,7 +148,7 @@ def serve(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor, salt: 
     return {"found": found, "sources": sources, "prefix": prefix, "tokens": sequences, "logits": logits, "pages": whole}
 
 
-def cached(engine: CacheEngine, model: PreTrainedModel, ids: torch.Tensor) -> int:
+def cached(engine: CacheEngine | HybridEngine, model: PreTrainedModel, ids: torch.Tensor) -> int:
     """Tokens of a prompt that the engine has pages of, of this model."""
     return engine.lookup(ids, salt=PrefixCache(engine, model).salt()).tokens
 

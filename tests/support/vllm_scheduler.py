@@ -64,7 +64,8 @@ class FakeGroupFetch(FakeFetch, GroupFetch):
     """A fetch in all groups: all that is wanted is verified, or nothing."""
 
     def __init__(self, found: GroupHit, align: int, clock: Callable[[], float]) -> None:
-        super().__init__([], found.hit.tokens // align, found.hit.tokens // align, clock)
+        wanted = found.hit.tokens // align
+        super().__init__([], wanted, wanted, clock)
         self.found = found
 
     def verified(self) -> int:

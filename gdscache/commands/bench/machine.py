@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gdscache.runtime.system_files import text_of
 from gdscache.storage.files import mount_of
 
 PACKAGES = (
@@ -58,8 +59,8 @@ def storage(directory: Path) -> dict[str, Any]:
         "source": source or None,
         "options": options or None,
         "device": disk.name if (disk / "queue").exists() else None,
-        "model": _text(disk / "device" / "model"),
-        "rotational": {"0": False, "1": True}.get(_text(disk / "queue" / "rotational") or ""),
+        "model": text_of(disk / "device" / "model") or None,
+        "rotational": {"0": False, "1": True}.get(text_of(disk / "queue" / "rotational")),
     }
 
 
@@ -83,12 +84,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _text(path: Path) -> str | None:
-    return path.read_text().strip() if path.is_file() else None
-
-
 def _first_value(path: Path, key: str) -> str | None:
-    for line in (_text(path) or "").splitlines():
+    for line in text_of(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gdscache.commands.doctor.facts import Mount
 from gdscache.commands.doctor.report import Row, Verdict
+from gdscache.runtime.system_files import text_of
 
 ROOT = Path("/")
 OPEN_KERNEL_MODULE = "Open Kernel Module"
@@ -60,8 +61,8 @@ def _below(block: Path) -> Iterator[Path]:
 
 def _disk_rows(block: Path, gpu_node: int | None, root: Path) -> Iterator[Row]:
     name, place = block.name, _controller(block)
-    turns = {"0": False, "1": True}.get(_text(block / "queue/rotational"))
-    model = _text(block / "device/model") or _text(place / "model") or "model not known"
+    turns = {"0": False, "1": True}.get(text_of(block / "queue/rotational"))
+    model = text_of(block / "device/model") or text_of(place / "model") or "model not known"
     kind = {True: "rotational", False: "not rotational", None: "rotational or not is not known"}[turns]
     hint = "use an SSD (a virtual disk may say so of itself and be one: see the rates)" if turns else ""
     verdict: Verdict = "info" if turns is None else "warn" if turns else "ok"
@@ -92,7 +93,7 @@ def _upwards(place: Path, root: Path) -> Iterator[Path]:
 def _link(device: Path, name: str) -> Row | None:
     """How a PCIe link runs, and how it could; speeds are texts such as "16.0 GT/s PCIe"."""
     now, most = (
-        (re.match(r"\d+(\.\d+)?", _text(device / f"{which}_link_speed")), _text(device / f"{which}_link_width"))
+        (re.match(r"\d+(\.\d+)?", text_of(device / f"{which}_link_speed")), text_of(device / f"{which}_link_width"))
         for which in ("current", "max")
     )
     if not (now[0] and most[0] and now[1].isdecimal() and most[1].isdecimal()):
@@ -106,17 +107,17 @@ def _link(device: Path, name: str) -> Row | None:
 
 
 def _numa(place: Path, root: Path) -> int | None:
-    text = next(filter(None, (_text(path / "numa_node") for path in _upwards(place, root))), "")
+    text = next(filter(None, (text_of(path / "numa_node") for path in _upwards(place, root))), "")
     return int(text) if text.isdecimal() else None  # -1: the machine does not say
 
 
 def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
     """nvidia-fs, P2PDMA, udev and the IOMMU. `device`: of the file system, as `major:minor`; may be empty."""
-    version = _text(root / "proc/driver/nvidia-fs/version")
+    version = text_of(root / "proc/driver/nvidia-fs/version")
     number = re.search(r"\d+(\.\d+)+", version)
     version = number[0] if number else version
-    loaded = bool(re.search(r"^nvidia_fs\s", _text(root / "proc/modules"), re.MULTILINE)) or bool(version)
-    counts = _FLAGS.get(_text(root / "sys/module/nvidia_fs/parameters/rw_stats_enabled"))
+    loaded = bool(re.search(r"^nvidia_fs\s", text_of(root / "proc/modules"), re.MULTILINE)) or bool(version)
+    counts = _FLAGS.get(text_of(root / "sys/module/nvidia_fs/parameters/rw_stats_enabled"))
     data: dict[str, object] = {"loaded": loaded, "version": version, "counts": counts}
     if loaded and counts is False:
         hint = "without its statistics nothing proves GDS: echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
@@ -139,7 +140,7 @@ def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
         hint = "cuFile refuses files without it: give the container /run/udev (-v /run/udev:/run/udev:ro)"
         yield Row("/run/udev", value, "warn" if has_gpu else "info", hint if has_gpu else "", data)
     count = len(list((root / "sys/kernel/iommu_groups").glob("*")))
-    arguments = " ".join(re.findall(r"(?:^|\s)((?:\w+_)?iommu(?:\.\w+)?=\S*)", _text(root / "proc/cmdline")))
+    arguments = " ".join(re.findall(r"(?:^|\s)((?:\w+_)?iommu(?:\.\w+)?=\S*)", text_of(root / "proc/cmdline")))
     value = f"{count} groups" if count else "no groups: off, or hidden from here"
     value += f"; kernel arguments {arguments}" if arguments else ""
     yield Row("IOMMU", value, data={"groups": count, "arguments": arguments})
@@ -149,12 +150,12 @@ def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
 
 def find_p2pdma(root: Path = ROOT) -> dict[str, bool | None]:
     """What GPUDirect Storage without nvidia-fs needs, as far as files show it; none of it proves that it works."""
-    release = _text(root / "proc/sys/kernel/osrelease")
+    release = text_of(root / "proc/sys/kernel/osrelease")
     version = re.match(r"(\d+)\.(\d+)", release)
-    driver = _text(root / "proc/driver/nvidia/version")
+    driver = text_of(root / "proc/driver/nvidia/version")
     params = root / "proc/driver/nvidia/params"
-    words = re.search(r"^RegistryDwords:(.*)$", _text(params), re.MULTILINE)
-    multipath = _text(root / "sys/module/nvme_core/parameters/multipath")
+    words = re.search(r"^RegistryDwords:(.*)$", text_of(params), re.MULTILINE)
+    multipath = text_of(root / "sys/module/nvme_core/parameters/multipath")
     return {
         "kernel 6.2 or newer": (int(version[1]), int(version[2])) >= _P2PDMA_KERNEL if version else None,
         "CONFIG_PCI_P2PDMA": _kernel_option("CONFIG_PCI_P2PDMA", release, root),
@@ -169,13 +170,5 @@ def _kernel_option(name: str, release: str, root: Path) -> bool | None:
         packed = (root / "proc/config.gz").read_bytes()
         text = gzip.decompress(packed).decode(errors="replace")
     except (OSError, EOFError, zlib.error):
-        text = _text(root / "boot" / f"config-{release}")
+        text = text_of(root / "boot" / f"config-{release}")
     return bool(re.search(rf"^{name}=[ym]$", text, re.MULTILINE)) if text else None
-
-
-def _text(path: Path) -> str:
-    """A small file's content, stripped; empty where it is not there, or not for this user."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

@@ -14,6 +14,7 @@ from gdscache.commands.doctor.facts import Asked, Facts, Gpu, NvidiaDriver
 from gdscache.commands.doctor.report import Found, Row, Verdict, comes_to
 from gdscache.cuda.numa import gpu_address, placement
 from gdscache.errors import DeviceError
+from gdscache.runtime.system_files import text_of
 from gdscache.sizes import about
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -32,7 +33,7 @@ def find_driver() -> NvidiaDriver:
     if code:
         library.cuGetErrorName(code, ctypes.byref(text))
     cause = f"cuInit answers {code} ({(text.value or b'unknown').decode()})" if code else ""
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text()) if DRIVER_VERSION.exists() else None
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text_of(DRIVER_VERSION))
     return NvidiaDriver(number.value, found[0] if found else "", cause)
 
 

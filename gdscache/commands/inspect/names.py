@@ -83,7 +83,8 @@ def _planes(planes: Any) -> str:
 def kept_by(group: Any) -> str:
     """What the layers of a namespace's `group` keep, in words: `full: all tokens`, `window: the last 1,024`."""
     try:
-        kept = {"all": "all tokens", "window": f"the last {group['span']:,}", "chunk": f"chunks of {group['span']:,}"}
+        span = f"{group['span']:,}"
+        kept = {"all": "all tokens", "window": f"the last {span}", "chunk": f"chunks of {span}", "state": "a state"}
         return f"{group['name']}: {kept[group['keeps']]}"
     except (KeyError, TypeError, ValueError):
         return _text(group)

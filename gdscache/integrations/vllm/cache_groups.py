@@ -74,9 +74,9 @@ def refuse_groups(cache: Any, *, untried: bool = False) -> None:
             what = "has no prefix that could be cached"
         elif getattr(spec, "num_speculative_blocks", 0):
             what = f"has {spec.num_speculative_blocks} states for tokens that are speculated"
-        elif kinds_of(spec)[0] == _STATE and getattr(spec, "mamba_cache_mode", "align") != "align":
+        elif kinds_of(spec)[0] == _STATE and (mode := getattr(spec, "mamba_cache_mode", "none")) != "align":
             raise CacheGroupsUnsupportedError(
-                f"group {number} of the KV cache has states that are kept in the mode {spec.mamba_cache_mode!r}",
+                f"group {number} of the KV cache has states that are kept in the mode {mode!r}",
                 "set --enable-prefix-caching and --mamba-cache-mode align: else no state is offered to a cache",
             )
         elif getattr(spec, "extra_retained_tokens", 0):

@@ -122,7 +122,7 @@ class GroupTable(RequestTable):
     ) -> Iterable[Any]:
         """See `RequestTable.stores`; `blocks_of` gives a table a group, of this step. `states`: (group, block, tokens)
         of each state that the step writes, by request."""
-        groups, find, states, size = self._groups, self._known.get, states or {}, self.page_tokens
+        groups, find, size, states = self._groups, self._known.get, self.page_tokens, states or {}
         for request_id, tokens in scheduled.items():
             known = find(request_id)
             if not isinstance(known, _GroupKnown) or known.offered is None:

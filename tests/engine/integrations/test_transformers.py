@@ -18,7 +18,6 @@ import torch
 from transformers import (
     DynamicCache,
     LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
@@ -105,14 +104,7 @@ def test_a_head_of_v_may_have_a_width_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (MistralConfig(num_hidden_layers=2, sliding_window=64), "DynamicSlidingWindowLayer"),
         (Qwen3NextConfig(num_hidden_layers=4), "LinearAttentionLayer"),
-        (
-            LlamaConfig(
-                **SMALL, layer_types=["full_attention", "sliding_attention", "full_attention"], sliding_window=9
-            ),
-            "1",
-        ),
         (T5Config(), "encoder-decoder"),
     ],
 )

@@ -18,7 +18,10 @@ from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.transformers import PrefixCache
 from tests.support.tiny_transformers import build, cached, options, serve, tokens
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "deepseek_v2", "deepseek_v3")
+FAMILIES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "deepseek_v2", "deepseek_v3"),
+    *("gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "llama4_text"),
+)
 Change = Callable[[PreTrainedModel], object]
 
 

@@ -49,7 +49,7 @@ from tests.support.vllm_setup import FullAttentionSpec, MambaSpec, MLAAttentionS
         ({"parallel_config__nnodes_within_dp": 2}, "ParallelismUnsupportedError", "--nnodes"),
         ({"parallel_config__distributed_executor_backend": "ray"}, "ParallelismUnsupportedError", "backend mp"),
         ({"parallel_config__distributed_executor_backend": dict}, "ParallelismUnsupportedError", "backend mp"),
-        ({"cache__kv_cache_groups": [group(MambaSpec)]}, "CacheGroupsUnsupportedError", "all layers"),
+        ({"cache__kv_cache_groups": [group(MambaSpec)]}, "CacheGroupsUnsupportedError", "--mamba-cache-mode"),
         ({"cache__kv_cache_groups": [uniform(MambaSpec)]}, "CacheGroupsUnsupportedError", "all layers"),
         ({"cache__hash_block_size": 8}, "CacheGroupsUnsupportedError", "--prefix-match-unit"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "HashSeedError", "PYTHONHASHSEED"),

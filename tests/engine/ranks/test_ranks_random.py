@@ -3,22 +3,29 @@ and nothing that was committed is lost."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gdscache import PageStatus
-from gdscache.errors import GdsCacheError
-from tests.support.helpers import MHA, MLA, SEED, WAIT, drop_from, prompt, settle
-from tests.support.ranks import RanksHost
+from gdscache.errors import GdsCacheError, RankLostError
+from gdscache.ranks import executor, leader
+from gdscache.ranks.leader import RankSet
+from tests.support.helpers import MHA, MLA, SEED, WAIT, drop_from, prompt, settle, until
+from tests.support.rank_messages import Point
+from tests.support.ranks import RankProcess, RanksHost
 
 DEADLINE_S = 0.5
 PROMPTS = 8  # of PAGES each: the SSD tier has room for all of them
 PAGES = 4
 LONGEST_S = 25.0  # of any call, beside a deadline and two graces
+OPENING = ("hello", "memory", "slab", "start", "answer")  # messages that ranks hear, or say
+WORKING = ("move", "cancel", "forget", "load", "store", "ended")
 
 
 class Machine:
@@ -30,12 +37,14 @@ class Machine:
         self.host = RanksHost(path, shards, model=model, cpu=10, ssd=48, deadline=DEADLINE_S)
         self.committed: set[int] = set()
         self.stopped: set[int] = set()
+        self.trapped: set[int] = set()  # those that die, or hang, at a message which may come: they are not heard
         self.killed = False
+        self.open = True
         self.done = 0
 
     def step(self) -> None:
         acts = [self.store] * 4 + [self.load] * 4 + [self.prefetch, self.cool, self.reopen]
-        acts += [self.stop, self.kill, self.clear] if self.done % 5 == 4 else []
+        acts += [self.stop, self.kill, self.clear, *[self.trap] * 3] if self.done % 5 == 4 else []
         began = time.monotonic()
         self.rng.choice(acts)()
         assert time.monotonic() - began < LONGEST_S, "it hangs"
@@ -43,7 +52,11 @@ class Machine:
 
     @property
     def well(self) -> bool:
-        return not (self.stopped or self.killed)
+        return not (self.stopped or self.trapped or self.killed)
+
+    @property
+    def heard(self) -> list[RankProcess]:
+        return [rank for rank in self.host.ranks if rank.rank not in self.stopped | self.trapped]
 
     def store(self) -> None:
         number = self.rng.randrange(PROMPTS)
@@ -59,12 +72,13 @@ class Machine:
             there = [rank for rank in self.host.ranks if rank.rank not in self.stopped]
             for rank in there:
                 rank.tell("compute", blocks, keys)
-                rank.hear()
             handle = self.host.engine.store(tokens, blocks)
             for rank in there:
                 rank.tell("store", handle.order)
-                rank.hear()
             handle.result(LONGEST_S)
+            for rank in self.heard:
+                while rank.owed:
+                    rank.hear(LONGEST_S)
 
     def load(self) -> None:
         number = self.rng.randrange(PROMPTS)
@@ -82,7 +96,7 @@ class Machine:
             order, there = load.order, [rank for rank in self.host.ranks if rank.rank not in self.stopped]
             for rank in there:
                 rank.tell("load", order, blocks, keys, LONGEST_S)
-            answers = [rank.hear(LONGEST_S) for rank in there]
+            answers = [rank.hear(LONGEST_S) for rank in self.heard]
             report = load.result(LONGEST_S)
         for answer in answers:
             for n, (status, good) in enumerate(zip(*answer, strict=True) if answer is not None else ()):
@@ -130,17 +144,52 @@ class Machine:
             self.rng.choice([self.store, self.load, self.prefetch])()
         self.recover()
 
+    def trap(self) -> None:
+        """One rank dies, or hangs, at a message that comes in the next operations, or does not."""
+        kind = self.rng.choice([*OPENING, *WORKING, "close", "closed"])
+        number = self.rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        point = Point(kind, self.rng.choice(["before", "behind"]), self.rng.randrange(1, 4), number)
+        self.trap_at(self.rng.choice(self.host.ranks), point)
+
+    def trap_at(self, rank: RankProcess, point: Point) -> None:
+        self.cool()
+        if point.kind in OPENING:
+            self.host.engine.close()
+            self.arm(rank, point)
+            try:
+                self.host.engine = self.host.open()
+            except RankLostError:
+                self.open = False
+        else:
+            self.arm(rank, point)
+        if self.open:
+            for _ in range(2):
+                self.rng.choice([self.store, self.load, self.prefetch])()
+        if point.kind in ("close", "closed"):
+            self.host.engine.close()
+            self.open = False
+        self.recover()
+
+    def arm(self, rank: RankProcess, point: Point) -> None:
+        rank.arm(point)
+        self.trapped.add(rank.rank)
+        self.killed = point.signal == signal.SIGKILL
+
     def recover(self) -> None:
         if self.killed:
             self.host.engine.close()
             self.host.start_ranks()
-            self.stopped, self.killed = set(), False
+            self.stopped, self.trapped, self.killed, self.open = set(), set(), False, True
             self.host.engine = self.host.open()
             return
         for rank in self.host.ranks:
             if rank.rank in self.stopped:
                 rank.signal(signal.SIGCONT)
-        self.stopped = set()
+            if rank.rank in self.trapped:
+                rank.arm(None)
+        self.stopped, self.trapped = set(), set()
+        if not self.open:
+            self.host.engine, self.open = self.host.open(), True
         until = time.monotonic() + WAIT
         while any(rank["state"] != "running" for rank in self.host.engine.stats()["ranks"]):
             assert time.monotonic() < until, "ranks that go on are not heard"
@@ -157,20 +206,46 @@ class Machine:
         self.host.close()
 
 
-def run(path: Path, shards: list[int], operations: int, seed: int) -> None:
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hangs while an engine opens is waited for no longer than anywhere else."""
+    monkeypatch.setattr(leader, "OPEN_S", 3.0)
+    monkeypatch.setattr(leader, "CONNECT_S", 3.0)
+    monkeypatch.setattr(executor, "GRACE_S", 0.3)
+    monkeypatch.setitem(RankSet.call.__kwdefaults__, "seconds", 3.0)
+
+
+def run(path: Path, shards: list[int], operations: int, seed: int, points: Sequence[Point] = ()) -> None:
     machine = Machine(path, shards, seed)
     try:
         for _ in range(operations):
             machine.step()
+        for point in points:
+            until(lambda: (machine.store(), bool(machine.committed))[1], "a prompt is stored")
+            machine.trap_at(machine.rng.choice(machine.host.ranks), point)
         machine.end()
     except BaseException:
         machine.host.close()
         raise
 
 
+def test_a_rank_that_dies_or_hangs_at_some_messages(tmp_path: Path) -> None:
+    dies = [Point(kind, number=1) for kind in ("slab", "ended", "store")]
+    hangs = [Point(kind, number=1, signal=signal.SIGSTOP) for kind in ("move", "ended", "load")]
+    run(tmp_path / "cache", [0, 1], 0, 1, dies + hangs)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0]])
+def test_a_rank_that_dies_or_hangs_at_any_message(tmp_path: Path, shards: list[int], number: int) -> None:
+    kinds = itertools.product([*OPENING, *WORKING, "close", "closed"], ["before", "behind"], [1, 2])
+    run(tmp_path / "cache", shards, 0, SEED, [Point(*kind, number) for kind in kinds])
+
+
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0, 1, 1]])
 def test_some_random_operations(tmp_path: Path, shards: list[int]) -> None:
-    run(tmp_path / "cache", shards, 25, 1)
+    run(tmp_path / "cache", shards, 15, 1)
 
 
 @pytest.mark.suite

@@ -70,7 +70,8 @@ class World:
         self.stored: list[bytes] = []
         self.early: list[bytes] = []  # of these, before the verdict on a load of that step, or of one before
         engine: Any = SimpleNamespace(
-            namespace=lambda salt="": bytes(32),
+            groups=(),
+            namespaces=lambda salt="": [bytes(32)],
             submit_store=self._store,
             manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
             load_many=lambda batch: self._load(self.now),

@@ -1,0 +1,200 @@
+"""The layers of a transformers cache that start with a cached prefix: those that keep all tokens, and sliding windows.
+
+A sliding layer of transformers holds the last `window - 1` tokens. Ours holds the pages that those lie in, and a copy
+of the windows that a later request may start from, as the forward pass goes by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from gdscache.errors import GeometryError, UnsupportedRequestError
+from gdscache.groups.base import Group, kept
+from gdscache.pages.layout import Plane
+
+States = tuple[torch.Tensor, torch.Tensor]  # K and V of some tokens, (rows, heads, tokens, head_dim)
+SECTION = "make the engine's model section with model_section() from this model's config and dtype"
+
+
+class _Rows:
+    """A layer of a fixed number of rows, which looks at what it is given."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    is_initialized: bool
+    device: torch.device
+
+    def _expect(self, planes: Sequence[Plane], rows: int) -> None:
+        self._planes = planes
+        self._shapes = [(rows, *plane.shape) if len(plane.shape) == 2 else (rows, 1, *plane.shape) for plane in planes]
+
+    def _check(self, given: States) -> None:
+        """Raises for states of other rows, heads or dtype; brings what is held to their device."""
+        for states, plane, (rows, *shape) in zip(given, self._planes, self._shapes, strict=True):
+            if len(states) != rows:
+                raise UnsupportedRequestError(
+                    f"the model computes {len(states)} rows, the cache was opened for {rows}",
+                    "open the cache with the rows that the model sees; use one beam and one returned sequence",
+                )
+            made = [states.shape[1], states.shape[3]]
+            if made != shape or states.dtype != getattr(torch, plane.dtype):
+                raise GeometryError(
+                    f"plane {plane.name!r}: the model makes {states.dtype} with (heads, head_dim) {made}, the engine "
+                    f"keeps torch.{plane.dtype} with {shape}",
+                    SECTION,
+                )
+        device = given[0].device
+        if self.is_initialized and self.device != device:
+            self._hold(self.keys.to(device), self.values.to(device))
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.lazy_initialization(keys, values)  # type: ignore[attr-defined]
+        self.keys, self.values = keys, values
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise UnsupportedRequestError(*_FIXED_ROWS)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedRequestError(*_FIXED_ROWS)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise UnsupportedRequestError(*_FIXED_ROWS)
+
+
+class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
+    """A layer that keeps all tokens. On the engine's device until the model's is known."""
+
+    def __init__(self, planes: Sequence[Plane], rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._expect(planes, rows)
+
+    def begin(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        """Start with the K and V of the first `tokens` tokens."""
+        self._hold(keys, values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check((key_states, value_states))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def has(self, first: int, stop: int) -> bool:
+        """Whether it holds the tokens `first ... stop-1`."""
+        return stop <= self.get_seq_length()
+
+    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
+        """K and V of pages that follow one another, (pages, heads, page_tokens, head_dim) each."""
+        first, stop = numbers[0] * page_tokens, (numbers[-1] + 1) * page_tokens
+        keys, values = (
+            states[row, :, first:stop].view(states.shape[1], len(numbers), page_tokens, -1).transpose(0, 1)
+            for states in (self.keys, self.values)
+        )
+        return keys, values
+
+
+class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A sliding layer of `group`, whose pages end together with those of all groups at multiples of `align` tokens.
+
+    `ends`: lengths whose windows are wanted: they are copied when the tokens come by. The last window of whole pages it
+    has anyway.
+    """
+
+    def __init__(self, planes: Sequence[Plane], rows: int, group: Group, align: int, ends: Collection[int]) -> None:
+        super().__init__(group.span)  # type: ignore[no-untyped-call]
+        self._expect(planes, rows)
+        self._group, self._align, self._ends = group, align, ends
+        self._copies: dict[int, States] = {}  # by page
+
+    def begin(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        """Start behind `tokens` tokens, with the K and V of the last of them."""
+        self._hold(keys, values)
+        self.cumulative_length = tokens
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check((key_states, value_states))
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new, before = key_states.shape[-2], self.cumulative_length
+        self.cumulative_length += new
+        full = torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+        self._copy(full, [end for end in self._ends if before < end <= self.cumulative_length])
+        self._trim(full)
+        seen = max(0, full[0].shape[-2] - (self.sliding_window - 1 + new))  # what get_mask_sizes() tells of
+        return full[0][:, :, seen:], full[1][:, :, seen:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
+        if self.is_initialized:
+            left = self.keys.shape[-2] + tokens_to_remove
+            self.cumulative_length += tokens_to_remove
+            whole = self.cumulative_length // self._group.page_tokens
+            self._copies = {page: states for page, states in self._copies.items() if page < whole}
+            self._trim((self.keys[:, :, :left], self.values[:, :, :left]), cropped=True)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises where the window behind the tokens that are left has been let go."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, of tokens to remove")
+        if self.is_initialized and tokens_to_remove:
+            left = self.cumulative_length + tokens_to_remove
+            if left < 0 or self._start > max(0, left - self.sliding_window + 1):
+                raise UnsupportedRequestError(
+                    f"{-tokens_to_remove} of {self.cumulative_length} tokens are cut off, and the window of "
+                    f"{self.sliding_window} before them was let go",
+                    "reset() the cache and compute the prompt again, or call activate_past_recording() before",
+                )
+
+    def reset(self) -> None:
+        super().reset()
+        self._copies = {}
+
+    def has(self, first: int, stop: int) -> bool:
+        """Whether it holds the page of the tokens `first ... stop-1`."""
+        return first // self._group.page_tokens in self._copies or (
+            self._start <= first and stop <= self.cumulative_length
+        )
+
+    def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
+        """K and V of pages that it `has`, (pages, heads, page_tokens, head_dim) each."""
+        start = self._start
+        found: list[States] = []
+        for number in numbers:
+            at = number * page_tokens - start
+            copy = self._copies.get(number)
+            found.append(copy or (self.keys[:, :, at : at + page_tokens], self.values[:, :, at : at + page_tokens]))
+        return torch.stack([keys[row] for keys, _ in found]), torch.stack([values[row] for _, values in found])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _start(self) -> int:
+        """The first token that it holds."""
+        return self.cumulative_length - (self.keys.shape[-2] if self.is_initialized else 0)
+
+    def _copy(self, full: States, ends: Collection[int]) -> None:
+        """Keep the pages of the windows that end there, of states up to the last token."""
+        if not ends:
+            return
+        size, start = self._group.page_tokens, self.cumulative_length - full[0].shape[-2]
+        for number in kept(self._group, ends, -(-start // size), self.cumulative_length // size):
+            if number not in self._copies:
+                at = number * size - start
+                keys, values = (states[:, :, at : at + size].detach().clone() for states in full)
+                self._copies[number] = keys, values
+
+    def _trim(self, full: States, *, cropped: bool = False) -> None:
+        """Hold what the next tokens attend to, and the pages of the window that ends with the last full one."""
+        first = 0
+        if cropped or not self.record_past:
+            page = self._group.first(self.cumulative_length // self._align * self._align)
+            first = max(0, page * self._group.page_tokens - (self.cumulative_length - full[0].shape[-2]))
+        self.keys, self.values = full[0][:, :, first:], full[1][:, :, first:]
+
+
+_FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")

@@ -1,0 +1,157 @@
+"""The parts of a configuration that pools of groups have: their layers, their bytes, their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdscache.config import Config
+from gdscache.config.pools import pool_parts
+from gdscache.errors import CapacityError, GeometryError
+from gdscache.groups.base import Group
+from gdscache.groups.pools import pools_of, shares
+from gdscache.pages.keys import namespace_digest
+
+KV: dict[str, Any] = {"name": "tiny", "kv_heads": 4, "head_dim": 32, "page_tokens": 16}
+
+
+def parts_of(groups: list[dict[str, Any]], layers: int, **sections: Any) -> Any:
+    return pool_parts(Config.from_dict({"model": KV | {"layers": layers, "groups": groups}, "cpu": {}} | sections))
+
+
+def test_a_model_without_groups_has_no_parts_and_one_pool_has_the_configuration() -> None:
+    assert pool_parts(Config.from_dict({"model": KV | {"layers": 2}})) == []
+    [part] = parts_of([{"name": "a", "layers": [0, 1]}, {"name": "w", "layers": [1], "window": 40}], 2)
+    assert (part.names, part.share) == ("a, w", 1.0)
+    assert part.config.cpu.capacity == 4 << 30
+    assert part.config.model.layers == 2
+
+
+def test_pages_have_the_bytes_of_the_tokens_that_a_pool_s_groups_have() -> None:
+    groups = [
+        {"name": "a", "layers": [0], "page_tokens": 32},
+        {"name": "b", "layers": [1]},
+        {"name": "c", "layers": [1], "window": 40, "page_tokens": 64},
+        {"name": "s", "layers": [2], "state": True, "page_tokens": 512},
+    ]
+    assert [part.config.model.page_tokens for part in parts_of(groups, 3)] == [32, 16, 1]
+    [alone] = parts_of([{"name": "a", "layers": [0], "page_tokens": 32}], 1)
+    assert alone.config.model.page_tokens == 32
+
+
+def test_planes_go_with_their_layers_and_layers_count_from_0() -> None:
+    planes = [
+        {"name": "k", "shape": [64], "layers": [0, 2, 3]},
+        {"name": "v", "shape": [32]},
+        {"name": "index", "shape": [8], "layers": [1]},
+    ]
+    model = {"name": "tiny", "layers": 4, "planes": planes, "page_tokens": 16}
+    groups = [{"name": "full", "layers": [3, 1]}, {"name": "window", "layers": [0, 2], "window": 5}]
+    full, window = pool_parts(Config.from_dict({"model": model | {"groups": groups}}))
+    whole = Config.from_dict({"model": model}).model.layout().layers
+    for part, layers in ((full, (1, 3)), (window, (0, 2))):
+        assert part.pool.layers == layers
+        assert part.config.model.layout().layers == tuple(whole[layer] for layer in layers)
+    assert [group.layers for group in full.config.model.layer_groups()] == [(1, 0)]
+
+
+def test_parts_have_directories_and_events_of_their_own() -> None:
+    groups = [{"name": "a", "layers": [1]}, {"name": "b", "layers": [0]}, {"name": "c", "layers": [1], "chunk": 64}]
+    ssd = {"path": "/cache", "stripes": ["/more"]}
+    first, second = parts_of(groups, 2, ssd=ssd, events={})
+    assert [str(part.config.ssd.path) for part in (first, second)] == ["/cache/groups-0-2", "/cache/groups-1"]
+    assert [str(path) for path in second.config.ssd.stripes] == ["/more/groups-1"]
+
+
+@given(
+    st.lists(st.sampled_from(["all", "window", "chunk", "state"]), min_size=2, max_size=5),
+    st.lists(st.integers(1, 1 << 22), min_size=5, max_size=5),
+    st.sampled_from([0, 64, 4096, 1 << 20]),
+    st.integers(1, 1 << 16),
+)
+def test_shares_are_of_one_whole_and_none_gets_nothing(
+    keeps: list[Any], sizes: list[int], every: int, span: int
+) -> None:
+    groups = [Group(f"g{n}", (n,), 16, kept, span) for n, kept in enumerate(keeps)]
+    pools = pools_of(groups)
+    found = shares(groups, pools, sizes[: len(pools)], every)
+    assert sum(found) == pytest.approx(1.0)
+    assert all(share > 0 for share in found)
+    same = shares(groups, pools, [4096] * len(pools), every)
+    for kept, share in zip(keeps, same, strict=True):  # who keeps all tokens gets no less than anybody
+        assert kept != "all" or share == max(same)
+
+
+NAMES = st.fixed_dictionaries(
+    {
+        "first": st.sampled_from([[0], [1]]),
+        "window": st.sampled_from([8, 40]),
+        "page_tokens": st.sampled_from([16, 32]),
+        "salt": st.sampled_from(["", "x"]),
+        "layers": st.sampled_from([3, 4]),
+    }
+)
+
+
+def namespaces(drawn: dict[str, Any]) -> list[bytes]:
+    rest = sorted({*range(drawn["layers"])} - {*drawn["first"]})
+    groups = [
+        {"name": "full", "layers": drawn["first"]},
+        {"name": "window", "layers": rest, "window": drawn["window"], "page_tokens": drawn["page_tokens"]},
+    ]
+    model = KV | {"layers": drawn["layers"], "groups": groups, "salt": drawn["salt"]}
+    return [
+        namespace_digest(part.config.model.namespace_fields(group=group))
+        for part in pool_parts(Config.from_dict({"model": model}))
+        for group in part.config.model.layer_groups()
+    ]
+
+
+@given(NAMES, NAMES)
+def test_names_are_equal_where_all_of_the_model_s_groups_are(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Also of the group that is the same in both: its layers read what the others compute."""
+    first, second = namespaces(one), namespaces(other)
+    assert len({*first}) == len(first) == 2
+    assert (first == second) if one == other else not {*first} & {*second}
+
+
+def test_every_size_that_is_too_small_is_named_at_once_with_what_would_do() -> None:
+    groups = [{"name": "full", "layers": [0]}, {"name": "window", "layers": [1], "window": 8}]
+    sizes: dict[str, Any] = {
+        "cpu": {"capacity": 300_000},
+        "host_buffer": 300_000,
+        "gpu": {"staging": 300_000},
+        "ssd": {"path": "/cache", "capacity": 300_000, "endurance": 400_000},
+        "store": {"queue": 300_000, "window_every": 0},
+    }
+    with pytest.raises(CapacityError) as caught:
+        parts_of(groups, 2, **sizes)
+    keys = ("cpu.capacity", "host_buffer", "gpu.staging", "ssd.capacity", "ssd.endurance", "store.queue")
+    hint = str(caught.value.hint)
+    for key in keys:
+        assert f"{key} is " in str(caught.value)
+        assert f"{key} to " in hint
+    for key in keys:
+        section, _, name = key.partition(".")
+        least = hint.partition(f"{key} to ")[2].split(",")[0].split(" ")[0]
+        sizes[section] = {**sizes[section], name: least} if name else least
+    assert len(parts_of(groups, 2, **sizes)) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"name": "a", "layers": [0]}], "layer 1 is in no group"),
+        ([{"name": "a", "layers": [0, 1]}, {"name": "a", "layers": [0]}], "names 'a' twice"),
+        ([{"name": "a", "layers": [0, 1], "window": 3, "chunk": 4}], "several of window, chunk and state"),
+        ([{"name": "a", "layers": [0, 2]}], "layers [0, 2] of a model of 2"),
+    ],
+)
+def test_groups_that_are_none_say_why_and_what_to_give(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(GeometryError) as caught:
+        parts_of(groups, 2)
+    assert message in str(caught.value)
+    assert "give each group a name" in str(caught.value)
