@@ -29,5 +29,5 @@ def test_hits_are_those_that_vllm_finds() -> None:
         env={**os.environ, **parts.SETTINGS, "PYTHONPATH": str(ROOT)},
     )
     result = json.loads(told.stdout[told.stdout.rindex(b"\n{") :])
-    assert result["models"] == 10
+    assert result["models"] == 12
     assert result["found"] == []

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -48,7 +49,13 @@ def chunk(block: int, span: int) -> Any:
     )
 
 
+def state(block: int) -> Any:
+    return MambaSpec(block_size=block, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
 MODELS = {
+    "qwen 3 next": [state(8), state(8), state(8), full(8)],
+    "states, windows and all": [state(8), window(4, 7), full(4)],
     "gemma 3": [window(4, 8), window(4, 8), full(4)],
     "gemma 4": [window(8, 9), window(8, 9), full(4)],
     "gpt-oss": [window(4, 4), full(4)],
@@ -68,6 +75,8 @@ def group_of(cache: Any, number: int) -> Group:
     for about in groups_of(cache)[number : number + 1]:
         if "window" in about:
             return Group(str(number), (number,), spec.block_size, "window", spec.sliding_window)
+        if "state" in about:
+            return Group(str(number), (number,), spec.block_size, "state")
         if "chunk" in about:
             return Group(str(number), (number,), spec.block_size, "chunk", spec.attention_chunk_size)
     return Group(str(number), (number,), spec.block_size)

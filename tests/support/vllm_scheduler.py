@@ -71,11 +71,11 @@ class FakeGroupFetch(FakeFetch, GroupFetch):
     def verified(self) -> int:
         return self.wanted if super().verified() == self.wanted else 0
 
-    def checked(self, first: int, pages: int) -> Hit:
+    def checked(self, first: int, pages: int) -> Hit:  # type: ignore[override]
         assert self.verified() == self.wanted, "only what was checked"
         return self.found.hit
 
-    def unchecked(self, first: int, pages: int) -> Hit:
+    def unchecked(self, first: int, pages: int) -> Hit:  # type: ignore[override]
         return self.found.hit
 
 
@@ -115,8 +115,8 @@ class Scheduler(RuleBasedStateMachine):
 
     @initialize(own=st.booleans(), unhashed=st.integers(0, 3))
     def begin(self, own: bool, unhashed: int) -> None:
-        self.cache, self.now = FakeCache(), 0.0
-        self.table = RequestTable(self.cache, SIZE, wait=WAIT, clock=lambda: self.now)
+        self.cache = FakeCache()
+        self.table = RequestTable(self.cache, SIZE, wait=WAIT, clock=self.cache.clock)
         self._open_pool(range(1, BLOCKS + 1), CHUNK, lambda page: own)
         self.unhashed = unhashed
 
@@ -216,7 +216,7 @@ class Scheduler(RuleBasedStateMachine):
         fetch.no_room = fetch.there < fetch.wanted and end == "no room"
 
     def _step(self, data: st.DataObject | None) -> None:
-        self.now += 1
+        self.cache.now += 1
         scheduled, fresh = self._schedule()
         fresh |= self.table.take_fresh()
         for store in [s for s in self.reading if s[1] in fresh]:
@@ -242,9 +242,9 @@ class Scheduler(RuleBasedStateMachine):
             return
         held = [fetch for fetch in self.cache.fetches if not fetch.released]
         assert len(held) <= len(self.waiting) + len(self.running)
-        assert not any(fetch.loads for fetch in self.cache.fetches), "the scheduler's side loads nothing"
         assert len(self.table) == len(self.waiting) + len(self.running) + len(self.remote)
         assert all(fetch.released <= 1 for fetch in self.cache.fetches)
+        assert not any(fetch.loads for fetch in self.cache.fetches), "the scheduler's side loads nothing"
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):
@@ -514,8 +514,7 @@ class GroupScheduler(Scheduler):
     ) -> None:
         self.groups, self.largest = groups, 30
         self.cache: FakeGroupCache = FakeGroupCache(groups)
-        self.now = 0.0
-        self.table = GroupTable(groups, self.cache, every, wait=WAIT, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.table = GroupTable(groups, self.cache, every, wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
         self._open_pool(range(1, blocks + 1), chunk, own)
 
     def _handed(self, tables: list[list[int]]) -> Any:
@@ -537,6 +536,7 @@ class GroupScheduler(Scheduler):
     def _arrived(self, request: Any, order: LoadOrder, good: int) -> None:
         request.failed = good < len(order.blocks)
         if request.failed:  # a bad page is dropped
+            self.table.failed(request.request_id)
             self.cache.stored.discard(order.fetch.unchecked(0, 0).pages[good].key)
 
     def _known(self, request: Any) -> None:

@@ -30,7 +30,12 @@ def chunk_of(page_tokens: int, span: int) -> Group:
     return Group("chunk", (0,), page_tokens, "chunk", span)
 
 
+def state_of(page_tokens: int) -> Group:
+    return Group("state", (0,), page_tokens, "state")
+
+
 any_group = st.one_of(
+    st.builds(state_of, st.sampled_from(SIZES)),
     st.builds(all_of, st.sampled_from(SIZES)),
     st.builds(window_of, st.sampled_from(SIZES), st.integers(1, 20)),
     st.builds(chunk_of, st.sampled_from(SIZES), st.integers(1, 24)),
@@ -60,9 +65,11 @@ class Cached:
 
 
 def attends(group: Group, token: int, other: int) -> bool:
-    """Whether a token attends to an earlier one."""
+    """Whether a token attends to an earlier one; to a state, whether it is of the last page before the token."""
     if group.keeps == "window":
         return token - other < group.span
+    if group.keeps == "state":
+        return other // group.page_tokens == (token - 1) // group.page_tokens
     return group.keeps == "all" or token // group.span == other // group.span
 
 
