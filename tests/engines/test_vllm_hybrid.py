@@ -64,7 +64,7 @@ class Kind:
 WINDOWS = Kind("windows", ("window",) * 3 + ("all",), (0, 576, 992, 1376, 1472, 1472))
 UNEQUAL = Kind("unequal", ("window", "window", "all"), (0, 576, 960, 1344, 1472, 1472), align=64)
 SINKS = Kind("sinks", ("window", "all"), (0, 576, 992, 1376, 1472, 1472))
-# The first prompt that parts at token 600 leaves two windows, up to 512 and from there to its end: one of 576 is in both.
+# The first prompt that parts at token 600 leaves two windows, up to 512 and behind it: that of a hit of 576 is in both.
 SLIDING = Kind("sliding", ("window",), (512, 576, 1024, 1024, 1472, 1472), every=512)
 CHUNKS = Kind("chunks", ("chunk",) * 3 + ("all",), (512, 576, 1376, 1376, 1472, 1472))
 CROWDED = (WINDOWS, CHUNKS)
