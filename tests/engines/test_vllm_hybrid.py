@@ -285,7 +285,8 @@ def test_chunks_and_preemptions_where_blocks_go_from_group_to_group(story: Story
     parts.same(asked["chunks"], story.of(*PROMPTS[:2]) * 2)
     assert parts.cached(asked["chunks"])[2:] == story.kind.whole(*PROMPTS[:2])
     at_rest(rest["tell"][0])
-    assert rest["metrics"][0]["vllm:num_preemptions"] > 0
+    preemptions = rest["metrics"][0].get("vllm:num_preemptions", 0)
+    assert (preemptions > 0) == (story.kind is WINDOWS)  # chunks leave room for all three requests
 
 
 @of(WINDOWS, UNEQUAL)
