@@ -64,7 +64,8 @@ class Kind:
 WINDOWS = Kind("windows", ("window",) * 3 + ("all",), (0, 576, 992, 1376, 1472, 1472))
 UNEQUAL = Kind("unequal", ("window", "window", "all"), (0, 576, 960, 1344, 1472, 1472), align=64)
 SINKS = Kind("sinks", ("window", "all"), (0, 576, 992, 1376, 1472, 1472))
-SLIDING = Kind("sliding", ("window",), (512, 512, 1024, 1024, 1472, 1472), every=512)
+# The first prompt that parts at token 600 leaves two windows, up to 512 and behind it: that of a hit of 576 is in both.
+SLIDING = Kind("sliding", ("window",), (512, 576, 1024, 1024, 1472, 1472), every=512)
 CHUNKS = Kind("chunks", ("chunk",) * 3 + ("all",), (512, 576, 1376, 1376, 1472, 1472))
 CROWDED = (WINDOWS, CHUNKS)
 KINDS = (WINDOWS, UNEQUAL, SINKS, SLIDING, CHUNKS)
@@ -284,7 +285,8 @@ def test_chunks_and_preemptions_where_blocks_go_from_group_to_group(story: Story
     parts.same(asked["chunks"], story.of(*PROMPTS[:2]) * 2)
     assert parts.cached(asked["chunks"])[2:] == story.kind.whole(*PROMPTS[:2])
     at_rest(rest["tell"][0])
-    assert rest["metrics"][0]["vllm:num_preemptions"] > 0
+    preemptions = rest["metrics"][0].get("vllm:num_preemptions", 0)
+    assert (preemptions > 0) == (story.kind is WINDOWS)  # chunks leave room for all three requests
 
 
 @of(WINDOWS, UNEQUAL)
