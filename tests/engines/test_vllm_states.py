@@ -35,7 +35,8 @@ def test_a_state_comes_with_what_is_in_front_of_it(kind: str, tmp_path: Path) ->
     """Log-probabilities are compared: with a state of zeros the tokens may be equal all the same."""
     model, connector = parts.made(tmp_path, kind), parts.cache(tmp_path / "ssd")
     prompts = [*parts.PROMPTS, *SHARED]
-    plain = answers(parts.run(tmp_path, model, ask(*prompts), llm=LLM | {"enable_prefix_caching": False}).answers)
+    alone = [("ask", {"prompts": [prompt]}) for prompt in prompts]
+    plain = answers(parts.run(tmp_path, model, alone, llm={"enable_prefix_caching": False}).answers)
     steps = [*ask(*prompts), *ask(*prompts), ("groups", {}), ("tell", {})]
     told = parts.run(tmp_path, model, steps, connector, llm=LLM).answers[1:]
     cold, warm = answers(told[: 3 * len(prompts)]), answers(told[3 * len(prompts) : 6 * len(prompts)])
