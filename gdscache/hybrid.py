@@ -693,11 +693,10 @@ class HybridEngine:
         return _Request(tuple(found), length)
 
     def _base(self, salt: str) -> bytes:
-        """What the digests of a request begin with: all groups are in it, since a model's layers feed each other."""
+        """What the digests of a request begin with: the namespace of the whole model, with all its groups."""
         base = self._bases.get(arguments.text(salt, "salt"))
         if base is None:
-            fields = self.config.model.namespace_fields(salt)
-            base = namespace_digest({**fields, "groups": [group.describe() for group in self.groups]})
+            base = namespace_digest(self.config.model.namespace_fields(salt))
             if len(self._bases) < _SALTS_KEPT:
                 self._bases[salt] = base
         return base

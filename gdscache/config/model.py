@@ -212,7 +212,8 @@ class ModelConfig(ConfigSection):
 
         `salt` is the request's own (a tenant or an adapter chosen for one request), beside the one of the config.
         The planes stand for `dtype` and all sizes: two ways to write the same planes share their pages. `shards`: of
-        how many of these a page has parts. `group`: whose pages, in a hybrid model.
+        how many of these a page has parts. `group`: whose pages, in a hybrid model, of which all groups are named: its
+        layers read what the others compute.
         """
         return {
             "name": self.name,
@@ -225,6 +226,7 @@ class ModelConfig(ConfigSection):
             "head_groups": shards,
             "salt": self.salt,
             "request_salt": salt,
+            **({"groups": [one.describe() for one in self.layer_groups()]} if self.groups else {}),
             **({} if group is None else {"group": group.describe()}),
         }
 

@@ -25,7 +25,7 @@ from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_
 from gdscache.config.file import read_mapping
 from gdscache.config.problems import known_keys, section_of
 from gdscache.pages.keys import namespace_digest
-from gdscache.pages.layout import Plane
+from gdscache.pages.layout import MAX_PAGE_TOKENS, Plane
 from gdscache.sizes import MAX_SIZE, SIZE_SCHEMA, about, format_size, parse_size
 from tests.support.places import ROOT
 
@@ -578,6 +578,7 @@ def plane(index: int, **change: object) -> dict[str, Any]:
     return {"planes": planes}
 
 
+KEPT: list[dict[str, Any]] = [{}, {"window": 9}, {"chunk": 9}, {"state": True}, {"page_tokens": 8}]
 # Every key of the model, with values that no two of may share a namespace. A key with a new meaning must be added here.
 DIFFERENT: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("name", MHA, [{"name": name} for name in ("m", "M", "m ", "mm", "é", "e\u0301", '","weights":"')]),
@@ -609,6 +610,16 @@ DIFFERENT: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         ],
     ),
     ("first_layer", MHA, [{"first_layer": n} for n in (0, 1, 4)]),
+    (
+        "groups",
+        MHA | {"layers": 2},
+        [
+            {},
+            *({"groups": [{"name": "a", "layers": [0]}, {"name": "b", "layers": [1], **kept}]} for kept in KEPT),
+            {"groups": [{"name": "a", "layers": [1]}, {"name": "b", "layers": [0]}]},
+            {"groups": [{"name": "a", "layers": [0, 1]}]},
+        ],
+    ),
     ("salt", MHA, [{"salt": salt} for salt in ("", "a", "b", " a")]),
 ]
 
@@ -689,7 +700,7 @@ def test_the_schema_is_one_and_refuses_what_the_models_refuse() -> None:
     wrong: list[dict[str, Any]] = [
         {},
         {"model": MHA, "cup": {}},
-        {"model": MHA | {"page_tokens": 513}},
+        {"model": MHA | {"page_tokens": MAX_PAGE_TOKENS + 1}},
         {"model": MHA | {"dtype": "bf16"}},
         {"model": MHA, "cpu": {"capacity": "64G"}},
         {"model": MHA, "gpu": {"kernels": "maybe"}},
