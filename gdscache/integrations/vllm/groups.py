@@ -144,9 +144,8 @@ class GroupTable(RequestTable):
                 full = after // group.page_tokens
                 first = min(known.next[g], before // group.page_tokens)  # less where a page is computed again
                 some = kept(group, known.ends, first, full)
-                if (
-                    group.keeps != "all"
-                ):  # what is generated is the next prompt's, from the last hit that ends before it
+                if group.keeps != "all":
+                    # What is generated is the next prompt's, from the last hit that ends before it.
                     begin = max(first, prompt // size * size // group.page_tokens)
                     some = sorted({*some, *range(begin, full)})
                 wanted.append(some)
@@ -155,8 +154,9 @@ class GroupTable(RequestTable):
             wanted = [[n for n in some if tables[g][n] != NULL] for g, some in enumerate(wanted)]
             places = {(g, n): tables[g][n] for g, some in enumerate(wanted) for n in some}
             for g, block, end in offers:
-                number = end // groups[g].page_tokens - 1
-                if end <= known.names.tokens and self._keeps_state(known, end, prompt):
+                number, rest = divmod(end, groups[g].page_tokens)
+                number -= 1
+                if not rest and end <= known.names.tokens and self._keeps_state(known, end, prompt):
                     wanted[g].append(number)
                     places[g, number] = block
                     self._lent.add(block)
