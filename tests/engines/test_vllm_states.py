@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 LLM = {"enable_prefix_caching": True}
-SHARED = [{"parts": [[0, 900], [40 + number, 300]]} for number in range(3)]  # they part behind 900 tokens
+SHARED = [{"parts": [[50, 900], [40 + number, 300]]} for number in range(3)]  # they part behind 900 tokens
 
 
 def ask(*prompts: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
