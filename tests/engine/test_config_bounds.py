@@ -91,6 +91,7 @@ def _bounds(field: FieldInfo) -> Bounds:
 FIELDS = {key: field for key, field in known_keys(Config) if _number(field) is not None}
 KEYS = sorted(FIELDS)
 PLANES = ("model.planes[].shape", "model.planes[].layers")
+GROUPS = tuple(key for key in KEYS if key.startswith("model.groups[]."))
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
@@ -99,6 +100,9 @@ def put(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     section, _, name = key.rpartition(".")
     if section == "tiers[]":
         config["tiers"] = [{"tier": "tests.support.dict_tier:DictTier", "capacity": "1MiB", name: value}]
+    elif section == "model.groups[]":
+        group = {"name": "g", "layers": [0], name: [value] if name == "layers" else value}
+        config["model"] = {**config["model"], "groups": [group]}
     elif section.endswith("[]"):
         plane = {"name": "p", "shape": [8], name: [value]}
         config["model"] = {
@@ -204,7 +208,7 @@ LEAST = {
 # What would be that much memory, disk or work; what is refused there is tested by itself.
 CAPACITIES = ("gpu.capacity", "gpu.staging", "cpu.capacity", "ssd.capacity", "tiers[].capacity", "host_buffer")
 SHAPES = ("model.layers", "model.page_tokens", "model.kv_heads", "model.head_dim", "model.v_head_dim")
-OTHERS = ("model.kv_lora_rank", "model.rope_dim", *PLANES)  # of other kinds of models
+OTHERS = ("model.kv_lora_rank", "model.rope_dim", *PLANES, *GROUPS)  # of other kinds of models
 THREADS = {"ssd.threads": 64}  # instead of 1,024, which is much for a test machine
 TOGETHER = [key for key in KEYS if key not in SHAPES and key not in OTHERS]
 
@@ -408,7 +412,7 @@ except GdsCacheError as error:
 
 def test_the_walk_finds_the_numbers_of_every_section() -> None:
     sections = {key.rpartition(".")[0] for key in KEYS}
-    expected = {"", "model", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store"}
+    expected = {"", "model", "model.groups[]", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store"}
     assert sections == expected
     assert issubclass(Config, BaseModel)
     assert issubclass(CapacityError, ConfigError)
