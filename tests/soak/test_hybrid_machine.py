@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -290,6 +291,8 @@ class WithoutCpu(Machine):
 
 TestApart, TestTogether, TestUneven = Apart.TestCase, Together.TestCase, Uneven.TestCase
 TestMixed, TestState, TestWithoutCpu = Mixed.TestCase, State.TestCase, WithoutCpu.TestCase
+TestUneven.pytestmark = TestMixed.pytestmark = TestWithoutCpu.pytestmark = [pytest.mark.suite]
 FEWER = settings(max_examples=max(6, settings.default.max_examples // 3))
-for case in (TestApart, TestTogether, TestUneven, TestMixed, TestState, TestWithoutCpu):
-    case.settings = FEWER
+for _case in (TestApart, TestTogether, TestUneven, TestMixed, TestState, TestWithoutCpu):
+    _case.settings = FEWER
+del _case  # or it is collected as well
