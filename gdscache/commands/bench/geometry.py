@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from gdscache.errors import InvalidValueError
-from gdscache.pages.layout import MAX_PAGE_TOKENS
 
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
+MOST_TOKENS = 512  # of a page
 
 
 def model_of(page_bytes: int) -> dict[str, Any]:
     """A model section whose pages have `page_bytes`, a multiple of a token's 128 KiB."""
-    if page_bytes < TOKEN_BYTES or page_bytes % TOKEN_BYTES or page_bytes > MAX_PAGE_TOKENS * TOKEN_BYTES:
+    if page_bytes < TOKEN_BYTES or page_bytes % TOKEN_BYTES or page_bytes > MOST_TOKENS * TOKEN_BYTES:
         raise InvalidValueError(
             f"a page of {page_bytes:,} bytes is no whole number of tokens of {TOKEN_BYTES:,} bytes",
-            f"use a multiple of 128KiB, at most {MAX_PAGE_TOKENS * TOKEN_BYTES >> 20}MiB",
+            f"use a multiple of 128KiB, at most {MOST_TOKENS * TOKEN_BYTES >> 20}MiB",
         )
     return {
         "name": "bench",
