@@ -204,7 +204,7 @@ class StoreConfig(ConfigSection):
         "more often than the page they evict)",
     )
     window_every: int = Field(
-        default=4096,
+        default=8192,
         ge=0,
         le=MAX_COUNT,
         description="hybrid models: tokens of a prompt from one sliding window that is stored to the next; 0: only "
