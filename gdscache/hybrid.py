@@ -41,7 +41,7 @@ from gdscache.errors import (
 )
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
-from gdscache.groups.base import Group, alignment, complete, kept, lengths, needed
+from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.pools import Pool
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
@@ -509,10 +509,8 @@ class HybridEngine:
         size = self.alignment
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
-        if every := self.config.store.window_every:
-            step = max(size, every // size * size)
-            ends.update(range(step, length + max(group.span for group in self.groups) + size, step))
-        return ends - {0}
+        behind = length + max(group.span for group in self.groups) + size
+        return (ends | {*marks(self.config.store.window_every, size, behind)}) - {0}
 
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> HybridPrefetch:
         """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids or

@@ -138,3 +138,10 @@ def kept(group: Group, ends: Iterable[int], first: int, stop: int) -> list[int]:
     for end in ends:
         found.update(range(max(first, group.first(end)), min(stop, end // group.page_tokens)))
     return sorted(found)
+
+
+def marks(every: int, align: int, stop: int) -> range:
+    """The lengths below `stop` at which windows are kept wherever prompts end: one in `every` tokens, multiples of
+    `align`. None where `every` is 0."""
+    step = max(align, every // align * align)
+    return range(step, stop if every else 0, step)

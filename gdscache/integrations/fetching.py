@@ -87,13 +87,31 @@ class Cache(Protocol):
         """How many of the first pages are cached, on any tier."""
 
 
-class PinnedFetch:
+class Pinned:
+    """What is fetched by a prefetch with pins, or by none. `_since`: when it began; `_until`: when its pins end."""
+
+    _prefetch: Prefetch | None
+
+    def __init__(self, seconds: float) -> None:
+        self._since = time.monotonic()
+        self._until = self._since + seconds
+
+    def lapsed(self, within: float = 0.0) -> bool:
+        """Whether its pins have ended, or end within so many seconds."""
+        return self._prefetch is not None and time.monotonic() + within >= self._until
+
+    def release(self) -> None:
+        """Bring no more, and let go of what is pinned. Twice is fine."""
+        if self._prefetch is not None:
+            self._prefetch.release()
+
+
+class PinnedFetch(Pinned):
     """The pages of one request: brought to the CPU tier, checked as they land, and pinned for `seconds` at most."""
 
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
         """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
-        self._since = time.monotonic()
-        self._until = self._since + seconds
+        super().__init__(seconds)
         self._page_tokens = size = engine.layout.page_tokens
         self._found: Hit = engine.lookup(hashes, salt=salt)
         self._cached = (self._found.tokens + self._found.declined) // size
@@ -106,7 +124,7 @@ class PinnedFetch:
             self._beyond = any(tier.asks(names[self._here :]) for tier in engine.manager.files)
             useful = dataclasses.replace(useful, pages=names) if self._beyond else useful
         begun = bool(useful.pages) and engine.config.cpu is not None
-        self._prefetch: Prefetch | None = engine.prefetch(useful, pin=seconds) if begun else None
+        self._prefetch = engine.prefetch(useful, pin=seconds) if begun else None
         self._gate, self._files = engine.gate, {tier.name for tier in engine.manager.files}
         self._slow: list[int] = []  # of the first pages, those that only files had; once that is known
 
@@ -158,15 +176,6 @@ class PinnedFetch:
         if not self._prefetch.done() or self.verified() >= self._here:
             return False
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        """Whether its pins have ended, or end within so many seconds."""
-        return self._prefetch is not None and time.monotonic() + within >= self._until
-
-    def release(self) -> None:
-        """Bring no more, and let go of what is pinned. Twice is fine."""
-        if self._prefetch is not None:
-            self._prefetch.release()
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""

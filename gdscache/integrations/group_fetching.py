@@ -14,16 +14,16 @@ from gdscache.errors import LoadOrderError
 from gdscache.groups.base import alignment
 from gdscache.groups.hits import GroupHit, find, longest
 from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.integrations.fetching import Pinned
 from gdscache.pages.hit import Hit
 from gdscache.prefetch.queue import PrefetchEnd
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
     from gdscache.integrations.fetching import PinningCache
-    from gdscache.prefetch.handle import Prefetch
 
 
-class GroupFetch:
+class GroupFetch(Pinned):
     """The pages of one request, on their way to the CPU tier and pinned there for `seconds` at most.
 
     As `fetching.Fetch`, where a page is `alignment` tokens of all groups: what is cached is wanted as a whole, and is
@@ -34,8 +34,7 @@ class GroupFetch:
 
     def __init__(self, engine: CacheEngine, names: GroupNames, most: int, tokens: int, seconds: float) -> None:
         """`most`: tokens of a hit that can be of use; `tokens`: of the request."""
-        self._since = time.monotonic()
-        self._until = self._since + seconds
+        super().__init__(seconds)
         self._align = alignment(names.groups)
         self.found: GroupHit = find(engine, names, most, tokens)
         hit = self.found.hit
@@ -43,7 +42,7 @@ class GroupFetch:
         self.wanted = hit.tokens // self._align
         self._page_tokens = engine.layout.page_tokens
         begun = bool(hit.pages) and engine.config.cpu is not None
-        self._prefetch: Prefetch | None = engine.prefetch(hit, pin=seconds) if begun else None
+        self._prefetch = engine.prefetch(hit, pin=seconds) if begun else None
         self._gate, self._files = engine.gate, {tier.name for tier in engine.manager.files}
 
     @property
@@ -75,15 +74,6 @@ class GroupFetch:
         if not self._prefetch.done() or self.verified() == self.wanted:
             return False
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
-
-    def lapsed(self, within: float = 0.0) -> bool:
-        """Whether its pins have ended, or end within so many seconds."""
-        return self._prefetch is not None and time.monotonic() + within >= self._until
-
-    def release(self) -> None:
-        """Bring no more, and let go of what is pinned. Twice is fine."""
-        if self._prefetch is not None:
-            self._prefetch.release()
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` times `alignment` tokens each tier had when it began, by the pages that end in them."""

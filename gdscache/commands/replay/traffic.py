@@ -11,7 +11,7 @@ from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.clock import Done, MachineModel, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.workload import Workload
-from gdscache.groups.base import complete, kept, lengths, needed
+from gdscache.groups.base import alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
@@ -165,7 +165,7 @@ class Traffic:
         self.outcome.hit_tokens += length
         yield from self._load_and_compute(plan, tokens, loaded)
         self._first_token(i, arrival, tokens)
-        ends = {most, whole, *(range(self._every, most, self._every) if self._every else ())}
+        ends = {most, whole, *marks(self._every, alignment(groups), most)}
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
         if any(rest):
             self._tiers.store([one.page for one in names.chain(rest)])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gdscache.errors import InterfaceUnsupportedError
-from gdscache.groups.base import Group, alignment, kept
+from gdscache.groups.base import Group, alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
@@ -208,10 +208,7 @@ class GroupTable(RequestTable):
         ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
         if there > hit:  # vLLM's own cache has windows that ours lacks
             ends.add(there)
-        if self._every:
-            step = max(size, self._every // size * size)
-            ends.update(range(step, prompt, step))
-        known.ends, known.last = ends, None
+        known.ends, known.last = {*ends, *marks(self._every, size, prompt)}, None
         known.next = [
             min(there, whole) // group.page_tokens
             if group.keeps == "all"
