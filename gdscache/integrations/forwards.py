@@ -55,7 +55,9 @@ class Forwards:
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
-        def look(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def look(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            if kwargs is None:  # another thread's call, while this one adds the hook or takes it away: torch does both
+                return  # in two steps, and passes no keyword arguments between them
             given = dict(signature.bind_partial(*args, **kwargs).arguments)
             for name, parameter in signature.parameters.items():
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:

@@ -240,6 +240,23 @@ def test_the_hook_goes_with_the_cache(model: PreTrainedModel, engine: CacheEngin
     assert left() is None, "a hook keeps the cache"
 
 
+def test_a_call_beside_a_thread_that_opens_or_closes_a_cache_is_left_alone(
+    model: PreTrainedModel, engine: CacheEngine
+) -> None:
+    """torch takes a hook that is half there, or half gone, to be one without keyword arguments."""
+    prefixes = PrefixCache(engine, model)
+    with prefixes.open(tokens()), torch.no_grad():
+        expected = model(tokens(seed=1)).logits
+        ((number, _),) = model._forward_pre_hooks_with_kwargs.items()
+        del model._forward_pre_hooks_with_kwargs[number]
+        assert torch.equal(model(tokens(seed=1)).logits, expected)
+    with prefixes.open(tokens()) as cache, torch.no_grad():
+        ((number, _),) = model._forward_pre_hooks_with_kwargs.items()
+        del model._forward_pre_hooks_with_kwargs[number]
+        with pytest.raises(UnsupportedRequestError, match="the model was called for"):
+            model(tokens(), past_key_values=cache)  # nor is a call with the cache itself let through unseen
+
+
 def test_a_prefix_cache_needs_the_model(engine: CacheEngine) -> None:
     for wrong in (None, "llama", LlamaConfig(**SMALL)):
         with pytest.raises(UnsupportedRequestError, match="of type"):
