@@ -43,12 +43,14 @@ def find(engine: CacheEngine, names: GroupNames, most: int, tokens: int) -> Grou
             whole = complete(groups, presence, most)
             length = next(lengths(groups, presence, most, whole=whole), 0)
             pages = tuple(names.chain(needed(groups, length)))
-            found = manager.lookup([one.page for one in pages], 0)
+            with engine.calls:
+                found = manager.lookup([one.page for one in pages], 0)
             if len(found) == len(pages):
                 break
         else:
             pages, found, length = (), [], 0
-        manager.missed((most - length) // engine.layout.page_tokens)
+        with engine.calls:
+            manager.missed((most - length) // engine.layout.page_tokens)
     decided = engine.gate.decide_whole([engine.pool_load(found)], 0, tokens, length)
     declined = length if pages and not decided.pages else 0
     if declined:
