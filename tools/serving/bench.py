@@ -92,8 +92,8 @@ class Bench:
     def order(self, way: str, restarted: bool, where: str, traffic: bool) -> dict[str, Any]:
         given = self.given
         small = given.shape == "tiny"
-        token_bytes = parts.token_bytes(given.shape)
-        prompt = 1 << 30 if small else given.tokens * token_bytes
+        of, token_bytes = parts.SHAPES[given.shape], parts.token_bytes(given.shape)
+        prompt = 1 << 30 if small else max(given.tokens * token_bytes, 6 << 30 if given.shape in parts.STATES else 0)
         return {
             "way": way,
             "restarted": restarted,
@@ -109,6 +109,8 @@ class Bench:
             "repeat": given.repeat,
             "attention": given.attention or ("FLASH_ATTN" if given.engine == "vllm" else "triton"),
             "gpu": not small,
+            "groups": "layer_types" in of or "attn_layer_indices" in of,
+            "states": given.shape in parts.STATES,
             "block": given.block,
             "graphs": given.graphs,
             "tp": given.tp,

@@ -166,6 +166,8 @@ def main() -> None:
         given["attention_config"] = {"backend": order["attention"]}
     else:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all memory that is free
+    if order["states"]:
+        given |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
     if order["tp"] > 1:
         given |= {"tensor_parallel_size": order["tp"], "distributed_executor_backend": "mp"}
     if steps is not None:
