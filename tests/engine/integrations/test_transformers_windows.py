@@ -237,7 +237,7 @@ def test_a_prompt_in_chunks_leaves_the_same_windows(model: PreTrainedModel, tmp_
                     got = model(ids[:, first : first + chunk], past_key_values=cache).logits
                     torch.testing.assert_close(got, expected[:, first : first + chunk], atol=1e-4, rtol=1e-4)
                 for n in range(LONG):  # the window leaves the prompt before it is committed
-                    model(tokens(1, seed=n), past_key_values=cache)
+                    model(tokens(1, seed=n).to(model.device), past_key_values=cache)
                 whole = torch.cat([ids.cpu(), *(tokens(1, seed=n) for n in range(LONG))], 1)
                 cache.commit(whole)
             engine.drain(20)
