@@ -108,7 +108,7 @@ class Disk:
 
     `depth`: pieces under way; what is more waits in the order of its submission. A disk of threads has as many under
     way as it has threads. `transport`: what they call, whose handles files are then. One thread submits, reaps and
-    closes, and lives as long as anything is under way. Any thread may `wake`.
+    closes, and lives as long as anything is under way.
     Raises `RefusedDiskError`, with the errno of the system's answer.
     """
 
@@ -120,12 +120,6 @@ class Disk:
         cufile: CuFiles | None = None,
         transport: Transport | None = None,
     ) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def pending(self) -> int:
-        """Pieces that have not ended."""
-
     def submit(self, pieces: _Int64, fragments: _UInt64) -> None:
         """Begin pieces, or queue them. `fragments` and the memory that they name stay until all has ended.
 
@@ -135,14 +129,11 @@ class Disk:
         """
 
     def reap(self, seconds: float = -1) -> _Int64:
-        """What has ended, waiting at most so many seconds for the first (below 0: for ever); none after a `wake`.
+        """What has ended, waiting at most so many seconds for the first (below 0: for ever).
 
         int64 (answers, 5): tag, first fragment of the piece, fragments, 0 or an error (`error_text`), bytes. An error
         of the call says that the disk is broken: what the kernel has then keeps its memory for good.
         """
-
-    def wake(self) -> None:
-        """End the wait of a `reap`, the running or else the next."""
 
     def close(self) -> None:
         """Wait for what is under way; again is fine."""

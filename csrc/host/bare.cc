@@ -33,74 +33,54 @@ void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
     sink.fetch_xor(all, std::memory_order_relaxed);
 }
 
-// A thread's copies to GPU memory, and which parts of its memory they still read.
-class Onward {
-public:
-    Onward(const BareLoop& loop, int64_t slots)
-        : loop_(loop), entered_(*loop.cuda), stream_(own_stream(*loop.cuda, false)) {
-        for (int64_t n = 0; n < slots; ++n) events_.push_back(own_event(*loop.cuda, EventUse::kOrder));
-    }
-    ~Onward() {
-        try {
-            finish();  // where the loop broke off
-        } catch (const CudaError&) {  // nothing runs any more
-        }
-    }
-    Onward(Onward&&) = delete;
-
-    // Until a slot may be read into again.
-    void await(int64_t slot) const { loop_.cuda->await(events_[static_cast<size_t>(slot)].get()); }
-
-    void copy(int64_t slot, int64_t at, const uint8_t* part, int64_t bytes) {
-        list_.clear();
-        list_.add(loop_.device + static_cast<uint64_t>(at), reinterpret_cast<uint64_t>(part),
-                  static_cast<size_t>(bytes), false);
-        loop_.cuda->copy(list_, 0, 1, stream_.get(), true);
-        if (!events_.empty()) loop_.cuda->record(events_[static_cast<size_t>(slot)].get(), stream_.get());
-    }
-
-    void finish() const { loop_.cuda->synchronize(stream_.get()); }
-
-private:
-    const BareLoop& loop_;
-    const Cuda::Entered entered_;
-    const OwnStream stream_;
-    std::vector<OwnEvent> events_;
-    CopyList list_;
-};
-
 // One thread of the loop. Its memory is the loop's, or a share of `slots` pieces where that is less than the bytes.
 class Worker {
 public:
     Worker(const BareLoop& loop, int number)
         : loop_(loop), shared_(loop.memory_bytes < loop.bytes), slots_(shared_ ? slots(loop) : 0),
           own_(loop.memory + (shared_ ? number * slots_ * loop.piece_bytes : 0)) {
-        if (loop.cuda) onward_.emplace(loop, slots_);
+        if (!loop.cuda) return;
+        entered_.emplace(*loop.cuda);
+        stream_ = own_stream(*loop.cuda, false);
+        for (int64_t n = 0; n < slots_; ++n) events_.push_back(own_event(*loop.cuda, EventUse::kOrder));
     }
+    ~Worker() {
+        try {
+            finish();  // where the loop broke off
+        } catch (const CudaError&) {  // nothing runs any more
+        }
+    }
+    Worker(Worker&&) = delete;
 
     int move(int64_t piece) {
         const int64_t at = piece * loop_.piece_bytes, bytes = std::min(loop_.piece_bytes, loop_.bytes - at);
         const int64_t slot = shared_ ? turn_++ % slots_ : 0;
+        const CudaEvent copied = events_.empty() ? nullptr : events_[static_cast<size_t>(slot)].get();
         uint8_t* const part = own_ + (shared_ ? slot * loop_.piece_bytes : at);
+        const auto size = static_cast<size_t>(bytes);
         if (loop_.op == Op::kWrite) {
-            if (loop_.planes) std::memcpy(part, loop_.planes + at, static_cast<size_t>(bytes));
+            if (loop_.planes) std::memcpy(part, loop_.planes + at, size);
             sum(loop_, part, bytes);
         }
-        if (onward_ && shared_) onward_->await(slot);
-        const auto size = static_cast<size_t>(bytes);
+        if (copied) loop_.cuda->await(copied);  // it still reads what is read into again
         const bool read = loop_.op == Op::kRead;
         const ssize_t moved = read ? pread(loop_.fd, part, size, at) : pwrite(loop_.fd, part, size, at);
         if (moved != bytes) return moved < 0 ? -errno : -ENODATA;
         if (read) {
             sum(loop_, part, bytes);
-            if (loop_.planes) std::memcpy(loop_.planes + at, part, static_cast<size_t>(bytes));
-            if (onward_) onward_->copy(slot, at, part, bytes);
+            if (loop_.planes) std::memcpy(loop_.planes + at, part, size);
+            if (stream_) {
+                list_.clear();
+                list_.add(loop_.device + static_cast<uint64_t>(at), reinterpret_cast<uint64_t>(part), size, false);
+                loop_.cuda->copy(list_, 0, 1, stream_.get(), true);
+            }
+            if (copied) loop_.cuda->record(copied, stream_.get());
         }
         return 0;
     }
 
     void finish() const {
-        if (onward_) onward_->finish();
+        if (stream_) loop_.cuda->synchronize(stream_.get());
     }
 
 private:
@@ -114,7 +94,10 @@ private:
     const int64_t slots_;
     uint8_t* const own_;
     int64_t turn_ = 0;
-    std::optional<Onward> onward_;
+    std::optional<Cuda::Entered> entered_;
+    OwnStream stream_;  // of copies to GPU memory
+    std::vector<OwnEvent> events_;  // of each slot, behind the copy that reads it
+    CopyList list_;
 };
 
 class CuFileWorker {
@@ -125,7 +108,7 @@ public:
     int move(int64_t piece) const {
         const int64_t at = piece * loop_.piece_bytes, bytes = std::min(loop_.piece_bytes, loop_.bytes - at);
         const int64_t moved = loop_.files->move(loop_.op == Op::kWrite, file_, base_, static_cast<size_t>(bytes), at,
-                                                         static_cast<int64_t>(loop_.memory - base_) + at);
+                                                static_cast<int64_t>(loop_.memory - base_) + at);
         return moved == bytes ? 0 : moved < 0 ? static_cast<int>(moved) : -ENODATA;
     }
     void finish() const {}

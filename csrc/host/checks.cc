@@ -18,14 +18,6 @@ bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
     return each && bounds.front() >= 0 && bounds.back() <= most;
 }
 
-bool within(const int64_t* values, int64_t count, int64_t limit) {
-    return std::all_of(values, values + count, [&](int64_t value) { return value >= 0 && value < limit; });
-}
-
-bool within(const std::vector<int64_t>& values, int64_t count, int64_t limit) {
-    return static_cast<int64_t>(values.size()) == count && within(values.data(), count, limit);
-}
-
 // Whether a way makes sense for these spaces: nothing of it reaches beyond them.
 bool sound(const Way& way, const Executor& executor) {
     const std::vector<Place>& spaces = executor.places();
@@ -39,7 +31,8 @@ bool sound(const Way& way, const Executor& executor) {
     if (source == Kind::kPlanes && spaces[way.target].sums == nullptr) return false;
     const auto fits = [&](int32_t space, const std::vector<int64_t>& slots) {
         const int64_t each = spaces[space].kind == Kind::kPlanes ? limits.page_blocks : 1;
-        return within(slots, way.pages * each, spaces[space].slots);
+        const auto count = static_cast<int64_t>(slots.size());
+        return count == way.pages * each && within(slots.data(), count, spaces[space].slots);
     };
     if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
     if (!way.sums.empty() && static_cast<int64_t>(way.sums.size()) != way.pages * limits.layers) return false;
@@ -196,7 +189,7 @@ void check(const PageCopies& copies, const GpuPlanes& planes) {
     refuse_if(extents.origin > first || extents.stride < last - extents.origin, "layers that leave their slot");
     refuse_if(!within(copies.slots, copies.pages, extents.slots), "a slot that is not there");
     refuse_if(!within(copies.blocks, copies.pages * planes.page_blocks, planes.blocks), "a block that is not there");
-    refuse_if(copies.n_after > 1 << 20, "no sound events");
+    refuse_if(copies.after.size() > 1 << 20, "no sound events");
 }
 
 }  // namespace gdscache

@@ -15,7 +15,7 @@ namespace gdscache {
 
 // What a function of the driver refused; or that there is none.
 struct CudaError : Error {
-    explicit CudaError(const std::string& why) : Error(EIO, why) {}
+    explicit CudaError(const std::string& why) : Error(EIO, why, "see what the CUDA driver says") {}
 };
 
 using CudaStream = void*;    // CUstream

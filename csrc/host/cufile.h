@@ -19,7 +19,7 @@ namespace gdscache {
 
 // What cuFile refused; or that there is none.
 struct CuFileError : Error {
-    explicit CuFileError(const std::string& why) : Error(EIO, why) {}
+    explicit CuFileError(const std::string& why) : Error(EIO, why, "see docs/gds.md") {}
 };
 
 constexpr int32_t kCuFileErrors = 5000;  // cuFile's own are greater; what is less is an errno

@@ -45,20 +45,16 @@ public:
     }
 
     void transfer_all(std::span<const Piece> pieces, const Told& told) override {
-        int room = free_->load();
-        while (room > 0 && !free_->compare_exchange_weak(room, 0)) {
-        }
-        room = std::max(room, 0);
+        const int room = free_->exchange(0);
         Batch batch;
-        batch.left.assign(pieces.size(), 0);
-        size_t batched = 0;
-        while (batched < pieces.size() && add(batch, pieces, batched, static_cast<size_t>(room))) ++batched;
+        while (batch.ends.size() < pieces.size() && add(batch, pieces[batch.ends.size()], static_cast<size_t>(room))) {
+        }
         const int used = static_cast<int>(batch.entries.size());
         free_->fetch_add(room - used);
-        if (used < kLeastEntries || !enter() || !submit(batch)) batched = 0;
+        if (used < kLeastEntries || !enter() || !submit(batch)) batch.ends.clear();
         else reap(batch, told);
         free_->fetch_add(used);
-        for (size_t n = batched; n < pieces.size(); ++n) {
+        for (size_t n = batch.ends.size(); n < pieces.size(); ++n) {
             const Call whole{pieces[n].fragments, pieces[n].count, pieces[n].offset, 0};
             told(n, transfer(pieces[n], whole));
         }
@@ -67,9 +63,8 @@ public:
 private:
     struct Batch {
         std::vector<CuFileEntry> entries;
-        std::vector<size_t> pieces;    // of each entry
-        std::vector<int64_t> results;  // ... and what became of it
-        std::vector<uint32_t> left;    // of each piece: entries that have not ended
+        std::vector<std::optional<int64_t>> results;  // of each entry; none while it is under way
+        std::vector<size_t> ends;                     // of each piece: where its entries end
     };
 
     struct MemoryOf {
@@ -99,8 +94,7 @@ private:
     }
 
     // A piece's stretches, where there is room for all of them.
-    bool add(Batch& batch, std::span<const Piece> pieces, size_t number, size_t room) const {
-        const Piece& piece = pieces[number];
+    bool add(Batch& batch, const Piece& piece, size_t room) const {
         const CuFileHandle file = files_->file(piece.fd);
         const size_t before = batch.entries.size();
         int64_t offset = piece.offset;
@@ -110,16 +104,14 @@ private:
             batch.entries.push_back({1, reinterpret_cast<void*>(*stretch.memory), offset,
                                      static_cast<int64_t>(stretch.address - *stretch.memory),
                                      static_cast<size_t>(stretch.bytes), file, piece.op == Op::kWrite, nullptr});
-            batch.pieces.push_back(number);
             offset += stretch.bytes;
             n += stretch.count;
             if (n == piece.count) {
-                batch.left[number] = static_cast<uint32_t>(batch.entries.size() - before);
+                batch.ends.push_back(batch.entries.size());
                 return true;
             }
         }
         batch.entries.resize(before);
-        batch.pieces.resize(before);
         return false;
     }
 
@@ -130,7 +122,7 @@ private:
         try {
             if (!batch_) batch_ = files_->open_batch(kMostEntries);
             if (files_->submit(batch_, batch.entries.data(), count)) {
-                batch.results.assign(count, 0);
+                batch.results.resize(count);
                 return true;
             }
             files_->cancel(batch_);
@@ -145,7 +137,6 @@ private:
     // for.
     void reap(Batch& batch, const Told& told) {
         std::vector<CuFileEvent> events(batch.entries.size());
-        std::vector<bool> over(batch.entries.size(), false);
         for (size_t left = batch.entries.size(); left != 0;) {
             const size_t before = left;
             const int found = files_->reap(batch_, events.data(), static_cast<unsigned>(left));
@@ -153,24 +144,25 @@ private:
                 const CuFileEvent& event = events[static_cast<size_t>(n)];
                 const size_t entry = reinterpret_cast<size_t>(event.cookie) - 1;
                 if (event.status == CuFileEvent::kWaiting || event.status == CuFileEvent::kPending) continue;
-                if (entry >= over.size() || over[entry]) continue;
-                over[entry] = true;
+                if (entry >= batch.results.size() || batch.results[entry]) continue;
                 batch.results[entry] = CuFiles::result(event);
                 --left;
-                const size_t piece = batch.pieces[entry];
-                if (--batch.left[piece] == 0) told(piece, answer(batch, piece));
+                const size_t piece = std::ranges::upper_bound(batch.ends, entry) - batch.ends.begin();
+                if (const auto moved = answer(batch, piece)) told(piece, *moved);
             }
             if (left == before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
     }
 
-    // What was moved of a piece from its beginning on; or why nothing was.
-    static int64_t answer(const Batch& batch, size_t piece) {
+    // What was moved of a piece from its beginning on, or why nothing was; none while some of it is under way.
+    static std::optional<int64_t> answer(const Batch& batch, size_t piece) {
+        const size_t first = piece ? batch.ends[piece - 1] : 0;
+        const auto results = std::span(batch.results).subspan(first, batch.ends[piece] - first);
+        if (!std::ranges::all_of(results, [](const auto& one) { return one.has_value(); })) return std::nullopt;
         int64_t moved = 0;
-        for (size_t n = 0; n < batch.entries.size(); ++n) {
-            if (batch.pieces[n] != piece) continue;
-            const auto bytes = static_cast<int64_t>(batch.entries[n].bytes);
-            const int64_t result = batch.results[n] > bytes ? -EIO : batch.results[n];
+        for (size_t n = 0; n < results.size(); ++n) {
+            const auto bytes = static_cast<int64_t>(batch.entries[first + n].bytes);
+            const int64_t result = *results[n] > bytes ? -EIO : *results[n];
             if (result < 0) return moved ? moved : result;
             moved += result;
             if (result < bytes) break;

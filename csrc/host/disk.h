@@ -41,8 +41,7 @@ struct Piece {
     Op op;
     // The kernel copies the bytes (page cache, RAM disk): one of its threads does that, not the thread that submits.
     bool copied;
-    const Look* looks = nullptr;  // of what is read; not every disk takes them, nor any disk those of a piece in parts
-    uint32_t n_looks = 0;
+    std::span<const Look> looks{};  // of what is read; not every disk takes them, nor any those of a piece in parts
 };
 
 // Fragments [first, first + count) of a piece have ended: nothing touches their memory any more.

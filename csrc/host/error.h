@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <stdexcept>
@@ -13,16 +14,24 @@
 
 namespace gdscache {
 
-// What the system, a driver or a check refused. `code`: an errno, or greater than any where cuFile has its own.
+// What the system, a driver or a check refused. `code`: an errno, or greater than any where cuFile has its own. `hint`:
+// what to do.
 struct Error : std::runtime_error {
-    Error(int number, const std::string& why) : std::runtime_error(why), code(number) {}
+    Error(int number, const std::string& why, const char* what_to_do = "see what it says")
+        : std::runtime_error(why), code(number), hint(what_to_do) {}
     int code;
+    const char* hint;
 };
 
 inline void refuse_if(bool unsound, const char* why) {
     if (unsound) throw Error(EINVAL, why);
 }
 inline void require(bool sound, const char* why) { refuse_if(!sound, why); }
+
+// Whether all of some numbers are in [0, limit).
+inline bool within(const int64_t* values, int64_t count, int64_t limit) {
+    return std::all_of(values, values + count, [&](int64_t value) { return value >= 0 && value < limit; });
+}
 
 struct Descriptor {
     explicit Descriptor(int opened) : fd(opened) {}

@@ -1,7 +1,6 @@
 #include "executor.h"
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 
 #include "quiet.h"
@@ -9,8 +8,6 @@
 
 namespace gdscache {
 namespace {
-
-using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
 constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait: then it looks around
 constexpr size_t kMostSpans = 1 << 16;           // that are kept until somebody takes them
@@ -22,10 +19,6 @@ Span::Kind kind_of(Copy copy) {
 }
 
 }  // namespace
-
-Nanoseconds now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
-}
 
 Executor::Held::Call Executor::Held::call() {
     News news = executor_.moves_.take_news();
@@ -113,11 +106,6 @@ bool Executor::extend(int64_t move, std::vector<Way> ways, bool last) {
     return rows <= std::numeric_limits<int32_t>::max() && moves_.extend(move, std::move(ways), last);
 }
 
-bool Executor::knows(int64_t move) { return Held(*this)->knows(move); }
-bool Executor::cancel(int64_t move) { return Held(*this)->cancel(move); }
-void Executor::refuse(Status status) { Held(*this)->refuse(status); }
-bool Executor::forget(int64_t move) { return Held(*this)->forget(move); }
-
 std::optional<int64_t> Executor::wait(int64_t move, int32_t group, Nanoseconds until) {
     Held held(*this);
     int64_t point = 0;
@@ -143,20 +131,11 @@ const CopyJob* Executor::take_copy(Hands hands, Nanoseconds until) {
     return job;
 }
 
-bool Executor::copy_queued(int64_t job, int64_t point) { return Held(*this)->copy_queued(job, point); }
-
-bool Executor::copy_ended(int64_t job, const uint64_t* found, const char* broken) {
-    return Held(*this)->copy_ended(job, found, broken);
-}
-
 std::vector<std::pair<int64_t, int32_t>> Executor::take_ended_late(Nanoseconds until, size_t most) {
     Held held(*this);
     if (!wait_for(held, late_, until, [&] { return moves_.has_ended_late(); }) && stopped_) throw Stopped();
     return moves_.take_ended_late(most);
 }
-
-int64_t Executor::held_slots() { return Held(*this)->held_slots(); }
-int64_t Executor::free_slots() { return Held(*this)->free_slots(); }
 
 void Executor::trace() {
     const Held held(*this);

@@ -33,9 +33,6 @@ struct Place : Space {
     uint64_t reached = 0; // of a memory: the disks, a bit each, that read into it and write from it
 };
 
-// The monotonic clock.
-Nanoseconds now();
-
 // What a thread of ours did, and when; or streams of a GPU. `kReady` took no time: from then on the layers were in the
 // planes, or their copies were queued.
 struct Span {
@@ -59,7 +56,7 @@ struct Span {
 
 // No thread of others may wait any more.
 struct Stopped : Error {
-    Stopped() : Error(ECANCELED, "the executor was stopped") {}
+    Stopped() : Error(ECANCELED, "the executor was stopped", "wait before close") {}
 };
 
 class Executor {
@@ -74,27 +71,29 @@ public:
     bool begin(MoveSpec spec);
     // More ways of a load that was begun open, perhaps the last. False where it is not open, or has too many rows then.
     bool extend(int64_t move, std::vector<Way> ways, bool last);
-    bool knows(int64_t move);
-    bool cancel(int64_t move);
-    void refuse(Status status);
+    bool knows(int64_t move) { return Held(*this)->knows(move); }
+    bool cancel(int64_t move) { return Held(*this)->cancel(move); }
+    void refuse(Status status) { Held(*this)->refuse(status); }
     // Wait until all copies of a group are done, or queued on a GPU, behind a point (Moves::ready); or with `group` -1
     // until the move has ended. The point, or 0, also of a move that nobody knows any more; none where it takes longer.
     // Throws `Stopped`.
     std::optional<int64_t> wait(int64_t move, int32_t group, Nanoseconds until);
     // The outcome of a move that has ended; null before.
     const Outcome* outcome(int64_t move);
-    bool forget(int64_t move);
+    bool forget(int64_t move) { return Held(*this)->forget(move); }
 
     // The next foreign job, which is the caller's until its end is said; waits for one until then, or until `stop`, and
     // is null where none has come. Who waits asks for those of loads, or those of stores.
     const CopyJob* take_copy(Hands hands, Nanoseconds until);
-    bool copy_queued(int64_t job, int64_t point);
-    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
+    bool copy_queued(int64_t job, int64_t point) { return Held(*this)->copy_queued(job, point); }
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken) {
+        return Held(*this)->copy_ended(job, found, broken);
+    }
 
     // Late pages that have ended since the last call; waits for one until then. Throws `Stopped` where there is none.
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most);
-    int64_t held_slots();
-    int64_t free_slots();
+    int64_t held_slots() { return Held(*this)->held_slots(); }
+    int64_t free_slots() { return Held(*this)->free_slots(); }
 
     // Keep spans from now on, until they are taken.
     void trace();

@@ -123,8 +123,8 @@ void Executor::disk_loop(int32_t number) {
                 pieces.push_back({tag, made->runs.fragments.data() + run.first, run.count, run.fd, run.offset,
                                   made->job.write ? Op::kWrite : Op::kRead, files.copied});
                 if (made->looks.empty()) continue;
-                pieces.back().looks = made->looks.data() + made->looks_at[n];
-                pieces.back().n_looks = static_cast<uint32_t>(made->looks_at[n + 1] - made->looks_at[n]);
+                const size_t at = made->looks_at[n];
+                pieces.back().looks = std::span(made->looks).subspan(at, made->looks_at[n + 1] - at);
             }
             flights.emplace(next_flight++, std::move(made));
             held.take_again();

@@ -1,11 +1,11 @@
 #include "gpu.h"
 
-#include <chrono>
 #include <cstring>
 #include <ranges>
 #include <utility>
 
 #include "gpu_chunks.h"
+#include "move.h"
 #include "xxh3.h"
 
 namespace gdscache {
@@ -63,8 +63,8 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     try {
         const size_t layers = static_cast<size_t>(copies.last - copies.first);
         if (transfer.on_gpu) queued.digests = buffers_.take(static_cast<size_t>(copies.pages) * layers * 8);
-        for (size_t n = 0; n < copies.n_after; ++n) {
-            const auto event = reinterpret_cast<CudaEvent>(copies.after[n]);
+        for (const uint64_t one : copies.after) {
+            const auto event = reinterpret_cast<CudaEvent>(one);
             if (!alone || transfer.on_gpu) cuda_.follow(lane.kernels, event);
             if (alone) cuda_.follow(lane.copies, event);
         }
@@ -162,17 +162,13 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
     StreamTimes times;
     if (queued.times[1] == nullptr && queued.times[3] == nullptr) return times;
     const std::lock_guard held(times_lock_);
-    const auto clock = [] {
-        const auto time = std::chrono::steady_clock::now().time_since_epoch();
-        return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
-    };
-    if (anchored_ == 0 || clock() - anchored_ > kAnchorAge) {
+    if (anchored_ == 0 || now() - anchored_ > kAnchorAge) {
         if (!anchor_) anchor_ = own_event(cuda_, EventUse::kTime);
         if (!anchors_) anchors_ = own_stream(cuda_, true);
-        const int64_t before = clock();
+        const Nanoseconds before = now();
         cuda_.record(anchor_.get(), anchors_.get());
         cuda_.await(anchor_.get());
-        anchored_ = (before + clock()) / 2;
+        anchored_ = (before + now()) / 2;
     }
     for (const int stream : {0, 1}) {
         if (queued.times[2 * stream] == nullptr) continue;

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "cuda.h"
@@ -71,8 +72,7 @@ struct PageCopies {
     ExtentSlots extents;
     const int64_t* slots;
     const int64_t* blocks;
-    const uint64_t* after;  // events
-    size_t n_after;
+    std::span<const uint64_t> after;  // events
 };
 
 // Copies that are queued. `point`: behind all of them; `read`: behind the last look at what they take.

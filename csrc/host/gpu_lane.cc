@@ -37,39 +37,42 @@ void Points::look() {
     }
 }
 
+Points::Mark* Points::find(int64_t point) {
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
+    return point <= reached_ || mark == marks_.end() ? nullptr : &*mark;
+}
+
 bool Points::reached(int64_t point) {
     const std::lock_guard held(lock_);
-    if (point <= reached_) return true;
+    const Mark* const mark = find(point);
+    if (!mark) return true;
     const Cuda::Entered entered(cuda_);
-    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
-    return mark == marks_.end() || cuda_.happened(mark->event);
+    return cuda_.happened(mark->event);
 }
 
 void Points::await(int64_t point) {
     std::unique_lock held(lock_);
-    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
-    if (point <= reached_ || mark == marks_.end()) return;
+    Mark* const mark = find(point);
+    if (!mark) return;
     const Cuda::Entered entered(cuda_);
     ++mark->waiting;  // nobody takes its event meanwhile; a deque's ends leave the others where they are
-    Mark& of = *mark;
     held.unlock();
     try {
-        cuda_.await(of.event);
+        cuda_.await(mark->event);
     } catch (...) {
         held.lock();
-        --of.waiting;
+        --mark->waiting;
         throw;
     }
     held.lock();
-    --of.waiting;
+    --mark->waiting;
     look();
 }
 
 void Points::follow(CudaStream stream, int64_t point) {
     const std::lock_guard held(lock_);
-    if (point <= reached_) return;
-    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
-    if (mark == marks_.end()) return;
+    const Mark* const mark = find(point);
+    if (!mark) return;
     const Cuda::Entered entered(cuda_);
     cuda_.follow(stream, mark->event);
 }

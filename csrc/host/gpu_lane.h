@@ -46,7 +46,9 @@ private:
         CudaEvent event;
         int waiting;  // threads
     };
-    void look();  // with the lock held
+    // With the lock held. `find`: of a point that may not be reached yet, else null.
+    void look();
+    Mark* find(int64_t point);
 
     const Cuda& cuda_;
     const int which_;

@@ -58,7 +58,7 @@ PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) co
                               job.origin, count, place.foreign, place.pinned, part ? 0 : place.fence};
     const auto pages = static_cast<int64_t>(job.pages.size());
     return {job.copy == Copy::kScatter, static_cast<Route>(job.route), job.sums, job.first, job.last, pages, extents,
-            slots->data(), job.blocks.data(), job.after.data(), job.after.size()};
+            slots->data(), job.blocks.data(), job.after};
 }
 
 void GpuServer::queue(Hands hands, Direction& direction) {

@@ -25,10 +25,11 @@ std::mutex mutex;
 
 }  // namespace
 
-void* take_of_reserve(size_t bytes) noexcept {
-    if (bytes > kReserveBytes - kHead) return nullptr;
+void* take_of_reserve(size_t bytes, bool spare) noexcept {
+    if (bytes > (spare ? kSpareBytes : kReserveBytes - kHead)) return nullptr;
     const size_t units = (bytes + kHead + kUnit - 1) / kUnit;
     const std::lock_guard lock(mutex);
+    if (spare && used.count() > kUnits / 2) return nullptr;
     size_t free = 0;
     for (size_t n = 0; n < kUnits; ++n) {
         free = used[n] ? 0 : free + 1;
@@ -40,15 +41,6 @@ void* take_of_reserve(size_t bytes) noexcept {
         return block + kHead;
     }
     return nullptr;
-}
-
-void* take_of_spare(size_t bytes) noexcept {
-    if (bytes > kSpareBytes) return nullptr;
-    {
-        const std::lock_guard lock(mutex);
-        if (used.count() > kUnits / 2) return nullptr;
-    }
-    return take_of_reserve(bytes);
 }
 
 bool give_to_reserve(void* address) noexcept {
@@ -85,11 +77,8 @@ void* operator new(size_t bytes) {
     const auto system = __real_malloc ? __real_malloc : std::malloc;  // tests are linked without
     for (;;) {
         if (void* const found = system(bytes ? bytes : 1)) return found;
-        if (!gdscache::must_not_fail) {
-            if (void* const found = gdscache::take_of_spare(bytes)) return found;
-            throw std::bad_alloc();
-        }
-        if (void* const found = gdscache::take_of_reserve(bytes)) return found;
+        if (void* const found = gdscache::take_of_reserve(bytes, !gdscache::must_not_fail)) return found;
+        if (!gdscache::must_not_fail) throw std::bad_alloc();
         const timespec pause{0, 1'000'000};
         nanosleep(&pause, nullptr);
     }

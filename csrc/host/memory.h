@@ -26,12 +26,10 @@ private:
 using MustNotFail = Allocating<true>;
 using MayFail = Allocating<false>;
 
-// The reserve. `take` answers null where no room is left; `give` whether the address was of it.
+// The reserve. `take` answers null where no room is left; `give` whether the address was of it. `spare`: of what moves
+// under way can spare, some bytes, as nanobind asks for where an exception would end the process.
 constexpr size_t kReserveBytes = size_t{2} << 20;
-void* take_of_reserve(size_t bytes) noexcept;
-// The same of what moves under way can spare: some bytes, as nanobind asks for where an exception would end the
-// process.
-void* take_of_spare(size_t bytes) noexcept;
+void* take_of_reserve(size_t bytes, bool spare = false) noexcept;
 bool give_to_reserve(void* address) noexcept;
 
 }  // namespace gdscache

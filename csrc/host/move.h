@@ -2,12 +2,19 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
 namespace gdscache {
 
 using Nanoseconds = int64_t;  // of CLOCK_MONOTONIC, or of a test's clock
+
+// The monotonic clock.
+inline Nanoseconds now() {
+    const auto time = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+}
 
 // How a page ended. The order is that of `PageStatus`.
 enum class Status : uint8_t {

@@ -138,11 +138,6 @@ int64_t layer_bytes(const Pool& pool, int64_t layer) {
     return rows * pool.block_tokens * pool.page_blocks;
 }
 
-bool knows(const Pool& pool, const int64_t* blocks) {
-    return std::all_of(blocks, blocks + pool.page_blocks,
-                       [&](int64_t block) { return block >= 0 && block < pool.blocks; });
-}
-
 void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
             Store store) {
     const Arm& arm = best_arm();

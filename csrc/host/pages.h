@@ -35,9 +35,6 @@ void check(const Pool& pool);
 // Bytes of a layer in an extent.
 int64_t layer_bytes(const Pool& pool, int64_t layer);
 
-// Whether each of a page's blocks is one of the pool's.
-bool knows(const Pool& pool, const int64_t* blocks);
-
 // How a copy writes: through the caches, or past them, which is better for memory that nobody looks at soon. It is the
 // better choice where a move's bytes are more than the last cache has; `stream_fence` is the caller's, once a move.
 enum class Store { kCached, kStreamed };

@@ -167,7 +167,7 @@ private:
             parts.pop_back();
             iovec one;
             const Call call = next_call(piece, part, one);
-            const bool looks = caller.looks() && piece.n_looks != 0 && part.count == piece.count && part.resume == 0;
+            const bool looks = caller.looks() && !piece.looks.empty() && part.count == piece.count && part.resume == 0;
             const int64_t answer = looks ? read_and_look(caller, piece) : caller.transfer(piece, call);
             advance(piece, part, answer, ended, parts);
             if (looks && answer == call.bytes) ended.back().looked = true;
@@ -215,7 +215,7 @@ int64_t system_call(const Piece& piece, const Call& call) {
 
 int64_t read_and_look(Caller& caller, const Piece& piece) {
     const size_t most = piece.copied ? kStride : SIZE_MAX;
-    const Look *look = piece.looks, *const last = look + piece.n_looks;
+    auto look = piece.looks.begin();
     std::vector<iovec> stride;
     int64_t moved = 0;
     size_t within = 0;  // bytes of fragment `next` that were read
@@ -240,7 +240,7 @@ int64_t read_and_look(Caller& caller, const Piece& piece) {
         for (size_t n = 0; n < stride.size(); ++n) {
             const auto* const begin = static_cast<const uint8_t*>(fragments[n].iov_base);
             const auto* const end = static_cast<const uint8_t*>(stride[n].iov_base) + stride[n].iov_len;
-            for (; look != last && begin <= look->memory && look->memory + look->bytes <= end; ++look) {
+            for (; look != piece.looks.end() && begin <= look->memory && look->memory + look->bytes <= end; ++look) {
                 *look->sum = xxh3(look->memory, look->bytes);
             }
         }

@@ -155,13 +155,6 @@ uint64_t of_lanes(const Lanes& lanes, const uint8_t* last, uint64_t size) {
     return finished(value);
 }
 
-const Arm& chosen_arm() {
-    for (const Arm* arm : {avx512_arm(), avx2_arm(), neon_arm()}) {
-        if (arm) return *arm;
-    }
-    return kScalar;
-}
-
 }  // namespace
 
 void stream_fence() {
@@ -170,16 +163,15 @@ void stream_fence() {
 #endif
 }
 
-const Arm& best_arm() {
-    static const Arm& arm = chosen_arm();
-    return arm;
+std::vector<const Arm*> arms() {
+    std::vector<const Arm*> all{avx512_arm(), avx2_arm(), neon_arm(), &kScalar};
+    std::erase(all, nullptr);
+    return all;
 }
 
-const Arm* find_arm(const char* name) {
-    for (const Arm* arm : {&kScalar, avx512_arm(), avx2_arm(), neon_arm()}) {
-        if (arm && !std::strcmp(arm->name, name)) return arm;
-    }
-    return nullptr;
+const Arm& best_arm() {
+    static const Arm& arm = *arms().front();
+    return arm;
 }
 
 uint64_t xxh3(const void* data, size_t size, const Arm& arm) {

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace gdscache {
 
@@ -35,11 +36,11 @@ struct Arm {
 // What others must not see before the stores of `add_stream` is written after this.
 void stream_fence();
 
-// The fastest arm that this processor has. Decided at the first call.
-const Arm& best_arm();
+// The arms that this processor has, the fastest first.
+std::vector<const Arm*> arms();
 
-// An arm by its name; null where this processor does not have it, or nobody knows the name.
-const Arm* find_arm(const char* name);
+// The first of them. Decided at the first call.
+const Arm& best_arm();
 
 // XXH3-64 of `size` bytes.
 uint64_t xxh3(const void* data, size_t size, const Arm& arm);

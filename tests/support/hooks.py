@@ -8,6 +8,8 @@ set_faulty_disks(faulty): whether the first disk of executors that are opened fr
 fail(executor, faults): int64 (faults, 5): descriptor (-1: any), first byte, last byte + 1, what, value
 fail_disk(disk, faults): int64 (faults, 3): which piece, what, value
 release(executor), release_disk(disk): let go of everything that hangs, now and later
+disk_name(disk), disk_pending(disk): its name, and how many of its pieces have not ended
+wake_disk(disk): end the wait of a `reap`, the running or else the next; any thread
 """
 
 from __future__ import annotations

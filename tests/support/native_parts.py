@@ -59,11 +59,11 @@ class NativeDisk:
 
     @property
     def name(self) -> str:
-        return self.disk.name
+        return str(hooks.disk_name(self.disk))
 
     @property
     def pending(self) -> int:
-        return self.disk.pending
+        return int(hooks.disk_pending(self.disk))
 
     def submit(self, *pieces: Piece) -> None:
         fragments = np.array([f for p in pieces for f in p.fragments], np.uint64).reshape(-1, 2)
@@ -92,7 +92,7 @@ class NativeDisk:
             assert time.monotonic() < until
 
     def wake(self) -> None:
-        self.disk.wake()
+        hooks.wake_disk(self.disk)
 
     def release(self) -> None:
         hooks.release_disk(self.disk)

@@ -26,19 +26,17 @@ namespace gdscache {
 
 using namespace nb::literals;
 
-// Python raises it as the class `kind` of gdscache.errors.
-struct CallError : Error {
-    CallError(const std::string& why, int number, const char* what_to_do = kHint, const char* of = "NativeCallError")
-        : Error(number, why), hint(what_to_do), kind(of) {}
-
-    static constexpr const char* kHint = "see what it says";
-    const char *hint, *kind;
+// An error that Python raises as the class `kind` of gdscache.errors.
+struct NamedError : Error {
+    NamedError(const char* of, int number, const std::string& why, const char* what_to_do)
+        : Error(number, why, what_to_do), kind(of) {}
+    const char* kind;
 };
 
 // What is closed has no object any more. `what`: its name.
 template <typename Pointer>
 auto& open(const Pointer& pointer, const char* what) {
-    if (!pointer) throw CallError{std::string(what) + " was closed", EBADF, "use it before close"};
+    if (!pointer) throw Error(EBADF, std::string(what) + " was closed", "use it before close");
     return *pointer;
 }
 

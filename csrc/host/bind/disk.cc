@@ -37,11 +37,8 @@ void bind_disk(nb::module_& module) {
     nb::class_<OpenDisk>(module, "Disk")
         .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), "kind"_a.none(), "workers"_a,
              "depth"_a, "cufile"_a.none() = nb::none(), "transport"_a.none() = nb::none())
-        .def_prop_ro("name", &OpenDisk::name)
-        .def_prop_ro("pending", &OpenDisk::pending)
         .def("submit", &OpenDisk::submit, "pieces"_a, "fragments"_a)
         .def("reap", &OpenDisk::reap, "seconds"_a = -1.0)
-        .def("wake", &OpenDisk::wake)
         .def("close", &OpenDisk::close);
 }
 

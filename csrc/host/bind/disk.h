@@ -29,7 +29,7 @@ std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transpo
 std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
                                    const nb::object& transport, std::vector<DeviceRange> devices);
 
-// One thread submits, reaps and closes; any may wake.
+// One thread submits, reaps and closes.
 class OpenDisk {
 public:
     OpenDisk(const Text& kind, int workers, int depth, const OpenCuFiles* cufile, const nb::object& transport) {
@@ -38,15 +38,11 @@ public:
             disk_ = open_disk_by(kind, workers, depth, cufile, transport, {});
         } catch (const Error& error) {
             const char* const hint = "allow io_uring, or raise ulimit -n and ulimit -u";
-            throw CallError{error.what(), error.code, hint, "RefusedDiskError"};
+            throw NamedError("RefusedDiskError", error.code, error.what(), hint);
         }
     }
     ~OpenDisk() { close(); }
     OpenDisk(OpenDisk&&) = delete;
-
-    std::string name() const { return open(disk_, "the disk").name(); }
-    size_t pending() const { return open(disk_, "the disk").pending(); }
-    void wake() { open(disk_, "the disk").wake(); }
 
     void submit(const Int64s& pieces, const UInt64s& fragments) {
         Disk& disk = open(disk_, "the disk");
@@ -75,7 +71,7 @@ public:
         {
             const nb::gil_scoped_release others;
             const MustNotFail reserve;
-            if (const int count = disk.reap(ended, seconds); count < 0) throw CallError{"the disk is broken", -count};
+            if (const int count = disk.reap(ended, seconds); count < 0) throw Error(-count, "the disk is broken");
         }
         const Fresh<int64_t> rows(static_cast<int64_t>(ended.size()), 5);
         int64_t* row = rows.data;

@@ -158,7 +158,7 @@ int32_t OpenExecutor::number_of(const nb::object& name) const {
     PyObject* const found = PyDict_GetItemWithError(numbers_.ptr(), name.ptr());
     if (found) return static_cast<int32_t>(PyLong_AsLong(found));
     if (PyErr_Occurred()) throw nb::python_error();
-    throw CallError{"no space is called " + std::string(nb::str(name).c_str()), EINVAL};
+    throw Error(EINVAL, "no space is called " + std::string(nb::str(name).c_str()));
 }
 
 std::vector<Way> OpenExecutor::read(const nb::sequence& ways) const {
@@ -207,11 +207,11 @@ void OpenExecutor::begin(int64_t number, int priority, Nanoseconds until, const 
                       sound(spec.ways, known, has_gpu()) && sound(spec.groups, known.limits()) &&
                       (!more || loads(spec.ways, known));
     require(good, "a move that makes no sense");
-    if (!known.begin(std::move(spec))) throw CallError{"another move has that number", EEXIST};
+    if (!known.begin(std::move(spec))) throw Error(EEXIST, "another move has that number");
 }
 
 void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
-    if (!executor().knows(move)) throw CallError{"no such move", ENOENT};
+    if (!executor().knows(move)) throw Error(ENOENT, "no such move");
     std::vector<Way> more = read(ways);
     const bool good = sound(more, executor(), has_gpu()) && loads(more, executor());
     require(good && executor().extend(move, std::move(more), last), "ways that make no sense for this move");
@@ -219,7 +219,7 @@ void OpenExecutor::extend(int64_t move, const nb::sequence& ways, bool last) {
 
 nb::tuple OpenExecutor::outcome(int64_t move) {
     const Outcome* const found = executor().outcome(move);
-    if (!found) throw CallError{"the move has not ended", EAGAIN, "wait for it"};
+    if (!found) throw Error(EAGAIN, "the move has not ended", "wait for it");
     const Fresh<uint8_t> statuses(static_cast<int64_t>(found->statuses.size()));
     if (!found->statuses.empty()) std::memcpy(statuses.data, found->statuses.data(), found->statuses.size());
     const nb::object errors = nb::cast(found->errors), late = nb::cast(found->late);

@@ -40,7 +40,7 @@ std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t addres
     const ExtentSlots memory{address, stride, 0, extents, device, pinned, fence};
     const auto first = static_cast<int32_t>(range.start), last = static_cast<int32_t>(range.stop);
     const PageCopies asked{load, static_cast<Route>(route), sums, first, last, slots.size(), memory, slots.data(),
-                           blocks.data(), after.data(), static_cast<size_t>(after.size())};
+                           blocks.data(), {after.data(), static_cast<size_t>(after.size())}};
     check(asked, planes);
     const nb::gil_scoped_release others;
     {  // before anything is queued: what this throws is not about it
@@ -64,7 +64,7 @@ nb::object finish(const OpenGpu& self, int64_t ticket) {
     {
         const std::lock_guard held(copies->lock);
         auto node = copies->asked.extract(ticket);
-        if (node.empty()) throw CallError{"no such copies", ENOENT};
+        if (node.empty()) throw Error(ENOENT, "no such copies");
         queued = std::move(node.mapped());
     }
     const Fresh<uint64_t> sums(queued.pages, queued.last - queued.first);

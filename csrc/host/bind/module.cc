@@ -6,18 +6,15 @@
 #include <system_error>
 
 #include "../cuda.h"
-#include "../cufile.h"
-#include "../executor.h"
 #include "../memory.h"
 #include "bind.h"
 
 namespace gdscache {
 namespace {
 
-void raise(const CallError& error) {
+void raise(const Error& error, std::string_view name = "NativeCallError") {
     try {
-        const nb::object kind = nb::module_::import_("gdscache.errors").attr(error.kind);
-        const std::string_view name = error.kind;
+        const nb::object kind = nb::module_::import_("gdscache.errors").attr(name.data());
         const bool system = name != "DeviceError" && name != "InvalidValueError";
         const auto bytes = static_cast<Py_ssize_t>(std::strlen(error.what()));
         const nb::str why = nb::steal<nb::str>(PyUnicode_DecodeUTF8(error.what(), bytes, "replace"));
@@ -32,22 +29,18 @@ void translate(const std::exception_ptr& thrown, void*) {
     const MustNotFail reserve;  // also called where memory has run out
     try {
         std::rethrow_exception(thrown);
-    } catch (const CallError& error) {
-        raise(error);
+    } catch (const NamedError& error) {
+        raise(error, error.kind);
     } catch (const CudaError& error) {
-        raise({error.what(), error.code, "see what the CUDA driver says", "DeviceError"});
-    } catch (const CuFileError& error) {
-        raise({error.what(), error.code, "see docs/gds.md"});
-    } catch (const Stopped& error) {
-        raise({error.what(), error.code, "wait before close"});
+        raise(error, "DeviceError");
     } catch (const Error& error) {
-        raise({error.what(), error.code});
+        raise(error);
     } catch (const std::bad_alloc&) {
-        raise({"no memory", ENOMEM, "free memory"});
+        raise({ENOMEM, "no memory", "free memory"});
     } catch (const std::length_error&) {
-        raise({"no memory", ENOMEM, "free memory"});
+        raise({ENOMEM, "no memory", "free memory"});
     } catch (const std::system_error& error) {  // a thread
-        raise({error.what(), EAGAIN, "raise ulimit -u"});
+        raise({EAGAIN, error.what(), "raise ulimit -u"});
     }
 }
 

@@ -38,9 +38,8 @@ nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s&
     const bool known = range.start >= 0 && range.start <= range.stop && range.stop <= pool.layers();
     require(known, "layers that the pool has not");
     require(blocks.has(pages, pool.page_blocks), "pass blocks as int64 (pages, blocks a page)");
-    for (int64_t n = 0; n < pages; ++n) {
-        require(parts[n] && knows(pool, blocks.data() + n * pool.page_blocks), "a block that the pool has not");
-    }
+    require(within(blocks.data(), blocks.size(), pool.blocks), "a block that the pool has not");
+    for (int64_t n = 0; n < pages; ++n) require(parts[n], "an extent without an address");
     const Fresh<uint64_t> sums(summed ? pages : 0, count);
     const nb::gil_scoped_release others;
     for (int64_t n = 0; n < pages; ++n) {

@@ -14,10 +14,6 @@ constexpr uint64_t kFactors[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x16566
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15;
 constexpr int64_t kSpread = 64;  // numbers that lie further apart than so many for each are sorted
 
-bool within(const int64_t* numbers, int64_t count, int64_t limit) {
-    return std::all_of(numbers, numbers + count, [&](int64_t one) { return one >= 0 && one < limit; });
-}
-
 // Numbers of rows that a table has.
 struct Rows : Numbers<int64_t> {
     template <typename T>
@@ -101,8 +97,8 @@ void put(const Array<std::byte>& table, const nb::object& rows, const Array<cons
 nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<const std::byte>& keys) {
     const Rows wanted(rows, stored);
     if (keys.bytes() != kKeyBytes * wanted.size()) {
-        throw CallError{std::to_string(keys.bytes()) + " bytes of keys for " + std::to_string(wanted.size()) + " pages",
-                        EINVAL, "a key has 32 bytes", "InvalidValueError"};
+        const std::string why = std::to_string(keys.bytes()) + " bytes of keys for " + std::to_string(wanted.size());
+        throw NamedError("InvalidValueError", EINVAL, why + " pages", "a key has 32 bytes");
     }
     require(stored.dims() == 2, "a table of checksums has two dimensions");
     const int64_t sums = stored.shape(1);

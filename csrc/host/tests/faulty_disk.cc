@@ -108,7 +108,7 @@ private:
                 Piece one = piece;
                 one.fragments += n;
                 one.count = 1;
-                one.n_looks = 0;
+                one.looks = {};
                 one.offset = at;
                 Fault fault{};
                 const auto place = std::find_if(places_.begin(), places_.end(), [&](const PlaceFault& some) {
@@ -147,7 +147,7 @@ private:
         Passed& passed = passed_[number] = {given, fault, piece.count, {}};
         Piece inner = piece;
         inner.tag = number;
-        if (fault.what != Failing{}) inner.n_looks = 0;  // it comes between the disk and who looks
+        if (fault.what != Failing{}) inner.looks = {};  // it comes between the disk and who looks
         if (fault.what == Failing::kTorn) {
             size_t left = static_cast<size_t>(fault.value);
             for (uint32_t n = 0; n < piece.count && left; n++) {

@@ -64,7 +64,7 @@ public:
     PageCopies copies() const {
         const ExtentSlots extents{address, stride, origin, told_slots, kind == Extents::kDevice,
                                   kind == Extents::kPinned, fence};
-        return {load, route, sums, first, last, count, extents, slots.data(), blocks.data(), after.data(), after.size()};
+        return {load, route, sums, first, last, count, extents, slots.data(), blocks.data(), after};
     }
 
     // Bytes of this transfer's own come into the planes, where others do not look: on the GPU's side, and in the mirror.

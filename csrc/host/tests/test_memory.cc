@@ -85,7 +85,7 @@ void system_without_memory() {
     CHECK(throws(kBytes) && !throws(4096));
     std::vector<void*> spared;
     spared.reserve(kReserveBytes / 4096);
-    while (void* const block = take_of_spare(4096)) spared.push_back(block);
+    while (void* const block = take_of_reserve(4096, true)) spared.push_back(block);
     CHECK(spared.size() >= kReserveBytes / 4096 / 2 - 16 && spared.size() < kReserveBytes / 4096 * 3 / 4);
     for (void* const block : spared) CHECK(give_to_reserve(block));
     waits = true;

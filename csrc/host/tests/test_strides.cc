@@ -91,8 +91,7 @@ void check(File& file, Read& read, bool copied) {
     CHECK(disk != nullptr);
     file.calls = 0, file.largest = 0;
     const auto count = static_cast<uint32_t>(read.fragments.size());
-    const Piece piece{1,      read.fragments.data(), count, 0, read.offset, Op::kRead,
-                      copied, read.looks.data(),     static_cast<uint32_t>(read.looks.size())};
+    const Piece piece{1, read.fragments.data(), count, 0, read.offset, Op::kRead, copied, read.looks};
     disk->submit({&piece, 1});
     std::vector<Ended> ended;
     while (disk->pending()) CHECK(disk->reap(ended, 10) >= 0);

@@ -19,6 +19,7 @@ from gdscache.errors import EngineClosedError, IOFailedError
 from gdscache.native import Disk
 from gdscache.storage.base import Memory, address_of
 from tests.support.helpers import WAIT
+from tests.support.hooks import hooks
 from tests.support.posix_transport import PosixTransport
 
 SECTOR = 4096
@@ -68,7 +69,7 @@ class Rig:
     def ended(self) -> list[tuple[int, int, int, int]]:
         """(first fragment, fragments, error, bytes) of all answers."""
         found: list[tuple[int, int, int, int]] = []
-        while self.disk.pending:
+        while hooks.disk_pending(self.disk):
             found += [(first, count, error, moved) for _, first, count, error, moved in self.disk.reap(WAIT).tolist()]
         return sorted(found)
 

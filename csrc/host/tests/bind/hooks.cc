@@ -61,6 +61,9 @@ public:
         require(disk, "a disk without faults");
         disk->release();
     }
+    static std::string name(const OpenDisk& self) { return open(self.disk_, "the disk").name(); }
+    static size_t pending(const OpenDisk& self) { return open(self.disk_, "the disk").pending(); }
+    static void wake(const OpenDisk& self) { open(self.disk_, "the disk").wake(); }
 };
 
 // --- executors
@@ -168,8 +171,15 @@ private:
 
 namespace {
 
+const Arm* find_arm(const std::string& name) {
+    for (const Arm* const arm : arms()) {
+        if (arm->name == name) return arm;
+    }
+    return nullptr;
+}
+
 const Arm& arm_of(const Text& name) {
-    const Arm* const found = name ? find_arm(name->c_str()) : &best_arm();
+    const Arm* const found = name ? find_arm(*name) : &best_arm();
     require(found, "this processor has no such arm");
     return *found;
 }
@@ -246,6 +256,9 @@ void bind_hooks(nb::module_& module) {
     hooks.def("set_faulty_disks", [](bool all) { faulty_disks = all; });
     hooks.def("fail_disk", &DiskHooks::fail, "disk"_a, "faults"_a);
     hooks.def("release_disk", &DiskHooks::release, "disk"_a);
+    hooks.def("disk_name", &DiskHooks::name, "disk"_a);
+    hooks.def("disk_pending", &DiskHooks::pending, "disk"_a);
+    hooks.def("wake_disk", &DiskHooks::wake, "disk"_a);
     hooks.def("fail", &ExecutorHooks::fail, "executor"_a, "faults"_a);
     hooks.def("release", &ExecutorHooks::release, "executor"_a);
     nb::class_<Job>(hooks, "Job")
@@ -273,7 +286,7 @@ void bind_hooks(nb::module_& module) {
               "broken"_a.none() = nb::none());
     hooks.attr("MOST_FRAGMENTS") = kMostFragments;
     hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
-    hooks.def("has_arm", [](const char* name) { return find_arm(name) != nullptr; }, "name"_a);
+    hooks.def("has_arm", [](const std::string& name) { return find_arm(name) != nullptr; }, "name"_a);
     hooks.def("xxh3", &sum_of, "data"_a, "arm"_a.none() = nb::none());
     hooks.def("xxh3_chunks", &sum_of_chunks, "data"_a, "sizes"_a, "out"_a.none() = nb::none(),
               "stream"_a = false, "arm"_a.none() = nb::none());
