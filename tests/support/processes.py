@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
+import sys
+import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from unittest import mock
@@ -31,11 +37,11 @@ class Failure:
 class Child:
     """A process that runs `target(pipe, *arguments)`. At the end of the block it has ended, by force if need be."""
 
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, target: Callable[..., None], *arguments: Any, daemon: bool = True) -> None:
         with mock.patch.dict(os.environ, ONE_THREAD):  # a server with threads of its own had better not fork
             forkserver.ensure_running()
         self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_serve, args=(theirs, target, arguments), daemon=True)
+        self.process = CONTEXT.Process(target=_serve, args=(theirs, target, arguments), daemon=daemon)
         self.process.start()
         theirs.close()
 
@@ -75,8 +81,8 @@ class Child:
                 self.receive()
         self.join()
 
-    def join(self) -> None:
-        self.process.join(WAIT)
+    def join(self, seconds: float = WAIT) -> None:
+        self.process.join(seconds)
         assert self.process.exitcode is not None, "a child does not end"
 
     def __enter__(self) -> Self:
@@ -111,3 +117,25 @@ class _Reporting:
 def _serve(pipe: Connection, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     with _Reporting(pipe):
         target(pipe, *arguments)
+
+
+def program(*arguments: str, cwd: Path, seconds: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """What `python -W error ARGUMENTS` does: a script, or `-c` and code. The server has imported torch before, without
+    warnings, and `atexit` knows nothing of the end."""
+    with tempfile.TemporaryDirectory() as folder, Child(_run, arguments, cwd, folder, env, daemon=False) as child:
+        child.join(seconds)
+        said = [Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(arguments, child.process.exitcode or 0, *said)
+
+
+def _run(_: Connection, arguments: tuple[str, ...], cwd: Path, folder: str, env: dict[str, str]) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.update(env)
+    warnings.simplefilter("error")
+    sys.argv = [*arguments[:1], *arguments[2 if arguments[0] == "-c" else 1 :]]
+    if arguments[0] == "-c":
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import typer.main
 
 from gdscache.cli import app
 from tests.support.places import ROOT
+from tests.support.processes import program
 
 FIRST = [ROOT / "README.md", ROOT / "docs" / "embedding.md", ROOT / "docs" / "howto.md"]  # in which a newcomer reads
 PAGES = [*FIRST, *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in FIRST)]
@@ -61,16 +61,9 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(page: Path, directory: Path, *, shell: bool = True) -> str:
     file = directory / "page.py"
     file.write_text(script(page, shell=shell), encoding="utf-8")
-    commands = Path(sys.executable).parent
-    surroundings = {
-        **os.environ,
-        "HOME": str(directory),
-        "CUDA_VISIBLE_DEVICES": "",
-        "COLUMNS": "80",
-        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-    }
-    command = [sys.executable, "-W", "error", str(file)]
-    done = subprocess.run(command, cwd=directory, env=surroundings, capture_output=True, text=True, timeout=280)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    surroundings = {"HOME": str(directory), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PATH": path}
+    done = program(str(file), cwd=directory, seconds=280, **surroundings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

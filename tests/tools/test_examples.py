@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.places import ROOT
+from tests.support.processes import program
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
@@ -25,22 +26,14 @@ def run(device: str, directory: Path, *arguments: str) -> str:
     home = {"HOME": str(directory), "TMPDIR": str(directory), "COLUMNS": "80"}
     if device == "cpu":
         home["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=directory,
-        env={**os.environ, **home},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = program(*arguments, cwd=directory, seconds=240, **home)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not [p for p in directory.iterdir() if p.is_dir() and p.name.startswith(("tmp", "gdscache"))], "left behind"
     return done.stdout
 
 
 def example(device: str, directory: Path, name: str, *arguments: str) -> str:
-    output = run(device, directory, str(ROOT / "examples" / f"{name}.py"), *arguments)
-    assert not [p for p in directory.iterdir() if p.is_dir() and p.name.startswith(("tmp", "gdscache"))], "left behind"
-    return output
+    return run(device, directory, str(ROOT / "examples" / f"{name}.py"), *arguments)
 
 
 def test_every_example_is_tested() -> None:
@@ -74,8 +67,19 @@ def test_transformers_generate(device: str, tmp_path: Path) -> None:
     assert "'ssd': 128" in lines[5]
 
 
-def test_tensor_parallel(tmp_path: Path) -> None:
-    lines = example("cpu", tmp_path, "tensor_parallel").splitlines()
+# Each rank that is spawned imports torch, which takes seconds.
+FORKING = """
+import multiprocessing, runpy, sys, warnings
+context = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda _: context
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("before", [("-c", FORKING), pytest.param((), marks=pytest.mark.suite)], ids=["fork", "spawn"])
+def test_tensor_parallel(tmp_path: Path, before: tuple[str, ...]) -> None:
+    lines = run("cpu", tmp_path, *before, str(ROOT / "examples" / "tensor_parallel.py")).splitlines()
     assert lines[1:4] == [
         "  question 0:   0 of 240 tokens from nowhere",
         "  question 1: 192 of 240 tokens from cpu",

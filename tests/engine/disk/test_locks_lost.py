@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
+import logging
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +22,56 @@ import pytest
 
 from gdscache import PageStatus
 from gdscache.commands.inspect import inspect
-from gdscache.errors import DirectoryInUseError, DirectoryPermissionsError, IOFailedError, NotARegularFileError
+from gdscache.errors import (
+    DirectoryInUseError,
+    DirectoryPermissionsError,
+    GdsCacheError,
+    IOFailedError,
+    NotARegularFileError,
+)
 from tests.support.helpers import WAIT, Host, make_config, prompt, quiet, until
-from tests.support.places import ROOT, SUPPORT
+from tests.support.processes import Child
 
 TOKENS, OTHER = prompt(1, 3), prompt(2, 3)
 NAMES = ("lock", "slab-0.bin", "catalog.sqlite", "catalog.sqlite-wal")
 
 
+def _own(pipe: Connection) -> None:
+    """Open the directories that are named, and close them where None is; what came of it."""
+    logging.disable(logging.CRITICAL)
+    host = None
+    while True:
+        path, answer = pipe.recv(), dict[str, object]()
+        try:
+            if path is not None:
+                host = Host(make_config(path, cpu=None))
+                answer["refused"] = ""
+            elif host is not None:
+                host.store(prompt(9, 3)).result(WAIT)  # what a second owner does
+                answer["served"] = host.load(prompt(9, 3)).tokens
+                host.engine.close()
+                host = None
+        except GdsCacheError as error:
+            answer["refused"] = type(error).__name__
+        pipe.send(answer)
+
+
 class Second:
     """An engine in another process."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, SUPPORT / "owner_child.py"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    def __init__(self, child: Child) -> None:
+        self._child = child
 
-    def ask(self, what: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        print(what, file=self.process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+    def ask(self, path: Path | None) -> dict[str, Any]:
+        self._child.send(path)
+        answer: dict[str, Any] = self._child.receive()
         return answer
 
 
 @pytest.fixture(scope="module")
 def second() -> Iterator[Second]:
-    one = Second()
-    yield one
-    one.process.communicate("", timeout=WAIT)
+    with Child(_own) as child:
+        yield Second(child)
 
 
 # -- the ways --------------------------------------------------------------------------------------------------------
@@ -169,15 +191,15 @@ def test_after_every_way_to_lose_a_lock_the_first_stops_or_a_second_is_refused(
     path = tmp_path / "cache"
     hit = first.engine.lookup(TOKENS)
     way(path)
-    answer = second.ask(str(path))
+    answer = second.ask(path)
     shared = [name for name in ("slab-0.bin", "catalog.sqlite") if answer["refused"] == "" and old(first, path / name)]
     assert not shared, f"two owners of {shared}"
     has_stopped(first, hit)
     assert "the SSD tier has stopped" in caplog.text
     first.engine.close()
     if answer["refused"] == "":
-        assert second.ask("close")["served"] == len(OTHER), "the first one harmed the second"
-    second.ask("close")
+        assert second.ask(None)["served"] == len(OTHER), "the first one harmed the second"
+    second.ask(None)
     if left := LEFT.get(way.__name__):
         again = Host(make_config(tmp_path / left, cpu=None))
         assert again.load(TOKENS).tokens == len(TOKENS)
@@ -227,7 +249,7 @@ def test_a_lock_that_a_child_gave_up_is_taken_again_or_the_first_stops(
     for descriptor in descriptors(path / name):
         unlock = f"import fcntl; fcntl.flock({descriptor}, fcntl.LOCK_UN)"
         subprocess.run([sys.executable, "-c", unlock], pass_fds=[descriptor], check=True)
-    assert second.ask(str(path))["refused"] == "DirectoryInUseError"  # the other lock holds
+    assert second.ask(path)["refused"] == "DirectoryInUseError"  # the other lock holds
     assert first.store(OTHER).result(WAIT).dropped == {}
     assert first.load(TOKENS).tokens == len(TOKENS)
     with (path / name).open("rb") as file, pytest.raises(BlockingIOError):

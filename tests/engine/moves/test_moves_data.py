@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import pickle
 from typing import Any
 
@@ -18,6 +17,7 @@ from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.planes import PagedPlanes
 from tests.support.helpers import MHA, Host, layout_of, prompt
+from tests.support.processes import CONTEXT
 
 LAYOUT = layout_of(MHA)
 SLOTS = 8
@@ -72,8 +72,7 @@ def a_load(sums: Any) -> bytes:
 def test_another_process_does_the_same() -> None:
     _, memory = machine()
     move = a_load(memory.checksums)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
+    with CONTEXT.Pool(1) as pool:
         there = pool.apply(carry_out, (move,))
     assert there == carry_out(move)
     assert there[:2] == (dict.fromkeys(range(3), "loaded"), list(range(LAYOUT.n_layers)))

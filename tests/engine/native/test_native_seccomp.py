@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.processes import program
 
 CHILD = """
 import json, sys
@@ -56,13 +54,7 @@ print(json.dumps(said))
 @pytest.mark.parametrize("error", [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.suite)])
 def test_engines_store_and_load_by_threads(error: int, tmp_path: Path) -> None:
     """`uring` is refused, for it was asked for by name; what chooses for itself takes threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), str(int(error))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    done = program("-c", CHILD, str(tmp_path), str(int(error)), cwd=tmp_path)
     if done.stderr.startswith("no filter"):
         pytest.skip(f"this machine takes {done.stderr}")
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,8 +7,6 @@ import errno
 import logging
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from gdscache.storage import native
 from gdscache.storage.native import NativeTransport
 from tests.support.helpers import WAIT, OpenHost, prompt, until
 from tests.support.native_parts import has_ring
-from tests.support.places import ROOT
+from tests.support.processes import program
 from tests.support.transport_parts import opened, random_bytes
 
 CHILD = """
@@ -122,13 +120,7 @@ def test_pages_survive_a_loss_of_power_with_it(name: str, open_host: OpenHost, t
 @pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS])
 def test_rules_like_dockers_leave_the_threads(error: int, tmp_path: Path) -> None:
     (tmp_path / "slab").write_bytes(os.urandom(8192))
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD.format(error=error), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
-    )
+    done = program("-c", CHILD.format(error=error), str(tmp_path), cwd=tmp_path)
     if done.stderr.startswith("no filter"):
         pytest.skip(f"this machine takes {done.stderr}")
     assert done.stderr == ""
