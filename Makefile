@@ -61,7 +61,8 @@ test: native
 	$(PYTEST) -n $(WORKERS) -m "not suite and not soak and not engines and not scale" $(PYTEST_ARGS)
 
 suites: native
-	$(PYTEST) -n $(WORKERS) -m "suite and not soak and not engines and not scale" $(PYTEST_ARGS)
+	GDSCACHE_EXAMPLES=suites $(PYTEST) -n $(WORKERS) -m "(suite or hypothesis) and not soak and not engines and not scale" \
+		$(PYTEST_ARGS)
 
 soak: SEED ?= $(shell $(BIN)/python -c "import random; print(random.SystemRandom().randrange(2**32))")
 soak: native

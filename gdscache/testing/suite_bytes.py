@@ -38,13 +38,13 @@ class BytesCases(SuiteBase):
     ) -> None:
         transport, rng = make(), random.Random(largest)
         file = transport.open(data_file)
-        extents, place = [], 0
-        for at, n in odd_extents(rng, FILE_BYTES, largest):  # in memory they lie in another order than in the file
+        extents, place, total = [], 0, min(FILE_BYTES, largest << 20)
+        for at, n in odd_extents(rng, total, largest):  # in memory they lie in another order than in the file
             extents.append((at, n, place))
             place += n
         rng.shuffle(extents)
-        source, target = memory(transport, FILE_BYTES, kind), memory(transport, FILE_BYTES, kind)
-        data = rng.randbytes(FILE_BYTES)
+        source, target = memory(transport, total, kind), memory(transport, total, kind)
+        data = rng.randbytes(total)
         source.fill(data)
         move_all(transport, Op.WRITE, file, source, extents, threads=4)
         transport.flush(file)
@@ -111,6 +111,8 @@ class BytesCases(SuiteBase):
         os.truncate(data_file, kept)
         target.fill(bytes(FILE_BYTES))
         for at in range(0, FILE_BYTES - size, size):
+            if at % (16 * size) and abs(at - kept) > 4 * size:
+                continue  # a sample, and all that is near the end
             there = min(max(kept - at, 0), size)
             assert move(transport, Op.READ, file, at, target.part(at, size)) == there
             check_equal(target.bytes(at, there), data[at : at + there])

@@ -13,6 +13,7 @@ from gdscache import PageStatus
 from tests.support.faces import Face
 from tests.support.helpers import EXTRA, MHA, MLA, prompt, settle, until
 from tests.support.pages import lose
+from tests.support.pairs import pairs
 
 OpenFace = Callable[..., Face[Any]]
 LOADED = PageStatus.LOADED
@@ -44,8 +45,7 @@ def there_and_back(open_face: OpenFace, tokens: list[int], **options: Any) -> No
 
 
 @pytest.mark.parametrize("open_face", ["pool", "attached:1", "attached:2", "attached:4"], indirect=True)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), pairs(KINDS, ["bfloat16", "float16", "float8_e4m3fn"]))
 def test_bytes_survive_every_tier_and_a_restart(open_face: OpenFace, device: str, kind: str, dtype: str) -> None:
     there_and_back(open_face, prompt(1, 5, extra=1), device=device, model=KINDS[kind] | {"dtype": dtype})
 

@@ -17,6 +17,7 @@ from tests.support.faces import Face
 from tests.support.faulty import PLAN, READ_FAULTS, Fault
 from tests.support.helpers import SMALL, WAIT, flip_file, prompt, settle, until
 from tests.support.pages import FAULTY, misses, offset_of, slot_of
+from tests.support.pairs import pairs
 
 OpenFace = Callable[..., Face[Any]]
 LOADED = PageStatus.LOADED
@@ -32,9 +33,8 @@ def put_and_drop(face: Face[Any], tokens: list[int]) -> None:
 # -- reads -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cpu", [None, 2, 8])
-@pytest.mark.parametrize("page", [0, 2, 4])
 @pytest.mark.parametrize(("fault", "status"), READ_FAULTS)
+@pytest.mark.parametrize(("page", "cpu"), pairs([0, 2, 4], [None, 2, 8]))
 def test_a_bad_read_costs_its_own_suffix(
     open_face: OpenFace, device: str, fault: Fault, status: PageStatus, page: int, cpu: int | None
 ) -> None:

@@ -40,6 +40,7 @@ from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, flip_file, prompt, together, until
 from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, hybrid_config, pages_for
 from tests.support.pages import FAULTY
+from tests.support.pairs import one_in, pairs
 
 OpenHybrid = Callable[..., HybridHost]
 LOADED = PageStatus.LOADED
@@ -243,7 +244,7 @@ def test_pages_that_expire_end_one_length_after_the_other(open_hybrid: OpenHybri
     assert host.load(PROMPT).tokens == 16
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", one_in(2, zip(MODELS)))
 def test_hot_prompts_outlive_cold_ones_whole(open_hybrid: OpenHybrid, model: str) -> None:
     """Each pool is under pressure by itself, and what a hit needs of each is used when it is: it stays in all."""
     host = open_hybrid(model, cpu=None, ssd=36)
@@ -335,7 +336,7 @@ def test_a_pin_keeps_all_that_a_hit_needs(open_hybrid: OpenHybrid, model: str) -
         assert host.load(PROMPT).tokens == pin.tokens == 48
         host.lose("window", PROMPT, [11])
         assert pin.tokens == 0
-    assert host.engine.pin(prompt(9, 3), 1.0).tokens == 0
+    assert host.engine.pin(prompt(9, 3), 0.05).tokens == 0
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -777,8 +778,7 @@ def test_waits_share_one_limit(open_hybrid: OpenHybrid) -> None:
 # -- load or recompute -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["off", "advisory", "enforcing"])
-@pytest.mark.parametrize("model", ["apart", "together"])
+@pytest.mark.parametrize(("model", "mode"), pairs(["apart", "together"], ["enforcing", "advisory", "off"]))
 def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, model: str, mode: str) -> None:
     host = open_hybrid(model, load={"gate": mode})
     host.store(PROMPT)
@@ -801,7 +801,7 @@ def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, mode
     gate = engine.stats()["gate"]
     assert gate["mode"] == mode
     assert sum(gate["hits"].values()) == (0 if mode == "off" else EXPLORE_EVERY + 1)
-    assert engine.pin(PROMPT, 1.0).tokens == engine.prefetch(PROMPT).wait(WAIT) == 48, "neither is gated"
+    assert engine.pin(PROMPT, 0.05).tokens == engine.prefetch(PROMPT).wait(WAIT) == 48, "neither is gated"
     for _ in range(4 * ENOUGH):
         engine.observe_prefill(1000, 0, 1000.0)
     assert engine.lookup(PROMPT).tokens == 48

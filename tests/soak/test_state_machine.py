@@ -553,9 +553,9 @@ TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
 TestOwnedWritesBack = OwnedWritesBack.TestCase
 TestAttachedWritesBack = AttachedWritesBack.TestCase
 TestAttachedSelective = AttachedSelective.TestCase
-EXAMPLES = settings.default.max_examples  # 12 in `make test`, 400 in `make soak`
+EXAMPLES = settings.default.max_examples  # 7 in `make test`, 400 in `make soak`
 MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
-FEWER = settings(max_examples=max(10, settings.default.max_examples // 3))
+FEWER = settings(max_examples=max(5, settings.default.max_examples // 3))
 TestOwned.settings = TestAttached.settings = MORE
 for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):
     case.settings = FEWER
@@ -570,7 +570,7 @@ TestOwnedOnGpu.pytestmark = TestAttachedOnGpu.pytestmark = ON_GPU
 # -- every transport that is here, and I/O that fails now and then ---------------------------------------------------
 
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
-FEW = settings(max_examples=max(8, settings.default.max_examples // 5))
+FEW = settings(max_examples=max(5, settings.default.max_examples // 5))
 KVIKIO = pytest.mark.skipif(
     importlib.util.find_spec("kvikio") is None or not has_libcuda(), reason="no kvikio, or no libcuda.so.1"
 )

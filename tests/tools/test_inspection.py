@@ -22,6 +22,7 @@ import pytest
 from gdscache import CacheEngine, errors
 from gdscache.commands.inspect import inspect, reading, tables, verification, verify
 from gdscache.commands.inspect.owner import find_owner
+from gdscache.disk import directory
 from gdscache.disk.catalog_file import NEW_NAME
 from gdscache.disk.directory import LOCK_NAME, CacheDirectory
 from gdscache.storage.base import PROBE_PREFIX
@@ -412,7 +413,8 @@ def test_verify_drops_what_it_read_from_the_page_cache(cache: Path) -> None:
     assert resident(slab) == 0
 
 
-def test_verify_keeps_engines_out_and_says_so(cache: Path) -> None:
+def test_verify_keeps_engines_out_and_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "VERIFICATION_S", 0.1)
     seen: list[str] = []
 
     def progress(done: int, total: int, text: str) -> None:

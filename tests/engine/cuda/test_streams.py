@@ -16,7 +16,7 @@ WAITERS = 8
 
 
 def test_everybody_who_waits_goes_on_and_whoever_comes_later_does_not_wait() -> None:
-    for round_ in range(200):
+    for round_ in range(50):
         fence, there = Fence(), threading.Barrier(WAITERS + 1)
 
         def wait(patience: float | None, fence: Fence = fence, there: threading.Barrier = there) -> bool:

@@ -116,7 +116,10 @@ def test_a_killed_owner_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{}", b"[1]", b'{"pid": "x"}', b"x" * 100_000])
-def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(tmp_path: Path, content: bytes) -> None:
+def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(directory, "NAME_S", 0.05)
     (tmp_path / "lock").write_bytes(content)
     with CacheDirectory.open(tmp_path):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()

@@ -22,6 +22,11 @@ from gdscache.runtime.latencies import Summary
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_page, "PERIOD_S", 0.1)
+
+
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     opened = Host(make_config(tmp_path / "cache", cpu=8, ssd=12))

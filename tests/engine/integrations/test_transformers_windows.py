@@ -33,6 +33,7 @@ from gdscache.errors import (
     UnsupportedRequestError,
 )
 from gdscache.integrations.transformers import PrefixCache, model_section
+from tests.support.pairs import pairs
 from tests.support.tiny_transformers import (
     NEW,
     PAGE,
@@ -198,8 +199,7 @@ def test_windows_are_kept_at_intervals(model: PreTrainedModel, tmp_path: Path) -
             assert answer(engine, model, parting(4 * PAGE + 5, 1)).found == found
 
 
-@pytest.mark.parametrize("length", [5, PROMPT])
-@pytest.mark.parametrize("kind", MAIN[:2])
+@pytest.mark.parametrize(("kind", "length"), pairs(MAIN[:2], [5, PROMPT]))
 def test_conversations_grow_side_by_side(model: PreTrainedModel, tmp_path: Path, length: int) -> None:
     said = {n: torch.empty((1, 0), dtype=torch.long) for n in range(2)}
     for turn in range(3):
@@ -224,8 +224,7 @@ def test_one_cache_serves_several_turns(model: PreTrainedModel, tmp_path: Path) 
         assert answer(engine, model, said).found == (WINDOW - 3 + 3 * NEW + 2 * 5 - 1) // PAGE * PAGE
 
 
-@pytest.mark.parametrize("chunk", [1, PAGE, WINDOW, PROMPT])
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize(("kind", "chunk"), pairs(MAIN, [1, PAGE, WINDOW, PROMPT]))
 def test_a_prompt_in_chunks_leaves_the_same_windows(model: PreTrainedModel, tmp_path: Path, chunk: int) -> None:
     ids = tokens().to(model.device)
     expected = model(ids).logits
@@ -447,8 +446,7 @@ def test_a_plain_engine_that_keeps_all_tokens_serves_windows_too(gemma: PreTrain
                 cache.commit(got[0])
 
 
-@pytest.mark.parametrize("cut", [PROMPT + NEW - 2, PROMPT, WHOLE, 24, 13, 1, 0])
-@pytest.mark.parametrize("recording", [True, False])
+@pytest.mark.parametrize(("cut", "recording"), pairs([PROMPT + NEW - 2, PROMPT, WHOLE, 24, 13, 1, 0], [True, False]))
 def test_behind_a_cut_the_same_prompt_is_committed_or_the_cut_is_refused(
     gemma: PreTrainedModel, tmp_path: Path, cut: int, recording: bool
 ) -> None:

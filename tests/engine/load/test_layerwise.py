@@ -63,6 +63,7 @@ from tests.support.layerwise_parts import (
     whole,
 )
 from tests.support.layouts import layouts
+from tests.support.pairs import pairs
 
 
 @pytest.fixture(autouse=True)
@@ -182,8 +183,7 @@ def again(host: Host, tokens: list[int], resident: int = 0) -> None:
     assert host.engine.lookup(tokens).tiers == ("cpu",) * resident + ("ssd",) * (PAGES - resident)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "place"), pairs(MODELS, PLACES))
 def test_layers_are_ready_while_those_behind_them_are_read(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, model: str, place: str
 ) -> None:
@@ -221,8 +221,7 @@ def test_layer_0_is_ready_while_the_last_layer_hangs_in_a_pool_of_the_engine(
     assert run(engine, tokens) == 4 * PAGES
 
 
-@pytest.mark.parametrize("place", [*PLACES, "kept, a page a submit"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "place"), pairs(MODELS, [*PLACES, "kept, a page a submit"]))
 def test_a_page_may_fail_anywhere_and_no_layer_is_read_before_it_is_there(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, model: str, place: str
 ) -> None:
@@ -313,7 +312,7 @@ def rested(host: Host) -> None:
     settle(host.engine)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 3, *(pytest.param(n, marks=pytest.mark.suite) for n in (1, 2))])
 def test_one_hung_read_of_a_group_costs_its_page_and_keeps_its_slot(open_host: OpenHost, number: int) -> None:
     host = open_host(model=EVEN, transport=FAULTY, cpu=16, ssd=40, deadline=SOON)
     tokens = stored(host)
@@ -358,8 +357,7 @@ def test_every_group_hangs(open_host: OpenHost) -> None:
     assert host.load(tokens).tokens == 4 * PAGES
 
 
-@pytest.mark.parametrize("place", PASSING)
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(("place", "number"), pairs(PASSING, range(4)))
 def test_a_hung_read_past_the_cpu_tier_costs_its_page_and_keeps_its_slot(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, place: str, number: int
 ) -> None:

@@ -38,6 +38,7 @@ from tests.support.helpers import (
     settle,
     write_page,
 )
+from tests.support.pairs import pairs
 
 LOADED = PageStatus.LOADED
 PAGES = 5
@@ -152,8 +153,7 @@ def begin_again(host: Host, tokens: list[int], resident: int) -> None:
         assert host.load(tokens[: 4 * resident]).tokens == 4 * resident
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "place"), pairs(MODELS, PLACES))
 def test_no_layer_is_seen_early_and_no_bad_page_is_used(
     open_host: OpenHost, device: str, model: str, place: str
 ) -> None:

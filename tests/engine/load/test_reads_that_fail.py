@@ -18,6 +18,7 @@ from gdscache.tiers.failed_reads import AGAIN_S, OFF_PAGES, OFF_S, TRY_S
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import Host, OpenHost, drop_from, prompt, quiet, settle, tokens_of
 from tests.support.pages import FAULTY, misses, offset_of
+from tests.support.pairs import pairs
 from tests.support.rings import break_rings
 
 URING = "tests.support.faulty:FaultyUring"
@@ -59,17 +60,20 @@ def clock(engine: CacheEngine) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("what", "fault", "transport"),
-    [
-        ("catalogue", Fault.EIO, FAULTY), ("slab", Fault.EIO, FAULTY), ("slab", Fault.SHORT, URING),
-        ("slab", Fault.EIO, "tests.support.faulty:FaultyMerging"), ("both", Fault.EIO, URING),
-        ("both", Fault.SHORT, FAULTY),
-    ],
+    ("case", "cpu"),
+    pairs(
+        [
+            ("slab", Fault.EIO, FAULTY), ("slab", Fault.SHORT, URING), ("both", Fault.EIO, URING),
+            ("slab", Fault.EIO, "tests.support.faulty:FaultyMerging"), ("both", Fault.SHORT, FAULTY),
+            ("catalogue", Fault.EIO, FAULTY),
+        ],
+        [None, 8],
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("cpu", [None, 8])
 def test_all_that_was_committed_is_left(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, what: str, fault: Fault, transport: str
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, cpu: int | None, case: tuple[str, Fault, str]
 ) -> None:
+    what, fault, transport = case
     host, documents = stored(open_host, cpu=cpu, transport=transport)
     pages = host.engine.stats()["tiers"]["ssd"]["pages"]
     with failing(what, monkeypatch, fault):

@@ -25,28 +25,21 @@ from tests.support.helpers import MHA, layout_of
 from tests.support.native_parts import has_ring
 from tests.support.reference_executor import Fault, digest
 
-MODES = [
-    "threads",
-    pytest.param("uring", marks=pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")),
-    "GPU",
-    "direct",
-]
+RING = pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")
+MODES = ["threads", pytest.param("uring", marks=RING), "GPU", "direct"]
 FOREIGN: list[Mode] = ["python", "GPU and python"]
-# Cases of a mode in `make test`, and in `make suites`; `make soak` has those of its profile in each.
-SHORT_FORM = settings(max_examples=max(12, settings.default.max_examples))
+# Cases of a mode in `make suites`; `make soak` has those of its profile, as `make test` has everywhere.
 LONG_FORM = settings(max_examples=max(36, settings.default.max_examples))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @given(case=cases())
-@SHORT_FORM
 def test_by_its_own_disk(mode: Mode, case: Case) -> None:
     check(case, mode)
 
 
 @pytest.mark.parametrize("mode", FOREIGN)
 @given(case=cases(python=True))
-@SHORT_FORM
 def test_by_a_transport_of_python(mode: Mode, case: Case) -> None:
     check(case, mode)
 
@@ -100,8 +93,8 @@ def test_a_file_that_ends_early_costs_the_pages_behind_its_end(mode: Mode, group
     check(case, mode, cut_off)
 
 
-@pytest.mark.parametrize("mode", MODES[:2])
 @pytest.mark.parametrize("what", ["error", "short", "torn", "flip"])
+@pytest.mark.parametrize("mode", ["threads", pytest.param("uring", marks=[RING, pytest.mark.suite])])
 def test_pages_of_several_pieces(mode: Mode, what: Any) -> None:
     """Extents of more than a run's most bytes are cut; copies of more than 8 MiB go past the processor's caches."""
     layout = PageLayout.uniform([Plane("k", (1 << 18,), "uint8"), Plane("v", (1 << 18,), "uint8")], 5, 4)

@@ -90,7 +90,7 @@ def come_and_go(pipe: Connection, path: Path, uring: bool, times: int) -> None:
 
 
 @pytest.mark.parametrize("uring", DISKS)
-@pytest.mark.parametrize("times", [100, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [25, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_executors_that_come_and_go_leave_nothing(path: Path, uring: bool, times: int) -> None:
     with Child(come_and_go, path, uring, times) as child:
         assert child.receive(3600) == "nothing is left"

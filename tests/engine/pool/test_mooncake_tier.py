@@ -400,6 +400,7 @@ def test_an_engine_closes_while_a_call_hangs(open_host: OpenHost, master: str, p
     host.store(prompt(1, PAGES))
     until(lambda: state(host)["state"] == "open", "the breaker opens")
     tier = host.engine.manager.tiers["mooncake"]
+    host.engine.manager.close_s = 0.1
     closing = threading.Thread(target=host.engine.close)
     closing.start()
     closing.join(WAIT)

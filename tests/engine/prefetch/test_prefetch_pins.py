@@ -693,7 +693,7 @@ class ClaimsMachine(RuleBasedStateMachine):
 
 TestClaims = ClaimsMachine.TestCase
 # A few steps tell little here, and cost little.
-TestClaims.settings = settings(max_examples=max(120, settings.default.max_examples), stateful_step_count=50)
+TestClaims.settings = settings(max_examples=max(40, settings.default.max_examples), stateful_step_count=50)
 
 
 def test_room_of_a_page_is_theirs_who_expect_it_when_it_is_let_go() -> None:
@@ -798,7 +798,7 @@ def _step(
         assert not any(handle.verified for handle in handles)
 
 
-@pytest.mark.parametrize("seconds", [1.0, *LONG])
+@pytest.mark.parametrize("seconds", [0.4, *LONG])
 def test_many_threads_load_what_they_hold(open_host: OpenHost, seconds: float) -> None:
     """Under pressure, clears and damage: what is on its way comes, each byte of it."""
     host = host_of(open_host, blocks=256, cpu=32, ssd=64)

@@ -17,6 +17,7 @@ from gdscache.errors import InvalidValueError, PlanesError, RankError, RankMisma
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.ranks import executor, wire
 from tests.support.helpers import MHA, MLA, WAIT, drop_from, flip_file, prompt, until
+from tests.support.pairs import pairs
 from tests.support.ranks import RanksHost
 
 Open = Callable[..., RanksHost]
@@ -102,8 +103,7 @@ def test_each_shard_has_its_own_bytes_and_a_latent_has_them_once(ranks_host: Ope
     assert host.load(prompt(1, 3))[0].pages == (GOOD,) * 3
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("when", ["load", "store", "prefetch"])
+@pytest.mark.parametrize(("how", "when"), pairs([signal.SIGSTOP, signal.SIGKILL], ["load", "store", "prefetch"]))
 def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(
     ranks_host: Open, monkeypatch: pytest.MonkeyPatch, how: int, when: str
 ) -> None:

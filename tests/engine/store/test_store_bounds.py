@@ -143,7 +143,7 @@ _operations = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=10 * settings.default.max_examples, deadline=None)
 @given(st.sampled_from([1, 2, 3, 6, 30]), _operations)
 def test_the_planner_keeps_both_bounds_and_is_its_model(limit: int, operations: list[tuple[str, int, int]]) -> None:
     slots = len(PROMPTS) * PAGES
@@ -263,7 +263,7 @@ def test_dirty_pages_wait_for_room_while_the_cpu_tier_has_some() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 30), st.sampled_from([PAGE, PAGE / 5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=max(20, settings.default.max_examples), deadline=None)
 def test_without_a_cpu_tier_both_ways_together_are_the_queue(queue: int, pages: int, rate: float) -> None:
     work = work_of(list(range(pages)), list(range(100, 100 + pages)))
     config = make(None, 64, store={"queue": queue * PAGE}, deadline=1e6)

@@ -182,6 +182,7 @@ def test_an_engine_closes_beside_a_read_that_hangs(open_host: OpenHost) -> None:
     load, blocks, _ = host.begin(tokens)
     load.result(60)
     host.give(blocks)
+    host.engine.manager.close_s = 0.1
     host.engine.close()
     assert fake_cufile.waiting() == 1
     assert fake_cufile.living() == before

@@ -474,14 +474,14 @@ def test_a_layer_is_ready_before_the_next_one_is_read() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_some_orders(case: str) -> None:
-    assert every_order(functools.partial(Run, CASES[case]), 20)
-    random_orders(functools.partial(Run, CASES[case]), 25, SEED)
+    assert every_order(functools.partial(Run, CASES[case]), 8)
+    random_orders(functools.partial(Run, CASES[case]), 8, SEED)
 
 
 @pytest.mark.suite
 @pytest.mark.parametrize("case", CASES)
 def test_more_orders(case: str) -> None:
-    random_orders(functools.partial(Run, CASES[case]), 80, SEED + 60)
+    random_orders(functools.partial(Run, CASES[case]), 120, SEED + 60)
 
 
 @pytest.mark.soak

@@ -134,7 +134,7 @@ class SlowHastyLifetime(SlowLifetime):
 )
 def test_a_policy_is_its_model(new: Callable[[], EvictionPolicy], slow: Callable[..., Model]) -> None:
     machine = type("Machine", (PolicyMachine,), {"new": staticmethod(new), "slow": staticmethod(slow)})
-    examples = max(30, settings.default.max_examples)
+    examples = max(12, settings.default.max_examples)
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
 
 
