@@ -216,7 +216,7 @@ def build(
             save = functools.partial(_save, costs, ssd)
             names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=layout.shards))
             beside = functools.partial(_describe, names, ssd)
-            status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save, beside)
+            status = StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
         events = None
         if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)

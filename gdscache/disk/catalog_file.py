@@ -232,11 +232,7 @@ def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> boo
     `IOFailedError` where a byte cannot be read, the copy cannot be written or memory is short.
     """
     try:
-        with (
-            _os_errors(path, "read"),
-            sqlite_errors(path, "read"),
-            catalog_image.open_copy(path) as connection,
-        ):
+        with _os_errors(path, "read"), sqlite_errors(path, "read"), catalog_image.open_copy(path) as connection:
             verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if verdict == "ok":
                 judge(connection)
@@ -331,11 +327,7 @@ def _create(path: Path, slab: SlabShape) -> None:
     """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    meta = [
-        ("format_version", FORMAT_VERSION),
-        ("striped", int(_striped(path))),
-        ("created", created),
-    ]
+    meta = [("format_version", FORMAT_VERSION), ("striped", int(_striped(path))), ("created", created)]
     with _os_errors(path, "made"):
         new.unlink(missing_ok=True)
         os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))

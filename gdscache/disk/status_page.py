@@ -212,19 +212,23 @@ def read(directory: Path) -> Status | OtherFormat | None:
 
 
 class StatusWriter:
-    """Rewrites the status page of an owned directory until `close`. Use `StatusWriter.begin`."""
+    """Rewrites the status page of an owned directory until `close`.
+
+    `figures` must take no lock. `save` is called every minute, and last, to write what else is to be there after a
+    kill; `beside` with every page, to write what else a reader of a directory in use may want. Raises
+    `NotARegularFileError` (the page is a link, also a hard one, or a directory), `DirectoryNotWritableError`,
+    `ThreadStartError`.
+    """
 
     def __init__(
         self,
-        path: Path,
-        descriptor: int,
+        directory: Path,
         catalog: Path,
         figures: Callable[[], Figures],
-        save: Callable[[], object],
-        beside: Callable[[], object],
+        save: Callable[[], object] = lambda: None,
+        beside: Callable[[], object] = lambda: None,
     ) -> None:
-        self._path = path
-        self._descriptor = descriptor
+        self._path = path = directory / STATUS_NAME
         self._files = (catalog, Path(f"{catalog}-wal"))
         self._figures = figures
         self._save = save
@@ -235,24 +239,9 @@ class StatusWriter:
         self._failed = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gdscache-status", daemon=True)
-
-    @classmethod
-    def begin(
-        cls,
-        directory: Path,
-        catalog: Path,
-        figures: Callable[[], Figures],
-        save: Callable[[], object] = lambda: None,
-        beside: Callable[[], object] = lambda: None,
-    ) -> StatusWriter:
-        """Start, and write the first page. `figures` must take no lock. `save` is called every minute, and last, to
-        write what else is to be there after a kill; `beside` with every page, to write what else a reader of a
-        directory in use may want. Raises `NotARegularFileError` (the page is a link, also a hard one, or a directory),
-        `DirectoryNotWritableError`, `ThreadStartError`."""
-        path = directory / STATUS_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            descriptor = os.open(path, flags, FILE_MODE)
+            self._descriptor = os.open(path, flags, FILE_MODE)
         except OSError as error:
             if path.is_symlink() or path.exists():
                 raise NotARegularFileError(
@@ -262,14 +251,12 @@ class StatusWriter:
                 f"{path} cannot be made: {error.strerror}", "set ssd.path to a directory that this user may write"
             ) from error
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, descriptor)
-            own_file(path, os.fstat(descriptor))
-            writer = cls(path, descriptor, catalog, figures, save, beside)
+            undo.callback(os.close, self._descriptor)
+            own_file(path, os.fstat(self._descriptor))
             undo.callback(path.unlink, missing_ok=True)
-            start([writer._thread], writer._end.set)
+            start([self._thread], self._end.set)
             undo.pop_all()
-        writer._write()
-        return writer
+        self._write()
 
     def close(self) -> None:
         """Stop, and delete the page if its name is still ours; twice is fine. Waits 2 s at most for a write."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gdscache.index.eviction import EvictablePages
-from gdscache.index.eviction_orders import NO_RETENTIONS
 from gdscache.index.free_slots import FreeSlots
-from gdscache.index.retention import Retention
 from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
 from gdscache.pages.keys import Page
 from gdscache.policies.base import LRU, EvictionPolicy
@@ -132,36 +130,15 @@ class PageIndex(EvictablePages):
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def restore(
-        self,
-        keys: npt.NDArray[np.void],
-        parents: npt.NDArray[np.void],
-        digests: Sequence[bytes],
-        namespaces: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        order: npt.NDArray[np.int64],
-        retentions: Mapping[int, Retention] = NO_RETENTIONS,
-        above: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        """As `PageTable.restore`; all other slots are free."""
-        super().restore(keys, parents, digests, namespaces, slots, order, retentions, above)
+    def _restored(self, slots: npt.NDArray[np.int64]) -> None:
+        """All other slots are free."""
         used = np.zeros(self.slots, np.bool_)
         used[slots] = True
         self._free = FreeSlots.beside(used)
 
-    def insert_all(
-        self,
-        pages: Sequence[Page],
-        slots: Sequence[int],
-        state: PageState,
-        retentions: Sequence[Retention],
-        leases: int = 0,
-    ) -> list[Entry]:
-        """As `PageTable.insert_all`."""
-        inserted = super().insert_all(pages, slots, state, retentions, leases)
+    def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
         if self._watcher is not None and state is not PENDING:
-            self._watcher.stored(pages[: len(inserted)])
-        return inserted
+            self._watcher.stored(pages)
 
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
         """Make a reserved page visible. Whoever reserved it still leases it. False when it was dropped meanwhile."""

@@ -269,7 +269,11 @@ class PageTable:
             last, last_slot = key, slot
         added = [entry.page for entry in inserted] if rooted else pages[: len(inserted)]
         self._orders.add(added, retentions[: len(inserted)])
+        self._inserted(pages[: len(inserted)], state)
         return inserted
+
+    def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
+        """For subclasses: these pages have come."""
 
     def _end_above(self, key: bytes) -> bytes:
         """The first page that is not here on the way up from `key`, or the namespace."""
@@ -310,6 +314,10 @@ class PageTable:
         counts = np.bincount(slots[above[above >= 0]], minlength=self.slots).astype(np.intc)
         self._children = array("i", counts.tobytes())
         self._orphans = dict(Counter(parents[follows[above < 0]].tolist()))
+        self._restored(slots)
+
+    def _restored(self, slots: npt.NDArray[np.int64]) -> None:
+        """For subclasses: pages lie in these slots, and in no others."""
 
     def _unlink(self, key: bytes, slot: int) -> bytes | None:
         """A page is gone from a slot, and follows none any more; the page that no page follows now, if it did.

@@ -156,11 +156,7 @@ class LayerwiseLoad:
             return b""
         self._begun.wait()
         requests = [(part.pages, part.start) for part in self.parts]
-        about = {
-            "page_tokens": self._layout.page_tokens,
-            "deadline": self.deadline,
-            "checked": self.checked,
-        }
+        about = {"page_tokens": self._layout.page_tokens, "deadline": self.deadline, "checked": self.checked}
         return self._orders(self._moves, requests, about)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gdscache")
 
 Slots = Sequence[int] | npt.NDArray[np.int64]
+
+
+class PageCopies(NamedTuple):
+    """What `scatter` (a load) or `gather` (a store) is asked for."""
+
+    direction: Direction
+    extents: Extents
+    slots: Slots
+    blocks: torch.Tensor
+    layers: range
+    after: Sequence[Event]
+    sums: bool
 
 
 class QueuedCopies:
@@ -74,7 +86,7 @@ class Mover(abc.ABC):
         sums: bool = False,
     ) -> QueuedCopies:
         """Queue copies from extents into the planes."""
-        return self._move("load", extents, slots, blocks, self._layers(layers), after, sums=sums)
+        return self._move(PageCopies("load", extents, slots, blocks, self._layers(layers), after, sums))
 
     def gather(
         self,
@@ -87,21 +99,11 @@ class Mover(abc.ABC):
         sums: bool = False,
     ) -> QueuedCopies:
         """Queue copies from the planes into extents."""
-        return self._move("store", extents, slots, blocks, self._layers(layers), after, sums=sums)
+        return self._move(PageCopies("store", extents, slots, blocks, self._layers(layers), after, sums))
 
     @abc.abstractmethod
-    def _move(
-        self,
-        direction: Direction,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range,
-        after: Sequence[Event],
-        *,
-        sums: bool,
-    ) -> QueuedCopies:
-        """`scatter` (a load) or `gather` (a store), of layers that are named."""
+    def _move(self, copies: PageCopies) -> QueuedCopies:
+        """`scatter` or `gather`."""
 
     @property
     def on_gpu(self) -> NativeGpu | None:

@@ -7,11 +7,10 @@ that reads and writes host memory itself; or the copy engine alone, into and out
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import Event
@@ -19,7 +18,7 @@ from gdscache.errors import CapacityError, KernelUnavailableError
 from gdscache.extents.base import Extents
 from gdscache.kernels.cuda import PageKernels, plane_runs
 from gdscache.kernels.gpu import ROUTES, ChunkSizes, CopyRoute, NativeGpu, events_of
-from gdscache.movers.base import Mover, QueuedCopies, Slots
+from gdscache.movers.base import Mover, PageCopies, QueuedCopies
 from gdscache.movers.choice import Calibration, Choice, Direction, Paths
 from gdscache.pages.planes import PagedPlanes
 from gdscache.tracing import OFF, Timeline
@@ -73,17 +72,8 @@ class CudaMover(Mover):
         self._routes: dict[tuple[Direction, range, bool], CopyRoute] = {}
         self.gpu: NativeGpu = NativeGpu(planes, self.driver, self._runs, kernels, staging_bytes, sizes)
 
-    def _move(
-        self,
-        direction: Direction,
-        extents: Extents,
-        slots: Slots,
-        blocks: torch.Tensor,
-        layers: range,
-        after: Sequence[Event],
-        *,
-        sums: bool,
-    ) -> QueuedCopies:
+    def _move(self, copies: PageCopies) -> QueuedCopies:
+        direction, extents, slots, blocks, layers, after, sums = copies
         if not len(slots) or not layers:
             return QueuedCopies(None, None, lambda: np.empty((len(slots), len(layers)), np.uint64))
         route = self.path(direction, extents, layers, sums=sums)

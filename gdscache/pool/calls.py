@@ -60,12 +60,7 @@ class Lines:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        *,
-        deadline: float,
-        most: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        self, pool: Pool, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.breaker = Breaker(pool.master)
         self.client: Client | None = None

@@ -128,6 +128,20 @@ class Transport(abc.ABC):
         self.close()
 
 
+class EitherWay(Transport):
+    """A transport that reads as it writes."""
+
+    def read(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(Op.READ, file, offset, memory)
+
+    def write(self, file: int, offset: int, memory: Memory) -> int:
+        return self._move(Op.WRITE, file, offset, memory)
+
+    @abc.abstractmethod
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
+        """A call, either way."""
+
+
 def refused(message: str, hint: str, code: int) -> IOFailedError:
     """The error of a call that was not tried, with `errno` set as the system would."""
     return IOFailedError(message, hint, code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import errno
 import logging
 import mmap
@@ -14,14 +13,14 @@ from pathlib import Path
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.runtime.system_files import text_of
-from gdscache.storage.base import PROBE_PREFIX, Memory, Op, Switch, Transport, failed, refused
+from gdscache.storage.base import PROBE_PREFIX, EitherWay, Switch, failed, refused
 
 _log = logging.getLogger("gdscache.storage")
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are nothing but page cache
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the system
 
 
-class DirectFiles(Transport):
+class DirectFiles(EitherWay):
     """A transport whose handles are file descriptors. What moves their bytes is its subclass's.
 
     `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and
@@ -77,16 +76,6 @@ class DirectFiles(Transport):
             self.check_open()
             raise refused(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
         return path
-
-    def read(self, file: int, offset: int, memory: Memory) -> int:
-        return self._move(Op.READ, file, offset, memory)
-
-    def write(self, file: int, offset: int, memory: Memory) -> int:
-        return self._move(Op.WRITE, file, offset, memory)
-
-    @abc.abstractmethod
-    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
-        """A call, either way."""
 
     def flush(self, file: int) -> None:
         path = self.path(file)

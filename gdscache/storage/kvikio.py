@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError, TransportUnavailableError
-from gdscache.storage.base import Memory, Op, Switch, Transport, failed, refused
+from gdscache.storage.base import EitherWay, Memory, Op, Switch, failed, refused
 from gdscache.storage.calls import within
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ TASK_BYTES = 4 << 20
 _log = logging.getLogger("gdscache.storage")
 
 
-class KvikioTransport(Transport):
+class KvikioTransport(EitherWay):
     """Reads and writes host and CUDA memory, by as many threads of kvikio's pool as call it.
 
     `compat="on"` never calls cuFile, `"off"` raises where cuFile cannot be used for a file, `"auto"` leaves the choice
@@ -136,12 +136,6 @@ class KvikioTransport(Transport):
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "compat": self._compat, "kvikio": str(self._kvikio.__version__)}
-
-    def read(self, file: int, offset: int, memory: Memory) -> int:
-        return self._move(Op.READ, file, offset, memory)
-
-    def write(self, file: int, offset: int, memory: Memory) -> int:
-        return self._move(Op.WRITE, file, offset, memory)
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         found, nbytes = self._file(file), memory.nbytes

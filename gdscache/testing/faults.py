@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from gdscache.errors import InvalidValueError, IOFailedError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage import open_transport
-from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, Transport, part
+from gdscache.storage.base import DeviceMemory, EitherWay, Memory, Op, Switch, Transport, part
 from gdscache.testing.fault_plan import ExtentPart, Fault, FaultPlan, FaultRule, Met
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ Inner = str | Callable[..., Transport]
 _log = logging.getLogger("gdscache.testing")
 
 
-class FaultyTransport(Transport):
+class FaultyTransport(EitherWay):
     """Hands every call to `inner`, except where a rule of `plan` says otherwise.
 
     `inner` is the name of a transport (as in a config; nixl and kvikio without GPUDirect Storage), or a class or
@@ -98,12 +98,6 @@ class FaultyTransport(Transport):
 
     def describe(self) -> dict[str, object]:
         return {**self.inner.describe(), "name": self.name, "inner": self.inner.name, "faults": self.plan.describe()}
-
-    def read(self, file: int, offset: int, memory: Memory) -> int:
-        return self._move(Op.READ, file, offset, memory)
-
-    def write(self, file: int, offset: int, memory: Memory) -> int:
-        return self._move(Op.WRITE, file, offset, memory)
 
     def close(self) -> None:
         with self._lock:

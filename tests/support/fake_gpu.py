@@ -169,7 +169,7 @@ class FakeGpuMover(Mover):
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
         return ROUTES.index(self._route), ROUTES.index(self._route)
 
-    def _move(self, *args: Any, **options: Any) -> QueuedCopies:
+    def _move(self, *_: Any) -> QueuedCopies:
         raise AssertionError("an executor asks the GPU itself")
 
     def mark_stores(self) -> Event:

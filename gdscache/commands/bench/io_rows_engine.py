@@ -100,10 +100,7 @@ def _onward(place: Place, engine: ColdEngine, bare: BareLoop) -> dict[str, dict[
 def file_per_page(place: Place, page_bytes: int) -> list[Row]:
     """An engine against one file a page: stores until on the device, and cold loads of pages in random order."""
     label = f"{format_size(page_bytes)} pages"
-    with (
-        opened(place, page_bytes) as engine,
-        tempfile.TemporaryDirectory(dir=place.directory) as theirs,
-    ):
+    with opened(place, page_bytes) as engine, tempfile.TemporaryDirectory(dir=place.directory) as theirs:
         files = FilePerPage(Path(theirs), engine.pages, page_bytes)
         returned: list[float] = []
 

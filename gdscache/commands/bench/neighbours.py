@@ -11,10 +11,7 @@ from typing import Literal, Self, TypeVar
 
 Kind = Literal["drawn", "busy"]
 _T = TypeVar("_T")
-LABELS: dict[Kind, str] = {
-    "drawn": "3 ms of Python in 8 to 18",
-    "busy": "Python without pause",
-}
+LABELS: dict[Kind, str] = {"drawn": "3 ms of Python in 8 to 18", "busy": "Python without pause"}
 BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}  # of the speed alone, at least
 _PYTHON_S = 0.003
 _IDLE_S = (0.005, 0.015)

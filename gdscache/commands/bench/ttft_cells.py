@@ -70,29 +70,13 @@ class Settings(kit.Settings):
     @classmethod
     def of(cls, profile: str, device: str) -> Settings:
         """The settings of a profile (`default`, `full`, `quick`): without a GPU a tiny model and short prompts."""
-        budget = None if profile == "full" else 420.0
+        tiny: dict[str, Any] = {"preset": "tiny", "device": device, "dtype": _dtype(device)}
         if profile == "quick":
-            return cls(
-                profile,
-                preset="tiny",
-                device=device,
-                dtype=_dtype(device),
-                prompts=(256,),
-                page_tokens=16,
-                repeat=2,
-                ceiling_bytes=8 << 20,
-            )
+            return cls(profile, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
+        budget = None if profile == "full" else 420.0
         if device.startswith("cuda"):
             return cls(profile, device=device, budget_seconds=budget)
-        prompts = (512, 2048, 8192)
-        return cls(
-            profile,
-            preset="tiny",
-            device=device,
-            dtype=_dtype(device),
-            prompts=prompts,
-            budget_seconds=budget,
-        )
+        return cls(profile, **tiny, prompts=(512, 2048, 8192), budget_seconds=budget)
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings that measure nothing."""

@@ -199,11 +199,7 @@ class Hierarchy:
             self._spare = VirtualPool(clock, range(half, 2 * half))
         parts = self.manager, self.planner, self.executor, self._spare, writers, extent
         self.storer = Storer(*parts, config.store, config.deadline)
-        self.loads = LoadPlanner(
-            self.manager,
-            VirtualCondition(clock, self.lock),
-            due=[self.storer.offer_earned],
-        )
+        self.loads = LoadPlanner(self.manager, VirtualCondition(clock, self.lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
         self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
         self.ledger = Ledger(lambda: self.gathered())

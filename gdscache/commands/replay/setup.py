@@ -28,10 +28,7 @@ TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
 }
 # Hybrid models, cut into groups of as many layers as vLLM cuts them into: (layers of a group, bytes of a token in a
 # layer, groups that keep all tokens, groups with a window, the window).
-HYBRIDS = {
-    "gemma-3-4b": (5, 2 * 2 * 4 * 256, 1, 6, 1024),
-    "gpt-oss-20b": (12, 2 * 2 * 8 * 64, 1, 1, 128),
-}
+HYBRIDS = {"gemma-3-4b": (5, 2 * 2 * 4 * 256, 1, 6, 1024), "gpt-oss-20b": (12, 2 * 2 * 8 * 64, 1, 1, 128)}
 _MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
 
 
