@@ -43,6 +43,7 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.pairs import pairs
 
 FAULTY = "tests.support.faulty:FaultyTransport"
 SOON = 0.5  # seconds of a deadline that is to pass
@@ -482,8 +483,7 @@ def threads_left() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gdscache")]
 
 
-@pytest.mark.parametrize("cpu", [None, 16])
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+@pytest.mark.parametrize(("op", "cpu"), pairs([Op.READ, Op.WRITE], [None, 16]))
 def test_close_with_a_hang_ends_in_time_and_keeps_what_the_io_may_touch(
     open_impatient: OpenHost, slab: Path, caplog: pytest.LogCaptureFixture, op: Op, cpu: int | None
 ) -> None:

@@ -52,6 +52,7 @@ from tests.support.tiny_transformers import (
 LONG = WINDOW + 10  # new tokens: the window leaves the prompt
 WHOLE = PROMPT // PAGE * PAGE
 MAIN = ["gemma3", "gpt_oss", "mistral"]
+TWO = [*MAIN[:2], pytest.param(MAIN[2], marks=pytest.mark.suite)]
 
 
 class Answer(NamedTuple):
@@ -167,7 +168,7 @@ def test_the_answer_is_the_same_cold_warm_and_after_a_restart(model: PreTrainedM
         assert answer(engine, model, ids, LONG)[:2] == (WHOLE, {"ssd": WHOLE})
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", TWO)
 def test_prompts_of_any_length_are_found_up_to_their_last_token(model: PreTrainedModel, tmp_path: Path) -> None:
     for length in (1, PAGE, PAGE + 1, WINDOW - 1, WINDOW, 5 * PAGE):
         with opened(model, tmp_path / str(length)) as engine:
@@ -178,7 +179,7 @@ def test_prompts_of_any_length_are_found_up_to_their_last_token(model: PreTraine
             assert answer(engine, model, longer).found == length // PAGE * PAGE
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", TWO)
 def test_where_prompts_part_the_third_one_begins(model: PreTrainedModel, tmp_path: Path, kind: str) -> None:
     """The second one finds that the full layers have more than the windows, and keeps a window there."""
     for at in (3, 2 * PAGE + 3, 3 * PAGE, WHOLE - 1, WHOLE, WHOLE + 2):
@@ -191,7 +192,7 @@ def test_where_prompts_part_the_third_one_begins(model: PreTrainedModel, tmp_pat
             assert answer(engine, model, parting(at, 2)).found == (0 if no_junction else at // PAGE * PAGE)
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", TWO)
 def test_windows_are_kept_at_intervals(model: PreTrainedModel, tmp_path: Path) -> None:
     for every, found in ((0, 0), (4 * PAGE, 4 * PAGE)):
         with opened(model, tmp_path / str(every), store={"window_every": every}) as engine:
@@ -211,7 +212,7 @@ def test_conversations_grow_side_by_side(model: PreTrainedModel, tmp_path: Path,
                 assert found == max(0, before - 1) // PAGE * PAGE, "the last answer too"
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", TWO)
 def test_one_cache_serves_several_turns(model: PreTrainedModel, tmp_path: Path) -> None:
     said = tokens(WINDOW - 3)
     with opened(model, tmp_path) as engine:
@@ -262,7 +263,7 @@ def test_prompts_of_any_lengths_that_part_anywhere(
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", MAIN)
+@pytest.mark.parametrize("kind", TWO)
 def test_rows_of_a_batch_start_from_what_all_of_them_have(model: PreTrainedModel, tmp_path: Path) -> None:
     one, two, new = tokens(), parting(2 * PAGE + 3, 1), tokens(seed=6)
     with opened(model, tmp_path) as engine:
