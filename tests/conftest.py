@@ -22,6 +22,7 @@ from tests.support.faulty import PLAN
 from tests.support.helpers import SMALL, Host, close_kept, make_config, settle
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 
+gc.disable()  # until all tests are there: see `pytest_collection_finish`
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -57,6 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is there by now stays until the end: no collection of garbage looks at it again, which would take 0.2 s."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
