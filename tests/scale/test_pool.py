@@ -15,16 +15,7 @@ from pathlib import Path
 import pytest
 
 from gdscache.pool.io import TRAILER_BYTES
-from tests.scale.pool_parts import (
-    EXTENT,
-    PAGES,
-    PYTHON,
-    RealPool,
-    eventually,
-    fence,
-    needs_mooncake,
-    real_pool,
-)
+from tests.scale.pool_parts import EXTENT, PAGES, PYTHON, RealPool, eventually, fence, needs_mooncake, real_pool
 
 pytestmark = pytest.mark.scale
 MANY = 4 * PAGES  # 8 MiB: some tens of milliseconds

@@ -139,11 +139,7 @@ def test_what_would_not_be_as_asked_for_fails(facts: Facts, asked: Asked, fails:
         (NO_COMPILER, asks(), {"compiler", "kernels", "gpu.kernels"}),
         (NOT_PINNED, asks(), {"page-locking"}),
         (changed(WHOLE, api=Found("single")), asks(), {"copy engine"}),
-        (
-            changed(WHOLE, calibration=Found(Kept(MEASURED, "no home", False, False))),
-            asks(),
-            {"calibration"},
-        ),
+        (changed(WHOLE, calibration=Found(Kept(MEASURED, "no home", False, False))), asks(), {"calibration"}),
         (changed(WHOLE, calibration=lacking("cuMemAlloc")), asks(), {"calibration"}),
         (changed(WHOLE, nvrtc=lacking("no libnvrtc.so.13", "")), asks(), {"NVRTC"}),
     ],

@@ -25,13 +25,7 @@ from transformers import (
 
 from gdscache import CacheEngine, HybridEngine
 from gdscache.config import ModelConfig
-from gdscache.errors import (
-    GeometryError,
-    InvalidValueError,
-    PoolFullError,
-    SequenceStateError,
-    UnsupportedRequestError,
-)
+from gdscache.errors import GeometryError, InvalidValueError, PoolFullError, SequenceStateError, UnsupportedRequestError
 from gdscache.integrations.transformers import PrefixCache, model_section
 from tests.support.pairs import pairs
 from tests.support.tiny_transformers import (

@@ -538,6 +538,15 @@ def test_cupy_itself_can_be_imported_without_a_home(tmp_path: Path) -> None:
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
+
+def ran(folder: Path, script: str, *arguments: str) -> str:
+    """What a script says that builds in a cache of its own."""
+    command, environment = [sys.executable, "-c", script, *arguments], surroundings(**in_cache(folder / "cache"))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 FILL = """
 import sys
 from pathlib import Path
@@ -676,15 +685,7 @@ for _ in range(3):
 def test_a_launch_takes_its_turn_on_its_stream(tmp_path: Path, sources: Path, device: int) -> None:
     if device >= torch.cuda.device_count():
         pytest.skip("needs two CUDA devices")
-    done = subprocess.run(
-        [sys.executable, "-c", STREAMS, str(sources), str(device)],
-        env=surroundings(**in_cache(tmp_path / "cache")),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    ran(tmp_path, STREAMS, str(sources), str(device))
 
 
 REFUSED = """
@@ -706,16 +707,7 @@ for source, name in (("broken.cu", "fill"), ("probe.cu", "absent")):
 @pytest.mark.usefixtures("gpu")
 def test_what_cannot_be_built_says_why(tmp_path: Path, sources: Path) -> None:
     (sources / "broken.cu").write_bytes(PROBE.replace(b"VALUE;", b"VALUE"))
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, str(sources)],
-        env=surroundings(**in_cache(tmp_path / "cache")),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    broken, absent = done.stdout.splitlines()
+    broken, absent = ran(tmp_path, REFUSED, str(sources)).splitlines()
     assert broken.startswith("cannot build broken.cu: ")
     assert 'error: expected a ";"' in broken
     assert absent.startswith("cannot build probe.cu: ")

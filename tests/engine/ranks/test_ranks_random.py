@@ -123,11 +123,11 @@ class Machine:
             self.host.start_ranks()
         self.host.engine = self.host.open()
 
-    def stop(self) -> None:
+    def stop(self, number: int = signal.SIGSTOP) -> None:
         """One rank hangs, or all do, and go on after some operations."""
         some = self.host.ranks if self.rng.random() < 0.3 else [self.rng.choice(self.host.ranks)]
         for rank in some:
-            rank.signal(signal.SIGSTOP)
+            rank.signal(number)
             self.stopped.add(rank.rank)
         for _ in range(2):
             self.rng.choice([self.store, self.load, self.prefetch])()
@@ -135,14 +135,8 @@ class Machine:
 
     def kill(self) -> None:
         """One rank dies, or all do; then all of them, and the engine, start anew."""
-        some = self.host.ranks if self.rng.random() < 0.3 else [self.rng.choice(self.host.ranks)]
-        for rank in some:
-            rank.signal(signal.SIGKILL)
-            self.stopped.add(rank.rank)
         self.killed = True
-        for _ in range(2):
-            self.rng.choice([self.store, self.load, self.prefetch])()
-        self.recover()
+        self.stop(signal.SIGKILL)
 
     def trap(self) -> None:
         """One rank dies, or hangs, at a message that comes in the next operations, or does not."""

@@ -340,18 +340,6 @@ def test_another_number_of_shards_is_refused(tmp_path: Path, write: Callable[[Pa
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 
 
-def test_a_directory_of_further_slabs_is_refused_and_left_alone(tmp_path: Path) -> None:
-    write_by_hand(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.execute("INSERT INTO slabs VALUES (1, 8192, 2)")
-        connection.execute("INSERT INTO pages SELECT (1 << 40) + 7, key, parent, namespace, length, 1, 0 FROM pages")
-    before = (tmp_path / "catalog.sqlite").read_bytes()
-    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
-        with pytest.raises(CatalogVersionError, match=r"2 slabs \(of 4,096, 8,192 bytes"):
-            look()
-    assert (tmp_path / "catalog.sqlite").read_bytes() == before
-
-
 def test_a_packed_page_is_refused_and_its_directory_is_not(tmp_path: Path) -> None:
     build(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
@@ -394,29 +382,45 @@ def test_a_damaged_retention_is_reported(tmp_path: Path) -> None:
     assert (found["pages"], found["good_pages"], [f["cause"] for f in found["bad"]]) == (1, 0, ["row"])
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, 7, -5])
-def test_another_version_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
-    write_by_hand(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.execute("UPDATE meta SET value = ? WHERE name = 'format_version'", (version,))
-        connection.execute("DROP TABLE retention")  # other versions have other tables
-    before = (tmp_path / "catalog.sqlite").read_bytes()
-    for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
-        with pytest.raises(
-            CatalogVersionError, match=f"format version {version}; this gdscache reads versions 5 and 6"
-        ):
-            look()
-    assert (tmp_path / "catalog.sqlite").read_bytes() == before
+FOREIGN: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
+    "further slabs": (
+        write_by_hand,
+        (
+            "INSERT INTO slabs VALUES (1, 8192, 2)",
+            "INSERT INTO pages SELECT (1 << 40) + 7, key, parent, namespace, length, 1, 0 FROM pages",
+        ),
+        r"2 slabs \(of 4,096, 8,192 bytes",
+    ),
+    **{
+        f"version {version}": (
+            write_by_hand,  # other versions have other tables
+            (f"UPDATE meta SET value = {version} WHERE name = 'format_version'", "DROP TABLE retention"),
+            f"format version {version}; this gdscache reads versions 5 and 6",
+        )
+        for version in (0, 1, 4, 7, -5)
+    },
+    **{
+        f"{groups} head groups": (
+            write_old_by_hand,
+            (f"UPDATE meta SET value = {groups} WHERE name = 'head_groups'",),
+            f"{groups} head groups a layer.*reads 1",
+        )
+        for groups in (0, 2, 8)
+    },
+}
 
 
-@pytest.mark.parametrize("groups", [0, 2, 8])
-def test_checksums_of_other_head_groups_are_refused(tmp_path: Path, groups: int) -> None:
-    write_old_by_hand(tmp_path)
+@pytest.mark.parametrize(("write", "changes", "words"), FOREIGN.values(), ids=FOREIGN)
+def test_what_it_does_not_read_is_refused_and_left_alone(
+    tmp_path: Path, write: Callable[[Path], None], changes: tuple[str, ...], words: str
+) -> None:
+    write(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as connection, connection:
-        connection.execute("UPDATE meta SET value = ? WHERE name = 'head_groups'", (groups,))
+        for change in changes:
+            connection.execute(change)
     before = (tmp_path / "catalog.sqlite").read_bytes()
     for look in (lambda: Catalog.open(tmp_path, extent_bytes=4096, durability="process"), lambda: inspect(tmp_path)):
-        with pytest.raises(CatalogVersionError, match=f"{groups} head groups a layer.*reads 1"):
+        with pytest.raises(CatalogVersionError, match=words):
             look()
     assert (tmp_path / "catalog.sqlite").read_bytes() == before
 

@@ -128,9 +128,7 @@ class SlowHastyLifetime(SlowLifetime):
 
 
 @pytest.mark.parametrize(
-    ("new", "slow"),
-    [*MODELS.items(), (HastyLifetime, SlowHastyLifetime)],
-    ids=lambda part: part.__name__,
+    ("new", "slow"), [*MODELS.items(), (HastyLifetime, SlowHastyLifetime)], ids=lambda part: part.__name__
 )
 def test_a_policy_is_its_model(new: Callable[[], EvictionPolicy], slow: Callable[..., Model]) -> None:
     machine = type("Machine", (PolicyMachine,), {"new": staticmethod(new), "slow": staticmethod(slow)})
