@@ -46,7 +46,8 @@ _LONGEST = (
     *("native_library", "bench_io", "packaging", "cufile_faults", "plan", "examples", "docs", "ranks_random"),
     *("faults_that_pass", "bench_copy", "doctor", "native_against_reference", "kernels_compile", "links", "power"),
     *("load_schedules", "state_machine", "transports", "processes", "native_leaks", "soak", "bench_ttft", "no_memory"),
-    *("testing", "bench", "adversity", "hang", "layerwise", "guarded", "kill_points", "catalog"),
+    *("transformers_windows", "hang", "layerwise", "hybrid", "ranks", "interrupts", "mooncake_tier", "hybrid_machine"),
+    *("testing", "bench", "adversity", "guarded", "kill_points", "catalog"),
 )
 
 
