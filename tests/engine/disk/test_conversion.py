@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import errno
 import logging
 import os
@@ -35,6 +36,9 @@ NOW = 1_800_000_000.25  # before the ends that the kept pages have, and after th
 def unpacked(name: str, place: Path) -> Path:
     with tarfile.open(KEPT[name]) as tar:
         tar.extractall(place, filter="data")
+    for path in place.glob("*/stripe.json"):  # it names the directories of where it was made
+        stripe = json.loads(path.read_text())
+        path.write_text(json.dumps(stripe | {"directories": [str(place / name) for name in "ab"]}))
     return place / "a"
 
 
