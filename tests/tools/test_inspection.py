@@ -443,25 +443,14 @@ def test_a_directory_in_use_is_refused_and_left(tmp_path: Path) -> None:
 # -- nothing is trusted ----------------------------------------------------------------------------------------------
 
 
-def other_version(path: Path) -> None:
-    with raw(path) as connection:
-        connection.execute("UPDATE meta SET value = 7 WHERE name = 'format_version'")
+def sql(text: str, *, fresh: bool = False) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        if fresh:
+            (path / "catalog.sqlite").unlink()
+        with raw(path) as connection:
+            connection.execute(text)
 
-
-def odd_extent(path: Path) -> None:
-    with raw(path) as connection:
-        connection.execute("UPDATE slabs SET extent_bytes = -4096")
-
-
-def foreign_database(path: Path) -> None:
-    (path / "catalog.sqlite").unlink()
-    with raw(path) as connection:
-        connection.execute("CREATE TABLE mine(x)")
-
-
-def lost_table(path: Path) -> None:
-    with raw(path) as connection:
-        connection.execute("DROP TABLE checksums")
+    return change
 
 
 def linked(name: str) -> Callable[[Path], None]:
@@ -476,10 +465,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[errors.GdsCacheError], st
     "not a database": (lambda p: (p / "catalog.sqlite").write_bytes(b"x" * 9000), errors.IOFailedError, "corrupt"),
     "empty": (lambda p: os.truncate(p / "catalog.sqlite", 0), errors.IOFailedError, "catalog"),
     "cut": (lambda p: os.truncate(p / "catalog.sqlite", 8192), errors.IOFailedError, "corrupt"),
-    "version": (other_version, errors.CatalogVersionError, "format version 7"),
-    "extent": (odd_extent, errors.IOFailedError, "extent_bytes -4096"),
-    "foreign database": (foreign_database, errors.IOFailedError, "not a catalogue"),
-    "lost table": (lost_table, errors.IOFailedError, "does not have the tables"),
+    "version": (
+        sql("UPDATE meta SET value = 7 WHERE name = 'format_version'"),
+        errors.CatalogVersionError,
+        "format version 7",
+    ),
+    "extent": (sql("UPDATE slabs SET extent_bytes = -4096"), errors.IOFailedError, "extent_bytes -4096"),
+    "foreign database": (sql("CREATE TABLE mine(x)", fresh=True), errors.IOFailedError, "not a catalogue"),
+    "lost table": (sql("DROP TABLE checksums"), errors.IOFailedError, "does not have the tables"),
     "no slab": (lambda p: (p / "slab-0.bin").unlink(), errors.IOFailedError, "slab-0.bin does not exist"),
     "linked slab": (linked("slab-0.bin"), errors.NotARegularFileError, "slab-0.bin"),
     "linked catalogue": (linked("catalog.sqlite"), errors.NotARegularFileError, "catalog.sqlite"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import errno
+import json
 import logging
 import os
 import shutil

@@ -20,7 +20,6 @@ from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
-    SMALL,
     WAIT,
     Host,
     OpenEngine,
@@ -37,25 +36,9 @@ from tests.support.helpers import (
     tokens_of,
     until,
 )
-
-FAULTY = "tests.support.faulty:FaultyTransport"
-EXTENT = 8192
-PAGEWISE = dataclasses.replace(SMALL, prefetch_bytes=EXTENT)  # chunks of one page
-
+from tests.support.slow_prefetch import EXTENT, FAULTY, PAGEWISE, slow_host, stocked
 
 # -- an engine whose disk is slow --------------------------------------------------------------------------------------
-
-
-def slow_host(open_host: OpenHost, **options: Any) -> Host:
-    """Chunks of one page."""
-    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
-    return open_host(**options)
-
-
-def stocked(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
-    """And a prompt on its SSD."""
-    host = slow_host(open_host, **options)
-    return host, stored(host, 1, pages)
 
 
 def offsets(host: Host, tokens: list[int]) -> set[int]:

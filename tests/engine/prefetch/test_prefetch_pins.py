@@ -32,7 +32,6 @@ from tests.support.bare_manager import Clock, bare_manager
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
-    SMALL,
     WAIT,
     Host,
     OpenHost,
@@ -47,22 +46,7 @@ from tests.support.helpers import (
     stored,
     until,
 )
-
-FAULTY = "tests.support.faulty:FaultyTransport"
-EXTENT = 8192
-PAGEWISE = dataclasses.replace(SMALL, prefetch_bytes=EXTENT)  # chunks of one page
-
-
-def host_of(open_host: OpenHost, **options: Any) -> Host:
-    """Chunks of one page; 24 pages of memory, of which pins have 12."""
-    options = {"transport": FAULTY, "cpu": 24, "ssd": 64, "bounce": 8, "limits": PAGEWISE, **options}
-    return open_host(**options)
-
-
-def stocked(open_host: OpenHost, pages: int, **options: Any) -> tuple[Host, list[int]]:
-    """And a prompt on its SSD."""
-    host = host_of(open_host, **options)
-    return host, stored(host, 1, pages)
+from tests.support.slow_prefetch import FAULTY, PAGEWISE, slow_host, stocked
 
 
 def press(host: Host) -> None:
@@ -90,7 +74,7 @@ def pinned(host: Host) -> tuple[int, int]:
 
 @pytest.mark.parametrize("face", ["tokens", "hashes"])
 def test_what_was_brought_stays_and_is_loaded_from_memory(open_host: OpenHost, device: str, face: str) -> None:
-    host = host_of(open_host, device=device)
+    host = slow_host(open_host, device=device)
     tokens: Any = prompt(1, 6, extra=1)
     if face == "hashes":
         tokens = PageHashes([n.to_bytes(32, "big") for n in range(6)], 25)
@@ -173,7 +157,7 @@ def test_whatever_ends_it_lets_go(open_host: OpenHost, by: str) -> None:
 
 
 def test_its_time_is_up(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = host_of(open_host)
+    host = slow_host(open_host)
     now = [0.0]
     pins = host.engine.manager.pins
     monkeypatch.setattr(pins, "clock", lambda: now[0])
@@ -203,7 +187,7 @@ def test_one_that_hangs_ends_when_its_time_is_up(open_host: OpenHost) -> None:
 
 def test_while_loads_go_on_its_time_ends_it(open_host: OpenHost) -> None:
     """It has had no turn yet."""
-    host = host_of(open_host)
+    host = slow_host(open_host)
     tokens, other = stored(host, 1, 4), stored(host, 2, 2)
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         begun, blocks, keys = host.begin(other)
@@ -221,7 +205,7 @@ def test_while_loads_go_on_its_time_ends_it(open_host: OpenHost) -> None:
 
 
 def test_who_asks_first_has_room_and_nobody_waits(open_host: OpenHost) -> None:
-    host = host_of(open_host)
+    host = slow_host(open_host)
     one, two, three = stored(host, 1, 8), stored(host, 2, 8), stored(host, 3, 2)
     with PLAN.rule(Op.READ, Fault.HANG) as rule:
         a = host.engine.prefetch(one, pin=60.0)
@@ -247,7 +231,7 @@ def test_who_asks_first_has_room_and_nobody_waits(open_host: OpenHost) -> None:
 
 
 def test_pins_of_callers_and_of_prefetches_share_the_room(open_host: OpenHost) -> None:
-    host = host_of(open_host)
+    host = slow_host(open_host)
     one, two = stored(host, 1, 8), stored(host, 2, 8)
     host.load(one)
     with host.engine.pin(one, 60.0) as pin:
@@ -269,7 +253,7 @@ def test_pins_of_callers_and_of_prefetches_share_the_room(open_host: OpenHost) -
 
 
 def test_the_quota_of_other_prefetches_is_not_asked(open_host: OpenHost) -> None:
-    host = host_of(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_share=0.05))  # a page
+    host = slow_host(open_host, limits=dataclasses.replace(PAGEWISE, prefetch_share=0.05))  # a page
     one, two = stored(host, 1, 4), stored(host, 2, 6)
     assert host.engine.prefetch(one).result(WAIT).end.value == "quota"
     with host.engine.prefetch(two, pin=60.0) as prefetch:
@@ -322,7 +306,7 @@ def test_such_a_load_is_not_hashed_and_has_no_deadline(open_host: OpenHost, monk
 
 def test_prefetches_do_not_wait_for_such_a_load(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads nothing of the disk."""
-    host = host_of(open_host)
+    host = slow_host(open_host)
     one, two = stored(host, 1, 4), stored(host, 2, 4)
     with host.engine.prefetch(one, pin=60.0) as prefetch:
         prefetch.result(WAIT)
@@ -395,7 +379,7 @@ def test_what_is_released_at_once_is_loaded_to_its_end(open_host: OpenHost) -> N
 
 
 def test_many_requests_are_one_load(open_host: OpenHost) -> None:
-    host = host_of(open_host)
+    host = slow_host(open_host)
     one, two = stored(host, 1, 4), stored(host, 2, 3)
     with host.engine.prefetch(one, pin=60.0) as a, host.engine.prefetch(two, pin=60.0) as b:
         a.result(WAIT), b.result(WAIT)
@@ -435,7 +419,7 @@ def test_a_hit_begins_where_it_is_told_to(open_host: OpenHost) -> None:
 
 
 def test_a_prefetch_of_a_hit_brings_its_pages_and_no_more(open_host: OpenHost) -> None:
-    host = host_of(open_host)
+    host = slow_host(open_host)
     tokens = prompt(1, 8)
     host.keep(tokens, salt="x")
     press(host)
@@ -801,7 +785,7 @@ def _step(
 @pytest.mark.parametrize("seconds", [0.4, *LONG])
 def test_many_threads_load_what_they_hold(open_host: OpenHost, seconds: float) -> None:
     """Under pressure, clears and damage: what is on its way comes, each byte of it."""
-    host = host_of(open_host, blocks=256, cpu=32, ssd=64)
+    host = slow_host(open_host, blocks=256, cpu=32, ssd=64)
     prompts = [prompt(n % 3, 2) + prompt(10 + n, n % 5) for n in range(8)]
     for tokens in prompts:
         host.store(tokens)
