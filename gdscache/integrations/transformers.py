@@ -36,7 +36,8 @@ from gdscache.errors import (
     TokensError,
     UnsupportedRequestError,
 )
-from gdscache.hybrid import HybridEngine, HybridStore
+from gdscache.hybrid import HybridEngine
+from gdscache.hybrid_handles import HybridStore
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.ropes import rope_limit

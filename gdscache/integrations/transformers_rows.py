@@ -19,7 +19,8 @@ from gdscache.cuda.streams import record
 from gdscache.engine import CacheEngine
 from gdscache.errors import DeadlineError, SequenceStateError
 from gdscache.groups.base import kept
-from gdscache.hybrid import HybridEngine, HybridHit, HybridLoad, HybridStore
+from gdscache.hybrid import HybridEngine
+from gdscache.hybrid_handles import HybridHit, HybridLoad, HybridStore
 from gdscache.integrations.transformers_layers import Layer, WindowLayer
 from gdscache.pages.keys import as_tokens
 from gdscache.store.handle import StoreHandle
