@@ -116,7 +116,7 @@ class ModelConfig(ConfigSection):
             if problems:
                 raise reject(GeometryError, "; ".join(problems), hint, info)
         try:
-            extent = self.layout().extent_bytes
+            extent = self.extent_bytes()
         except GeometryError as error:
             raise reject(GeometryError, f"model: {error.message}", error.hint or self._hint, info) from None
         if extent > MAX_EXTENT_BYTES:
@@ -193,6 +193,21 @@ class ModelConfig(ConfigSection):
         if bare := [index for index, planes in enumerate(layers) if not planes]:
             raise GeometryError(f"no plane is in layer {bare[0]} ({len(bare)} of {self.layers} layers have none)")
         return PageLayout(tuple(map(tuple, layers)), self.page_tokens)
+
+    def layouts(self) -> list[PageLayout]:
+        """That of the layers that keep tokens, and that of those that keep a state alone, of which a page is one row;
+        one of the two where there are no others."""
+        whole, groups = self.layout(), self.groups
+        tokens = {n for group in groups if not group.state for n in group.layers} if groups else {*range(self.layers)}
+        states = tuple(planes for number, planes in enumerate(whole.layers) if number not in tokens)
+        if not states:
+            return [whole]
+        kept = tuple(whole.layers[number] for number in sorted(tokens))
+        return [*([PageLayout(kept, self.page_tokens)] if kept else []), PageLayout(states, 1)]
+
+    def extent_bytes(self) -> int:
+        """Bytes of the largest extent of a page."""
+        return max(layout.extent_bytes for layout in self.layouts())
 
     def layer_groups(self) -> tuple[Group, ...]:
         """The groups; none where all layers keep all tokens."""
