@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    JambaConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3NextConfig,
     T5Config,
 )
 
@@ -104,7 +104,7 @@ def test_a_head_of_v_may_have_a_width_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (Qwen3NextConfig(num_hidden_layers=4), "LinearAttentionLayer"),
+        (JambaConfig(), "LinearAttentionLayer"),
         (T5Config(), "encoder-decoder"),
     ],
 )
