@@ -207,7 +207,7 @@ class StoreConfig(ConfigSection):
         default=8192,
         ge=0,
         le=MAX_COUNT,
-        description="hybrid models: tokens of a prompt from one sliding window that is stored to the next; 0: only "
+        description="hybrid models: tokens of a prompt from one window or state that is stored to the next; 0: only "
         "where prompts end or part",
     )
 

@@ -31,7 +31,7 @@ class PlaneConfig(ConfigSection):
 
     name: str = Field(min_length=1, description="name of the plane; unique within a layer")
     shape: Annotated[tuple[Positive, ...], Strict(False)] = Field(
-        min_length=1, description="shape of one token's row, in elements"
+        min_length=1, description="shape of one token's row, or of one state, in elements"
     )
     dtype: Dtype | None = Field(default=None, description="element type; null means model.dtype")
     layers: Annotated[tuple[Layer, ...], Strict(False)] | None = Field(
@@ -102,7 +102,7 @@ class ModelConfig(ConfigSection):
     groups: Annotated[tuple[GroupConfig, ...], Strict(False)] = Field(
         default=(),
         description="hybrid models: a list of groups of layers that keep different tokens; each has name, layers, "
-        "window or chunk, and page_tokens. Empty: all layers keep all tokens",
+        "window, chunk or state, and page_tokens. Empty: all layers keep all tokens",
     )
     salt: str = Field(
         default="",
@@ -257,5 +257,5 @@ _HINTS = {
     "mla": "MLA needs kv_lora_rank and rope_dim; for one plane with both, list it in planes",
     "planes": "every layer needs a plane of the list",
 }
-_GROUPS = "give each group a name, its layers, and a window, a chunk or neither; each layer is in a group"
+_GROUPS = "give each group a name, its layers, and one of window, chunk and state, or none; each layer is in a group"
 _ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"
