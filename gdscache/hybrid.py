@@ -212,8 +212,35 @@ class HybridEngine:
 
         Raises `InvalidValueError`, `SlotCountError` or `SlotRangeError`, and begins nothing then.
         """
-        if not isinstance(hit, HybridHit) or len(hit.parts) != len(self.engines):
-            raise InvalidValueError("a load is asked for without a hit", "pass what lookup() of this engine returned")
+        return self.load_many([(hit, slots)], after)
+
+    def load_many(self, requests: Sequence[tuple[HybridHit, Slots]], after: Event = None) -> HybridLoad:
+        """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
+        `CacheEngine.load_many`."""
+        pairs = list(requests) if isinstance(requests, Sequence) else [requests]
+        for pair in pairs:
+            known = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], HybridHit)
+            if not known or len(pair[0].parts) != len(self.engines):
+                raise InvalidValueError(
+                    "a load is asked for without a hit", "pass what lookup() of this engine returned, and its slots"
+                )
+        batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
+        for hit, slots in pairs:
+            for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
+                if len(table):
+                    batch.append((part, table))
+        loads: list[LayerwiseLoad | None] = []
+        try:
+            for engine, batch in zip(self.engines, batches, strict=True):
+                loads.append(engine.load_many(batch, after) if batch else None)
+        except BaseException:  # nobody gets its handle
+            for load in filter(None, loads):
+                load.cancel()
+            raise
+        return HybridLoad(self, [hit for hit, _ in pairs], loads)
+
+    def _tables(self, hit: HybridHit, slots: Slots) -> list[Blocks]:
+        """Blocks for the pages of a hit, pool by pool, in the order in which its engine takes them."""
         self._check_names(slots)
         tables: list[Blocks] = []
         for engine, order, names in zip(self.engines, hit.order, self.names, strict=True):
@@ -224,15 +251,7 @@ class HybridEngine:
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
                 raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
-        loads: list[LayerwiseLoad | None] = []
-        try:
-            for engine, part, table in zip(self.engines, hit.parts, tables, strict=True):
-                loads.append(engine.load(part, table, after) if len(table) else None)
-        except BaseException:  # nobody gets its handle
-            for load in filter(None, loads):
-                load.cancel()
-            raise
-        return HybridLoad(self, hit, loads)
+        return tables
 
     def store(
         self,
@@ -378,6 +397,12 @@ class HybridEngine:
         """Tell the gate what a load took: see `CacheEngine.observe_load`."""
         for engine in self.engines:
             engine.observe_load(tier, nbytes, seconds)
+
+    def judge_by(self, gate: Gate) -> None:
+        """Have another gate decide from now on, by its costs of all pools: see `CacheEngine.judge_by`."""
+        for engine in self.engines:
+            engine.judge_by(gate)
+        self.gate = gate
 
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.

@@ -6,11 +6,12 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from gdscache import arguments
 from gdscache.groups.names import GroupPage
 from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
@@ -19,6 +20,8 @@ from gdscache.tiers.pins import Pin
 
 if TYPE_CHECKING:
     from gdscache.hybrid import HybridEngine
+
+Said = TypeVar("Said")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +67,24 @@ class HybridStoreReport:
 
 
 class HybridLoad:
-    """The handle of a load. Made by `HybridEngine.load`; thread-safe."""
+    """The handle of a load, or of a batch of them. Made by `HybridEngine.load` and `load_many`; thread-safe."""
 
-    def __init__(self, engine: HybridEngine, hit: HybridHit, loads: Sequence[LayerwiseLoad | None]) -> None:
-        self._engine, self._hit, self._loads = engine, hit, loads
+    def __init__(self, engine: HybridEngine, hits: Sequence[HybridHit], loads: Sequence[LayerwiseLoad | None]) -> None:
+        """`loads`: of each pool, of those of the hits that have pages there."""
+        self._engine, self._hits, self._loads = engine, hits, loads
 
     @property
     def tokens(self) -> int:
-        """Tokens on their way: those of the hit, or 0 where a page of it has gone since."""
-        whole = all(
-            load is None or load.parts[0].pages == len(order)
-            for load, order in zip(self._loads, self._hit.order, strict=True)
+        """Tokens on their way, over all requests: those of a hit, or 0 where a page of it has gone since."""
+        return sum(self.tokens_by_request)
+
+    @property
+    def tokens_by_request(self) -> tuple[int, ...]:
+        """`tokens` of each request, in the order in which they were given."""
+        return tuple(
+            hit.tokens if all(pages in (None, len(order)) for pages, order in zip(row, hit.order, strict=True)) else 0
+            for hit, row in self._by_request(lambda load: [part.pages for part in load.parts])
         )
-        return self._hit.tokens if whole else 0
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's pages: see `LayerwiseLoad.wait`. `layer`: of the model."""
@@ -89,15 +97,40 @@ class HybridLoad:
         """True when the verdict is there; never waits."""
         return all(load is None or load.done() for load in self._loads)
 
-    def result(self, seconds: float | None = None) -> HybridReport:
-        """The verdict. Never raises for a bad page; `DeadlineError` when it is late."""
+    def results(self, seconds: float | None = None) -> list[HybridReport]:
+        """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
         left = remaining(seconds)
-        pages: dict[str, list[PageStatus]] = {name: [] for name in self._hit.pages}
+        return [self._report(hit, row) for hit, row in self._by_request(lambda load: load.results(left()))]
+
+    def result(self, seconds: float | None = None) -> HybridReport:
+        """The verdict; of a batch, that on all its requests as one, whose `tokens` are the sum."""
+        reports = self.results(seconds)
+        if len(reports) == 1:
+            return reports[0]
+        by_tier = Counter[str]()
+        for report in reports:
+            by_tier.update(report.bytes_by_tier)
+        pages = {
+            group.name: tuple(one for r in reports for one in r.pages[group.name]) for group in self._engine.groups
+        }
+        took = max((report.seconds for report in reports), default=0.0)
+        return HybridReport(sum(report.tokens for report in reports), pages, dict(by_tier), took)
+
+    def _by_request(self, said: Callable[[LayerwiseLoad], Sequence[Said]]) -> list[tuple[HybridHit, list[Said | None]]]:
+        """Each hit, with what the load of each pool says of it; None where it has no page there."""
+        rows: list[list[Said | None]] = [[] for _ in self._hits]
+        for pool, load in enumerate(self._loads):
+            of_those = iter(said(load) if load is not None else ())
+            for hit, row in zip(self._hits, rows, strict=True):
+                row.append(next(of_those) if hit.order[pool] else None)
+        return list(zip(self._hits, rows, strict=True))
+
+    def _report(self, hit: HybridHit, reports: Sequence[LoadReport | None]) -> HybridReport:
+        pages: dict[str, list[PageStatus]] = {name: [] for name in hit.pages}
         by_tier, took, whole = Counter[str](), 0.0, True
-        for load, order, names in zip(self._loads, self._hit.order, self._engine.names, strict=True):
-            if load is None:
+        for report, order, names in zip(reports, hit.order, self._engine.names, strict=True):
+            if report is None:
                 continue
-            report = load.result(left())
             statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
             for one, status in zip(order, statuses, strict=True):
                 pages[names[one.group]].append(status)
@@ -105,7 +138,7 @@ class HybridLoad:
             by_tier.update(report.bytes_by_tier)
             took = max(took, report.seconds)
         return HybridReport(
-            self._hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
+            hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
         )
 
     def cancel(self) -> None:

@@ -214,9 +214,11 @@ def test_a_state_of_zeros_is_seen_in_the_logits(model: PreTrainedModel) -> None:
             assert float((behind - whole).abs().max()) > 6e-3 * float(whole.abs().max()), states
 
 
-@pytest.mark.parametrize("kind", MAIN)
-def test_where_the_calls_are_the_same_the_bits_are(model: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [*MAIN, "nemotron_h"])
+def test_where_the_calls_are_the_same_the_bits_are(kind: str, dtype: str, tmp_path: Path) -> None:
     """A hit is loaded and goes on as the calls did that stored it."""
+    model = build(kind, dtype=dtype)
     with opened(model, tmp_path) as engine, torch.no_grad():
         logits = []
         for found in (0, WHOLE):
