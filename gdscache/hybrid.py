@@ -5,8 +5,8 @@
     load = engine.load(hit, {name: my_blocks[name][pages] for name, pages in hit.pages.items()})
 
 A hit is a length at which every group has what the next token attends to: all pages where all tokens are kept, and the
-last window elsewhere. Groups with planes of their own have a part of each tier, and a directory below `ssd.path`;
-groups in the same planes share all of it.
+last window, or the state, elsewhere. Groups with planes of their own have a part of each tier, and a directory below
+`ssd.path`; groups in the same planes share all of it.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ class HybridEngine:
         """Begin storing the full pages of `tokens` from token `start` on. Returns at once.
 
         `slots`: of each group by name, blocks of its pages from `start` on, page after page; -1 for the blocks of pages
-        that the group let go. Of windows those pages are stored that a hit of all `tokens` needs, or one at each
-        `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
+        that the group let go. Of windows and states those pages are stored that a hit of all `tokens` needs, or one at
+        each `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
         stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises what that raises, and `InvalidValueError`
         for `keep_at`; nothing is stored then.
         """
@@ -302,7 +302,7 @@ class HybridEngine:
         return HybridStore(self.names, handles, chains)
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
-        """The lengths at which windows are kept, those behind `length` too that need a page before it."""
+        """The lengths at which windows and states are kept, those behind `length` too that need a page before it."""
         size = self.alignment
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
