@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         PoolFullError,
         StorageError,
     )
-    from gdscache.hybrid import HybridEngine, HybridHit
+    from gdscache.hybrid import HybridEngine
+    from gdscache.hybrid_handles import HybridHit
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
@@ -46,7 +47,7 @@ _HOMES = {
     "GdsCacheError": "errors",
     "Hit": "pages.hit",
     "HybridEngine": "hybrid",
-    "HybridHit": "hybrid",
+    "HybridHit": "hybrid_handles",
     "LayerwiseLoad": "load.handle",
     "LoadFailedError": "errors",
     "LoadReport": "load.report",

@@ -169,7 +169,7 @@ def verify_directory(
 
 def describe(config: Config) -> dict[str, Any]:
     """What a configuration means, as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
-    layout = config.model.layout()
+    layout = config.model.layouts()[0]  # states have no tokens: their groups say what they take
     extent = layout.extent_bytes
     capacities = {
         "gpu": config.gpu.capacity,
@@ -179,10 +179,10 @@ def describe(config: Config) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "kind": config.model.kind,
-        "layers": layout.n_layers,
+        "layers": config.model.layers,
         "planes": [
             f"{plane.name} {list(plane.shape)} {plane.dtype}"
-            for plane in dict.fromkeys(itertools.chain(*layout.layers))
+            for plane in dict.fromkeys(itertools.chain(*config.model.layout().layers))
         ],
         "page_tokens": layout.page_tokens,
         "token_bytes": layout.token_bytes,

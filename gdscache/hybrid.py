@@ -5,8 +5,8 @@
     load = engine.load(hit, {name: my_blocks[name][pages] for name, pages in hit.pages.items()})
 
 A hit is a length at which every group has what the next token attends to: all pages where all tokens are kept, and the
-last window elsewhere. Groups with planes of their own have a part of each tier, and a directory below `ssd.path`;
-groups in the same planes share all of it.
+last window, or the state, elsewhere. Groups with planes of their own have a part of each tier, and a directory below
+`ssd.path`; groups in the same planes share all of it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import logging
 import math
 import os
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -41,246 +39,31 @@ from gdscache.errors import (
 )
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
-from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
+from gdscache.groups.base import Group, alignment, kept, marks, needed
+from gdscache.groups.hits import settled
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.pools import Pool
+from gdscache.hybrid_handles import (
+    HybridHit,
+    HybridLoad,
+    HybridPin,
+    HybridPrefetch,
+    HybridStore,
+    remaining,
+)
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
-from gdscache.prefetch.handle import Prefetch, PrefetchReport
+from gdscache.prefetch.handle import Prefetch
 from gdscache.sizes import about
-from gdscache.store.handle import StoreHandle
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
 
 Slots = Mapping[str, Any]
-_TRIES = 4  # pages may go while one looks for others
 _SALTS_KEPT = 4096
 _log = logging.getLogger("gdscache")
-
-
-@dataclasses.dataclass(frozen=True)
-class HybridHit:
-    """What `lookup` found: a snapshot, without a lease. `tokens` tokens from `start` on are cached in all groups.
-
-    `pages`: by group, the numbers of the pages that a load brings, counted from the request's first token. `parted`:
-    tokens up to which the groups that keep all tokens have every page. Where it is more than the hit, another prompt
-    parted there: pass it as `keep_at` to `store`, and the next one finds its windows. `seconds` and
-    `recompute_seconds` are expected, None before they are known; `declined`: tokens that the gate left out. `parts` and
-    `order` are for the engine: by pool, the pages as its engine takes them, and of which of its groups each is.
-    """
-
-    start: int
-    tokens: int
-    pages: Mapping[str, range]
-    parted: int
-    seconds: float | None = None
-    recompute_seconds: float | None = None
-    declined: int = 0
-    parts: tuple[Hit, ...] = dataclasses.field(default=(), repr=False)
-    order: tuple[tuple[GroupPage, ...], ...] = dataclasses.field(default=(), repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class HybridReport:
-    """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad. `pages`: by group, of
-    each page of the hit."""
-
-    tokens: int
-    pages: dict[str, tuple[PageStatus, ...]]
-    bytes_by_tier: dict[str, int]
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class HybridStoreReport:
-    """What became of a store, by group, and by the number of each page that was to be stored: `tiers` that committed it
-    now, and why it was `dropped`. A page that was stored already has no tiers and no cause."""
-
-    tiers: dict[str, dict[int, tuple[str, ...]]]
-    dropped: dict[str, dict[int, str]]
-
-
-class HybridLoad:
-    """The handle of a load. Made by `HybridEngine.load`; thread-safe."""
-
-    def __init__(self, engine: HybridEngine, hit: HybridHit, loads: Sequence[LayerwiseLoad | None]) -> None:
-        self._engine, self._hit, self._loads = engine, hit, loads
-
-    @property
-    def tokens(self) -> int:
-        """Tokens on their way: those of the hit, or 0 where a page of it has gone since."""
-        whole = all(
-            load is None or load.parts[0].pages == len(order)
-            for load, order in zip(self._loads, self._hit.order, strict=True)
-        )
-        return self._hit.tokens if whole else 0
-
-    def wait(self, layer: int, seconds: float | None = None) -> None:
-        """Order the current stream after this layer's pages: see `LayerwiseLoad.wait`. `layer`: of the model."""
-        pool, local = self._engine.place(layer)
-        load = self._loads[pool]
-        if load is not None:
-            load.wait(local, seconds)
-
-    def done(self) -> bool:
-        """True when the verdict is there; never waits."""
-        return all(load is None or load.done() for load in self._loads)
-
-    def result(self, seconds: float | None = None) -> HybridReport:
-        """The verdict. Never raises for a bad page; `DeadlineError` when it is late."""
-        left = _remaining(seconds)
-        pages: dict[str, list[PageStatus]] = {name: [] for name in self._hit.pages}
-        by_tier, took, whole = Counter[str](), 0.0, True
-        for load, order, names in zip(self._loads, self._hit.order, self._engine.names, strict=True):
-            if load is None:
-                continue
-            report = load.result(left())
-            statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
-            for one, status in zip(order, statuses, strict=True):
-                pages[names[one.group]].append(status)
-                whole = whole and status is PageStatus.LOADED
-            by_tier.update(report.bytes_by_tier)
-            took = max(took, report.seconds)
-        return HybridReport(
-            self._hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
-        )
-
-    def cancel(self) -> None:
-        """Stop early. The slots stay the engine's until `released`."""
-        for load in filter(None, self._loads):
-            load.cancel()
-
-    def released(self, seconds: float | None = None) -> None:
-        """Wait until nothing writes to the slots any more. Raises `DeadlineError`."""
-        left = _remaining(seconds)
-        for load in filter(None, self._loads):
-            load.release_event.synchronize(left())
-
-
-class HybridStore:
-    """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
-
-    def __init__(
-        self, names: Sequence[Sequence[str]], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
-    ) -> None:
-        """`names`: of the groups of each pool; `order`: the pages of each pool's store."""
-        self._names, self._handles, self._order = names, handles, order
-
-    def done(self) -> bool:
-        """True when every page has its outcome; never waits."""
-        return all(handle.done() for handle in self._handles)
-
-    def result(self, seconds: float | None = None) -> HybridStoreReport:
-        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
-        left = _remaining(seconds)
-        tiers: dict[str, dict[int, tuple[str, ...]]] = {name: {} for names in self._names for name in names}
-        dropped: dict[str, dict[int, str]] = {name: {} for names in self._names for name in names}
-        for handle, order, names in zip(self._handles, self._order, self._names, strict=True):
-            report = handle.result(left())
-            for place, one in enumerate(order):
-                name = names[one.group]
-                tiers[name][one.number] = report.tiers[place]
-                if place in report.dropped:
-                    dropped[name][one.number] = report.dropped[place]
-        return HybridStoreReport(tiers, dropped)
-
-    def released(self, seconds: float | None = None) -> None:
-        """Wait until the slots may be written again. Raises `DeadlineError`."""
-        left = _remaining(seconds)
-        for handle in self._handles:
-            handle.release_event.synchronize(left())
-
-
-class HybridPrefetch:
-    """The handle of a prefetch. Made by `HybridEngine.prefetch`; thread-safe. Leaving its `with` block cancels it."""
-
-    def __init__(self, engine: HybridEngine, hit: HybridHit, parts: Sequence[Prefetch | None]) -> None:
-        self._engine, self._hit, self._parts = engine, hit, parts
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the hit that it has seen in the CPU tier: all of them, or 0."""
-        return self._if_all(lambda part: part.tokens)
-
-    @property
-    def verified(self) -> int:
-        """Tokens of the hit that lie in the CPU tier now, pinned, and were found good: all of them, or 0."""
-        return self._if_all(lambda part: part.verified)
-
-    def _if_all(self, tokens: Callable[[Prefetch], int]) -> int:
-        there = zip(self._engine.engines, self._parts, self._hit.order, strict=True)
-        good = all(
-            part is None or tokens(part) == len(order) * engine.layout.page_tokens for engine, part, order in there
-        )
-        return self._hit.tokens if good else 0
-
-    def hit(self) -> HybridHit:
-        """The hit of pages that are verified and pinned, for a load that cannot fail but by the copy itself; one of 0
-        tokens where some are not. Raises `InvalidValueError` without pins."""
-        parts = tuple(
-            part if prefetch is None else prefetch.hit()
-            for part, prefetch in zip(self._hit.parts, self._parts, strict=True)
-        )
-        if any(len(part.pages) < len(order) for part, order in zip(parts, self._hit.order, strict=True)):
-            return self._engine.nothing(self._hit.start)
-        return dataclasses.replace(self._hit, parts=parts)
-
-    def done(self) -> bool:
-        """True when it has ended; never waits."""
-        return all(part is None or part.done() for part in self._parts)
-
-    def wait(self, seconds: float | None = 0.0) -> int:
-        """Wait up to so many seconds for its end, then stop it, and return `tokens`: see `Prefetch.wait`."""
-        left = _remaining(seconds)
-        for part in filter(None, self._parts):
-            part.wait(left())
-        return self.tokens
-
-    def result(self, seconds: float | None = None) -> list[PrefetchReport]:
-        """Wait until it has ended, by pool: see `Prefetch.result`."""
-        left = _remaining(seconds)
-        return [part.result(left()) for part in self._parts if part is not None]
-
-    def cancel(self) -> None:
-        """End it, and its pins. Twice is fine."""
-        for part in filter(None, self._parts):
-            part.cancel()
-
-    release = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.cancel()
-
-
-class HybridPin:
-    """The pages of a hit, kept from eviction until `release` or until its time is up."""
-
-    def __init__(self, hit: HybridHit, pins: Sequence[tuple[Pin, int]]) -> None:
-        """`pins`: of each pool, with the tokens that it counts where it holds all its pages."""
-        self._hit, self._pins = hit, pins
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the hit, all of whose pages it holds now; else 0."""
-        return self._hit.tokens if all(pin.tokens == whole for pin, whole in self._pins) else 0
-
-    def release(self) -> None:
-        """Let the pages go; twice is fine."""
-        for pin, _ in self._pins:
-            pin.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,22 +181,17 @@ class HybridEngine:
             return managers[pool].visible(names[pool].keys(at, first, stop))
 
         most = request.length // self.alignment * self.alignment
-        found, whole, hit = start, start, self.nothing(start)
         with engines[0].timeline.span("lookup", pages=most // self.alignment):
-            for _ in range(_TRIES):
-                whole = complete(groups, has, most, local=start)
-                found = next(lengths(groups, has, most, local=start, whole=whole), start)
-                hit = self._used(names, start, found)
-                if hit.tokens == found - start:
-                    break
+            used, whole = settled(groups, has, most, lambda found: self._used(names, start, found), local=start)
+            hit = used or self.nothing(start)
             missing = max(0, most - start - hit.tokens)
             for engine in engines:
                 with engine.calls:
                     engine.manager.missed(missing // engine.layout.page_tokens)
         return dataclasses.replace(hit, parted=max(start, whole))
 
-    def _used(self, names: Sequence[GroupNames], start: int, found: int) -> HybridHit:
-        """The hit that ends at token `found`, whose pages are used now; one of 0 tokens where one has gone since."""
+    def _used(self, names: Sequence[GroupNames], start: int, found: int) -> HybridHit | None:
+        """The hit that ends at token `found`, whose pages are used now; None where one has gone since."""
         pages = needed(self.groups, found, start)
         parts, orders = list[Hit](), list[tuple[GroupPage, ...]]()
         for engine, pool, own in zip(self.engines, self.pools, names, strict=True):
@@ -422,7 +200,7 @@ class HybridEngine:
             with engine.calls:
                 tiers = tuple(engine.manager.lookup(named, 0))
             if len(tiers) < len(named):
-                return self.nothing(start)
+                return None
             parts.append(Hit(start, len(named) * engine.layout.page_tokens, tiers, None, named))
             orders.append(tuple(chain))
         by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
@@ -434,8 +212,35 @@ class HybridEngine:
 
         Raises `InvalidValueError`, `SlotCountError` or `SlotRangeError`, and begins nothing then.
         """
-        if not isinstance(hit, HybridHit) or len(hit.parts) != len(self.engines):
-            raise InvalidValueError("a load is asked for without a hit", "pass what lookup() of this engine returned")
+        return self.load_many([(hit, slots)], after)
+
+    def load_many(self, requests: Sequence[tuple[HybridHit, Slots]], after: Event = None) -> HybridLoad:
+        """Begin a batch of loads, each a hit and its slots: one submit a pool, and one wait a layer. See
+        `CacheEngine.load_many`."""
+        pairs = list(requests) if isinstance(requests, Sequence) else [requests]
+        for pair in pairs:
+            known = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], HybridHit)
+            if not known or len(pair[0].parts) != len(self.engines):
+                raise InvalidValueError(
+                    "a load is asked for without a hit", "pass what lookup() of this engine returned, and its slots"
+                )
+        batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
+        for hit, slots in pairs:
+            for batch, part, table in zip(batches, hit.parts, self._tables(hit, slots), strict=True):
+                if len(table):
+                    batch.append((part, table))
+        loads: list[LayerwiseLoad | None] = []
+        try:
+            for engine, batch in zip(self.engines, batches, strict=True):
+                loads.append(engine.load_many(batch, after) if batch else None)
+        except BaseException:  # nobody gets its handle
+            for load in filter(None, loads):
+                load.cancel()
+            raise
+        return HybridLoad(self, [hit for hit, _ in pairs], loads)
+
+    def _tables(self, hit: HybridHit, slots: Slots) -> list[Blocks]:
+        """Blocks for the pages of a hit, pool by pool, in the order in which its engine takes them."""
         self._check_names(slots)
         tables: list[Blocks] = []
         for engine, order, names in zip(self.engines, hit.order, self.names, strict=True):
@@ -446,15 +251,7 @@ class HybridEngine:
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
                 raise SlotCountError(f"group {name!r}: slots are given, and the hit has no page", "pass hit.pages' own")
-        loads: list[LayerwiseLoad | None] = []
-        try:
-            for engine, part, table in zip(self.engines, hit.parts, tables, strict=True):
-                loads.append(engine.load(part, table, after) if len(table) else None)
-        except BaseException:  # nobody gets its handle
-            for load in filter(None, loads):
-                load.cancel()
-            raise
-        return HybridLoad(self, hit, loads)
+        return tables
 
     def store(
         self,
@@ -471,8 +268,8 @@ class HybridEngine:
         """Begin storing the full pages of `tokens` from token `start` on. Returns at once.
 
         `slots`: of each group by name, blocks of its pages from `start` on, page after page; -1 for the blocks of pages
-        that the group let go. Of windows those pages are stored that a hit of all `tokens` needs, or one at each
-        `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
+        that the group let go. Of windows and states those pages are stored that a hit of all `tokens` needs, or one at
+        each `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
         stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises what that raises, and `InvalidValueError`
         for `keep_at`; nothing is stored then.
         """
@@ -505,7 +302,7 @@ class HybridEngine:
         return HybridStore(self.names, handles, chains)
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
-        """The lengths at which windows are kept, those behind `length` too that need a page before it."""
+        """The lengths at which windows and states are kept, those behind `length` too that need a page before it."""
         size = self.alignment
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
@@ -601,6 +398,12 @@ class HybridEngine:
         for engine in self.engines:
             engine.observe_load(tier, nbytes, seconds)
 
+    def judge_by(self, gate: Gate) -> None:
+        """Have another gate decide from now on, by its costs of all pools: see `CacheEngine.judge_by`."""
+        for engine in self.engines:
+            engine.judge_by(gate)
+        self.gate = gate
+
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
 
@@ -630,13 +433,13 @@ class HybridEngine:
 
     def drain(self, seconds: float | None = None) -> None:
         """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
-        left = _remaining(seconds)
+        left = remaining(seconds)
         for engine in self.engines:
             engine.drain(left())
 
     def flush(self, seconds: float | None = None) -> None:
         """See `CacheEngine.flush`."""
-        left = _remaining(seconds)
+        left = remaining(seconds)
         for engine in self.engines:
             engine.flush(left())
 
@@ -743,15 +546,6 @@ class HybridEngine:
                 "pass the blocks of full pages only, -1 for those that were let go",
             )
         return given.reshape(-1, each)
-
-
-def _remaining(seconds: float | None) -> Callable[[], float | None]:
-    """What is left of so many seconds that begin now, for one wait after another."""
-    limit = arguments.seconds(seconds)
-    if limit is None:
-        return lambda: None
-    end = time.monotonic() + limit
-    return lambda: max(0.0, end - time.monotonic())
 
 
 def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -207,7 +207,7 @@ class StoreConfig(ConfigSection):
         default=8192,
         ge=0,
         le=MAX_COUNT,
-        description="hybrid models: tokens of a prompt from one sliding window that is stored to the next; 0: only "
+        description="hybrid models: tokens of a prompt from one window or state that is stored to the next; 0: only "
         "where prompts end or part",
     )
 
@@ -308,7 +308,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _holds_a_page(self, info: ValidationInfo) -> Self:
-        extent = self.model.layout().extent_bytes
+        extent = self.model.extent_bytes()
         halves = {"gpu.staging": self.gpu.staging}
         wholes = {"gpu.capacity": self.gpu.capacity}
         if self.cpu:

@@ -31,7 +31,7 @@ class PlaneConfig(ConfigSection):
 
     name: str = Field(min_length=1, description="name of the plane; unique within a layer")
     shape: Annotated[tuple[Positive, ...], Strict(False)] = Field(
-        min_length=1, description="shape of one token's row, in elements"
+        min_length=1, description="shape of one token's row, or of one state, in elements"
     )
     dtype: Dtype | None = Field(default=None, description="element type; null means model.dtype")
     layers: Annotated[tuple[Layer, ...], Strict(False)] | None = Field(
@@ -102,7 +102,7 @@ class ModelConfig(ConfigSection):
     groups: Annotated[tuple[GroupConfig, ...], Strict(False)] = Field(
         default=(),
         description="hybrid models: a list of groups of layers that keep different tokens; each has name, layers, "
-        "window or chunk, and page_tokens. Empty: all layers keep all tokens",
+        "window, chunk or state, and page_tokens. Empty: all layers keep all tokens",
     )
     salt: str = Field(
         default="",
@@ -116,7 +116,7 @@ class ModelConfig(ConfigSection):
             if problems:
                 raise reject(GeometryError, "; ".join(problems), hint, info)
         try:
-            extent = self.layout().extent_bytes
+            extent = self.extent_bytes()
         except GeometryError as error:
             raise reject(GeometryError, f"model: {error.message}", error.hint or self._hint, info) from None
         if extent > MAX_EXTENT_BYTES:
@@ -194,6 +194,21 @@ class ModelConfig(ConfigSection):
             raise GeometryError(f"no plane is in layer {bare[0]} ({len(bare)} of {self.layers} layers have none)")
         return PageLayout(tuple(map(tuple, layers)), self.page_tokens)
 
+    def layouts(self) -> list[PageLayout]:
+        """That of the layers that keep tokens, and that of those that keep a state alone, of which a page is one row;
+        one of the two where there are no others."""
+        whole, groups = self.layout(), self.groups
+        tokens = {n for group in groups if not group.state for n in group.layers} if groups else {*range(self.layers)}
+        states = tuple(planes for number, planes in enumerate(whole.layers) if number not in tokens)
+        if not states:
+            return [whole]
+        kept = tuple(whole.layers[number] for number in sorted(tokens))
+        return [*([PageLayout(kept, self.page_tokens)] if kept else []), PageLayout(states, 1)]
+
+    def extent_bytes(self) -> int:
+        """Bytes of the largest extent of a page."""
+        return max(layout.extent_bytes for layout in self.layouts())
+
     def layer_groups(self) -> tuple[Group, ...]:
         """The groups; none where all layers keep all tokens."""
         return tuple(
@@ -242,5 +257,5 @@ _HINTS = {
     "mla": "MLA needs kv_lora_rank and rope_dim; for one plane with both, list it in planes",
     "planes": "every layer needs a plane of the list",
 }
-_GROUPS = "give each group a name, its layers, and a window, a chunk or neither; each layer is in a group"
+_GROUPS = "give each group a name, its layers, and one of window, chunk and state, or none; each layer is in a group"
 _ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"

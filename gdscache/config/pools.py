@@ -79,8 +79,10 @@ def pool_parts(config: Config) -> list[PoolPart]:
             "raise gpu.capacity",
         )
     return [
-        PoolPart(pool, some, share, Config.from_dict(_part(config, pool, model, share, count * size)))
-        for pool, some, model, share, count, size in zip(pools, own, models, each, pages, page_bytes, strict=True)
+        PoolPart(pool, some, share, Config.from_dict(_part(config, pool, model, share, max(count * size, extent))))
+        for pool, some, model, share, count, size, extent in zip(
+            pools, own, models, each, pages, page_bytes, extents, strict=True
+        )
     ]
 
 

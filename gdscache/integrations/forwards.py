@@ -8,10 +8,11 @@ anything is computed, and keeps the ids, for `commit` to compare with.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers import Cache
@@ -32,20 +33,38 @@ _HARMLESS = {
     "use_cache",
 }
 _CHECKED = {"input_ids", "attention_mask", "position_ids"}
+_WHOLE = ("output_attentions", "output_hidden_states", "output_router_logits")  # a call for these is not cut
+
+
+class Ends(Protocol):
+    """Who wants calls to end at certain tokens, since layers keep a state."""
+
+    def cuts(self, past: int, end: int) -> Sequence[int]:
+        """Where a call of the tokens `past ... end-1` is to be cut."""
+
+    def ended(self, end: int) -> None:
+        """A call that ends at so many tokens has ended."""
 
 
 class Forwards:
     """The forward calls of one cache: `watch` before them, then `allow` for each layer's states, `tokens` at the end.
 
     `cached`: tokens that the cache begins with. `rows`: of the batch. `least`, `most`: tokens that a call may end at.
+    `ends`: who wants calls in pieces.
     """
 
-    def __init__(self, rows: int, cached: int, least: int = 0, most: float = math.inf) -> None:
+    def __init__(
+        self, rows: int, cached: int, least: int = 0, most: float = math.inf, ends: Ends | None = None
+    ) -> None:
         self._rows = rows
+        self._ends = ends
+        self._running = False  # a call has begun, and not ended; looked at where `ends` are wanted
+        self._before: list[torch.Tensor] = []  # what the pieces before the last one returned
+        self._keep = 0  # logits that the call is to return, 0: all
         self._least, self._most = least, most
         self._cached = self._end = cached  # tokens that the model has, or was called for
         self._calls: list[tuple[int, torch.Tensor]] = []  # first token, ids (rows, tokens)
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any, bool], bool]) -> None:
         """Look at each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly.
@@ -55,29 +74,59 @@ class Forwards:
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
-        def look(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            if kwargs is None:  # another thread's call, while this one adds the hook or takes it away: torch does both
-                return  # in two steps, and passes no keyword arguments between them
+        def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
             given = dict(signature.bind_partial(*args, **kwargs).arguments)
             for name, parameter in signature.parameters.items():
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given |= given.pop(name, {})
-            own = mine()
+            return given
+
+        # A call of another thread may come while this one adds the hooks or takes them away: torch does both in two
+        # steps, and passes no keyword arguments between them.
+
+        def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+            given, own = bound(args, kwargs or {}), mine()
             past = 0 if own is None else int(own.get_seq_length())
-            if own is not None and given.get("past_key_values") is own:
+            if kwargs is not None and own is not None and given.get("past_key_values") is own:
+                self.check()
                 anew = _begins_anew(given) if past and not self._calls else False
                 if anew is not False and let_go(given.get("input_ids"), anew is True):
                     past = 0
                 told = {n: v for n, v in given.items() if n in _CHECKED or not _is_default(signature, n, v)}
                 self._called(told, past)
+                if self._ends is not None:
+                    given = self._last_piece(module, signature, given, past)
+                    self._running = True
+                    return (), given
+            return None
 
-        self._handle = model.register_forward_pre_hook(look, with_kwargs=True)
+        def seen(_module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+            own = mine()
+            if len(rest) == 2 and own is not None and bound(args, rest[0]).get("past_key_values") is own:
+                return self._ended(rest[1])
+            return None
+
+        self._handles.append(model.register_forward_pre_hook(look, with_kwargs=True))
+        if self._ends is not None:
+            self._handles.append(model.register_forward_hook(seen, with_kwargs=True))
 
     def stop(self) -> None:
-        """Take the hook away; twice is fine."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Take the hooks away; twice is fine."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def check(self) -> None:
+        """Raises `SequenceStateError` where a call did not end, and layers keep a state: those may be of other tokens
+        than the rest."""
+        if self._running:
+            raise SequenceStateError(
+                "a call of the model did not end, so that its layers may keep states of different tokens",
+                "reset() the cache and compute the prompt again, or open another one",
+            )
+
+    def reset(self) -> None:
+        """The cache was emptied."""
+        self._running = False
 
     def allow(self, end: int) -> None:
         """A layer gets states up to token `end`. Raises `UnsupportedRequestError` where no watched call makes them."""
@@ -97,6 +146,52 @@ class Forwards:
         return ids[:computed]
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _last_piece(
+        self, module: torch.nn.Module, signature: inspect.Signature, given: dict[str, Any], past: int
+    ) -> dict[str, Any]:
+        """Call the model for the pieces of a call but for the last one, whose arguments are returned."""
+        assert self._ends is not None
+        end, keep = self._end, given.get("logits_to_keep", 0)
+        whole = end - past == 1 or not isinstance(keep, int) or _wants_more(module, given)
+        cuts = [] if whole else [one for one in self._ends.cuts(past, end) if one >= self._least]
+        if (past or cuts) and "position_ids" in signature.parameters and given.get("position_ids") is None:
+            # Some models (Bamba) would count from 0 behind a prefix.
+            given["position_ids"] = torch.arange(past, end, device=given["input_ids"].device).unsqueeze(0)
+        if not cuts:
+            return given
+        alone = 0 < keep <= end - cuts[-1]  # the last piece has all logits that are wanted
+        found: list[torch.Tensor] = []
+        for begin, stop in itertools.pairwise([past, *cuts]):
+            piece = _cut(given, past, begin, stop)
+            if "logits_to_keep" in signature.parameters:
+                piece["logits_to_keep"] = 1 if alone else 0
+            output = module(**piece)
+            if not alone:
+                found.append(output[_main(output)])
+        self._before = found
+        last = _cut(given, past, cuts[-1], end)
+        if not alone and "logits_to_keep" in given:
+            last["logits_to_keep"] = 0
+        self._keep = keep
+        self._called({name: value for name, value in last.items() if name in _CHECKED}, cuts[-1])
+        return last
+
+    def _ended(self, output: Any) -> Any:
+        """A call has ended: its output, with what the pieces before it returned."""
+        assert self._ends is not None
+        self._ends.ended(self._end)
+        self._running = False
+        before, self._before = self._before, []
+        if not before:
+            return None
+        main = _main(output)
+        joined = torch.cat([*before, output[main]], dim=1)
+        joined = joined[:, -self._keep :] if self._keep else joined
+        if isinstance(main, int):
+            return (joined, *output[1:])
+        output[main] = joined
+        return output
 
     def _called(self, given: Mapping[str, Any], past: int) -> None:
         ids = given.get("input_ids")
@@ -124,6 +219,30 @@ class Forwards:
         self._calls.append((past, ids.detach().clone()))
         self._cached = min(self._cached, past)  # what was cut off a prefix is computed again
         self._end = end
+
+
+def _wants_more(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a call is to return more than logits, of all its tokens."""
+    config = getattr(module, "config", None)
+    return given.get("labels") is not None or any(given.get(name) or getattr(config, name, False) for name in _WHOLE)
+
+
+def _cut(given: Mapping[str, Any], past: int, begin: int, stop: int) -> dict[str, Any]:
+    """The arguments of the piece `begin ... stop-1` of a call that begins at token `past`."""
+    piece = dict(given)
+    for name in ("input_ids", "position_ids", "cache_position"):
+        if piece.get(name) is not None:
+            piece[name] = piece[name][..., begin - past : stop - past]
+    if piece.get("attention_mask") is not None:
+        piece["attention_mask"] = piece["attention_mask"][:, :stop]
+    return piece
+
+
+def _main(output: Any) -> str | int:
+    """Where the logits of an output stand, or a base model's hidden states."""
+    if isinstance(output, tuple):
+        return 0
+    return "logits" if "logits" in output else "last_hidden_state"
 
 
 def _check_mask(mask: Any, end: int) -> None:

@@ -5,7 +5,7 @@
         output = model.generate(input_ids, past_key_values=cache)
         cache.commit(output)
 
-The engine is a `CacheEngine` that owns its pool, or a `HybridEngine` for a model with sliding windows.
+The engine is a `CacheEngine` that owns its pool, or a `HybridEngine` for a model with sliding windows or states.
 
 Written against transformers 5.23. Layers cache tensors of shape (rows, heads, tokens, head_dim); MLA models cache the
 latent in place of the keys and the rope part in place of the values, each with one head.
@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from gdscache import arguments
 from gdscache.engine import CacheEngine
@@ -36,79 +36,63 @@ from gdscache.errors import (
     TokensError,
     UnsupportedRequestError,
 )
-from gdscache.hybrid import HybridEngine, HybridStore
+from gdscache.hybrid import HybridEngine
+from gdscache.hybrid_handles import HybridStore
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.ropes import rope_limit
 from gdscache.integrations.transformers_layers import SECTION, WindowLayer
+from gdscache.integrations.transformers_parts import KEPT, LayerPart, groups_of, parts_of, planes_of, text_config
 from gdscache.integrations.transformers_rows import HybridRows, PoolRows
+from gdscache.integrations.transformers_states import FullStateLayer, StateLayer
 from gdscache.limits import MAX_COUNT
 from gdscache.pages.keys import as_tokens
 from gdscache.store.handle import StoreHandle
 
 
 def model_section(
-    hf_config: PreTrainedConfig, *, dtype: torch.dtype | str, name: str, weights: str = "", page_tokens: int = 64
+    hf_config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype | str,
+    name: str,
+    weights: str = "",
+    page_tokens: int = 64,
+    model: torch.nn.Module | None = None,
 ) -> dict[str, Any]:
     """The `model` section of our configuration for a Hugging Face model.
 
     `dtype` is that of the cache, which is the model's. `name` and `weights` (a version) go into the namespace, and the
     rope parameters with them, since the same weights under another rope make other keys. A model with sliding windows
-    gets `groups`: its layers that keep all tokens, and those of each size of window. Raises `GeometryError` for a model
-    that keeps anything but keys and values of past tokens: linear attention, indexers, encoders, attention to later
-    tokens, layers of unequal shapes.
+    or states gets `groups`: its layers that keep all tokens, those of each size of window, and those that keep a state.
+    `model`: the model itself, for one with states: it is called for two tokens, and says of what shape and type they
+    are. A layer that attends and keeps a state is two here. Raises `GeometryError` for a model that keeps anything
+    else: states of families that are not proven, indexers, encoders, attention to later tokens, layers of unequal
+    shapes.
     """
-    windows, config = _windows(hf_config), hf_config.get_text_config(decoder=True)
+    parts, config = parts_of(hf_config), text_config(hf_config)
     section: dict[str, Any] = {
         "name": name,
         "weights": f"{weights};rope={_rope_digest(config)}",
         "dtype": str(dtype).removeprefix("torch."),
-        "layers": len(windows),
+        "layers": len(parts),
         "page_tokens": page_tokens,
     }
-    if any(windows):
-        section["groups"] = [
-            {"name": f"window-{size}", "layers": layers, "window": size} if size else {"name": "full", "layers": layers}
-            for size in sorted(set(windows))
-            for layers in [[number for number, own in enumerate(windows) if own == size]]
-        ]
+    if any(part.keeps != "all" for part in parts):
+        section["groups"] = groups_of(parts)
+    if any(part.keeps == "state" for part in parts):
+        if model is None:
+            raise GeometryError(f"{config.model_type} keeps states, whose shapes its config does not tell", _MODEL)
+        return {**section, "planes": planes_of(model, parts)}
     if getattr(config, "kv_lora_rank", None):
         return {**section, "kv_lora_rank": config.kv_lora_rank, "rope_dim": config.qk_rope_head_dim}
     try:
         heads = int(config.num_attention_heads)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     except (AttributeError, TypeError, ZeroDivisionError) as error:
-        raise GeometryError(f"{config.model_type} says nothing of its attention heads: {error}", _ALL_KEYS) from None
+        raise GeometryError(f"{config.model_type} says nothing of its attention heads: {error}", KEPT) from None
     section |= {"kv_heads": getattr(config, "num_key_value_heads", None) or heads, "head_dim": head_dim}
     v_head_dim = getattr(config, "v_head_dim", None) or head_dim
     return section if v_head_dim == head_dim else {**section, "v_head_dim": v_head_dim}
-
-
-def _windows(hf_config: PreTrainedConfig) -> list[int]:
-    """Of each cache layer the tokens of its window, 0 where it keeps all, by transformers' own account. Layers of
-    chunked attention are windows of a chunk's size: transformers keeps the same tokens of both, and only masks differ.
-    """
-    try:
-        config = hf_config.get_text_config(decoder=True)
-    except (ValueError, AttributeError) as error:  # several of them; no configuration of a model
-        raise GeometryError(f"{type(hf_config).__name__} has no text model of its own: {error}", _ALL_KEYS) from None
-    hint, kind = _ALL_KEYS, config.model_type
-    if any(one.is_encoder_decoder or getattr(one, "is_heterogeneous", False) for one in (hf_config, config)):
-        raise GeometryError(f"{kind} is an encoder-decoder model, or its layers differ in shape", hint)
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        raise GeometryError(f"{kind} has use_bidirectional_attention, so its keys depend on later tokens", hint)
-    try:
-        layers = DynamicCache(config=config).layers
-    except KeyError as error:
-        raise GeometryError(f"{kind} has layers of type {error}, which keep a state of their own", hint) from None
-    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise GeometryError(f"transformers makes no cache for {kind}: {error}", hint) from None
-    for number, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise GeometryError(f"layer {number} of {kind} keeps its cache in a {type(layer).__name__}", hint)
-        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < 2:
-            raise GeometryError(f"layer {number} of {kind} has a window of {layer.sliding_window}", hint)
-    return [getattr(layer, "sliding_window", 0) for layer in layers]
 
 
 def _rope_digest(config: PreTrainedConfig) -> str:
@@ -119,8 +103,11 @@ def _rope_digest(config: PreTrainedConfig) -> str:
 class PrefixCache:
     """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
 
-    A `HybridEngine`, for a model with sliding windows, owns its planes, and its groups are those of `model_section`. It
-    keeps no pages there: the planes need room for one prompt and its answer.
+    A `HybridEngine`, for a model with sliding windows or states, owns its planes, and its groups are those of
+    `model_section`. It keeps no pages there: the planes need room for one prompt and its answer.
+
+    Where layers keep a state, a call of several tokens is carried out in pieces that end where a state is wanted: see
+    `pieces`. The logits are those of all pieces together.
 
     `model`: the module whose forward is called with the caches, by `generate` or by hand. Each call is looked at, and
     one whose keys and values do not follow from the token ids alone is refused before it computes: an attention mask
@@ -134,8 +121,9 @@ class PrefixCache:
     """
 
     def __init__(self, engine: CacheEngine | HybridEngine, model: torch.nn.Module) -> None:
+        states = {n for g in getattr(engine, "groups", ()) if g.keeps == "state" for n in g.layers}
         for number, planes in enumerate(engine.config.model.layout().layers):
-            if len(planes) != 2:
+            if len(planes) != 2 and number not in states:
                 raise GeometryError(
                     f"layer {number} has {len(planes)} planes, a transformers cache keeps two tensors a layer",
                     "make the model section with model_section()",
@@ -144,8 +132,7 @@ class PrefixCache:
             raise UnsupportedRequestError(
                 f"the model is of type {type(model).__name__}", "pass the module whose forward is called with the cache"
             )
-        if isinstance(engine, HybridEngine):
-            _check_groups(engine, model)
+        self._parts = _check_groups(engine, model) if isinstance(engine, HybridEngine) else []
         self.engine = engine
         self.model = model
         self._live = LiveModel(model)
@@ -192,7 +179,7 @@ class PrefixCache:
         with contextlib.ExitStack() as opened:
             with torch.inference_mode(mode=False), torch.no_grad():  # so that it can be used in any mode
                 if isinstance(self.engine, HybridEngine):
-                    rows: PoolRows | HybridRows = HybridRows(self.engine, prompts, salt)
+                    rows: PoolRows | HybridRows = HybridRows(self.engine, self.model, self._parts, prompts, salt)
                 else:
                     rows = PoolRows(self.engine, prompts, salt)
             opened.callback(rows.close)
@@ -232,7 +219,8 @@ class GdsCache(DynamicCache):
         self.cached_tokens: int = rows.cached_tokens
         self.layer_class_to_replicate = None
         self.layers = list(rows.layers)
-        self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most)
+        ends = rows if isinstance(rows, HybridRows) and rows.has_states else None
+        self._forwards = Forwards(len(rows.prompts), self.cached_tokens, least, most, ends)
         self._forwards.watch(model, self, functools.partial(_let_go, weakref.ref(self)))
 
     @property
@@ -261,11 +249,19 @@ class GdsCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Cut tokens off all layers, or off none: see transformers."""
-        for layer in self._rows.layers:
-            if isinstance(layer, WindowLayer):
+        """Cut tokens off all layers, or off none: see transformers. Raises `UnsupportedRequestError` where a window
+        before them was let go, or a layer keeps a state."""
+        for layer in self.layers:
+            if isinstance(layer, (WindowLayer, StateLayer, FullStateLayer)):
                 layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Empty all layers. The prompt may be computed again: see transformers."""
+        super().reset()  # type: ignore[no-untyped-call]
+        if isinstance(self._rows, HybridRows):
+            self._rows.reset()
+        self._forwards.reset()
 
     def commit(self, token_ids: Any) -> tuple[StoreHandle | HybridStore, ...]:
         """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
@@ -276,7 +272,7 @@ class GdsCache(DynamicCache):
         of that row is published then.
 
         Of sliding layers the windows are stored that end with these tokens, with the prompt, and where another prompt
-        parted from it; it returns when the tiers have read them.
+        parted from it, and of layers with a state the states there; it returns when the tiers have read them.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
@@ -306,9 +302,11 @@ class GdsCache(DynamicCache):
         prompts = self.prompts
         if len(rows) != len(prompts):
             raise SequenceStateError(f"{len(rows)} rows are committed to a cache of {len(prompts)}")
-        if any(not layer.is_initialized for layer in self._rows.layers):
+        self._forwards.check()
+        attention = [layer for layer in self._rows.layers if isinstance(layer, DynamicLayer)]
+        if any(not layer.is_initialized for layer in attention):
             raise SequenceStateError("not every layer has been computed", f"run the model first; {SECTION}")
-        if any(layer.get_seq_length() != computed for layer in self._rows.layers):
+        if any(layer.get_seq_length() != computed for layer in attention):
             raise SequenceStateError("the layers hold unequal numbers of tokens", "reset the cache, and compute again")
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             if len(prompt) > len(row):
@@ -326,24 +324,31 @@ class GdsCache(DynamicCache):
                 )
 
 
-_ALL_KEYS = "only models can be cached whose layers keep keys and values of all tokens, or of a sliding window"
+_MODEL = "pass model=, which is called for two tokens"
 _IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of what a tokenizer returns"
 
 
-def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> None:
-    """Raises where the engine keeps other tokens of a layer than the model does, or its planes are another's."""
+def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> list[LayerPart]:
+    """What the model's layers keep. Raises where the engine keeps other tokens of one, or its planes are another's."""
     if not engine.owns_planes:
         raise GeometryError("the HybridEngine was given its planes", "open it without planes, with a gpu.capacity")
     if (config := getattr(model, "config", None)) is None:
         raise GeometryError(f"{type(model).__name__} has no config to tell its windows from", "pass the model itself")
     given = {layer: (g.keeps, g.span) for g in engine.groups for layer in g.layers}
-    windows = _windows(config)
-    made = {layer: ("window", size) if size else ("all", 0) for layer, size in enumerate(windows)}
-    if given != made or sum(len(group.layers) for group in engine.groups) != len(windows):
+    parts = parts_of(config)
+    made = {number: (part.keeps, part.span) for number, part in enumerate(parts)}
+    if given != made or sum(len(group.layers) for group in engine.groups) != len(parts):
         raise GeometryError(
             "the engine's groups keep other tokens than the model's layers: " + ", ".join(map(str, engine.groups)),
             SECTION,
         )
+    devices = {str(tensor.device) for tensor in model.parameters()}
+    if len(devices) > 1 and any(part.keeps == "state" for part in parts):
+        raise GeometryError(
+            f"the model lies on {', '.join(sorted(devices))}, and its states are loaded to one device",
+            "load the model onto one device",
+        )
+    return parts
 
 
 def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
@@ -359,7 +364,7 @@ def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
             "the model is called with tokens that are the prompt, and that continue it too: it repeats itself",
             "call the model with position_ids, or with an attention mask",
         )
-    own.reset()  # type: ignore[no-untyped-call]
+    own.reset()
     own.cached_tokens = 0
     return True
 

@@ -20,8 +20,21 @@ States = tuple[torch.Tensor, torch.Tensor]  # K and V of some tokens, (rows, hea
 SECTION = "make the engine's model section with model_section() from this model's config and dtype"
 
 
-class _Rows:
-    """A layer of a fixed number of rows, which looks at what it is given."""
+class FixedRows:
+    """A layer of a fixed number of rows."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise UnsupportedRequestError(*_FIXED_ROWS)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedRequestError(*_FIXED_ROWS)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise UnsupportedRequestError(*_FIXED_ROWS)
+
+
+class _Rows(FixedRows):
+    """A layer that looks at the keys and values that it is given."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -55,15 +68,6 @@ class _Rows:
         self.lazy_initialization(keys, values)  # type: ignore[attr-defined]
         self.keys, self.values = keys, values
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        raise UnsupportedRequestError(*_FIXED_ROWS)
-
 
 class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
     """A layer that keeps all tokens. On the engine's device until the model's is known."""
@@ -72,9 +76,9 @@ class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
         super().__init__()  # type: ignore[no-untyped-call]
         self._expect(planes, rows)
 
-    def begin(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        """Start with the K and V of the first `tokens` tokens."""
-        self._hold(keys, values)
+    def begin(self, pages: Sequence[torch.Tensor], tokens: int) -> None:
+        """Start with the K and V of the first `tokens` tokens: of each plane, (rows, pages, page_tokens, *row)."""
+        self._hold(*map(_as_heads, pages))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -87,10 +91,10 @@ class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
         return stop <= self.get_seq_length()
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
-        """K and V of pages that follow one another, (pages, heads, page_tokens, head_dim) each."""
+        """K and V of pages that follow one another, (pages, page_tokens, heads, head_dim) each."""
         first, stop = numbers[0] * page_tokens, (numbers[-1] + 1) * page_tokens
         keys, values = (
-            states[row, :, first:stop].view(states.shape[1], len(numbers), page_tokens, -1).transpose(0, 1)
+            states[row, :, first:stop].transpose(0, 1).view(len(numbers), page_tokens, states.shape[1], -1)
             for states in (self.keys, self.values)
         )
         return keys, values
@@ -109,9 +113,9 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._group, self._align, self._ends = group, align, ends
         self._copies: dict[int, States] = {}  # by page
 
-    def begin(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        """Start behind `tokens` tokens, with the K and V of the last of them."""
-        self._hold(keys, values)
+    def begin(self, pages: Sequence[torch.Tensor], tokens: int) -> None:
+        """Start behind `tokens` tokens, with the pages of the last of them, as `Layer.begin` takes them."""
+        self._hold(*map(_as_heads, pages))
         self.cumulative_length = tokens
 
     def update(
@@ -161,14 +165,17 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         )
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
-        """K and V of pages that it `has`, (pages, heads, page_tokens, head_dim) each."""
+        """K and V of pages that it `has`, (pages, page_tokens, heads, head_dim) each."""
         start = self._start
         found: list[States] = []
         for number in numbers:
             at = number * page_tokens - start
             copy = self._copies.get(number)
             found.append(copy or (self.keys[:, :, at : at + page_tokens], self.values[:, :, at : at + page_tokens]))
-        return torch.stack([keys[row] for keys, _ in found]), torch.stack([values[row] for _, values in found])
+        keys, values = (
+            torch.stack([page[row] for page in pages]).transpose(1, 2) for pages in zip(*found, strict=True)
+        )
+        return keys, values
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -195,6 +202,12 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
             page = self._group.first(self.cumulative_length // self._align * self._align)
             first = max(0, page * self._group.page_tokens - (self.cumulative_length - full[0].shape[-2]))
         self.keys, self.values = full[0][:, :, first:], full[1][:, :, first:]
+
+
+def _as_heads(pages: torch.Tensor) -> torch.Tensor:
+    """(rows, pages, page_tokens, heads, head_dim) or (..., width) as (rows, heads, tokens, head_dim); a view."""
+    rows = pages.flatten(1, 2)
+    return rows.transpose(1, 2) if rows.dim() == 4 else rows.unsqueeze(1)
 
 
 _FIXED_ROWS = ("rows of this cache cannot be reordered, repeated or selected", "use one beam")

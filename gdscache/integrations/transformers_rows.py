@@ -14,13 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from gdscache.cuda.streams import record
 from gdscache.engine import CacheEngine
 from gdscache.errors import DeadlineError, SequenceStateError
-from gdscache.groups.base import kept
-from gdscache.hybrid import HybridEngine, HybridHit, HybridLoad, HybridStore
+from gdscache.groups.base import kept, marks
+from gdscache.hybrid import HybridEngine
+from gdscache.hybrid_handles import HybridHit, HybridLoad, HybridStore
 from gdscache.integrations.transformers_layers import Layer, WindowLayer
+from gdscache.integrations.transformers_parts import LayerPart, layers_of
+from gdscache.integrations.transformers_states import FullStateLayer, StateLayer, States
 from gdscache.pages.keys import as_tokens
 from gdscache.store.handle import StoreHandle
 
@@ -91,18 +95,25 @@ class PoolRows:
         slots = torch.stack([sequence.slots[:pages] for sequence in self._sequences])
         slots = slots.to(self._engine.gpu.planes(0)[0].device)
         for number, layer in enumerate(self.layers):
-            keys, values = (as_heads(plane[slots].flatten(1, 2)) for plane in self._engine.gpu.planes(number))
-            layer.begin(keys, values, self.cached_tokens)
+            layer.begin([plane[slots] for plane in self._engine.gpu.planes(number)], self.cached_tokens)
 
 
 class HybridRows:
     """Rows in a `HybridEngine` that allocated its planes. Their load is verified: where a page of one is bad, all start
     from nothing.
 
-    `layers` begin behind `cached_tokens` tokens, the longest prefix that every row has. One thread at a time.
+    `layers` are those of the cache, and begin behind `cached_tokens` tokens, the longest prefix that every row has.
+    `parts`: what the layers of the model's cache keep, as the engine numbers them. One thread at a time.
     """
 
-    def __init__(self, engine: HybridEngine, prompts: Sequence[Any], salt: str) -> None:
+    def __init__(
+        self,
+        engine: HybridEngine,
+        model: torch.nn.Module,
+        parts: Sequence[LayerPart],
+        prompts: Sequence[Any],
+        salt: str,
+    ) -> None:
         self._engine, self._salt = engine, salt
         self._tokens = [as_tokens(prompt) for prompt in prompts]
         self._open = True
@@ -113,13 +124,8 @@ class HybridRows:
         # Windows that serve other requests: where the prompt ends or parts, and at each `store.window_every`.
         size = len(prompts[0])
         self._ends = engine.window_ends(size, {size - 1, *(hit.parted for hit in hits)})
-        groups = {layer: group for group in engine.groups for layer in group.layers}
-        self.layers = [
-            WindowLayer(planes, len(prompts), groups[number], engine.alignment, self._ends)
-            if groups[number].keeps == "window"
-            else Layer(planes, len(prompts))
-            for number, planes in enumerate(engine.config.model.layout().layers)
-        ]
+        self.layers, self._parts = self._made(model, parts, len(prompts))
+        self._states = [part for part in self._parts if isinstance(part, States)]
         if self.cached_tokens:
             self._take_prefix(hits)
         self._done = [self.cached_tokens] * len(prompts)
@@ -129,9 +135,28 @@ class HybridRows:
         """The token ids of the rows, with what was committed since."""
         return [row.tolist() for row in self._tokens]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state, so that calls are to end where it is wanted."""
+        return bool(self._states)
+
+    def cuts(self, past: int, end: int) -> list[int]:
+        """Where a call of the tokens `past ... end-1` is to be cut, for the states that later requests begin from: as
+        for windows, where this prompt ends or parts, at each `store.window_every` tokens, and where the call ends."""
+        return sorted(one for one in self._ends | self._engine.window_ends(end, ()) if past < one < end)
+
+    def ended(self, end: int) -> None:
+        """A call that ends at so many tokens has ended, and the layers keep the state behind them."""
+        engine = self._engine
+        if end % engine.alignment == 0:
+            if end in marks(engine.config.store.window_every, engine.alignment, end + 1):
+                self._ends.add(end)
+            for part in self._states:
+                part.take(end, passing=end not in self._ends)
+
     def commit(self, number: int, row: Any) -> HybridStore:
-        """Store the full pages of a row, and of windows those that the layers have: see `GdsCache.commit`. Returns when
-        the pages were read."""
+        """Store the full pages of a row, and of windows and states those that the layers have: see `GdsCache.commit`.
+        Returns when the pages were read."""
         if not self._open:
             raise SequenceStateError("the cache was closed", "open another one")
         engine, start, length = self._engine, self._done[number], len(row)
@@ -141,30 +166,58 @@ class HybridRows:
             for group in engine.groups:
                 size = group.page_tokens
                 first, stop = start // size, length // size
-                layers = [self.layers[layer] for layer in group.layers]
+                parts = [self._parts[layer] for layer in group.layers]
                 pages = [
                     page
                     for page in kept(group, ends, first, stop)
-                    if all(layer.has(page * size, (page + 1) * size) for layer in layers)
+                    if all(part.has(page * size, (page + 1) * size) for part in parts)
                 ]
                 table = slots[group.name] = np.full(stop - first, -1, np.int64)
                 if pages:
                     table[np.array(pages) - first] = blocks = take(group.name, len(pages))
-                    for index, layer in zip(group.layers, layers, strict=True):
-                        for plane, states in zip(engine.planes[index], layer.pages(number, pages, size), strict=True):
-                            rows = states.transpose(1, 2).reshape(len(pages), size, *plane.shape[2:])
+                    for index, part in zip(group.layers, parts, strict=True):
+                        for plane, rows in zip(engine.planes[index], part.pages(number, pages, size), strict=True):
+                            rows = rows.reshape(len(pages), *plane.shape[1:])
                             plane[torch.tensor(blocks, device=plane.device)] = rows.to(plane.device)
             handle = engine.store(row, slots, start, self._salt, keep_at=ends)
             used.append(handle)
         self._tokens[number] = row
         self._done[number] = length // engine.alignment * engine.alignment
+        for part in self._states:
+            part.forget(min(self._done))
         return handle
+
+    def reset(self) -> None:
+        """The layers are empty, and what is kept of their states goes."""
+        for part in self._states:
+            part.reset()
 
     def close(self) -> None:
         """Nothing can be committed any more. Twice is fine."""
         self._open = False
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _made(
+        self, model: torch.nn.Module, parts: Sequence[LayerPart], rows: int
+    ) -> tuple[list[Any], list[Layer | WindowLayer | States]]:
+        """The layers of the cache, and their parts. What keeps nothing is transformers' own."""
+        engine, device = self._engine, next(model.parameters()).device
+        groups = {layer: group for group in engine.groups for layer in group.layers}
+        layers: list[Any] = list(layers_of(model).layers)
+        found: list[Layer | WindowLayer | States] = []
+        for number, (part, planes) in enumerate(zip(parts, engine.config.model.layout().layers, strict=True)):
+            group, theirs = groups[number], type(layers[part.layer])
+            if part.keeps == "window":
+                layers[part.layer] = WindowLayer(planes, rows, group, engine.alignment, self._ends)
+            elif part.keeps == "all":
+                both = theirs is LinearAttentionAndFullAttentionLayer
+                layers[part.layer] = (FullStateLayer if both else Layer)(planes, rows)
+            elif theirs is not FullStateLayer:  # which is made by the part before
+                layers[part.layer] = StateLayer()
+            own = layers[part.layer]
+            found.append(States(own, planes, rows, group.page_tokens, device) if part.keeps == "state" else own)
+        return layers, found
 
     def _hits(self) -> list[HybridHit]:
         """A hit of each row, of one length: all tokens but the last at most."""
@@ -206,32 +259,28 @@ class HybridRows:
                     engine.give(group, blocks)
 
     def _take_prefix(self, hits: Sequence[HybridHit]) -> None:
-        engine = self._engine
-        with self._borrowed() as (take, used):
-            tables: list[dict[str, list[int]]] = []
-            loads: list[HybridLoad] = []
-            for hit in hits:
-                tables.append({name: take(name, len(pages)) for name, pages in hit.pages.items()})
-                loads.append(engine.load(hit, tables[-1]))
-                used.append(loads[-1])
-            reports = [load.result() for load in loads]
-            self.load_seconds = max(report.seconds for report in reports)
-            if not all(report.tokens for report in reports):
-                self.cached_tokens = 0
-                return
-            found = Counter[str]()
-            for report in reports:
+        """Load row after row, through the same blocks."""
+        engine, found, longest = self._engine, Counter[str](), 0.0
+        pages: list[list[list[torch.Tensor]]] = [[] for _ in self._parts]  # of each layer, of each row
+        for hit in hits:
+            with self._borrowed() as (take, used):
+                table = {name: take(name, len(numbers)) for name, numbers in hit.pages.items()}
+                load = engine.load(hit, table)
+                used.append(load)
+                report = load.result()
+                longest = max(longest, report.seconds)
+                if not report.tokens:
+                    self.cached_tokens = 0
+                    return
                 whole = sum(report.bytes_by_tier.values())
                 found.update({t: round(report.tokens * n / whole) for t, n in report.bytes_by_tier.items()})
-            self.sources = {tier: tokens for tier, tokens in found.items() if tokens}
-            for group in engine.groups:
-                blocks = torch.tensor([table[group.name] for table in tables], dtype=torch.int64, device="cpu")
-                for index in group.layers:
-                    own = (plane[blocks.to(plane.device)] for plane in engine.planes[index])
-                    keys, values = (as_heads(rows.flatten(1, 2)) for rows in own)
-                    self.layers[index].begin(keys, values, self.cached_tokens)
-
-
-def as_heads(rows: torch.Tensor) -> torch.Tensor:
-    """(rows, tokens, heads, head_dim) or (rows, tokens, width) as (rows, heads, tokens, head_dim); a view."""
-    return rows.transpose(1, 2) if rows.dim() == 4 else rows.unsqueeze(1)
+                for group in engine.groups:
+                    blocks = torch.tensor([table[group.name]], dtype=torch.int64, device="cpu")
+                    for index in group.layers:
+                        pages[index].append([plane[blocks.to(plane.device)] for plane in engine.planes[index]])
+        for part, rows in zip(self._parts, pages, strict=True):
+            part.begin(
+                [torch.cat(plane) if len(rows) > 1 else plane[0] for plane in zip(*rows, strict=True)], hit.tokens
+            )
+        self.load_seconds = longest
+        self.sources = {tier: tokens for tier, tokens in found.items() if tokens}

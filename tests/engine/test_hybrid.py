@@ -33,11 +33,11 @@ from gdscache.errors import (
 from gdscache.events.base import BlockStored, KVEventBatch
 from gdscache.events.view import CacheView
 from gdscache.gate.fit import ENOUGH
-from gdscache.gate.gate import EXPLORE_EVERY
+from gdscache.gate.gate import EXPLORE_EVERY, Gate
 from gdscache.metrics import EngineCollector
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
-from tests.support.helpers import WAIT, flip_file, prompt, together, until
+from tests.support.helpers import WAIT, flip_file, prompt, read_page, together, until
 from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, hybrid_config, pages_for
 from tests.support.pages import FAULTY
 from tests.support.pairs import one_in, pairs
@@ -220,6 +220,58 @@ def test_a_wrong_byte_of_one_group_is_no_hit_and_a_shorter_one_next_time(
         assert host.load(PROMPT).tokens == 48
     else:
         assert 48 > host.load(PROMPT).tokens == host.longest(PROMPT) >= 32
+
+
+@pytest.mark.parametrize("model", ["apart", "together", "mixed", "state"])
+def test_a_batch_is_loaded_in_one_call_and_each_request_has_its_verdict(open_hybrid: OpenHybrid, model: str) -> None:
+    """A bad page costs the request that has it, and no other."""
+    host = open_hybrid(model)
+    prompts = [[token + 1000 * n for token in PROMPT[:length]] for n, length in enumerate((16, 32, 16))]
+    for tokens in prompts:
+        host.store(tokens)
+    engine = host.of("full")[0]
+    slot = engine.manager.cpu.index.get(host.key("full", prompts[1], 0)).slot
+    engine.manager.cpu.extents.memory(slot)[100] ^= 1
+    hits = [host.engine.lookup(tokens) for tokens in prompts]
+    nothing = host.engine.lookup([9] * 48)
+    slots = [{name: host.take(name, len(pages)) for name, pages in hit.pages.items()} for hit in hits]
+    load = host.engine.load_many([(hits[0], slots[0]), (nothing, {}), *zip(hits[1:], slots[1:], strict=True)])
+    assert load.tokens_by_request == (16, 0, 32, 16)
+    assert load.tokens == 64
+    for layer in range(len(host.planes)):
+        load.wait(layer, WAIT)
+    reports = load.results(WAIT)
+    assert [report.tokens for report in reports] == [16, 0, 0, 16]
+    assert reports[2].pages["full"][0] is PageStatus.CHECKSUM
+    whole = load.result(WAIT)
+    assert whole.tokens == 32
+    assert sum(map(len, whole.pages.values())) == sum(len(pages) for hit in hits for pages in hit.pages.values())
+    load.released(WAIT)
+    for tokens, hit, some in zip(prompts, hits, slots, strict=True):
+        for group in host.groups if tokens != prompts[1] else ():
+            layout, each = host.of(group.name)[0].layout, host.per_page(group.name)
+            for row, number in enumerate(hit.pages[group.name]):
+                got = read_page(host.of(group.name)[1], layout, some[group.name][row * each : (row + 1) * each])
+                assert np.array_equal(got, host.data(group, tokens, number, ""))
+    for some in slots:
+        host.give(some)
+    for tokens in (prompts[0], prompts[2]):
+        assert host.load(tokens).tokens == 16
+
+
+def test_a_batch_is_of_hits_of_this_engine_and_no_block_is_in_it_twice(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart")
+    host.store(PROMPT)
+    hit = host.engine.lookup(PROMPT)
+    slots = {name: host.take(name, len(pages)) for name, pages in hit.pages.items()}
+    for batch in ([hit], [(hit.parts[0], slots)], hit, [(hit, slots, None)]):
+        with pytest.raises(InvalidValueError, match="without a hit"):
+            host.engine.load_many(batch)  # type: ignore[arg-type]
+    with pytest.raises(SlotRangeError):
+        host.engine.load_many([(hit, slots), (hit, slots)])
+    empty = host.engine.load_many([])
+    assert (empty.tokens, empty.results(WAIT), empty.result(WAIT).tokens) == (0, [], 0)
+    host.give(slots)
 
 
 def test_a_page_that_goes_behind_a_lookup_is_seen_by_the_load(open_hybrid: OpenHybrid) -> None:
@@ -749,7 +801,7 @@ def test_a_load_that_one_pool_cannot_begin_leaves_none_behind(
         raise KeyboardInterrupt
 
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.1):
-        monkeypatch.setattr(host.engine.engines[1], "load", interrupted)
+        monkeypatch.setattr(host.engine.engines[1], "load_many", interrupted)
         with pytest.raises(KeyboardInterrupt):
             host.engine.load(hit, slots)
         monkeypatch.undo()
@@ -805,6 +857,17 @@ def test_the_gate_takes_or_leaves_a_hit_as_a_whole(open_hybrid: OpenHybrid, mode
     for _ in range(4 * ENOUGH):
         engine.observe_prefill(1000, 0, 1000.0)
     assert engine.lookup(PROMPT).tokens == 48
+
+
+def test_another_gate_may_judge(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("apart", load={"gate": "enforcing"})
+    host.store(PROMPT)
+    engine, before = host.engine, host.engine.gate
+    first = engine.engines[0]
+    engine.judge_by(Gate("off", before.costs, first.layout.page_tokens, first.layout.page_bytes))
+    assert engine.lookup(PROMPT).recompute_seconds is None
+    assert engine.stats()["gate"]["mode"] == "off"
+    assert before.stats()["hits"] == dict.fromkeys(before.stats()["hits"], 0)
 
 
 # -- what it says of itself --------------------------------------------------------------------------------------------

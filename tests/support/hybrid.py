@@ -15,7 +15,7 @@ from gdscache import CacheEngine, HybridEngine, PageHashes
 from gdscache.config import Config
 from gdscache.config.pools import pool_parts
 from gdscache.groups.base import Group
-from gdscache.hybrid import HybridHit, HybridLoad, HybridReport, HybridStoreReport
+from gdscache.hybrid_handles import HybridHit, HybridLoad, HybridReport, HybridStoreReport
 from gdscache.limits import EngineLimits
 from tests.support.helpers import (
     SENTINEL,

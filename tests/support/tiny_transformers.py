@@ -9,18 +9,32 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BailingHybridConfig,
+    BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
     DynamicCache,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
+    Zamba2Config,
 )
 
 from gdscache import CacheEngine, HybridEngine
@@ -82,10 +96,112 @@ WINDOWED = {  # models that have layers of a sliding window
     ),
 }
 
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16, "num_key_value_heads": 2}
+EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 16}  # all of 4: rounding cannot flip a choice
+
+STATEFUL = {  # models that have layers with a state
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **SMALL,
+        **DELTA,
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=16,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=LINEAR,
+    ),
+    "lfm2": lambda: Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"]),
+    "bamba": lambda: BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **SMALL,
+        **MAMBA,
+        layer_types=LINEAR,
+        num_local_experts=4,
+        num_experts_per_tok=4,
+        shared_intermediate_size=16,
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **{**SMALL, "num_hidden_layers": None},
+        **EXPERTS,
+        num_key_value_heads=2,
+        head_dim=16,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=16,
+    ),
+    "zamba2": lambda: Zamba2Config(
+        **{**SMALL, "num_hidden_layers": 4},
+        num_key_value_heads=4,
+        layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        mamba_headdim=16,
+        chunk_size=16,
+    ),
+    "kimi_linear": lambda: KimiLinearConfig(
+        **SMALL,
+        **EXPERTS,
+        num_key_value_heads=4,
+        layer_types=LINEAR,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=16,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=4,
+        n_group=2,
+        topk_group=2,
+    ),
+    "bailing_hybrid": lambda: BailingHybridConfig(
+        **SMALL,
+        **EXPERTS,
+        num_key_value_heads=4,
+        layer_types=LINEAR,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=16,
+        linear_head_dim=16,
+        num_experts=4,
+        n_group=2,
+        topk_group=2,
+    ),
+    "olmo_hybrid": lambda: OlmoHybridConfig(**SMALL, **DELTA, num_key_value_heads=2, layer_types=LINEAR),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **DELTA, num_key_value_heads=2, head_dim=16, layer_types=LINEAR),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **SMALL,
+        **DELTA,
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=16,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=LINEAR,
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(
+        **SMALL,
+        **EXPERTS,
+        num_experts=4,
+        num_dense_layers=1,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"],
+    ),
+    "lfm3": lambda: Lfm3Config(**SLIDING, head_dim=16, layer_types=["conv", "sliding_attention", "full_attention"]),
+}
+
 
 def build(kind: str, device: str = "cpu", dtype: str = "float32", seed: int = 7) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((CONFIGS | WINDOWED)[kind](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | WINDOWED | STATEFUL)[kind](), dtype=torch.float32)
     return model.to(device=device, dtype=getattr(torch, dtype)).eval()
 
 
@@ -113,11 +229,11 @@ def hybrid_options(
 ) -> dict[str, Any]:
     """A configuration of a `HybridEngine`."""
     return {
-        "model": model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE),
+        "model": model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE, model=model),
         "gpu": {"device": str(model.device), "capacity": gpu},
         "cpu": None if cpu is None else {"capacity": cpu},
         "ssd": {"path": str(path), "capacity": "16MiB", "threads": 2},
-        "host_buffer": "8MiB",
+        "host_buffer": "16MiB",
     }
 
 

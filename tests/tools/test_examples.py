@@ -100,8 +100,10 @@ def test_attach_engine(device: str, tmp_path: Path) -> None:
 def test_hybrid(tmp_path: Path) -> None:
     lines = example("cpu", tmp_path, "hybrid").splitlines()
     cached = [int(line.split(" of ")[0].split()[-1]) for line in lines]
-    assert cached == [0, 496, 256, 288, 496], "windows are kept at each 256 tokens, and where a prompt has parted"
-    assert lines[1].endswith("pages full 0-31, window 25-31")
+    assert cached == [0, 496, 256, 288, 496], (
+        "windows and states are kept at each 256 tokens, and where a prompt has parted"
+    )
+    assert lines[1].endswith("pages full 0-31, window 25-31, state 30-31")
 
 
 @pytest.mark.suite

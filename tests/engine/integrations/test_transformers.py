@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3NextConfig, T5Config
+from transformers import DynamicCache, JambaConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
 from gdscache import CacheEngine
 from gdscache.config import ModelConfig
@@ -96,7 +96,7 @@ def test_a_head_of_v_may_have_a_width_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("config", "what"),
-    [(Qwen3NextConfig(num_hidden_layers=4), "LinearAttentionLayer"), (T5Config(), "encoder-decoder")],
+    [(JambaConfig(), "LinearAttentionLayer"), (T5Config(), "encoder-decoder")],
 )
 def test_models_that_keep_less_than_all_keys_are_refused(config: PreTrainedConfig, what: str) -> None:
     with pytest.raises(GeometryError, match=what):

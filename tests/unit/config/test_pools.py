@@ -42,6 +42,36 @@ def test_pages_have_the_bytes_of_the_tokens_that_a_pool_s_groups_have() -> None:
     assert alone.config.model.page_tokens == 32
 
 
+def test_a_state_is_one_row_and_not_one_for_each_token() -> None:
+    """Qwen3-Next's: as a row a token its page would have 4.8 GB, which is no extent at all."""
+    planes = [
+        {"name": "k", "shape": [2, 256], "layers": [*range(12)]},
+        {"name": "conv", "shape": [8192, 4], "layers": [*range(12, 48)]},
+        {"name": "recurrent", "shape": [32, 128, 128], "dtype": "float32", "layers": [*range(12, 48)]},
+    ]
+    groups = [{"name": "full", "layers": [*range(12)]}, {"name": "state", "state": True, "layers": [*range(12, 48)]}]
+    model = {"name": "next", "layers": 48, "page_tokens": 64, "planes": planes, "groups": groups}
+    sizes = {"gpu": {"staging": "512MiB"}, "host_buffer": "512MiB"}
+    config = Config.from_dict({"model": model, "cpu": {}, **sizes})
+    assert [layout.page_tokens for layout in config.model.layouts()] == [64, 1]
+    assert config.model.extent_bytes() == 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)
+    full, state = pool_parts(config)
+    assert (full.config.model.extent_bytes(), state.config.model.extent_bytes()) == (
+        12 * 64 * 2 * 256 * 2,
+        config.model.extent_bytes(),
+    )
+    alone = Config.from_dict({"model": model | {"groups": [groups[1] | {"layers": [*range(48)]}]}})
+    assert [layout.page_tokens for layout in alone.model.layouts()] == [1]
+
+
+def test_planes_hold_what_a_prompt_leaves_however_small_a_state_is() -> None:
+    planes = [{"name": "k", "shape": [64], "layers": [0]}, {"name": "conv", "shape": [48, 3], "layers": [1]}]
+    groups = [{"name": "full", "layers": [0]}, {"name": "state", "state": True, "layers": [1]}]
+    model = {"name": "lfm", "layers": 2, "page_tokens": 16, "planes": planes, "groups": groups}
+    _, state = pool_parts(Config.from_dict({"model": model, "gpu": {"capacity": "1MiB"}, "cpu": {}}))
+    assert state.config.gpu.capacity == 4096, "an extent, and more than the 4 states of 288 bytes"
+
+
 def test_planes_go_with_their_layers_and_layers_count_from_0() -> None:
     planes = [
         {"name": "k", "shape": [64], "layers": [0, 2, 3]},
