@@ -12,12 +12,17 @@ import threading
 import warnings
 from collections.abc import Callable
 from multiprocessing import parent_process, util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import DeadlineError
 from gdscache.opening import Parts
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
+
+if TYPE_CHECKING:
+    from gdscache.config import MetricsConfig
+    from gdscache.engine import CacheEngine
+    from gdscache.metrics.server import MetricsServer
 
 EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for what was stored
 _log = logging.getLogger("gdscache")
@@ -31,8 +36,15 @@ class EngineClosing:
         self._patience = deadline + EXIT_S  # for the end of an engine whose call was broken off
         self._parts = parts
         self._calls = calls
+        self._server: MetricsServer | None = None
         self._turn = threading.Lock()
         self._over = Flag()
+
+    def serve(self, engine: CacheEngine, at: MetricsConfig) -> None:
+        """Serve the engine's metrics until it is closed. Raises `MetricsAddressError`."""
+        from gdscache.metrics.server import MetricsServer
+
+        self._server = MetricsServer(engine, at.host, at.port)
 
     def close(self, *, drain: bool) -> None:
         """Close, or wait for who does; returns when everything is given back.
@@ -65,7 +77,9 @@ class EngineClosing:
                 last_to_first.callback(self._calls.end)
                 last_to_first.callback(self._calls.close_bell)
                 last_to_first.callback(self._over.set)
-                self._parts.close(drain=drain)
+                last_to_first.callback(self._parts.close, drain=drain)
+                if self._server is not None:
+                    last_to_first.callback(self._server.close)
 
     def forgotten(self, ending: bool = False) -> None:
         """Nobody has the engine any more, or the process is `ending`: finish what was accepted, within `EXIT_S`.

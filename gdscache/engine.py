@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -124,6 +125,11 @@ class CacheEngine:
         self._namespaces: dict[tuple[str, Group | None], bytes] = {}
         self._described: set[bytes] = set()
         self.names = PageNames(self.layout.page_tokens)
+        if config.metrics is not None:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self.close, drain=False)
+                self._closing.serve(self, config.metrics)
+                undo.pop_all()
 
     @classmethod
     def from_config(
@@ -250,6 +256,8 @@ class CacheEngine:
             manager.have_watched()
             with self.timeline.span("lookup", pages=len(pages) - first):
                 found = manager.lookup(pages, first)
+            tokens = len(found) * page_tokens
+            manager.measures.tokens.answered((len(pages) - first) * page_tokens, tokens, found)
             keep, worth, seconds, computing = self.gate.decide(
                 found, start, length, self._parts.loader.planner.under_way
             )
@@ -531,6 +539,7 @@ class CacheEngine:
             "copies": None if self._parts.mover is None else self._parts.mover.describe(),
             "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
             "page_bytes": self.layout.page_bytes,
+            "page_tokens": self.layout.page_tokens,
             "extent_bytes": self.layout.extent_bytes,
             "concerns": list(self._parts.concerns),
             **manager.stats(),

@@ -345,5 +345,9 @@ class RankProtocolError(RankError):
     """What came over a connection between a leader and a rank is no message, or of another user."""
 
 
+class MetricsAddressError(GdsCacheError):
+    """Metrics cannot be served at the address that the configuration names."""
+
+
 class ThreadStartError(GdsCacheError):
     """The system has no thread for the engine, which then does not open."""

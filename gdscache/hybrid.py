@@ -18,7 +18,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -58,8 +58,12 @@ from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_dige
 from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
 from gdscache.prefetch.handle import Prefetch
 from gdscache.sizes import about
+from gdscache.tiers.measures import TokenCounts
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
+
+if TYPE_CHECKING:
+    from gdscache.metrics.server import MetricsServer
 
 Slots = Mapping[str, Any]
 _SALTS_KEPT = 4096
@@ -128,7 +132,16 @@ class HybridEngine:
         self._taken: list[set[int]] = [set() for _ in self.engines]
         self._lock = threading.Lock()
         first = self.engines[0]
+        self._tokens = TokenCounts(first.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.page_bytes)
+        self._server: MetricsServer | None = None
+        if config.metrics is not None:
+            from gdscache.metrics.server import MetricsServer
+
+            with contextlib.ExitStack() as undo:
+                undo.callback(self.close, drain=False)
+                self._server = MetricsServer(self, config.metrics.host, config.metrics.port)
+                undo.pop_all()
 
     @classmethod
     def from_config(
@@ -148,7 +161,7 @@ class HybridEngine:
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
-        """The engines by the names of their groups, as `metrics.EngineCollector` takes them."""
+        """The engines by the names of their groups."""
         return {", ".join(names): engine for names, engine in zip(self.names, self.engines, strict=True)}
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -188,6 +201,8 @@ class HybridEngine:
             for engine in engines:
                 with engine.calls:
                     engine.manager.missed(missing // engine.layout.page_tokens)
+            tiers = [tier for part in hit.parts for tier in part.tiers]
+            self._tokens.answered(max(0, most - start), hit.tokens, tiers)
         return dataclasses.replace(hit, parted=max(start, whole))
 
     def _used(self, names: Sequence[GroupNames], start: int, found: int) -> HybridHit | None:
@@ -444,10 +459,12 @@ class HybridEngine:
             engine.flush(left())
 
     def stats(self) -> dict[str, Any]:
-        """`pools`: under the names of its groups, what `CacheEngine.stats` says of each pool; `gate`: of whole hits."""
+        """`pools`: under the names of its groups, what `CacheEngine.stats` says of each pool; `gate` and `tokens`: of
+        whole hits."""
         return {
             "pools": {names: engine.stats() for names, engine in self.by_groups.items()},
             "gate": self.gate.stats(),
+            "tokens": self._tokens.describe(),
         }
 
     def check(self, fix: bool = False) -> CheckReport:
@@ -463,6 +480,8 @@ class HybridEngine:
         with contextlib.ExitStack() as all_of_them:
             for engine in self.engines:
                 all_of_them.callback(engine.close, drain)
+            if self._server is not None:
+                all_of_them.callback(self._server.close)
 
     def __enter__(self) -> Self:
         return self

@@ -29,7 +29,10 @@ EXAMPLES = {
     "model.head_dim": "64",
     "ssd.path": "~/.cache/gdscache",
 }
-COMMENTED = ("events",)  # sections that mean something just by being there, and that are not shown as they are
+COMMENTED = (
+    "events",
+    "metrics",
+)  # sections that mean something just by being there, and that are not shown as they are
 HEAD = """\
 # Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.
 # The model's name and sizes and the SSD's path have no default: these are examples, of a small Llama shape.

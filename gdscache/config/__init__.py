@@ -239,8 +239,15 @@ class EventsConfig(ConfigSection):
     topic: str = Field(default="", description="topic of the messages")
 
 
+class MetricsConfig(ConfigSection):
+    """Prometheus metrics at an address of their own, for processes that serve none."""
+
+    port: int = Field(default=9464, ge=1, le=65535, description="port that they are served at, under /metrics")
+    host: str = Field(default="127.0.0.1", min_length=1, description="address of this machine that it is opened on")
+
+
 class Config(ConfigSection):
-    """One engine. `cpu`, `ssd` and `events` are None where there is no such tier, and no events."""
+    """One engine. `cpu`, `ssd`, `events` and `metrics` are None where there is no such tier, and none of these."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -271,6 +278,9 @@ class Config(ConfigSection):
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
     events: EventsConfig | None = Field(default=None, description="KV events; null or absent means none are emitted")
+    metrics: MetricsConfig | None = Field(
+        default=None, description="Prometheus metrics, served; null or absent means they are not"
+    )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:

@@ -47,7 +47,8 @@ class PoolPart:
 
 
 def pool_parts(config: Config) -> list[PoolPart]:
-    """The parts of a configuration, in the order of the pools; none where the model has no groups.
+    """The parts of a configuration, in the order of the pools; none where the model has no groups. None has `metrics`:
+    who opens all of them serves these.
 
     A single pool has the configuration itself. Several have directories of their own below `ssd.path` and
     `ssd.stripes`. Raises `CapacityError` where the share of a size holds no page, and `InvalidValueError` where
@@ -58,7 +59,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
     models = [_model(config, groups, pool, alone=len(pools) == 1) for pool in pools]
     if len(pools) < 2:
         return [
-            PoolPart(pool, groups, 1.0, Config.from_dict({**config.dump(), "model": model}))
+            PoolPart(pool, groups, 1.0, Config.from_dict({**config.dump(), "model": model, "metrics": None}))
             for pool, model in zip(pools, models, strict=True)
         ]
     if config.events is not None and config.events.endpoint is not None:
@@ -119,7 +120,7 @@ def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float]
 
 def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, planes: int) -> dict[str, Any]:
     """The configuration of a pool as plain data. `planes`: bytes of its part of `gpu.capacity`."""
-    data = {**config.dump(), "model": model}
+    data = {**config.dump(), "model": model, "metrics": None}
     data["gpu"]["capacity"] = planes
     for path, size in _sizes(config):
         section = data

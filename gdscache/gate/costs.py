@@ -148,6 +148,7 @@ class Costs:
                     "latency_seconds": None if fit.coefficients is None else fit.coefficients[1],
                     "observations": fit.observations,
                     "relative_error": fit.error,
+                    "relative_errors": fit.errors.describe(),
                 }
                 for name, fit in list(self.tiers.items())
             },
@@ -158,6 +159,7 @@ class Costs:
                 "step_seconds": step,
                 "observations": self.prefill.observations,
                 "relative_error": self.prefill.error,
+                "relative_errors": self.prefill.errors.describe(),
             },
             "overlap": self.overlap,
         }

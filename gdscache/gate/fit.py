@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gdscache.arrays import Float64Array
+from gdscache.histograms import ERRORS, Histogram
 
 ENOUGH = 4  # observations before a fit is used to decide; also so many in a row make a change
 CHANGE = 2.0  # an observation off by more than this factor may be the first of a change
@@ -102,6 +103,7 @@ class Fit:
         self._columns: list[int] = []
         self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
         self._errors: deque[float] = deque(maxlen=WINDOW)
+        self.errors = Histogram(ERRORS)  # ever, as `error` has them
 
     @property
     def enough(self) -> bool:
@@ -123,7 +125,9 @@ class Fit:
         """`features` (the main one above 0) took `seconds` (above 0)."""
         expected = self.seconds(features)
         if expected is not None:
-            self._errors.append(abs(expected - seconds) / seconds)
+            error = abs(expected - seconds) / seconds
+            self._errors.append(error)
+            self.errors.note(error)
             side = 1 if seconds > CHANGE * expected else -1 if seconds * CHANGE < expected else 0
             self.off = self.off + side if side * self.off >= 0 and side else side
         self._seen.append((tuple(features), seconds))

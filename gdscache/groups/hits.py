@@ -69,6 +69,7 @@ def find(engine: CacheEngine, names: GroupNames, most: int, tokens: int) -> Grou
         length, pages, found = used or (0, (), [])
         with engine.calls:
             manager.missed((most - length) // engine.layout.page_tokens)
+            manager.measures.tokens.answered(most, length, found)
     decided = engine.gate.decide_whole([engine.pool_load(found)], 0, tokens, length)
     declined = length if pages and not decided.pages else 0
     if declined:

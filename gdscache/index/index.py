@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.index.ages import PageAges
 from gdscache.index.eviction import EvictablePages
 from gdscache.index.free_slots import FreeSlots
 from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
@@ -59,6 +60,7 @@ class PageIndex(EvictablePages):
     ) -> None:
         super().__init__(slots, LRU() if policy is None else policy)
         self.evictions = 0
+        self.ages = PageAges(slots)
         self.torn = 0  # pages that were dropped while somebody leased them
         self._ahead = min(_AHEAD, slots // 512)
         self._free = FreeSlots(slots)
@@ -70,6 +72,10 @@ class PageIndex(EvictablePages):
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` from now on. It only notes what it is told."""
         self._watcher = watcher
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        super().touch(keys)
+        self.ages.used(keys)
 
     # -- slots without a page -----------------------------------------------------------------------------------------
 
@@ -137,6 +143,7 @@ class PageIndex(EvictablePages):
         self._free = FreeSlots.beside(used)
 
     def _inserted(self, pages: Sequence[Page], state: PageState) -> None:
+        self.ages.came([page.key for page in pages])
         if self._watcher is not None and state is not PENDING:
             self._watcher.stored(pages)
 
@@ -168,6 +175,7 @@ class PageIndex(EvictablePages):
         if evicted:
             self._orders.evict(((entry.key, freed),))
         else:
+            self.ages.gone(entry.key)
             self._orders.remove(entry.key)
             if freed is not None:
                 self._orders.hasten(freed)
@@ -261,6 +269,7 @@ class PageIndex(EvictablePages):
         detached = Detached(visible, list(self._resting.values()), held)
         self._resting, self._orders, self._orphans = {}, self._orders.empty(), {}
         self._dirty = set()
+        self.ages.clear()
         self._children = array("i", bytes(4 * self.slots))
         return detached
 
@@ -283,6 +292,7 @@ class PageIndex(EvictablePages):
     def _evict(self, keys: Collection[bytes]) -> None:
         """Drop victims: nobody leases them, and none is dirty. Their slots are given back in this order."""
         self.evictions += len(keys)
+        self.ages.evicted(keys)
         take, unlink = self._resting.pop, self._unlink
         gone: list[tuple[bytes, bytes | None]] = []
         slots: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -48,10 +49,12 @@ class LayerwiseLoad:
         calls: Caller | None = None,
         checked: bool = False,
         orders: Orders | None = None,
+        waited: Callable[[str, float], object] = lambda what, seconds: None,
     ) -> None:
         """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'.
         `checked`: it takes as long as it takes, so whoever waits does, unless they say for how long. `orders`: what
-        makes its `order`, where ranks carry it out."""
+        makes its `order`, where ranks carry it out. `waited`: told how many seconds a caller waited for a `layer`,
+        or for the `verdict`."""
         self.number = timeline.number()
         self._timeline = timeline
         self._device = device
@@ -67,6 +70,7 @@ class LayerwiseLoad:
         self._moves: list[Moving] = []
         self._begun = Flag()  # nothing comes behind these
         self._orders = orders
+        self._waited = waited
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
         self._error: BaseException | None = None  # what broke the run off
@@ -90,14 +94,19 @@ class LayerwiseLoad:
         """
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
+        start = time.monotonic()
         with self._timeline.compute("wait", self._device, layer=layer, load=self.number):
             self._layers.wait(layer, self._patience if seconds is None else arguments.seconds(seconds))
+        self._waited("layer", time.monotonic() - start)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
         """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
         self._calls.check()
         limit = arguments.seconds(seconds)
-        if not self._over.wait(self._patience if limit is None else limit):
+        start = time.monotonic()
+        there = self._over.wait(self._patience if limit is None else limit)
+        self._waited("verdict", time.monotonic() - start)
+        if not there:
             raise DeadlineError("a load has no verdict yet", "raise deadline, or cancel() the load")
         if self._error is not None:
             raise self._error

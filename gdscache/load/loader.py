@@ -105,6 +105,7 @@ class Loader:
                         calls=self.manager.calls,
                         checked=checked,
                         orders=self.executor.orders,
+                        waited=self.manager.measures.waited,
                     )
                     run = self._run(load, plan, _grown(load, plan, requests), tuple(after), checked=checked)
                     begins = here and run.brief

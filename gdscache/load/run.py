@@ -385,8 +385,35 @@ class LoadRun:
 
     def _report(self) -> None:
         seconds = self._executor.now() - self._start
+        first = any(part.report is None for part in self._load.parts)
         for part, rows in zip(self._load.parts, self._plan.requests, strict=True):
             part.report = part.report or self._report_on(rows, seconds)
+        if first:
+            self._tell(seconds)
+
+    def _tell(self, seconds: float) -> None:
+        """Have it measured what the load took, by its slowest tier, and which ways its pages went."""
+        plan, manager, landing = self._plan, self._manager, self._planner.landing
+        good = plan.loaded()
+        found = plan.by_tier(good)
+        if not found:
+            return
+        slowest = [name for name in manager.tiers if name in found][-1]
+        manager.measures.loaded(slowest, sum(found.values()) * self._layout.page_bytes, seconds)
+        landed: dict[str, int] = {}
+        if landing is not None and plan.targets.count(None) < len(plan.targets):
+            there = zip(good, plan.targets, strict=True)
+            landed = plan.by_tier(bytes(page if target is not None else 0 for page, target in there))
+        moved = manager.measures.moved
+        with manager.lock:
+            for name, pages in found.items():
+                through = landed.get(name, 0)
+                if through and landing is not None:
+                    moved(name, landing.name, through)
+                if self._blocks is not None:
+                    moved(name, PLANES, pages - through)
+                if self._blocks is not None and through and landing is not None:
+                    moved(landing.name, PLANES, through)
 
     def _report_on(self, rows: range, seconds: float) -> LoadReport:
         plan, good = self._plan, self._plan.loaded()

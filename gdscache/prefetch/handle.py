@@ -122,7 +122,7 @@ class Prefetch:
         patience, why = (self._owner.deadline, PrefetchEnd.DEADLINE) if limit is None else (limit, PrefetchEnd.STOPPED)
         calls = self._owner.calls
         calls.check()
-        if not self._work.over.wait(patience):
+        if not self._owner.awaited(self._work.over, patience):
             with contextlib.suppress(EngineClosedError), calls:
                 self._owner.stop(self._request, why)
         return self.tokens
@@ -147,7 +147,7 @@ class Prefetch:
         self._owner.calls.check()
         work, limit = self._work, arguments.seconds(seconds)
         deadline = self._owner.deadline if limit is None else limit
-        if not work.over.wait(deadline):
+        if not self._owner.awaited(work.over, deadline):
             raise DeadlineError(
                 f"a prefetch has not ended after {deadline:g} s: {work.left} of {len(work.pages)} pages have not begun",
                 "loads go first: wait longer, or cancel() it",

@@ -23,7 +23,7 @@ from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.prefetch.handle import Prefetch, PrefetchWork
 from gdscache.prefetch.queue import MOST, SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
-from gdscache.runtime.threads import Workers, failure_of, log_failure
+from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 
 if TYPE_CHECKING:
     from gdscache.tiers.base import DurableTier
@@ -146,6 +146,13 @@ class Prefetcher:
             self._queue.stop(request, PrefetchEnd.CANCELLED)
             if work.claim is not None:
                 self._manager.pins.end(work.claim)
+
+    def awaited(self, over: Flag, seconds: float) -> bool:
+        """Wait for the end of a prefetch, so long at most; whether it has ended."""
+        start = time.monotonic()
+        ended = over.wait(seconds)
+        self._manager.measures.waited("pages", time.monotonic() - start)
+        return ended
 
     def seconds(self, pages: int) -> float | None:
         """What loading so many pages of the landing tier should take; None before that was measured."""

@@ -38,13 +38,15 @@ class Nobody:
 @dataclasses.dataclass(slots=True, eq=False)
 class StoreJob:
     """Pages of one salt, as accepted. `numbers[i]` is page `i`'s place in the receipt; `epoch` the namespace's
-    when their bytes were known good. `left`: the pages that have no last word yet."""
+    when their bytes were known good. `since`: when that was, by the executor's clock; None for pages that go on without
+    a store. `left`: the pages that have no last word yet."""
 
     receipt: Receipt
     numbers: Sequence[int]
     pages: Sequence[Page]
     epoch: int
     retention: Retention = DEFAULT
+    since: float | None = None
     left: set[int] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

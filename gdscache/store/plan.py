@@ -23,12 +23,14 @@ hold slots too, so the coldest are refused where there are too many.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import BATCH_PAGES, LEAST_BATCH
+from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
@@ -94,6 +96,7 @@ class StorePlanner:
         self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
         self.behind = False  # the SSD was, when the store that is being placed had its turn: it is not waited for
         self._earned = earned
+        self.now: Callable[[], float] = time.monotonic  # the clock of whoever runs the plans
 
     @property
     def keys(self) -> Collection[bytes]:
@@ -327,6 +330,7 @@ class StorePlanner:
             shown = [row for row, entry in enumerate(entries) if not entry.dropped]
             job.receipt.committed(job.numbers_of(parcel.places_of(shown)), landing.name)
             self._manager.counts["stored", landing.name] += len(shown)
+            self._measure(parcel, PLANES, landing.name, len(shown))
             for row in shown if self._policy == "write_back" else ():
                 if self._lacking(entries[row].page):
                     landing.index.mark_dirty(entries[row])
@@ -339,6 +343,13 @@ class StorePlanner:
             if i in job.left:
                 self.settle(job, (i,), "expired" if self._manager.expiry.was(job.pages[i]) else "cleared")
         return False
+
+    def _measure(self, parcel: Parcel, source: str, target: str, pages: int) -> None:
+        """Pages of a store are committed on a tier."""
+        measures, job = self._manager.measures, parcel.job
+        measures.moved(source, target, pages)
+        if pages and job.since is not None:
+            measures.stored(target, len(job.pages) * self._extent_bytes, self.now() - job.since)
 
     def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
         """A writer's last word on pages, "" or why its tier has not got them. `released` gives their slots back.
@@ -353,6 +364,8 @@ class StorePlanner:
         if not cause:
             job.receipt.committed(job.numbers_of(parcel.places_of(rows)), outlet.tier.name)
             self._manager.counts["stored", outlet.tier.name] += len(rows)
+            source = PLANES if entries is None else parcel.space
+            self._measure(parcel, source, outlet.tier.name, len(rows))
         elif cause == "deadline" and entries is not None:
             parcel.set_apart(rows, self._manager.lease("quarantine"))
             self._end_empty(parcel)

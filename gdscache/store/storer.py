@@ -104,6 +104,7 @@ class Storer:
         self._dropping = False
         self._closed = False
         self._forwarder = Forwarder(planner, writers, spare, self._idle, deadline)
+        planner.now = executor.now
         self._lane = executor.lane(Priority.STORE, _nothing)
 
     # -- accepting ---------------------------------------------------------------------------------------------------
@@ -133,7 +134,8 @@ class Storer:
             self.offer_earned()
             wanted = self._planner.accept(pages, receipt, retention)
             if wanted:
-                plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention)
+                since = self._executor.now()
+                plan = StoreJob(receipt, wanted, [pages[n] for n in wanted], epoch, retention, since)
                 job = _Job(plan, receipt, take_rows(blocks, wanted), after, sources)
                 self._jobs.add(job)
                 self._lane.start(self._gather(job), functools.partial(self._end, job))

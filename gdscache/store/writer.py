@@ -8,6 +8,7 @@ not written within its deadline is dropped, and what its I/O may still touch goe
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from gdscache.errors import LockLostError, StorageError, TierAnswerError
+from gdscache.errors import IOFailedError, LockLostError, StorageError, TierAnswerError
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry
 from gdscache.moves import Executor, Move, Moving, Priority, Steps, Way
@@ -244,8 +245,8 @@ class TierWriter:
         self.size.learn(len(flight.entries), seconds)
         self._manager.latencies.note("write", self._tier.name, seconds)
         causes = [""] * len(flight.entries)
-        for row in end.errors:
-            causes[row] = "io_error"
+        for row, error in end.errors.items():
+            causes[row] = _cause(error)
         if end.late:
             _log.warning("%d of %d pages are not written in time", len(end.late), len(causes))
             self._dropping = self._dropping or self._closing
@@ -275,7 +276,9 @@ class TierWriter:
         try:
             written = [row for row in ended if not causes[row]]
             if failed is not None:
-                _log.warning("%d pages were not written: %s", causes.count("io_error"), failed)
+                _log.warning(
+                    "%d pages were not written: %s", len(causes) - causes.count("") - causes.count("deadline"), failed
+                )
             for row, cause in zip(written, self._commit(flight, written), strict=True):
                 causes[row] = cause
             with self._manager.lock:
@@ -315,7 +318,7 @@ class TierWriter:
         if isinstance(error, LockLostError):
             self._manager.watch()
             return "lock_lost"
-        return "io_error"
+        return _cause(error)
 
     def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
         """The last word on the pages of a flight, but for those that are late."""
@@ -386,3 +389,9 @@ class TierWriter:
 
         pool = "bounce_stores" if out.space == "bounce" else out.space
         return Late("write", pool, self._tier.name, entry.slot, ended)
+
+
+def _cause(error: StorageError) -> str:
+    """What pages are dropped for that could not be written."""
+    full = isinstance(error, IOFailedError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "disk_full" if full else "io_error"

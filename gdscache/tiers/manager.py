@@ -24,6 +24,7 @@ from gdscache.runtime.latencies import Latencies
 from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.clear import PAUSE_S, Clearing
 from gdscache.tiers.expiry import Expiry
+from gdscache.tiers.measures import Measures
 from gdscache.tiers.pinning import Pins
 from gdscache.tiers.pins import Pin
 from gdscache.tiers.quarantine import Quarantine
@@ -78,6 +79,7 @@ class TierManager:
         self.costs = Costs([name for name, tier in self.tiers.items() if tier.kind == "memory"])
         self.busy = BusyPeriods(self._was_busy)
         self.latencies = Latencies()
+        self.measures = Measures({name: tier.kind for name, tier in self.tiers.items()})
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
         self.measured = measured
@@ -320,17 +322,19 @@ class TierManager:
         self.busy.tell()
         with self.lock:
             self.expire()
-            groups: dict[str, dict[str, int]] = {}
+            groups: dict[str, dict[str, Any]] = {}
             for (group, name), n in sorted(self.counts.items()):
                 groups.setdefault(group, {})[name] = n
             tiers = {
                 name: {
+                    "kind": tier.kind,
                     "capacity_bytes": tier.capacity,
                     "slots": tier.index.slots,
                     "pages": len(tier.index),
                     "free_slots": tier.index.free_slots,
                     "dirty_pages": tier.index.dirty_pages,
                     "evictions": tier.index.evictions,
+                    **tier.index.ages.describe(),
                     **tier.describe(),
                 }
                 for name, tier in self.tiers.items()
@@ -338,7 +342,10 @@ class TierManager:
             for tier in self.files[:1]:  # the figures are of all of them
                 tiers[tier.name]["quarantine"] = self.quarantine.describe()
             leases = [self._describe(lease) for lease in self._leases]
-            return {"tiers": tiers, **groups, "leases": leases, "bytes_per_second": self.costs.bandwidths()}
+            measured = self.measures.describe()
+            speeds = self.costs.bandwidths()
+            groups["tokens"] = self.measures.tokens.describe()
+            return {"tiers": tiers, **groups, "leases": leases, "measured": measured, "bytes_per_second": speeds}
 
     def close(self, executor: Callable[[], None] = lambda: None) -> None:
         """Close the tiers, behind `executor()`, which closes what moves their bytes.

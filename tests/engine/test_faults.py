@@ -333,7 +333,7 @@ def test_a_catalogue_that_takes_no_more_costs_stores_only(open_host: OpenHost, m
     with monkeypatch.context() as patch:
         patch.setattr(ssd._catalog, "commit", full)
         handle = host.store(prompt(2, 2))
-        assert set(handle.result(WAIT).dropped.values()) == {"io_error"}
+        assert set(handle.result(WAIT).dropped.values()) == {"disk_full"}
         assert host.load(prompt(2, 2)).bytes_by_tier == {"cpu": 2 * host.layout.page_bytes}
         drop_from(host.engine, "cpu")
         bad = offset_of(host.engine, tokens, 2)

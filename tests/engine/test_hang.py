@@ -269,10 +269,12 @@ def test_the_writer_goes_on_with_the_next_batch(open_host: OpenHost) -> None:
     assert all(host.load(prompt(seed, 2)).tokens == 8 for seed in left)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("code", "cause"), [(errno.ENOSPC, "disk_full"), (errno.EIO, "io_error"), (errno.EDQUOT, "disk_full")]
+)
 @pytest.mark.parametrize("cpu", [None, 6])
 def test_a_refused_write_leaks_nothing(
-    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, code: int, cpu: int | None
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, code: int, cause: str, cpu: int | None
 ) -> None:
     host = open_host(cpu=cpu, ssd=6, transport="tests.support.posix_transport:PosixTransport")
 
@@ -283,10 +285,10 @@ def test_a_refused_write_leaks_nothing(
         patch.setattr(os, "pwritev", refuse)
         for seed in range(8):  # more pages than there are slots
             report = host.store(prompt(seed, 3)).result(WAIT)
-            assert report.dropped == dict.fromkeys(range(3), "io_error")
+            assert report.dropped == dict.fromkeys(range(3), cause)
             settle(host.engine)
         assert host.engine.stats()["tiers"]["ssd"]["free_slots"] == 6
-    assert host.engine.stats()["dropped"] == {"io_error": 24}
+    assert host.engine.stats()["dropped"] == {cause: 24}
     tokens = stored(host, 1, 6)
     drop_from(host.engine, *(["cpu"] if cpu else []))
     assert host.load(tokens).tokens == 24

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import urllib.request
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from gdscache import CacheEngine
+from gdscache.errors import MetricsAddressError
 from gdscache.metrics import FAMILIES, EngineCollector
+from gdscache.metrics.mirror import unborn
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, WAIT, OpenEngine, OpenHost, drop_from, layout_of, prompt, quiet, until
@@ -66,7 +70,7 @@ def test_loads_and_misses_by_cause(open_engine: OpenEngine) -> None:
     assert value("gdscache_loaded_pages_total", {"tier": "ssd"}) == 4
     assert value("gdscache_loaded_bytes_total", {"tier": "ssd"}) == 4 * again.layout.page_bytes
     assert value("gdscache_load_bytes_per_second", {"tier": "ssd"}) > 0
-    assert value("gdscache_leased_pages", {"owner": "sequence"}) is None
+    assert value("gdscache_leased_pages", {"owner": "sequence"}) == 0
 
 
 def test_what_hangs_is_shown_while_it_does(open_host: OpenHost) -> None:
@@ -75,7 +79,7 @@ def test_what_hangs_is_shown_while_it_does(open_host: OpenHost) -> None:
 
     def shown() -> tuple[float | None, dict[str, float | None]]:
         pools = ("cpu", "bounce_loads", "bounce_stores")
-        return value("gdscache_ssd_switched_off"), {
+        return value("gdscache_tier_switched_off", {"tier": "ssd"}), {
             pool: value("gdscache_quarantined_slots", {"pool": pool}) for pool in pools
         }
 
@@ -107,7 +111,7 @@ def test_refusals_by_cause_and_what_endurance_leaves(open_host: OpenHost) -> Non
     assert value("gdscache_endurance_left_bytes") == 3 * extent
     host.keep(prompt(1, 5))
     assert value("gdscache_refused_pages_total", {"cause": "second_offer"}) == 5
-    assert value("gdscache_refused_pages_total", {"cause": "endurance"}) is None
+    assert value("gdscache_refused_pages_total", {"cause": "endurance"}) == 0
     assert value("gdscache_admitted_pages_total") == 0
     drop_from(host.engine, "cpu")
     host.keep(prompt(1, 5))
@@ -146,7 +150,8 @@ def test_the_gate_s_figures_and_decisions(open_host: OpenHost) -> None:
     value = registry_of(host.engine).get_sample_value
     assert value("gdscache_gate_hits_total", {"decision": "declined"}) == 0
     assert value("gdscache_prefill_tokens_per_second") is None
-    assert value("gdscache_prefill_relative_error") is None
+    assert value("gdscache_prefill_error_ratio_count") == 0
+    assert value("gdscache_load_error_ratio_count", {"tier": "cpu"}) == 0
     host.keep(prompt(1, 3))
     for _ in range(5):
         host.engine.manager.costs.observe_load("cpu", 1000, 10.0)
@@ -156,8 +161,9 @@ def test_the_gate_s_figures_and_decisions(open_host: OpenHost) -> None:
     assert value("gdscache_gate_tokens_total", {"decision": "declined"}) == 12
     assert value("gdscache_prefill_tokens_per_second") == pytest.approx(2000)
     assert value("gdscache_load_latency_seconds", {"tier": "cpu"}) == 0
-    assert value("gdscache_load_relative_error", {"tier": "cpu"}) == pytest.approx(0, abs=1e-6)
-    assert value("gdscache_prefill_relative_error") == pytest.approx(0, abs=1e-6)
+    for name, labels in (("load", {"tier": "cpu"}), ("prefill", {})):  # the first is compared with nothing
+        assert value(f"gdscache_{name}_error_ratio_count", labels) == 4
+        assert value(f"gdscache_{name}_error_ratio_bucket", {**labels, "le": "0.01"}) == 4
 
 
 def test_every_count_of_the_engine_is_shown(open_engine: OpenEngine) -> None:
@@ -173,6 +179,8 @@ def test_every_count_of_the_engine_is_shown(open_engine: OpenEngine) -> None:
         "bytes_per_second": "gdscache_load_bytes_per_second", "store_queue": "gdscache_store_queue_bytes",
         "store_policy": "gdscache_admitted_pages", "refused": "gdscache_refused_pages",
         "expired": "gdscache_expired_pages", "prefetch": "gdscache_prefetches", "gate": "gdscache_gate_hits",
+        "tokens": "gdscache_lookup_tokens", "measured": "gdscache_moved_bytes", "ranks": "gdscache_rank_running",
+        "events": "gdscache_event_batches",
     }  # fmt: skip
     assert set(shown.values()) <= {family.name for family in FAMILIES}
     groups = {name for name, value in engine.stats().items() if isinstance(value, (dict, list))}
@@ -224,7 +232,7 @@ def test_missing_tiers_are_absent(open_engine: OpenEngine) -> None:
 
 
 def test_without_an_ssd_tier_nothing_is_switched_off_or_on(open_engine: OpenEngine) -> None:
-    assert registry_of(open_engine(ssd=None)).get_sample_value("gdscache_ssd_switched_off") is None
+    assert registry_of(open_engine(ssd=None)).get_sample_value("gdscache_tier_switched_off", {"tier": "ssd"}) is None
 
 
 def test_names_and_help_follow_the_conventions() -> None:
@@ -234,4 +242,169 @@ def test_names_and_help_follow_the_conventions() -> None:
         assert family.name.startswith("gdscache_")
         assert not family.name.endswith("_total")  # the client adds it to counters
         assert family.help.endswith(".")
-        assert family.label in ("", "tier", "cause", "owner", "mover", "pool", "decision")
+        assert set(family.labels) <= BOUNDED.keys(), "a label whose values nobody has counted"
+        ends = {"histogram": ("_seconds", "_ratio"), "counter": ("_pages", "_bytes", "_tokens", ""), "gauge": ("",)}
+        assert family.name.endswith(ends[family.kind])
+
+
+# Labels, and what bounds how many values each has.
+BOUNDED = {
+    "tier": "the configuration", "source": "the configuration", "target": "the configuration",
+    "rank": "the configuration", "cause": "an enumeration", "owner": "an enumeration", "mover": "an enumeration",
+    "pool": "an enumeration", "decision": "an enumeration", "size": "SIZE_CLASSES", "wait": "WAITS", "op": "two",
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as some:
+        return int(some.getsockname()[1])
+
+
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as some:
+        return some.connect_ex(("127.0.0.1", port)) == 0
+
+
+def series(engines: Any) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Every series of a registry; but those of gauges that are there when they are known."""
+    found = {
+        (sample.name, tuple(sorted(sample.labels.items())))
+        for metric in registry_of(engines).collect()
+        for sample in metric.samples
+    }
+    learned = ("bytes_per_second", "latency_seconds", "tokens_per_second")
+    return {one for one in found if not one[0].endswith(learned)}
+
+
+def test_every_series_is_there_before_anything_happens(open_host: OpenHost) -> None:
+    """One that is born with a first event hides it from `increase()`."""
+    host = open_host(cpu=6, ssd=12, transport="tests.support.faulty:FaultyTransport")
+    before = series(host.engine)
+    host.keep_on_ssd(prompt(1, 3))
+    with PLAN.rule(Op.READ, Fault.FLIP, times=1):
+        host.load(prompt(1, 3))
+    host.keep_on_ssd(prompt(2, 2))
+    with PLAN.rule(Op.READ, Fault.EIO, times=1):
+        host.load(prompt(2, 2))
+    with PLAN.rule(Op.WRITE, Fault.EIO, times=1):
+        host.store(prompt(3, 2)).result(WAIT)
+    for seed in range(10, 20):
+        host.keep(prompt(seed, 3))
+    host.engine.prefetch(prompt(10, 3)).result(WAIT)
+    host.engine.lookup(prompt(99, 3))
+    value = registry_of(host.engine).get_sample_value
+    assert value("gdscache_miss_pages_total", {"cause": "checksum"}) == 1
+    assert value("gdscache_miss_pages_total", {"cause": "io_error"}) == 1
+    assert value("gdscache_dropped_pages_total", {"cause": "io_error"}) >= 1
+    assert series(host.engine) == before
+
+
+def test_an_engine_that_has_counted_nothing_has_the_series_of_one_that_has_not_begun(open_engine: OpenEngine) -> None:
+    for tiers in ({}, {"cpu": None}, {"ssd": None}):
+        engine = open_engine(**tiers)
+        stats = engine.stats()
+        kinds = {name: about["kind"] for name, about in stats["tiers"].items()}
+        for family in FAMILIES:
+            if family.kind != "gauge":
+                assert family.read(unborn(kinds)).keys() == family.read(stats).keys(), family.name
+        engine.close()
+
+
+def test_a_thousand_tenants_are_no_more_series(open_host: OpenHost) -> None:
+    host = open_host(cpu=64, ssd=64)
+    host.keep(prompt(1, 2))
+    before = series(host.engine)
+    for tenant in range(1000):
+        host.engine.lookup(prompt(1, 2), salt=f"tenant {tenant}")
+        if tenant % 100 == 0:
+            host.engine.store(prompt(1, 2), host.compute(prompt(1, 2)), salt=f"tenant {tenant}").result(WAIT)
+            with host.engine.pin(prompt(1, 2), 60.0, salt=f"tenant {tenant}"):
+                assert series(host.engine) == before
+    assert series(host.engine) == before
+    assert len(before) < 700
+
+
+def test_tokens_asked_and_hit_have_a_rate(open_host: OpenHost) -> None:
+    host = open_host(cpu=6, ssd=12)
+    value = registry_of(host.engine).get_sample_value
+    host.keep_on_ssd(prompt(1, 3))
+    host.engine.lookup(prompt(1, 3))
+    host.engine.lookup(prompt(2, 2))
+    assert value("gdscache_lookup_tokens_total") == 5 * 4
+    assert value("gdscache_hit_tokens_total", {"tier": "ssd"}) == 3 * 4
+    assert value("gdscache_hit_tokens_total", {"tier": "cpu"}) == 0
+
+
+def test_bytes_by_path_and_times_by_tier(open_host: OpenHost) -> None:
+    host = open_host(cpu=6, ssd=12)
+    value, page = registry_of(host.engine).get_sample_value, host.layout.page_bytes
+
+    def moved(source: str, target: str) -> float | None:
+        return value("gdscache_moved_bytes_total", {"source": source, "target": target})
+
+    def times(name: str, tier: str) -> float | None:
+        return value(f"gdscache_{name}_duration_seconds_count", {"tier": tier, "size": "1MiB"})
+
+    host.keep_on_ssd(prompt(1, 3))
+    assert (moved("planes", "cpu"), moved("cpu", "ssd")) == (3 * page, 3 * page)
+    assert (times("store", "cpu"), times("store", "ssd")) == (1, 1)
+    assert host.load(prompt(1, 3)).tokens == 12
+    assert (moved("ssd", "cpu"), moved("cpu", "planes"), moved("ssd", "planes")) == (3 * page, 3 * page, 0)
+    assert (times("load", "ssd"), times("load", "cpu")) == (1, 0)
+    assert host.load(prompt(1, 3)).tokens == 12
+    assert moved("cpu", "planes") == 6 * page
+    assert times("load", "cpu") == 1
+    assert value("gdscache_request_wait_seconds_count", {"wait": "verdict"}) == 2
+    layers = value("gdscache_layer_wait_seconds_count")
+    load = host.begin(prompt(1, 3))[0]
+    load.wait(0)
+    load.result(WAIT)
+    assert value("gdscache_layer_wait_seconds_count") == layers + 1
+
+
+def test_ages_of_pages_that_are_evicted(open_host: OpenHost) -> None:
+    host = open_host(cpu=4, ssd=None)
+    now = [1000.0]
+    host.engine.manager.cpu.index.ages._clock = lambda: now[0]
+    value = registry_of(host.engine).get_sample_value
+    host.keep(prompt(1, 4))
+    now[0] += 50.0
+    host.engine.lookup(prompt(1, 4))
+    now[0] += 5.0
+    host.keep(prompt(2, 4))
+    tier = {"tier": "cpu"}
+    assert value("gdscache_page_reuse_gap_seconds_sum", tier) == pytest.approx(4 * 50)
+    assert value("gdscache_evicted_page_age_seconds_count", tier) == 4
+    assert value("gdscache_evicted_page_age_seconds_sum", tier) == pytest.approx(4 * 55)
+    assert value("gdscache_evicted_page_idle_seconds_sum", tier) == pytest.approx(4 * 5)
+    assert value("gdscache_evicted_page_idle_seconds_bucket", {**tier, "le": "10.0"}) == 4
+
+
+def test_metrics_port_serves_them_until_the_engine_is_closed(open_engine: OpenEngine, tmp_path: Any) -> None:
+    port = free_port()
+    engine = open_engine(metrics={"port": port})
+    store(engine)
+    assert "gdscache_stores_total 1.0" in scraped(port)
+    with pytest.raises(MetricsAddressError, match=f"127.0.0.1:{port}"):
+        open_engine(tmp_path / "other", metrics={"port": port})
+    open_engine(tmp_path / "other").close()  # what could not serve has given its directory back
+    engine.close()
+    with pytest.raises(OSError, match="refused"):
+        scraped(port)
+
+
+def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it(open_engine: OpenEngine, tmp_path: Any) -> None:
+    port = free_port()
+    engine = CacheEngine.from_config(
+        {"model": {"name": "m", "layers": 1, "page_tokens": 4, "kv_heads": 1, "head_dim": 8}, "gpu": {"device": "cpu"},
+         "metrics": {"port": port}}
+    )  # fmt: skip
+    assert "gdscache_open 1.0" in scraped(port)
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        del engine
+    until(lambda: not listening(port), "the port is free again")

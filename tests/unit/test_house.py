@@ -13,7 +13,14 @@ import pytest
 import gdscache
 
 ROOT = Path(gdscache.__file__).parent
-BASICS = ("arrays", "errors", "limits", "sizes", "arguments")  # modules of the root that any package may import
+BASICS = (
+    "arrays",
+    "errors",
+    "limits",
+    "sizes",
+    "arguments",
+    "histograms",
+)  # modules of the root that any package may import
 TOOLS = ("cli", "exits", "commands")  # the commands: nothing imports them
 
 # Package -> packages that it may import, the lowest first.
@@ -37,24 +44,24 @@ MAY_IMPORT = {
     "events": "pages runtime",
     "gate": "disk",
     "pool": "cuda moves native pages runtime storage",
-    "tiers": "config cuda disk extents gate index native pages policies pool runtime storage tracing",
+    "tiers": "config cuda disk extents gate index moves native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages runtime tiers tracing",
     "prefetch": "load moves pages runtime",
     "ranks": "config cuda disk extents load movers moves native pages runtime storage",
     "store": "cuda index moves native pages runtime tiers",
+    "metrics": "moves policies prefetch tiers",
     "sequence": "cuda index load pages store tiers",
     "opening": (
         "config cuda disk events extents gate load movers moves pages policies prefetch ranks runtime store "
         "tiers tracing"
     ),
-    "closing": "opening runtime",
+    "closing": "metrics opening runtime",
     "engine": (
         "closing config cuda events gate groups index load moves opening pages prefetch ranks runtime sequence store "
         "tiers tracing"
     ),
     "hybrid_handles": "groups load moves pages prefetch store tiers",
-    "hybrid": "config cuda engine events gate groups hybrid_handles load pages prefetch tiers tracing",
-    "metrics": "engine",
+    "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch tiers tracing",
     "integrations": "config cuda engine groups hybrid hybrid_handles load moves pages prefetch ranks runtime store",
     "testing": "cuda pages storage",
 }

@@ -94,10 +94,10 @@ def test_default_yaml_has_every_key_with_its_default_and_a_comment(tmp_path: Pat
     path = ROOT / "configs" / "default.yaml"
     examples = {"model.kv_heads", "model.head_dim"}  # the model's own sizes, which have no default
     text = path.read_text(encoding="utf-8")
-    whole = tmp_path / "whole.yaml"  # with the section that is there as a comment
-    whole.write_text(re.sub(r"(?m)^# (?=events:|  )", "", text), encoding="utf-8")
+    whole = tmp_path / "whole.yaml"  # with the sections that are there as comments
+    whole.write_text(re.sub(r"(?m)^# (?=events:|metrics:|  )", "", text), encoding="utf-8")
     raw = read_mapping(whole)
-    assert raw.keys() - read_mapping(path).keys() == {"events"}
+    assert raw.keys() - read_mapping(path).keys() == {"events", "metrics"}
     seen = []
     for key, field in known_keys(Config):
         if "[]" in key:

@@ -1,0 +1,13 @@
+"""Prometheus metrics of an engine.
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(EngineCollector(engine))
+
+`table.py` says which there are, `collector.py` shows them in a registry, `server.py` serves them, and `mirror.py`
+brings them to registries of other processes.
+"""
+
+from gdscache.metrics.collector import EngineCollector
+from gdscache.metrics.table import FAMILIES
+
+__all__ = ["FAMILIES", "EngineCollector"]

@@ -1,0 +1,89 @@
+"""A collector for a registry of Prometheus' client. It reads `engine.stats()` at each scrape and keeps nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gdscache.errors import EngineClosedError
+from gdscache.histograms import Buckets
+from gdscache.metrics.table import FAMILIES, Family, Labels, parts_of
+
+
+class Source(Protocol):
+    """A `CacheEngine`, or a `HybridEngine`."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class EngineCollector(Collector):
+    """Register it in a registry of your own. `engines`: one engine, or engines by the value of the label `engine`.
+
+    The pools of a `HybridEngine` have the label `group`, the names of their groups; it is empty for whole hits, and for
+    engines without pools. A closed engine shows `gdscache_open` 0 and nothing else.
+    """
+
+    def __init__(self, engines: Source | Mapping[str, Source]) -> None:
+        named = isinstance(engines, Mapping)
+        self._engines: dict[Labels, Source] = (
+            {(name,): engine for name, engine in engines.items()} if isinstance(engines, Mapping) else {(): engines}
+        )
+        self._named: Labels = ("engine",) if named else ()
+        pools = any(getattr(engine, "pools", ()) for engine in self._engines.values())
+        self._labels: Labels = (*self._named, "group") if pools else self._named
+
+    def describe(self) -> Iterable[Metric]:
+        """The metrics without values, so that a registry sees names that repeat without asking the engine."""
+        return [self._open(), *(_empty(family, self._labels) for family in FAMILIES)]
+
+    def collect(self) -> Iterator[Metric]:
+        """One snapshot of every engine."""
+        is_open = self._open()
+        found = [(family, _empty(family, self._labels)) for family in FAMILIES]
+        for name, engine in self._engines.items():
+            try:
+                stats = engine.stats()
+            except EngineClosedError:
+                is_open.add_metric(name, 0)
+                continue
+            is_open.add_metric(name, 1)
+            for group, part in parts_of(stats).items():
+                place = (*name, group) if len(self._labels) > len(self._named) else name
+                for family, metric in found:
+                    for labels, value in family.read(part).items():
+                        _add(metric, [*place, *labels], value, family)
+        yield is_open
+        for _, metric in found:
+            yield metric
+
+    def _open(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily("gdscache_open", "1 while the engine is open.", labels=self._named)
+
+
+_KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
+def _empty(family: Family, labels: Labels) -> Metric:
+    kind: Any = _KINDS[family.kind]
+    made: Metric = kind(family.name, family.help, labels=[*labels, *family.labels])
+    return made
+
+
+def _text(bound: float) -> str:
+    """A bound, as Prometheus' client writes it."""
+    return "+Inf" if bound == math.inf else repr(float(bound))
+
+
+def _add(metric: Any, labels: list[str], value: float | Buckets, family: Family) -> None:
+    if not isinstance(value, Mapping):
+        metric.add_metric(labels, value)
+        return
+    so_far, buckets = 0, list[tuple[str, float]]()
+    for bound, count in zip((*family.bounds, math.inf), value["counts"], strict=True):
+        so_far += count
+        buckets.append((_text(bound), so_far))
+    metric.add_metric(labels, buckets, sum(value["sums"]))

@@ -1,0 +1,165 @@
+"""An engine's figures in registries of other processes, and in registries of several processes.
+
+There a collector is not asked, so real counters, gauges and histograms are moved on by what has changed. Who has the
+engine asks `Differences` what that is, and tells a `Mirror`. What is told is plain data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from gdscache.histograms import AGES, ERRORS, Buckets, Histogram
+from gdscache.metrics.table import FAMILIES, Family, Labels, Stats
+from gdscache.tiers.measures import Measures, TokenCounts
+
+_BY_NAME = {family.name: family for family in FAMILIES}
+_BETWEEN = "\t"  # in the name of a series: the metric's name, and the values of its labels
+
+
+class News(TypedDict):
+    """What has changed, by series: what counters have grown by, what gauges are, and which values came into each bucket
+    of a histogram, with their sum."""
+
+    counters: dict[str, float]
+    gauges: dict[str, float]
+    histograms: dict[str, Buckets]
+
+
+class Differences:
+    """What has changed in an engine's figures since the last time, from 0 the first time."""
+
+    def __init__(self, every: float, clock: Callable[[], float]) -> None:
+        """`every`: seconds from one look at the figures to the next."""
+        self._every, self._clock = every, clock
+        self._due = -math.inf
+        self._values: dict[str, float] = {}
+        self._buckets: dict[str, Buckets] = {}
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a look."""
+        return self._clock() >= self._due
+
+    def take(self, stats: Stats) -> News:
+        """What has changed up to these figures. Series that count nothing yet are told once."""
+        self._due = self._clock() + self._every
+        news: News = {"counters": {}, "gauges": {}, "histograms": {}}
+        for family in FAMILIES:
+            for labels, value in family.read(stats).items():
+                name = _BETWEEN.join((family.name, *labels))
+                if family.kind == "histogram":
+                    before, self._buckets[name] = self._buckets.get(name), value
+                    if before is None or value["counts"] != before["counts"]:
+                        news["histograms"][name] = _less(value, before)
+                    continue
+                last = self._values.get(name)
+                self._values[name] = value
+                if value != last:
+                    counts = family.kind == "counter"
+                    news["counters" if counts else "gauges"][name] = value - (last or 0) if counts else value
+        return news
+
+
+def merged(news: News, later: News) -> News:
+    """What has changed over both times."""
+    counters, histograms = dict(news["counters"]), dict(news["histograms"])
+    for name, grown in later["counters"].items():
+        counters[name] = counters.get(name, 0) + grown
+    for name, came in later["histograms"].items():
+        histograms[name] = _more(histograms[name], came) if name in histograms else came
+    return {"counters": counters, "gauges": {**news["gauges"], **later["gauges"]}, "histograms": histograms}
+
+
+class Mirror:
+    """The metrics of an engine in a registry that is made for several processes: `vllm:gdscache_lookups_total`, say."""
+
+    def __init__(
+        self, prefix: str, counter: Any, gauge: Any, histogram: Any, labels: Sequence[str], **options: Any
+    ) -> None:
+        """`prefix`: of every name. `counter`, `gauge`, `histogram`: classes, as Prometheus' client has them. `labels`:
+        that every series has, in front of its own. `options`: further arguments of the classes, such as `registry`."""
+        self._labels = labels
+        self._metrics: dict[str, Any] = {}
+        for family in FAMILIES:
+            about = {"name": prefix + family.name, "documentation": family.help, **options}
+            about["labelnames"] = [*labels, *family.labels]
+            if family.kind == "counter":
+                self._metrics[family.name] = counter(**about)
+            elif family.kind == "gauge":
+                self._metrics[family.name] = gauge(**about, multiprocess_mode="mostrecent")
+            else:
+                self._metrics[family.name] = histogram(**about, buckets=[*family.bounds])
+
+    def born(self, values: Sequence[Any], tiers: Mapping[str, str]) -> None:
+        """Have the series of an engine with these tiers, by name (see `Tier.kind`), before it counts anything: what is
+        born with a first event hides that event. `values`: of the labels."""
+        stats = unborn(tiers)
+        for family in FAMILIES:
+            for labels in family.read(stats) if family.kind != "gauge" else ():
+                self._series(family, values, labels)
+
+    def add(self, values: Sequence[Any], news: News) -> None:
+        """Something has changed. `values`: of the labels."""
+        for name, grown in news["counters"].items():
+            self._named(name, values).inc(grown)
+        for name, value in news["gauges"].items():
+            self._named(name, values).set(value)
+        for name, came in news["histograms"].items():
+            series = self._named(name, values)
+            for count, total in zip(came["counts"], came["sums"], strict=True):
+                for _ in range(count):  # of a bucket the mean is as good as each value
+                    series.observe(total / count)
+
+    def _named(self, name: str, values: Sequence[Any]) -> Any:
+        family, *labels = name.split(_BETWEEN)
+        return self._series(_BY_NAME[family], values, tuple(labels))
+
+    def _series(self, family: Family, values: Sequence[Any], labels: Labels) -> Any:
+        metric = self._metrics[family.name]
+        every = [*values, *labels]
+        return metric.labels(*every) if every else metric
+
+
+def unborn(tiers: Mapping[str, str]) -> Stats:
+    """What counters and histograms are read off in `stats()`, of an engine with these tiers (kinds by name) that has
+    counted nothing."""
+    ages, errors = Histogram(AGES), Histogram(ERRORS)
+    names = ("evicted_age_seconds", "evicted_idle_seconds", "reuse_gap_seconds")
+    about: dict[str, Any] = {
+        tier: {"kind": kind, "evictions": 0, **{name: ages.describe() for name in names}}
+        for tier, kind in tiers.items()
+    }
+    files = [tier for tier, kind in tiers.items() if kind == "files"]
+    for tier in files[:1]:
+        about[tier]["quarantine"] = {"switch_offs": 0, "error_switch_offs": 0, "given_up": 0}
+    return {
+        "tiers": about,
+        "tokens": TokenCounts(tiers).describe(),
+        "measured": Measures(tiers).describe(),
+        "page_bytes": 0,
+        "gate": {"hits": {}, "tokens": {}, "tiers": {}, "prefill": {"relative_errors": errors.describe()}},
+        "prefetch": {"ended": {}, "pages": {}},
+        "store_policy": {"admission": {"admitted": 0, "endurance": None} if files else None},
+        "events": None,
+        "ranks": None,
+        "leases": (),
+    }
+
+
+def _less(now: Buckets, before: Buckets | None) -> Buckets:
+    if before is None:
+        return now
+    return {
+        "counts": [n - m for n, m in zip(now["counts"], before["counts"], strict=True)],
+        "sums": [n - m for n, m in zip(now["sums"], before["sums"], strict=True)],
+    }
+
+
+def _more(one: Buckets, other: Buckets) -> Buckets:
+    return {"counts": _sum(one["counts"], other["counts"]), "sums": _sum(one["sums"], other["sums"])}
+
+
+def _sum(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
+    return [n + m for n, m in zip(one, other, strict=True)]

@@ -1,0 +1,52 @@
+"""Metrics at an address of their own (`metrics.port`), for processes that serve none."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import prometheus_client
+
+from gdscache.errors import EngineClosedError, MetricsAddressError
+from gdscache.metrics.collector import EngineCollector, Source
+
+
+class MetricsServer:
+    """Serves an engine's metrics from a thread. It does not keep the engine: one that nobody has any more is closed."""
+
+    def __init__(self, engine: Source, host: str, port: int) -> None:
+        """Raises `MetricsAddressError` where nothing can be served at this address. Port 0: any that is free."""
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(EngineCollector(_Weakly(engine)))
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, addr=host, registry=registry)
+        except (OSError, OverflowError) as error:
+            raise MetricsAddressError(
+                f"metrics cannot be served at {host}:{port}: {error}", "set metrics.port and metrics.host to others"
+            ) from error
+        self._thread.name = "gdscache-metrics"
+
+    @property
+    def port(self) -> int:
+        """The port that it serves at."""
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """End it. Twice is fine."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Weakly:
+    """An engine, as long as somebody else has it."""
+
+    def __init__(self, engine: Source) -> None:
+        self._engine = weakref.ref(engine)
+        self.pools = getattr(engine, "pools", ())
+
+    def stats(self) -> dict[str, Any]:
+        engine = self._engine()
+        if engine is None:
+            raise EngineClosedError("the engine is closed", "open a new one with CacheEngine.from_config")
+        return engine.stats()

@@ -1,0 +1,96 @@
+"""What is measured of lookups, loads, stores and waits, for whoever watches an engine: by tier, by classes of size."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gdscache.histograms import SECONDS, SIZE_CLASSES, Buckets, Histogram, size_class
+from gdscache.moves import PLANES
+
+WAITS = ("layer", "verdict", "pages")  # what callers wait for: a layer of a load, its end, the end of a prefetch
+
+
+class TokenCounts:
+    """Tokens that lookups asked for, and those that they found, by tier. Thread-safe."""
+
+    def __init__(self, tiers: Iterable[str]) -> None:
+        self._asked = 0
+        self._hit = dict.fromkeys(tiers, 0)
+        self._lock = threading.Lock()
+
+    def answered(self, asked: int, hit: int, tiers: Sequence[str]) -> None:
+        """A lookup asked for so many tokens, and found `hit` of them in pages of these `tiers`, each of which counts as
+        much as the others."""
+        with self._lock:
+            self._asked += asked
+            left, pages = hit, len(tiers)
+            for tier, some in Counter(tiers).items():
+                part = left * some // pages
+                self._hit[tier] += part
+                left, pages = left - part, pages - some
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for `stats()`."""
+        with self._lock:
+            return {"asked": self._asked, "hit": dict(self._hit)}
+
+
+class Measures:
+    """Every series is there from the beginning. Thread-safe, but for `moved`, which the manager's lock guards."""
+
+    def __init__(self, tiers: Mapping[str, str]) -> None:
+        """`tiers`: what each is (`Tier.kind`), by name, the fastest first."""
+        self.tokens = TokenCounts(tiers)
+        self._lock = threading.Lock()
+        moving = [name for name, kind in tiers.items() if kind != PLANES]
+        self._loads = {(tier, size): Histogram(SECONDS) for tier in moving for size in SIZE_CLASSES}
+        self._stores = {(tier, size): Histogram(SECONDS) for tier in moving for size in SIZE_CLASSES}
+        self._waits = {what: Histogram(SECONDS) for what in WAITS}
+        landing = next((name for name in moving if tiers[name] == "memory"), None)
+        files = [name for name in moving if tiers[name] == "files"]
+        inner = [] if landing is None else [(landing, name) for name in files] + [(name, landing) for name in files]
+        outer = [path for name in moving for path in ((PLANES, name), (name, PLANES))]
+        self._moved = dict.fromkeys([*outer, *inner], 0)
+
+    def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes, whose slowest tier this is, took so long from its begin to its verdict."""
+        if (histogram := self._loads.get((tier, size_class(nbytes)))) is not None:
+            with self._lock:
+                histogram.note(seconds)
+
+    def stored(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Pages of a store of so many bytes are committed on a tier, so long after it was accepted."""
+        with self._lock:
+            self._stores[tier, size_class(nbytes)].note(seconds)
+
+    def waited(self, what: str, seconds: float) -> None:
+        """Somebody has waited for one of `WAITS`."""
+        with self._lock:
+            self._waits[what].note(seconds)
+
+    def moved(self, source: str, target: str, pages: int) -> None:
+        """So many pages went from one place to another, and were good."""
+        if pages:
+            self._moved[source, target] += pages
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for `stats()`."""
+        moved: dict[str, dict[str, int]] = {}
+        for (source, target), pages in self._moved.items():
+            moved.setdefault(source, {})[target] = pages
+        return {
+            "load_seconds": _by_tier_and_size(self._loads),
+            "store_seconds": _by_tier_and_size(self._stores),
+            "wait_seconds": {what: histogram.describe() for what, histogram in self._waits.items()},
+            "moved_pages": moved,
+        }
+
+
+def _by_tier_and_size(histograms: Mapping[tuple[str, str], Histogram]) -> dict[str, dict[str, Buckets]]:
+    found: dict[str, dict[str, Buckets]] = {}
+    for (tier, size), histogram in histograms.items():
+        found.setdefault(tier, {})[size] = histogram.describe()
+    return found
