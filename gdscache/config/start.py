@@ -27,7 +27,7 @@ _SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # to c
 
 
 class Shipped(Enum):
-    """The files of configs/."""
+    """The configurations in configs/."""
 
     DEFAULT = "default"
     CPU_ONLY = "cpu_only"
@@ -38,6 +38,7 @@ class Shipped(Enum):
 
 
 Start = Enum("Start", {kind.name: kind.value for kind in (*SupportedEngine, *Shipped)})  # type: ignore[misc]
+Printed = Enum("Printed", {**{kind.name: kind.value for kind in Shipped}, "ALERTS": "alerts"})  # type: ignore[misc]
 
 
 def shipped_text(name: str) -> str:
@@ -48,9 +49,10 @@ def shipped_text(name: str) -> str:
 
 
 def print_shipped(
-    name: Annotated[Shipped, typer.Argument(help="One of the files that gdscache ships.")] = Shipped.DEFAULT,
+    name: Annotated[Printed, typer.Argument(help="One of the files that gdscache ships.")] = Printed("default"),  # noqa: B008
 ) -> None:
-    """Print a configuration that gdscache ships. `default` has every key with its default value."""
+    """Print a file that gdscache ships. `default` is a configuration that has every key with its default value, and
+    `alerts` has rules for Prometheus."""
     typer.echo(shipped_text(name.value), nl=False)
 
 

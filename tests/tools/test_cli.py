@@ -50,7 +50,9 @@ def test_check_as_json(gdscache) -> None:
     assert said["ssd_path"] == str(config.ssd.path)
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "file", sorted({*CONFIGS.glob("*.yaml")} - {CONFIGS / "alerts.yaml"}), ids=lambda path: path.stem
+)
 def test_check_shows_the_same_figures_as_a_table(gdscache, file: Path) -> None:
     _, as_json, _ = gdscache("config", "check", file, "--json")
     said = json.loads(as_json)
