@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.config import Config, load_config, replaced
+from gdscache.config.file import read_mapping
 from gdscache.errors import ConfigError
 
 
@@ -30,6 +31,12 @@ def engine_configuration(
     known = {} if variables is None else variables
     named = _read(config, model, source, known)
     return named if named.model.weights else _read(config, {**model, "weights": weights()}, source, known)
+
+
+def tiers_named(config: str | Mapping[str, Any]) -> dict[str, str]:
+    """What the tiers of a configuration are (`Tier.kind`), by name; but for tiers of other people's classes."""
+    sections = read_mapping(Path(config)) if isinstance(config, str) else config
+    return {name: kind for name, kind in (("cpu", "memory"), ("ssd", "files")) if sections.get(name) is not None}
 
 
 def _read(

@@ -80,7 +80,7 @@ class Mirror:
     ) -> None:
         """`prefix`: of every name. `counter`, `gauge`, `histogram`: classes, as Prometheus' client has them. `labels`:
         that every series has, in front of its own. `options`: further arguments of the classes, such as `registry`."""
-        self._labels = labels
+        self._registry = options.get("registry")
         self._metrics: dict[str, Any] = {}
         for family in FAMILIES:
             about = {"name": prefix + family.name, "documentation": family.help, **options}
@@ -111,6 +111,12 @@ class Mirror:
             for count, total in zip(came["counts"], came["sums"], strict=True):
                 for _ in range(count):  # of a bucket the mean is as good as each value
                     series.observe(total / count)
+
+    def close(self) -> None:
+        """Take them out of the registry that was given."""
+        if self._registry is not None:
+            for metric in self._metrics.values():
+                self._registry.unregister(metric)
 
     def _named(self, name: str, values: Sequence[Any]) -> Any:
         family, *labels = name.split(_BETWEEN)

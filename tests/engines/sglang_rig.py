@@ -136,7 +136,15 @@ def waiting_request(rid: str, tokens: Sequence[int]) -> Request:
 class Rig:
     """A tree over a device pool, and our linker below it."""
 
-    def __init__(self, folder: Path, kind: str = "mha", options: dict[str, Any] | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str = "mha",
+        options: dict[str, Any] | None = None,
+        server: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
+        """`server`: more of SGLang's settings."""
         config = {"config": sections(folder, **changes), "ssd_wait": 10.0, **(options or {})}
         self.linker_config = {**LINKER, "linker_extra_config": config}
         self.args = server_args(
@@ -144,6 +152,7 @@ class Rig:
             enable_unified_cache_external_linker=True,
             unified_cache_external_linker_backend="dynamic",
             unified_cache_external_linker_config=self.linker_config,
+            **(server or {}),
         )
         self.pool = device_pool(kind)
         self.params = tree_params(self.pool)

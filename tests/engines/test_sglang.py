@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 
 from tests.engines.sglang_parts import HERE, PYTHON, ROOT
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "namespace")]
+FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "namespace", "metrics")]
 CASES = {  # the file of each
     node.name: file
     for file in FILES
@@ -41,6 +42,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
         **os.environ,
         "PYTHONPATH": ":".join(map(str, paths)),
         "PYTHONUNBUFFERED": "1",
+        "GDSCACHE_PROMETHEUS_CLIENT": str(Path(prometheus_client.__file__).parent),
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the other one is built for one version of torch
     }
     return subprocess.Popen(

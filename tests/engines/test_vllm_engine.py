@@ -64,8 +64,8 @@ def test_prefixes_salts_and_chunks(model: Path, plain: Answers, tmp_path: Path) 
     assert found[12] is True
     at_rest(found[11])
     metrics = found[10]
-    assert metrics["vllm:gdscache_loaded_pages"] > 0
-    assert metrics["vllm:gdscache_stored_pages"] > 0
+    assert metrics["vllm:gdscache_begun_pages"] > 0
+    assert metrics["vllm:gdscache_offered_pages"] > 0
     assert any("host" in name and value for name, value in metrics.items()), metrics
     restarted = parts.run(tmp_path, model, [ask(parts.LONG)], connector).answers[1]
     assert parts.cached(restarted) == [0]  # of weights that no file has, as far as anybody knows

@@ -49,7 +49,7 @@ def filled(folder: Path, model: Path, plain: list[dict[str, Any]]) -> list[dict[
     assert parts.cached(found[3]) == parts.cached(found[5]) == WHOLE
     for answers in (found[0], found[3], found[5]):
         parts.same(answers, plain)
-    assert found[7]["vllm:gdscache_loaded_pages"] == 2 * PAGES
+    assert found[7]["vllm:gdscache_begun_pages"] == 2 * PAGES
     at_rest(found[8])
     last: list[dict[str, Any]] = found[9]
     return last
@@ -70,7 +70,7 @@ def test_a_head_on_each_rank(model: Path, plain: list[dict[str, Any]], tmp_path:
     for place in (0, 5, 10):
         parts.same(found[place], plain)
     assert found[2]["vllm:gdscache_bad_pages"] > 0
-    assert found[2]["vllm:gdscache_loaded_pages"] > 0
+    assert found[2]["vllm:gdscache_begun_pages"] > 0
     assert max(answer["seconds"] for answer in found[5]) < 40
     assert found[7] == ["running"] * parts.TP
     assert sum(parts.cached(found[10])) > sum(WHOLE) // 2

@@ -28,6 +28,7 @@ from gdscache.engine import CacheEngine
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import device_planes
@@ -85,6 +86,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._used = self._outdated = False
             self._offloads = Offloads(engine, self.counts)
             undo.callback(self._offloads.close)
+            self._told = ToldMetrics(engine, server)
+            undo.callback(self._told.close)
             self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
             if self._watch.last():  # another linker's time, in this process
                 self._cache.renew_salt()
@@ -146,6 +149,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._watch.close()
         self.reset()
         self._offloads.close()
+        self._told.close()
         self.engine.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------

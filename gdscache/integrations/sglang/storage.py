@@ -31,6 +31,7 @@ from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.planes import host_planes
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
@@ -74,6 +75,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         )
         self.close()
         self._pages = HostPages(CacheEngine(config, planes.tensors))
+        self._told = ToldMetrics(self._pages.engine, self._server)
         self._watch(self._pages, type(mem_pool_host))
 
     def _watch(self, pages: HostPages, pool: type[Any]) -> None:
@@ -189,6 +191,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         for watch in watches:
             watch.close()
         if pages is not None:
+            self._told.close()
             pages.close()
 
     @property

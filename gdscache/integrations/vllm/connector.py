@@ -45,7 +45,7 @@ from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable
-from gdscache.integrations.vllm.metrics import GdsCacheProm, GdsCacheStats
+from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import prefill_of
 from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of, one_model
@@ -64,9 +64,11 @@ from gdscache.integrations.vllm.setup import (
 )
 from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
 from gdscache.integrations.watching import ExecutorWatch, WeightWatch
+from gdscache.metrics.mirror import Differences, News
 from gdscache.ranks.address import RankAddress
 
 _REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
+FIGURES_S = 1.0  # from one look at the engine's figures to the next, at least
 _SESSIONS = Sessions()
 _log = logging.getLogger("gdscache")
 
@@ -117,6 +119,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._grouped = bool(groups_of(kv_cache_config))
         self._counts: Counter[str] = Counter()
+        self._figures = Differences(FIGURES_S, time.monotonic)
         self._separate = separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
         self._lead: Lead | None = None
@@ -140,12 +143,14 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session = session
         refuses = functools.partial(leaves_alone, media=self._options.media)
         wait, groups = self._options.wait_seconds, session.engine.groups
+        waited = functools.partial(session.engine.manager.measures.waited, "pages")
         if groups:
             cache = GroupCache(session, self._kv_cache_config.hash_block_size)
             every = session.engine.config.store.window_every
-            self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses)
+            self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses, waited=waited)
         else:
-            self._table = RequestTable(session, session.engine.layout.page_tokens, wait=wait, refuses=refuses)
+            size = session.engine.layout.page_tokens
+            self._table = RequestTable(session, size, wait=wait, refuses=refuses, waited=waited)
 
     @property
     def _overlapping(self) -> bool:
@@ -396,15 +401,24 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> GdsCacheStats | None:
-        """What was counted since the last call; None in steps that only computed. Of ranks the first one speaks."""
+        """What was counted since the last call, and once a second what has changed in the engine's figures; None in
+        steps that only computed. Of ranks the first one speaks."""
         if self.role is not KVConnectorRole.SCHEDULER and self._separate and self._rank:
             return None
-        counts, told = self._counts, self._counts.keys() - _QUIET
-        if not any(counts[name] for name in told) and counts["steps"] < _QUIET_STEPS:
+        counts, told, news = self._counts, self._counts.keys() - _QUIET, self._news()
+        if news is None and not any(counts[name] for name in told) and counts["steps"] < _QUIET_STEPS:
             return None
-        data = {name: value for name, value in counts.items() if value}
+        data: dict[str, Any] = {name: value for name, value in counts.items() if value}
+        if news is not None:
+            data[ENGINE] = news
         counts.clear()
         return GdsCacheStats(data=data)
+
+    def _news(self) -> News | None:
+        """What has changed in the engine's figures; None where somebody else says so, or before its time."""
+        if self._session is None or self.role is not KVConnectorRole.SCHEDULER or not self._figures.due:
+            return None
+        return self._figures.take(self._session.engine.stats())
 
     def shutdown(self) -> None:
         """Leave the engine; the last one closes it. Twice is fine."""

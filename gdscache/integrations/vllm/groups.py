@@ -104,7 +104,7 @@ class GroupTable(RequestTable):
         known.sources = fetch.sources(known.local, tokens // size)
         hit = fetch.found.hit.tokens
         self._offer(known, length, hit + fetch.found.hit.declined, fetch.found.whole)
-        known.fetch, known.since = None, None
+        known.fetch, known.since, known.asked, known.answered = None, None, None, False
         if not tokens:
             fetch.release()
             return

@@ -1,16 +1,24 @@
-"""What the vLLM connector counts, in vLLM's own places: its log line of KV transfers, and its Prometheus metrics."""
+"""What the connector and its engine count, in vLLM's own places: its log line of KV transfers, and its Prometheus
+metrics, which another process may have.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from prometheus_client import Counter as CounterMetric
+from prometheus_client import Gauge as GaugeMetric
+from prometheus_client import Histogram as HistogramMetric
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from gdscache.integrations.settings import tiers_named
+from gdscache.metrics.mirror import Mirror, merged
+
+ENGINE = "engine"  # in a step's data, beside these counts: what has changed in the engine's figures (`mirror.News`)
 COUNTED = {
     "loads": "Loads of cached prefixes that were begun.",
-    "loaded_pages": "Pages of those loads.",
-    "stored_pages": "Pages that were handed over to be stored.",
+    "begun_pages": "Pages of those loads.",
+    "offered_pages": "Pages that were handed over to be stored.",
     "bad_pages": "Pages that a load between steps did not bring, and that were computed.",
     "deferred": "Times that a request was told to ask again, since its pages were on their way.",
     "late": "Requests whose pages did not come in time.",
@@ -26,19 +34,22 @@ COUNTED = {
 
 
 class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last step: plain data, since they go to another process."""
+    """What was counted since the last step: plain data, since it goes to another process."""
 
     data: dict[str, Any]
 
     def aggregate(self, other: KVConnectorStats) -> GdsCacheStats:
         """The sum of both, in this object."""
         for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+            if name != ENGINE:
+                self.data[name] = self.data.get(name, 0) + value
+            else:
+                self.data[name] = merged(self.data[name], value) if name in self.data else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """What the log line shows."""
-        return {name: round(value, 6) for name, value in self.data.items() if value}
+        return {name: round(value, 6) for name, value in self.data.items() if value and name != ENGINE}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -50,7 +61,8 @@ class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same counts as counters of Prometheus, an engine each."""
+    """The connector's counts as counters of Prometheus, and the engine's metrics beside them, for each of vLLM's
+    engines."""
 
     def __init__(
         self,
@@ -65,10 +77,19 @@ class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
             name: kind(name=f"vllm:gdscache_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTED.items()
         }
+        gauge, histogram = metric_types[GaugeMetric], metric_types[HistogramMetric]
+        self._engines = Mirror("vllm:", kind, gauge, histogram, labelnames)
+        tiers = tiers_named(vllm_config.kv_transfer_config.kv_connector_extra_config["config"])
+        for labels in per_engine_labelvalues.values():
+            self._engines.born(labels, tiers)
+            for counter in self._counters.values():
+                counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what a step has counted."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if value and name in self._counters:
+            if name == ENGINE:
+                self._engines.add(labels, value)
+            elif value and name in self._counters:
                 self._counters[name].labels(*labels).inc(value)

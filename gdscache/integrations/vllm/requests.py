@@ -57,7 +57,8 @@ class StoreOrder:
 class Known:
     """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
     when it was told "not yet" for the first time, since pages came for it last; `looked`: when they were looked up;
-    `failed`: loads between steps that failed as a whole."""
+    `failed`: loads between steps that failed as a whole; `asked`: when vLLM asked first, since it placed it last;
+    `answered`: whether it has been told more than "not yet" since."""
 
     request: Any
     refused: bool
@@ -68,6 +69,8 @@ class Known:
     late: bool = False
     looked: float = 0.0
     failed: int = 0
+    asked: float | None = None
+    answered: bool = False
     local: int = 0
     offered: int | None = None
     sources: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -84,13 +87,16 @@ class RequestTable:
         wait: float,
         refuses: Callable[[Any], str] = lambda request: "",
         clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[float], object] = lambda seconds: None,
     ) -> None:
-        """`wait`: seconds that a request may be told "not yet". `refuses`: why a request is left alone, or ""."""
+        """`wait`: seconds that a request may be told "not yet". `refuses`: why a request is left alone, or "".
+        `waited`: told how long each request was."""
         self._cache = cache
         self.page_tokens = page_tokens
         self._wait = wait
         self._refuses = refuses
         self._clock = clock
+        self._waited = waited
         self._known: dict[str, Known] = {}
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
@@ -128,6 +134,7 @@ class RequestTable:
         if known.refused or most <= known.local or known.failed >= _TRIES:
             return 0, False
         now = self._clock()
+        known.asked = now if known.asked is None else known.asked
         if known.fetch is not None and (known.fetch.lapsed(ENDING_S) or self._outgrown(known, known.fetch, most, now)):
             known.fetch.release()
             known.fetch = None
@@ -144,6 +151,9 @@ class RequestTable:
             known.late = True
         else:
             known.since = None
+        if not known.answered:
+            known.answered = True
+            self._waited(now - known.asked)
         crowded = fetch.crowded()
         pages = max(0, min(fetch.wanted if crowded else fetch.verified(), most) - known.local)
         known.between = (crowded or self.between) and pages > 0
@@ -163,7 +173,7 @@ class RequestTable:
             return
         known.sources = fetch.sources(known.local, pages)
         known.offered = self._missing(known, known.local + pages, fetch.cached)
-        known.fetch, known.since = None, None
+        known.fetch, known.since, known.asked, known.answered = None, None, None, False
         if pages:
             span = tuple(blocks[known.local : known.local + pages])
             self._loads.append(LoadOrder(request.request_id, fetch, known.local, span, known.between))

@@ -94,7 +94,7 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
         log_failure(error)
         return None
     counts["loads"] += len(orders)
-    counts["loaded_pages"] += sum(len(order.blocks) for order in orders)
+    counts["begun_pages"] += sum(len(order.blocks) for order in orders)
     return load
 
 
@@ -190,7 +190,7 @@ class Stores:
                 self._order.passed(after)
 
         self._reading.append((self._thread.start(store), frozenset(blocks)))
-        self._counts["stored_pages"] += len(pages)
+        self._counts["offered_pages"] += len(pages)
 
     def settle(self, blocks: Set[int]) -> None:
         """Wait until no store reads one of these blocks. Raises what `prove` raises; nothing is stored then that is not

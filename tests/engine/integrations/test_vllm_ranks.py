@@ -157,7 +157,7 @@ def test_pages_go_and_come_back_on_every_rank(tmp_path: Path, overlapping: bool)
         assert ranks.marks([0, 2, 5]) == [[10, 11, 12], [74, 75, 76]]
         ranks.step(idle=True)
         assert ranks.answers() == ([set(), set()], [set(), set()])
-        assert (ranks.counts["loaded_pages"], ranks.counts["stored_pages"]) == (3, 5)
+        assert (ranks.counts["begun_pages"], ranks.counts["offered_pages"]) == (3, 5)
         drop_from(ranks.engine, "cpu")
         ranks.step([ranks.order(1, [6, 7, 8, 10, 11])])
         assert ranks.marks([6, 7, 8, 10, 11])[1] == [74, 75, 76, 77, 78]
@@ -192,7 +192,7 @@ def test_a_block_is_written_to_when_all_ranks_have_read_it(tmp_path: Path) -> No
         for _ in range(200):  # steps that store nothing, and marks of others that are forgotten
             ranks.step()
         ranks.step(None, [stored(2, [1])])
-        assert ranks.counts["stored_pages"] <= 1
+        assert ranks.counts["offered_pages"] <= 1
         told = ranks.told(None, None, {0, 1})  # waits until they have been read
         ranks.fill([0, 1], 90)
         ranks.carry_out(told)

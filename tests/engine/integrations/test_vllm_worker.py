@@ -146,7 +146,7 @@ def test_pages_go_and_come_back(worker: Worker) -> None:
     assert worker.loads.take_bad() == set()
     assert worker.marks([0, 2, 8, 9, 10]) == [[10, 11, 21, 22, 23]] * LAYERS
     assert worker.marks([1, 3, 7, 11]) == [[101, 103, 107, 111]] * LAYERS
-    assert worker.counts["loaded_pages"] == 5
+    assert worker.counts["begun_pages"] == 5
 
 
 def test_a_forward_that_does_not_wait_is_found_out(worker: Worker) -> None:

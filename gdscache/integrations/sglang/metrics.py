@@ -1,0 +1,67 @@
+"""The engine's metrics among SGLang's own, as `sglang:gdscache_*`: where it runs with --enable-metrics.
+
+SGLang's scheduler process has the engine, and another one answers scrapes: what they share are files that Prometheus'
+client keeps of counters, gauges and histograms. These are brought up to date once a second by a thread of their own, so
+that no step of the scheduler waits for it. Nothing of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from gdscache.errors import EngineClosedError
+from gdscache.runtime.threads import failure_of, log_failure, start
+
+if TYPE_CHECKING:
+    from gdscache.engine import CacheEngine
+    from gdscache.metrics.mirror import Mirror
+
+EVERY_S = 1.0
+
+
+class ToldMetrics:
+    """Tells SGLang's registry of an engine, if SGLang has one, until it is closed."""
+
+    def __init__(self, engine: CacheEngine, server: Any, every: float = EVERY_S) -> None:
+        """`server`: SGLang's settings (`facts.resolved`). `every`: seconds from one time to the next."""
+        self._engine, self._every = engine, every
+        self._over = threading.Event()
+        self._mirror: Mirror | None = None
+        if not getattr(server, "enable_metrics", False):
+            return
+        # Not before: Prometheus' client looks once at PROMETHEUS_MULTIPROC_DIR, which SGLang has set by now.
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+        from gdscache.metrics.mirror import Differences, Mirror
+
+        self._mirror = mirror = Mirror("sglang:", Counter, Gauge, Histogram, ["model_name"], registry=REGISTRY)
+        self._labels = [server.served_model_name or server.model_path]
+        self._figures = Differences(every, time.monotonic)
+        mirror.born(self._labels, {name: tier.kind for name, tier in engine.manager.tiers.items()})
+        self._tell(mirror)
+        self._thread = threading.Thread(target=self._serve, args=(mirror,), name="gdscache-metrics", daemon=True)
+        start([self._thread], self.close)
+
+    def close(self) -> None:
+        """Tell the last of it. To be called before the engine is closed; twice is fine."""
+        self._over.set()
+        if self._mirror is not None:
+            if self._thread.is_alive():
+                self._thread.join()
+            self._mirror.close()
+            self._mirror = None
+
+    def _serve(self, mirror: Mirror) -> None:
+        ending = False
+        while not ending:
+            ending = self._over.wait(self._every)
+            error = failure_of(functools.partial(self._tell, mirror))
+            if isinstance(error, EngineClosedError):
+                return
+            log_failure(error)
+
+    def _tell(self, mirror: Mirror) -> None:
+        mirror.add(self._labels, self._figures.take(self._engine.stats()))
