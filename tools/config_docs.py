@@ -1,8 +1,9 @@
-"""Write what the models of gdscache/config say into configs/default.yaml and the tables of docs/configuration.md.
+"""Write what the models of gdscache/config say into configs/default.yaml and the tables of docs/configuration.md, and
+the table of docs/metrics.md, which gdscache/metrics has.
 
     python tools/config_docs.py
 
-Keys, defaults and meanings are written once, in the models. A test compares both files with what this would write.
+Keys, defaults and meanings are written once, in the code. Tests compare the files with what this would write.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gdscache.config import Config
+from gdscache.metrics import FAMILIES
 from gdscache.sizes import SIZE_SCHEMA, format_size
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = re.compile(r"<!-- keys: (\S+) -->\n.*?<!-- end -->\n", re.DOTALL)
+METRICS = re.compile(r"<!-- metrics -->\n.*?<!-- end -->\n", re.DOTALL)
 # What has no default, or none that a file could begin with.
 EXAMPLES = {
     "model.name": "my-model",
@@ -101,6 +104,16 @@ def configuration(text: str) -> str:
     return TABLES.sub(lambda found: f"<!-- keys: {found[1]} -->\n{table(found[1])}<!-- end -->\n", text)
 
 
+def metrics(text: str) -> str:
+    """docs/metrics.md with its table anew."""
+    rows = [
+        f"| `{one.sample}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.help} |"
+        for one in FAMILIES
+    ]
+    table = "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows, ""])
+    return METRICS.sub(lambda found: f"<!-- metrics -->\n{table}<!-- end -->\n", text)
+
+
 def default_yaml() -> str:
     """configs/default.yaml."""
     parts = [HEAD]
@@ -130,8 +143,9 @@ def entry(indent: str, key: str, value: str, description: str, width: int = WIDT
 
 
 def main() -> None:
-    page = ROOT / "docs" / "configuration.md"
-    page.write_text(configuration(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, written in (("configuration.md", configuration), ("metrics.md", metrics)):
+        page = ROOT / "docs" / name
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     (ROOT / "configs" / "default.yaml").write_text(default_yaml(), encoding="utf-8")
 
 

@@ -41,6 +41,7 @@ from tests.support.helpers import WAIT, flip_file, prompt, read_page, together, 
 from tests.support.hybrid import FULL, KV, MODELS, WINDOW, HybridHost, hybrid_config, pages_for
 from tests.support.pages import FAULTY
 from tests.support.pairs import one_in, pairs
+from tests.support.prometheus import fetched, free_port
 
 OpenHybrid = Callable[..., HybridHost]
 LOADED = PageStatus.LOADED
@@ -903,11 +904,32 @@ def test_ends_can_be_waited_for_by_descriptors(open_hybrid: OpenHybrid) -> None:
 def test_metrics_of_each_pool(open_hybrid: OpenHybrid) -> None:
     host = open_hybrid("mixed")
     registry = CollectorRegistry()
-    registry.register(EngineCollector(host.engine.by_groups))
+    registry.register(EngineCollector(host.engine))
+    value = registry.get_sample_value
+    assert value("gdscache_lookup_tokens_total", {"group": ""}) == 0
     host.store(PROMPT)
     for names, engine in host.engine.by_groups.items():
-        stored = registry.get_sample_value("gdscache_stored_pages_total", {"engine": names, "tier": "cpu"})
+        stored = value("gdscache_stored_pages_total", {"group": names, "tier": "cpu"})
         assert stored == len(engine.manager.tiers["cpu"].index)
+        assert value("gdscache_lookup_tokens_total", {"group": names}) is None
+        assert value("gdscache_load_duration_seconds_count", {"group": names, "tier": "cpu", "size": "1MiB"}) == 0
+    hit = host.engine.lookup(PROMPT)
+    assert hit.tokens > 0
+    asked = len(PROMPT) // host.engine.alignment * host.engine.alignment
+    assert value("gdscache_lookup_tokens_total", {"group": ""}) == asked
+    assert value("gdscache_hit_tokens_total", {"group": "", "tier": "cpu"}) == hit.tokens
+    assert value("gdscache_open") == 1
+
+
+def test_metrics_port_serves_all_pools(open_hybrid: OpenHybrid) -> None:
+    port = free_port()
+    host = open_hybrid("mixed", metrics={"port": port})
+    text = fetched(f"http://127.0.0.1:{port}/metrics")
+    for names in host.engine.by_groups:
+        assert f'gdscache_tier_slots{{group="{names}",tier="cpu"}}' in text
+    host.engine.close()
+    with pytest.raises(OSError, match="refused"):
+        fetched(f"http://127.0.0.1:{port}/metrics")
 
 
 @pytest.mark.parametrize("model", MODELS)

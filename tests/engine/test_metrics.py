@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import urllib.request
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from gdscache.metrics.mirror import unborn
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, WAIT, OpenEngine, OpenHost, drop_from, layout_of, prompt, quiet, until
+from tests.support.prometheus import fetched, free_port
 
 TOKENS = list(range(17))  # 4 full pages of 4 tokens, and one token
 
@@ -255,16 +255,6 @@ BOUNDED = {
 }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as some:
-        return int(some.getsockname()[1])
-
-
-def scraped(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT) as answer:
-        return str(answer.read(), "utf-8")
-
-
 def listening(port: int) -> bool:
     with socket.socket() as some:
         return some.connect_ex(("127.0.0.1", port)) == 0
@@ -389,13 +379,13 @@ def test_metrics_port_serves_them_until_the_engine_is_closed(open_engine: OpenEn
     port = free_port()
     engine = open_engine(metrics={"port": port})
     store(engine)
-    assert "gdscache_stores_total 1.0" in scraped(port)
+    assert "gdscache_stores_total 1.0" in fetched(f"http://127.0.0.1:{port}/metrics")
     with pytest.raises(MetricsAddressError, match=f"127.0.0.1:{port}"):
         open_engine(tmp_path / "other", metrics={"port": port})
     open_engine(tmp_path / "other").close()  # what could not serve has given its directory back
     engine.close()
     with pytest.raises(OSError, match="refused"):
-        scraped(port)
+        fetched(f"http://127.0.0.1:{port}/metrics")
 
 
 def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it(open_engine: OpenEngine, tmp_path: Any) -> None:
@@ -404,7 +394,7 @@ def test_an_engine_that_is_dropped_is_closed_whoever_scrapes_it(open_engine: Ope
         {"model": {"name": "m", "layers": 1, "page_tokens": 4, "kv_heads": 1, "head_dim": 8}, "gpu": {"device": "cpu"},
          "metrics": {"port": port}}
     )  # fmt: skip
-    assert "gdscache_open 1.0" in scraped(port)
+    assert "gdscache_open 1.0" in fetched(f"http://127.0.0.1:{port}/metrics")
     with pytest.warns(ResourceWarning, match="dropped without close"):
         del engine
     until(lambda: not listening(port), "the port is free again")

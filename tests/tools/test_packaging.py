@@ -229,7 +229,8 @@ def test_ci_runs_lint_the_tests_and_the_suites() -> None:
     fetched += [f"install_gpu.py --only-{what}" for what in ("kvikio 13", "nixl 13", "nvrtc 12", "nvrtc 13")]
     begin = lines.index("fetch() {")
     *fetches, last = lines[begin + 1 : lines.index("}", begin)]
-    assert fetches == [f"\t.venv/bin/python tools/{what}" for what in fetched]
+    assert fetches[0].startswith("\tprometheus || echo ")
+    assert fetches[1:] == [f"\t.venv/bin/python tools/{what}" for what in fetched]
     assert last.startswith("\tmake mooncake-env || echo ")
     smokes = ["make engines-smoke", "make scale-smoke"]
     made = [line for line in lines if line.startswith("make ")]
@@ -242,7 +243,8 @@ def test_ci_fails_where_a_fetch_fails(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     script.parent.mkdir()
     shutil.copy(ROOT / ".ci" / "run", script)
-    for name, text in ((".venv/bin/python", 'echo "fetches $*"; [ "$2" != "$FAILS" ]'), ("make", 'echo "makes $*"')):
+    python = 'echo "fetches $*"; [ "$2" != "$FAILS" ]'
+    for name, text in ((".venv/bin/python", python), ("make", 'echo "makes $*"'), ("promtool", "")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"

@@ -60,6 +60,8 @@ MAY_IMPORT = {
         "closing config cuda events gate groups index load moves opening pages prefetch ranks runtime sequence store "
         "tiers tracing"
     ),
+    "hybrid_handles": "groups load moves pages prefetch store tiers",
+    "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch tiers tracing",
     "integrations": (
         "config cuda engine groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
     ),

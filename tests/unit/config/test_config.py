@@ -24,6 +24,7 @@ from gdscache import errors
 from gdscache.config import Config, GpuConfig, ModelConfig, config_schema, load_config
 from gdscache.config.file import read_mapping
 from gdscache.config.problems import known_keys, section_of
+from gdscache.metrics import FAMILIES
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import MAX_PAGE_TOKENS, Plane
 from gdscache.sizes import MAX_SIZE, SIZE_SCHEMA, about, format_size, parse_size
@@ -129,6 +130,9 @@ def test_the_documentation_and_default_yaml_are_those_of_the_models() -> None:
     again = "run: python tools/config_docs.py"
     assert tool["configuration"](text) == text, again
     assert tool["default_yaml"]() == (ROOT / "configs" / "default.yaml").read_text(encoding="utf-8"), again
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert tool["metrics"](metrics) == metrics, again
+    assert metrics.count("| `gdscache_") >= len(FAMILIES)
     for key, field in known_keys(Config):
         if not section_of(field) or key == "model.planes":
             assert f"| `{key}` | " in text, "a key that no table has"
