@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from gdscache.histograms import AGES, Buckets, Histogram
 
-ALL_OF = 4096  # slots of a tier whose pages are all watched; of a larger one ...
+ALL_OF = 64  # slots of a tier whose pages are all watched; of a larger one ...
 _OF_256 = 4  # ... so many of 256 pages are, chosen by their keys
 
 

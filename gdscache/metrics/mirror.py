@@ -34,8 +34,7 @@ class Differences:
         """`every`: seconds from one look at the figures to the next."""
         self._every, self._clock = every, clock
         self._due = -math.inf
-        self._values: dict[str, float] = {}
-        self._buckets: dict[str, Buckets] = {}
+        self._last: dict[str, Mapping[Labels, Any]] = {}
 
     @property
     def due(self) -> bool:
@@ -47,18 +46,21 @@ class Differences:
         self._due = self._clock() + self._every
         news: News = {"counters": {}, "gauges": {}, "histograms": {}}
         for family in FAMILIES:
-            for labels, value in family.read(stats).items():
+            before, now = self._last.get(family.name, {}), family.read(stats)
+            if now == before:  # most of them
+                continue
+            self._last[family.name] = now
+            for labels, value in now.items():
+                last = before.get(labels)
+                if value == last:
+                    continue
                 name = _BETWEEN.join((family.name, *labels))
                 if family.kind == "histogram":
-                    before, self._buckets[name] = self._buckets.get(name), value
-                    if before is None or value["counts"] != before["counts"]:
-                        news["histograms"][name] = _less(value, before)
-                    continue
-                last = self._values.get(name)
-                self._values[name] = value
-                if value != last:
-                    counts = family.kind == "counter"
-                    news["counters" if counts else "gauges"][name] = value - (last or 0) if counts else value
+                    news["histograms"][name] = _less(value, last)
+                elif family.kind == "counter":
+                    news["counters"][name] = value - (last or 0)
+                else:
+                    news["gauges"][name] = value
         return news
 
 

@@ -26,8 +26,11 @@ class TokenCounts:
         much as the others."""
         with self._lock:
             self._asked += asked
+            if not hit:
+                return
             left, pages = hit, len(tiers)
-            for tier, some in Counter(tiers).items():
+            one = tiers[0]
+            for tier, some in ((one, pages),) if tiers.count(one) == pages else Counter(tiers).items():
                 part = left * some // pages
                 self._hit[tier] += part
                 left, pages = left - part, pages - some
