@@ -26,7 +26,7 @@ class TokenCounts:
         much as the others."""
         with self._lock:
             self._asked += asked
-            if not hit:
+            if not tiers:
                 return
             left, pages = hit, len(tiers)
             one = tiers[0]
