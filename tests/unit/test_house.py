@@ -55,7 +55,9 @@ MAY_IMPORT = {
     "hybrid_handles": "groups load moves pages prefetch store tiers",
     "hybrid": "config cuda engine events gate groups hybrid_handles load pages prefetch tiers tracing",
     "metrics": "engine",
-    "integrations": "config cuda engine groups hybrid hybrid_handles load moves pages prefetch ranks runtime store",
+    "integrations": (
+        "config cuda engine events groups hybrid hybrid_handles load moves pages prefetch ranks runtime store"
+    ),
     "testing": "cuda pages storage",
 }
 
