@@ -88,6 +88,29 @@ def test_what_tiers_have_is_told_in_vllms_own_names(model: Path, tmp_path: Path)
     assert index.prefix("STORAGE", tokens) == index.prefix("CPU", tokens) == whole
 
 
+def test_groups_are_told_as_vllm_tells_them(tmp_path: Path) -> None:
+    """Blocks of every group have the hash, the tokens and the parent that vLLM's own events of them have."""
+    steps = [EVENTS, ("ask", {"prompts": [parts.LONG]}), ("drain", {}), ("ask", {"prompts": [parts.OTHER]}), EVENTS]
+    model = parts.made(tmp_path, "windows")
+    found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), llm={"kv_events": True}).answers[1:]
+    index = Index()
+    index.hear(found[4])
+    groups = {group for medium, group in index.blocks if medium == "GPU"}
+    assert len(groups) > 1
+    for group in groups:
+        ours, theirs = index.blocks["CPU", group], index.blocks["GPU", group]
+        assert ours
+        assert ours.items() <= theirs.items()
+    about = {
+        (event.get("group_idx", 0), event.get("kv_cache_spec_kind"), event.get("kv_cache_spec_sliding_window"))
+        for batch in found[4]
+        for event in batch
+        if event["type"] == "BlockStored" and event["medium"] == "CPU"
+    }
+    assert len(about) == len(groups)
+    assert {(kind, window) for _, kind, window in about} == {("full_attention", None), ("sliding_window", 256)}
+
+
 def test_without_events_nothing_is_gathered(model: Path, tmp_path: Path) -> None:
     steps = [EVENTS, ("ask", {"prompts": [parts.LONG]}), ("drain", {}), EVENTS]
     found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd")).answers[1:]

@@ -201,8 +201,9 @@ class GroupTable(RequestTable):
         if len(hashes) > have:
             known.names.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
             if self._named is not None:
+                size = known.names.tokens // known.names.digests
                 for g, group in enumerate(self._groups):
-                    first, stop = (n * self._least // group.page_tokens for n in (have, len(hashes)))
+                    first, stop = (n * size // group.page_tokens for n in (have, len(hashes)))
                     self._named(known.request, g, first, known.names.keys(g, first, stop))
 
     def _offer(self, known: _GroupKnown, there: int, hit: int, whole: int) -> None:
