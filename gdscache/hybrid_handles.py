@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gdscache import arguments
 from gdscache.groups.names import GroupPage
@@ -141,6 +141,12 @@ class HybridLoad:
             hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
         )
 
+    def __await__(self) -> Generator[Any, None, HybridReport]:
+        """`result()` in an event loop of asyncio's. The load goes on where the await is cancelled."""
+        for load in filter(None, self._loads):
+            yield from load.__await__()
+        return self.result()
+
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `released`."""
         for load in filter(None, self._loads):
@@ -179,6 +185,12 @@ class HybridStore:
                 if place in report.dropped:
                     dropped[name][one.number] = report.dropped[place]
         return HybridStoreReport(tiers, dropped)
+
+    def __await__(self) -> Generator[Any, None, HybridStoreReport]:
+        """`result()` in an event loop of asyncio's. The store goes on where the await is cancelled."""
+        for handle in self._handles:
+            yield from handle.__await__()
+        return self.result()
 
     def released(self, seconds: float | None = None) -> None:
         """Wait until the slots may be written again. Raises `DeadlineError`."""
@@ -236,6 +248,12 @@ class HybridPrefetch:
         """Wait until it has ended, by pool: see `Prefetch.result`."""
         left = remaining(seconds)
         return [part.result(left()) for part in self._parts if part is not None]
+
+    def __await__(self) -> Generator[Any, None, list[PrefetchReport]]:
+        """`result()` in an event loop of asyncio's. The prefetch goes on where the await is cancelled."""
+        for part in filter(None, self._parts):
+            yield from part.__await__()
+        return self.result()
 
     def cancel(self) -> None:
         """End it, and its pins. Twice is fine."""

@@ -96,6 +96,10 @@ class Place(NamedTuple):
     locality: str
     ownership: str
 
+    @classmethod
+    def of(cls, tier: Tier) -> Place:
+        return cls(_MEDIA[tier.kind], "LOCAL" if tier.served else "REMOTE", tier.name)
+
 
 class GroupFacts(NamedTuple):
     """What events say of pages: their tokens, and in a hybrid model their group's number, vLLM's kind, and window."""
@@ -120,7 +124,7 @@ class Watch:
 
     def __init__(self, hub: KVEventHub, tier: Tier) -> None:
         self._note = hub.note
-        self._place = Place(_MEDIA[tier.kind], "LOCAL" if tier.served else "REMOTE", tier.name)
+        self._place = Place.of(tier)
 
     def stored(self, pages: Sequence[Page]) -> None:
         self._note("stored", self._place, pages)

@@ -12,7 +12,7 @@ import os
 import select
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gdscache.errors import GdsCacheError, LoadOrderError
@@ -85,6 +85,9 @@ class Cache(Protocol):
 
     def cached(self, hashes: PageHashes) -> int:
         """How many of the first pages are cached, on any tier."""
+
+    def keys(self, hashes: PageHashes) -> Sequence[bytes]:
+        """The keys of the pages, of the weights that the inference engine has now."""
 
 
 class Pinned:
@@ -222,6 +225,10 @@ class PinningCache:
     def cached(self, hashes: PageHashes) -> int:
         """How many of the first pages are cached, on any tier. Counts as no use of them."""
         return len(self.engine.manager.peek(self.engine.pages(hashes, self.salt)))
+
+    def keys(self, hashes: PageHashes) -> Sequence[bytes]:
+        """The keys of the pages, of the weights that the inference engine has now."""
+        return [page.key for page in self.engine.pages(hashes, self.salt)]
 
     def renew_salt(self) -> None:
         """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""

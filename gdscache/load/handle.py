@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 
@@ -104,9 +105,12 @@ class LayerwiseLoad:
         self._calls.check()
         limit = arguments.seconds(seconds)
         start = time.monotonic()
-        there = self._over.wait(self._patience if limit is None else limit)
+        over = self._over.wait(self._patience if limit is None else limit)
         self._waited("verdict", time.monotonic() - start)
-        if not there:
+        return self._reports(over)
+
+    def _reports(self, over: bool) -> list[LoadReport]:
+        if not over:
             raise DeadlineError("a load has no verdict yet", "raise deadline, or cancel() the load")
         if self._error is not None:
             raise self._error
@@ -114,7 +118,14 @@ class LayerwiseLoad:
 
     def result(self, seconds: float | None = None) -> LoadReport:
         """The verdict; of a batch, that on all its requests as one, whose `tokens` are the sum of the good prefixes."""
-        reports = self.results(seconds)
+        return self._as_one(self.results(seconds))
+
+    def __await__(self) -> Generator[Any, None, LoadReport]:
+        """`result()` in an event loop of asyncio's. The load goes on where the await is cancelled."""
+        over = yield from self._calls.until(self._over, self._patience).__await__()
+        return self._as_one(self._reports(over))
+
+    def _as_one(self, reports: list[LoadReport]) -> LoadReport:
         if len(reports) == 1:
             return reports[0]
         by_tier: Counter[str] = Counter()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from gdscache import arguments
 from gdscache.errors import DeadlineError, EngineClosedError, ForkedProcessError, InvalidValueError, TokensError
@@ -145,9 +145,19 @@ class Prefetch:
         Raises `DeadlineError` when it has not ended within `seconds`, `deadline` by default. It goes on then.
         """
         self._owner.calls.check()
-        work, limit = self._work, arguments.seconds(seconds)
+        limit = arguments.seconds(seconds)
         deadline = self._owner.deadline if limit is None else limit
-        if not self._owner.awaited(work.over, deadline):
+        return self._report(self._owner.awaited(self._work.over, deadline), deadline)
+
+    def __await__(self) -> Generator[Any, None, PrefetchReport]:
+        """`result()` in an event loop of asyncio's. The prefetch goes on where the await is cancelled."""
+        deadline = self._owner.deadline
+        over = yield from self._owner.calls.until(self._work.over, deadline).__await__()
+        return self._report(over, deadline)
+
+    def _report(self, over: bool, deadline: float) -> PrefetchReport:
+        work = self._work
+        if not over:
             raise DeadlineError(
                 f"a prefetch has not ended after {deadline:g} s: {work.left} of {len(work.pages)} pages have not begun",
                 "loads go first: wait longer, or cancel() it",

@@ -11,7 +11,6 @@ An engine belongs to the process that opened it: a forked child has its memory, 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
@@ -23,7 +22,8 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
-from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessError, IOFailedError
+from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessError
+from gdscache.runtime.awaiting import EventDescriptor, LoopReaders
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
 _UNDONE_S = 5.0  # seconds that the caller of an open that is interrupted waits until the engine is closed again
@@ -51,6 +51,10 @@ class Caller(Protocol):
     def post(self, work: Callable[[], object]) -> None:
         """Have something done; nobody waits for it."""
 
+    async def until(self, flag: Flag, seconds: float | None) -> bool:
+        """Wait in an event loop until a handle's flag is set: see `LoopReaders.until`."""
+        ...
+
 
 class Direct(contextlib.nullcontext[None]):
     """For managers without an engine."""
@@ -65,6 +69,9 @@ class Direct(contextlib.nullcontext[None]):
 
     def post(self, work: Callable[[], object]) -> None:
         work()
+
+    async def until(self, flag: Flag, seconds: float | None) -> bool:
+        return await LoopReaders().until(flag, seconds)
 
 
 class Calls:
@@ -83,11 +90,9 @@ class Calls:
         )
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = itertools.count()
-        self._bell = -1  # an eventfd, once somebody asked for it
+        self._bell: EventDescriptor | None = None  # once somebody asked for it
         self._bell_lock = threading.Lock()
-        # As `os.eventfd_write`, with the interpreter's lock: it never waits, and who rings may hold the manager's lock.
-        self._ring: Any = ctypes.PyDLL(None).eventfd_write
-        self._ring.argtypes = ctypes.c_int, ctypes.c_uint64
+        self._readers = LoopReaders()
 
     # -- who may call --------------------------------------------------------------------------------------------------
 
@@ -223,34 +228,34 @@ class Calls:
         """Whether this is the thread."""
         return threading.current_thread() is self._thread
 
-    # -- the descriptor of what has ended ------------------------------------------------------------------------------
+    # -- descriptors of what has ended ------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """A descriptor that is readable when a handle's work has ended since it was read. Raises `IOFailedError` where
         the process may open no more."""
         self.check()
         with self._bell_lock:
-            if self._bell < 0:
-                try:
-                    self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                except OSError as error:
-                    raise IOFailedError(
-                        f"no descriptor for fileno(): {error.strerror}", "raise ulimit -n", error.errno
-                    ) from error
-            return self._bell
+            if self._bell is None:
+                self._bell = EventDescriptor()
+            return self._bell.fileno()
 
     def ended(self) -> None:
         """A handle's work has ended."""
-        with self._bell_lock:
-            if self._bell >= 0:
-                self._ring(self._bell, 1)
+        bell = self._bell
+        if bell is not None:
+            bell.ring()
 
-    def close_bell(self) -> None:
-        """Nothing ends any more: give the descriptor back."""
+    async def until(self, flag: Flag, seconds: float | None) -> bool:
+        """Wait in an event loop until a handle's flag is set: see `LoopReaders.until`."""
+        self.check()
+        return await self._readers.until(flag, seconds)
+
+    def close_bells(self) -> None:
+        """Nothing ends any more: give the descriptors back, and end all awaits."""
         with self._bell_lock:
-            bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
+            if self._bell is not None:
+                self._bell.close()
+        self._readers.close()
 
 
 def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:

@@ -11,11 +11,18 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Protocol
 
 from gdscache.errors import EngineClosedError, ThreadStartError
 
 _Work = tuple[Callable[[], object], Callable[[], object] | None]
 _log = logging.getLogger("gdscache")
+
+
+class Waiter(Protocol):
+    """Who waits for a flag. `release` is called in any thread, and waits for nothing."""
+
+    def release(self) -> None: ...
 
 
 class Flag:
@@ -29,7 +36,7 @@ class Flag:
 
     def __init__(self) -> None:
         self._set = False
-        self._waiting: list[threading.Lock] = []
+        self._waiting: list[Waiter] = []
 
     def is_set(self) -> bool:
         return self._set
@@ -51,9 +58,19 @@ class Flag:
         if self.is_set():  # perhaps before `mine` was there to be seen
             return True
         if not mine.acquire(timeout=_timeout(seconds)):
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(mine)
+            self.forget(mine)
         return self._set
+
+    def watch(self, waiter: Waiter) -> None:
+        """Release this one when it is set, or now: once or twice."""
+        self._waiting.append(waiter)
+        if self.is_set():  # perhaps before the waiter was there to be seen
+            waiter.release()
+
+    def forget(self, waiter: Waiter) -> None:
+        """Release this one no more. It may be released already."""
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(waiter)
 
 
 class Bell:

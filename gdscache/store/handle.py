@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from gdscache import arguments
 from gdscache.cuda.streams import Event, Fence, Landed
@@ -44,7 +45,15 @@ class StoreHandle:
     def result(self, seconds: float | None = None) -> StoreReport:
         """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
         self._calls.check()
-        if not self._done.wait(arguments.seconds(seconds)):
+        return self._report(self._done.wait(arguments.seconds(seconds)))
+
+    def __await__(self) -> Generator[Any, None, StoreReport]:
+        """`result()` in an event loop of asyncio's. The store goes on where the await is cancelled."""
+        over = yield from self._calls.until(self._done, None).__await__()
+        return self._report(over)
+
+    def _report(self, over: bool) -> StoreReport:
+        if not over:
             raise DeadlineError(f"{self._left} pages are still on their way", "see stats()['store_queue']")
         return StoreReport(tuple(self._tiers), dict(self._dropped))
 

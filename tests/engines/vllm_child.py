@@ -222,6 +222,10 @@ def _settings(orders: dict[str, Any]) -> dict[str, Any]:
         **json.loads(os.environ.get("GDSCACHE_VLLM_LLM", "{}")),
         **orders.get("llm", {}),
     }
+    if settings.pop("kv_events", False):
+        from vllm.config.kv_events import KVEventsConfig
+
+        settings["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, **settings.pop("publisher", {}))
     if orders.get("connector") is not None:
         settings["kv_transfer_config"] = KVTransferConfig(
             kv_connector="GdsCacheConnector",
@@ -361,6 +365,24 @@ class Run:
             "drops": stats.get("drops", {}),
             "check": list(self.cache.check().problems),
         }
+
+    def events(self) -> list[list[Any]]:
+        """The batches of KV events that vLLM has published since the first call, as whoever reads them decodes them."""
+        import msgspec
+        from vllm.distributed.kv_events import KVEventBatch
+
+        scheduler, read = self._core.scheduler, msgspec.msgpack.Decoder(KVEventBatch)
+        if not hasattr(self, "_published"):
+            self._published: list[bytes] = []
+            publish = scheduler.kv_event_publisher.publish
+
+            def heard(batch: Any) -> None:
+                self._published.append(msgspec.msgpack.encode(batch))
+                publish(batch)
+
+            scheduler.kv_event_publisher.publish = heard
+        batches, self._published[:] = [read.decode(some) for some in self._published], []
+        return [msgspec.to_builtins(batch.events) for batch in batches]
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own metrics that are about external hits, preemptions or us."""

@@ -68,6 +68,9 @@ class FakeCache:
         names = names_of(hashes)
         return next((i for i, name in enumerate(names) if name not in self.stored), len(names))
 
+    def keys(self, hashes: PageHashes) -> list[bytes]:
+        return names_of(hashes)
+
     def fetch(self, hashes: PageHashes, pages: int) -> FakeFetch:
         cached = self.cached(hashes)
         self.fetches.append(FakeFetch(names_of(hashes), cached, min(pages, cached), self.clock))

@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "hybrid_handles": "groups load moves pages prefetch store tiers",
     "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch tiers tracing",
     "integrations": (
-        "config cuda engine groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
+        "config cuda engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
     ),
     "testing": "cuda pages storage",
 }

@@ -18,13 +18,14 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import vllm
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -43,6 +44,7 @@ from gdscache.engine import CacheEngine
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of
 from gdscache.integrations.vllm.early import refuse_at_start
+from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
@@ -60,6 +62,7 @@ from gdscache.integrations.vllm.setup import (
     refuse_setup,
     separate,
     shard_of,
+    tells_events,
     variables_of,
 )
 from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
@@ -123,6 +126,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._separate = separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
         self._lead: Lead | None = None
+        self._events: VllmEvents | None = None
         if role is not KVConnectorRole.SCHEDULER:
             return
         if self._separate:
@@ -144,13 +148,16 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         refuses = functools.partial(leaves_alone, media=self._options.media)
         wait, groups = self._options.wait_seconds, session.engine.groups
         waited = functools.partial(session.engine.manager.measures.waited, "pages")
+        if tells_events(self._vllm_config):
+            self._events = VllmEvents(session.engine, self._kv_cache_config)
+        named = None if self._events is None else self._events.name
+        told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
         if groups:
             cache = GroupCache(session, self._kv_cache_config.hash_block_size)
             every = session.engine.config.store.window_every
-            self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses, waited=waited)
+            self._table: RequestTable = GroupTable(groups, cache, every, **told)
         else:
-            size = session.engine.layout.page_tokens
-            self._table = RequestTable(session, size, wait=wait, refuses=refuses, waited=waited)
+            self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
 
     @property
     def _overlapping(self) -> bool:
@@ -189,7 +196,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             {rank: facts.address for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
         model = one_model({rank: facts.model for rank, facts in metadata.items()})
-        settings = self._options.configuration(model, lambda: weights_of(config), variables_of(config.parallel_config))
+        variables = variables_of(config.parallel_config)
+        settings = self._options.configuration(
+            model, lambda: weights_of(config), variables, events=tells_events(config)
+        )
         engine = CacheEngine.from_config(settings, ranks=addresses)
         session = VllmSession(engine, self._options.pin_seconds)
         self._lead = lead = Lead(engine, self._counts, overlapping=self._overlapping)
@@ -225,6 +235,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             source = CacheHitSource.HOST if tier == "cpu" else CacheHitSource.DISK
             tokens[source] += pages * self._table.page_tokens
         return dict(tokens)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What our tiers have got and lost, for vLLM to publish with what its own cache has."""
+        return () if self._events is None else self._events.take()
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         with self._timed("scheduler_seconds"):
@@ -328,7 +342,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         def make() -> VllmSession:
             variables = variables_of(config.parallel_config)
-            settings = self._options.configuration(model, lambda: weights_of(config), variables)
+            settings = self._options.configuration(
+                model, lambda: weights_of(config), variables, events=tells_events(config)
+            )
             engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
             return VllmSession(engine, self._options.pin_seconds)
 

@@ -200,6 +200,11 @@ class GroupTable(RequestTable):
         hashes, have = known.request.block_hashes, known.names.digests
         if len(hashes) > have:
             known.names.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
+            if self._named is not None:
+                size = known.names.tokens // known.names.digests
+                for g, group in enumerate(self._groups):
+                    first, stop = (n * size // group.page_tokens for n in (have, len(hashes)))
+                    self._named(known.request, g, first, known.names.keys(g, first, stop))
 
     def _offer(self, known: _GroupKnown, there: int, hit: int, whole: int) -> None:
         """What needs a store. `there`: tokens that are in their blocks without this step; `hit`: of them in our tiers;
@@ -252,4 +257,7 @@ class _NoPages:
         raise AssertionError("a request of a hybrid model is named by its groups")
 
     def cached(self, hashes: Any) -> int:
+        raise AssertionError("a request of a hybrid model is named by its groups")
+
+    def keys(self, hashes: Any) -> Sequence[bytes]:
         raise AssertionError("a request of a hybrid model is named by its groups")

@@ -88,15 +88,19 @@ class RequestTable:
         refuses: Callable[[Any], str] = lambda request: "",
         clock: Callable[[], float] = time.monotonic,
         waited: Callable[[float], object] = lambda seconds: None,
+        named: Callable[[Any, int, int, Sequence[bytes]], object] | None = None,
     ) -> None:
         """`wait`: seconds that a request may be told "not yet". `refuses`: why a request is left alone, or "".
-        `waited`: told how long each request was."""
+        `waited`: told how long each request was. `named(request, group, first, keys)`: is told the keys of pages
+        `first` and following, where KV events are on.
+        """
         self._cache = cache
         self.page_tokens = page_tokens
         self._wait = wait
         self._refuses = refuses
         self._clock = clock
         self._waited = waited
+        self._named = named
         self._known: dict[str, Known] = {}
         self._loads: list[LoadOrder] = []
         self._fresh: set[int] = set()
@@ -286,6 +290,8 @@ class RequestTable:
         have, hashes = len(known.hashes), known.request.block_hashes
         if len(hashes) > have:
             known.hashes.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
+            if self._named is not None:
+                self._named(known.request, 0, have, self._cache.keys(known.hashes)[have:])
 
 
 def _skips(request: Any) -> bool:

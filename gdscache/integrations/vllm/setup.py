@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gdscache import arguments
-from gdscache.config import Config
+from gdscache.config import Config, EventsConfig
 from gdscache.errors import (
     ConfigError,
     ConnectorRoleError,
@@ -81,11 +81,18 @@ class Options:
         return cls(**{"config": given["config"], **switches, **times})
 
     def configuration(
-        self, model: Mapping[str, object], weights: Callable[[], str], variables: Mapping[str, str] | None = None
+        self,
+        model: Mapping[str, object],
+        weights: Callable[[], str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        events: bool = False,
     ) -> Config:
         """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`.
-        `variables`: that its texts may name, beside those of the environment (`variables_of`)."""
-        return engine_configuration(self.config, model, weights, "kv_connector_extra_config.config", variables)
+        `variables`: that its texts may name, beside those of the environment (`variables_of`). `events`: vLLM publishes
+        KV events, so ours are on, too."""
+        config = engine_configuration(self.config, model, weights, "kv_connector_extra_config.config", variables)
+        return config.model_copy(update={"events": EventsConfig()}) if events and config.events is None else config
 
 
 def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
@@ -160,6 +167,12 @@ def _refuse_ranks(parallel: Any) -> None:
 def separate(parallel: Any) -> bool:
     """Whether workers are processes of their own."""
     return bool(getattr(parallel, "distributed_executor_backend", None) == "mp")
+
+
+def tells_events(vllm: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    events = getattr(vllm, "kv_events_config", None)
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def variables_of(parallel: Any) -> dict[str, str]:

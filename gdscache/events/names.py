@@ -1,0 +1,131 @@
+"""What tiers have got and lost, in the names that an inference engine itself has for its blocks.
+
+A page's key is of gdscache alone. So whoever gives requests says what each of their pages is called: its digest, that
+of the block before it, and its tokens. Pages of an earlier process have no name until a request begins with them; then
+they are told of. What has no name is told to nobody. Nor is what a tier beyond this machine has: it is no reason to
+choose one engine. Tiers of one medium are one place.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdscache.events.base import AllBlocksCleared, BlockStored, KVEventBatch, Place
+
+if TYPE_CHECKING:
+    from gdscache.tiers.base import Tier
+
+EXPECTED = 1 << 16  # names of pages that no tier has, or not yet: about 30 MiB
+
+
+class BlockName(NamedTuple):
+    """A block as the inference engine knows it. `digest`: of all tokens up to its end; `parent`: of those before it.
+    `tokens`: its own, uint32. `extra`: what else the digest is of (salt, media), as that engine tells it."""
+
+    digest: bytes
+    parent: bytes | None
+    tokens: array[int]
+    group: int = 0
+    extra: Any = None
+
+
+class Told(NamedTuple):
+    """Blocks that a medium has got, each of which follows the one before it, or has lost (`stored` is False)."""
+
+    stored: bool
+    medium: str
+    blocks: list[BlockName]
+
+
+class NamedEvents:
+    """Hears an engine's batches (`heard`), and tells in names what they say (`take`). Thread-safe."""
+
+    def __init__(self, tiers: Iterable[Tier], lock: AbstractContextManager[Any], expected: int = EXPECTED) -> None:
+        """`lock`: the manager's. `expected`: how many names are kept of pages that no tier has."""
+        self._tiers = [tier for tier in tiers if tier.kind != "planes" and tier.served]
+        self._media = {tier.name: Place.of(tier).medium for tier in self._tiers}
+        self._manager_lock = lock
+        self._most = expected
+        self._lock = threading.Lock()
+        self._expected: OrderedDict[bytes, BlockName] = OrderedDict()
+        self._there: dict[bytes, tuple[BlockName, set[str]]] = {}
+        self._told: list[tuple[bool, str, BlockName]] = []
+
+    def name(self, keys: Sequence[bytes], names: Sequence[BlockName]) -> None:
+        """These pages have names; those that tiers have already are told of."""
+        with self._manager_lock:
+            found = [[tier.name for tier in self._tiers if tier.index.has(key)] for key in keys]
+        with self._lock:
+            for key, name, tiers in zip(keys, names, found, strict=True):
+                if key not in self._there:
+                    self._expect(key, name)
+                for tier in tiers:
+                    self._got(key, tier)
+
+    def heard(self, batch: KVEventBatch) -> None:
+        """A batch of the engine's. A page may be in it that `name` has told of, or that has gone again since."""
+        with self._lock:
+            for event in batch.events:
+                if isinstance(event, AllBlocksCleared):
+                    for key, (_, tiers) in list(self._there.items()):
+                        for tier in list(tiers):
+                            self._lost(key, tier)
+                elif event.ownership in self._media:
+                    change = self._got if isinstance(event, BlockStored) else self._lost
+                    for key in event.block_hashes:
+                        change(key, event.ownership)
+
+    def take(self) -> Iterator[Told]:
+        """What has happened since the last call, in its order."""
+        with self._lock:
+            changes, self._told = self._told, []
+        run: Told | None = None
+        for stored, medium, name in changes:
+            if run is not None and (stored, medium) == run[:2] and _together(run.blocks[-1], name, stored):
+                run.blocks.append(name)
+                continue
+            if run is not None:
+                yield run
+            run = Told(stored, medium, [name])
+        if run is not None:
+            yield run
+
+    def _got(self, key: bytes, tier: str) -> None:
+        name = self._expected.pop(key, None)
+        if name is not None:
+            self._there[key] = name, set()
+        if key in self._there:
+            name, tiers = self._there[key]
+            if not self._has(tiers, tier):
+                self._told.append((True, self._media[tier], name))
+            tiers.add(tier)
+
+    def _lost(self, key: bytes, tier: str) -> None:
+        name, tiers = self._there.get(key, (None, set[str]()))
+        if name is not None and tier in tiers:
+            tiers.remove(tier)
+            if not self._has(tiers, tier):
+                self._told.append((False, self._media[tier], name))
+            if not tiers:  # it may come back
+                del self._there[key]
+                self._expect(key, name)
+
+    def _has(self, tiers: Iterable[str], tier: str) -> bool:
+        """Whether one of these has the medium of `tier`."""
+        return any(self._media[other] == self._media[tier] for other in tiers)
+
+    def _expect(self, key: bytes, name: BlockName) -> None:
+        self._expected[key] = name
+        self._expected.move_to_end(key)
+        if len(self._expected) > self._most:
+            self._expected.popitem(last=False)
+
+
+def _together(last: BlockName, name: BlockName, stored: bool) -> bool:
+    """Whether one event tells of both."""
+    return last.group == name.group and (not stored or name.parent == last.digest)

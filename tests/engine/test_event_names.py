@@ -1,0 +1,148 @@
+"""KV events in an inference engine's own names: an index that hears of them has what the tiers have, and no more."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from gdscache import PageHashes
+from gdscache.events.names import BlockName, NamedEvents
+from tests.support.helpers import Host, OpenHost, drop_from, prompt, quiet, until
+
+ON: dict[str, Any] = {}
+
+
+def names_of(tokens: Sequence[int], size: int = 4) -> list[BlockName]:
+    """What an engine calls the blocks of a request: digests that are chained."""
+    found: list[BlockName] = []
+    for at in range(0, len(tokens) // size * size, size):
+        parent = found[-1].digest if found else None
+        mine = array("I", tokens[at : at + size])
+        found.append(BlockName(hashlib.sha256((parent or b"") + mine.tobytes()).digest(), parent, mine))
+    return found
+
+
+class Router:
+    """What a router knows: blocks by medium. It refuses what no index could take in."""
+
+    def __init__(self, host: Host, **limits: int) -> None:
+        manager = host.engine.manager
+        self.host = host
+        self.events = NamedEvents(manager.tiers.values(), manager.lock, **limits)
+        host.engine.on_events(self.events.heard)
+        self.blocks: dict[str, dict[bytes, BlockName]] = {}
+
+    def name(self, tokens: Sequence[int]) -> PageHashes:
+        names = names_of(tokens)
+        hashes = PageHashes([name.digest for name in names])
+        self.events.name([page.key for page in self.host.engine.pages(hashes)], names)
+        return hashes
+
+    def store(self, tokens: Sequence[int]) -> None:
+        hashes = self.name(tokens)
+        blocks = self.host.compute(hashes)
+        self.host.engine.store(hashes, blocks).release_event.synchronize()
+        self.host.give(blocks)
+
+    def hear(self) -> None:
+        for stored, medium, blocks in self.events.take():
+            there = self.blocks.setdefault(medium, {})
+            for before, block in zip([None, *blocks], blocks, strict=False):
+                if stored:
+                    assert block.digest not in there, "a block is stored twice"
+                    assert before is None or block.parent == before.digest
+                    there[block.digest] = block
+                else:
+                    del there[block.digest]
+
+    def agrees(self, tokens: Sequence[Sequence[int]]) -> bool:
+        """Whether it has of these prompts what the tiers have."""
+        self.hear()
+        tiers = self.host.engine.manager.tiers
+        for medium, tier in (("CPU", "cpu"), ("STORAGE", "ssd")):
+            has: set[bytes] = set()
+            for some in tokens:
+                names = names_of(some)
+                pages = self.host.engine.pages(PageHashes([name.digest for name in names]))
+                has.update(n.digest for n, page in zip(names, pages, strict=True) if tiers[tier].index.has(page.key))
+            if has != set(self.blocks.get(medium, {})):
+                return False
+        return True
+
+    def settles(self, *tokens: Sequence[int]) -> None:
+        quiet(self.host.engine)
+        until(lambda: self.agrees(tokens), "the router has what the tiers have")
+
+
+def test_a_prompt_is_told_tier_by_tier_with_its_tokens_and_chain(open_host: OpenHost) -> None:
+    router = Router(open_host(cpu=8, ssd=16, events=ON))
+    tokens = prompt(1, 4)
+    router.store(tokens)
+    router.settles(tokens)
+    for medium in ("CPU", "STORAGE"):
+        assert list(router.blocks[medium].values()) == names_of(tokens)
+    drop_from(router.host.engine, "cpu")
+    router.settles(tokens)
+    assert not router.blocks["CPU"]
+    assert len(router.blocks["STORAGE"]) == 4
+    router.host.engine.prefetch(router.name(tokens)).result()
+    router.settles(tokens)
+    assert len(router.blocks["CPU"]) == 4
+    router.host.engine.clear()
+    router.settles(tokens)
+    assert not any(router.blocks.values())
+    router.store(tokens)
+    router.settles(tokens)
+    assert len(router.blocks["CPU"]) == len(router.blocks["STORAGE"]) == 4
+
+
+def test_pages_of_an_earlier_process_are_told_when_a_request_begins_with_them(open_host: OpenHost) -> None:
+    first = Router(open_host(cpu=8, ssd=16, events=ON))
+    tokens, other = prompt(1, 4), prompt(2, 2)
+    first.store(tokens)
+    first.store(other)
+    quiet(first.host.engine)
+    first.host.engine.close()
+    router = Router(open_host(cpu=8, ssd=16, events=ON))
+    until(lambda: router.host.engine.stats()["events"]["batches"] > 0, "the pages were told of")
+    router.hear()
+    assert not router.blocks
+    router.name([*tokens, 7, 8, 9, 10])
+    router.settles(tokens)
+    assert list(router.blocks["STORAGE"].values()) == names_of(tokens)
+    router.name(tokens)  # again is no news
+    drop_from(router.host.engine, "ssd")
+    router.settles(tokens, other)
+    assert not any(router.blocks.values())
+
+
+def test_whatever_happens_the_router_has_what_the_tiers_have(open_host: OpenHost) -> None:
+    router, draw = Router(open_host(cpu=6, ssd=12, events=ON)), random.Random(3)
+    prompts = [prompt(seed, 3) for seed in range(12)]
+    for _ in range(60):
+        tokens = draw.choice(prompts)
+        act = draw.choice(["store", "store", "name", "drop", "prefetch"])
+        if act == "store":
+            router.store(tokens)
+        elif act == "name":
+            router.name(tokens)
+        elif act == "drop":
+            drop_from(router.host.engine, draw.choice(["cpu", "ssd"]))
+        else:
+            router.host.engine.prefetch(router.name(tokens)).result()
+        router.hear()
+    router.settles(*prompts)
+    assert any(router.blocks.values())
+
+
+def test_names_of_pages_that_never_come_are_bounded(open_host: OpenHost) -> None:
+    router = Router(open_host(cpu=8, ssd=16, events=ON), expected=5)
+    for seed in range(10):
+        router.name(prompt(seed, 3))
+    assert len(router.events._expected) == 5
+    router.store(prompt(20, 4))
+    router.settles(prompt(20, 4))
+    assert len(router.blocks["CPU"]) == 4
