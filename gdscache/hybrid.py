@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -44,15 +45,19 @@ from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.pools import Pool
+from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
+from gdscache.pages.reasons import joined
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
 from gdscache.sizes import about
 from gdscache.store.handle import StoreHandle
+from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
 
@@ -82,17 +87,32 @@ class HybridHit:
     declined: int = 0
     parts: tuple[Hit, ...] = dataclasses.field(default=(), repr=False)
     order: tuple[tuple[GroupPage, ...], ...] = dataclasses.field(default=(), repr=False)
+    why: Callable[[], GroupReasons] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def reasons(self) -> GroupReasons:
+        """By group, where its pages from `start` on are, up to the last full `alignment`, or why they are nowhere.
+
+        It is worked out when it is asked for, and says what is known by then. Where a group keeps all tokens, a page
+        behind a missing one is `behind`. Of windows every page is told, whether the hit needs it or not: a window is
+        stored where a prompt ends (`store.window_every`).
+        """
+        return dict.fromkeys(self.pages, ()) if self.why is None else self.why()
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridReport:
     """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad. `pages`: by group, of
-    each page of the hit."""
+    each page of the hit. `why` is for `reasons`."""
 
     tokens: int
     pages: dict[str, tuple[PageStatus, ...]]
     bytes_by_tier: dict[str, int]
     seconds: float
+    why: Callable[[], GroupReasons] = dataclasses.field(default=dict, repr=False, compare=False)
+
+    def reasons(self) -> GroupReasons:
+        """By group, which tier the hit's pages came from, or why they did not come. Worked out when asked for."""
+        return self.why()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +165,10 @@ class HybridLoad:
                 whole = whole and status is PageStatus.LOADED
             by_tier.update(report.bytes_by_tier)
             took = max(took, report.seconds)
-        return HybridReport(
-            self._hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
-        )
+        told = {name: tuple(some) for name, some in pages.items()}
+        sizes = {group.name: group.page_tokens for group in self._engine.groups}
+        why = functools.partial(_came, self._hit, self._engine.names, sizes, told)
+        return HybridReport(self._hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `released`."""
@@ -381,9 +402,16 @@ class HybridEngine:
         hit = self._find(request, start)
         loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
         decided = self.gate.decide_whole(loads, start, request.length, hit.tokens)
+        most = request.length // self.alignment * self.alignment
+        managers = [engine.manager for engine in self.engines]  # not the engines, which may be forgotten
+        about = managers, self.pools, self.groups, request.names, start, most
         if decided.pages < sum(len(part.pages) for part in hit.parts):
-            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens)
-        return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds)
+            why = functools.partial(_reasons, *about, hit.tokens)
+            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
+        why = functools.partial(_reasons, *about, 0)
+        if start + hit.tokens < most:
+            managers[0].sample = lambda: group_words(why())
+        return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
 
     def _find(self, request: _Request, start: int) -> HybridHit:
         """`lookup`, without a gate."""
@@ -743,6 +771,41 @@ class HybridEngine:
                 "pass the blocks of full pages only, -1 for those that were let go",
             )
         return given.reshape(-1, each)
+
+
+def _reasons(
+    managers: Sequence[TierManager],
+    pools: Sequence[Pool],
+    groups: Sequence[Group],
+    names: Sequence[GroupNames],
+    start: int,
+    stop: int,
+    declined: int,
+) -> GroupReasons:
+    """Of a request from token `start` to `stop`: see `group_reasons`."""
+    asked = [
+        AskedGroup(groups[g], own, at, manager.told)
+        for manager, pool, own in zip(managers, pools, names, strict=True)
+        for at, g in enumerate(pool.groups)
+    ]
+    return group_reasons(asked, start, stop, declined)
+
+
+def _came(
+    hit: HybridHit,
+    names: Sequence[Sequence[str]],
+    page_tokens: Mapping[str, int],
+    statuses: Mapping[str, Sequence[PageStatus]],
+) -> GroupReasons:
+    """Why the pages of a hit came, by group; the tiers are those of the lookup."""
+    tiers: dict[str, list[str]] = {name: [] for name in statuses}
+    for part, order, of in zip(hit.parts, hit.order, names, strict=True):
+        for one, tier in zip(order, part.tiers, strict=True):
+            tiers[of[one.group]].append(tier)
+    return {
+        name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
+        for name, some in statuses.items()
+    }
 
 
 def _remaining(seconds: float | None) -> Callable[[], float | None]:

@@ -239,6 +239,23 @@ class EventsConfig(ConfigSection):
     topic: str = Field(default="", description="topic of the messages")
 
 
+class LogConfig(ConfigSection):
+    """Lines that an engine writes to Python's `logging` at INFO."""
+
+    summary: float = Field(
+        default=600.0,
+        ge=0,
+        le=MAX_SECONDS,
+        description="seconds from one line of summary (hit rate by tier, bytes, refusals) to the next; 0: none",
+    )
+    requests: float = Field(
+        default=60.0,
+        ge=0,
+        le=MAX_SECONDS,
+        description="seconds from one line that says why a request missed pages to the next; 0: none",
+    )
+
+
 class Config(ConfigSection):
     """One engine. `cpu`, `ssd` and `events` are None where there is no such tier, and no events."""
 
@@ -271,6 +288,7 @@ class Config(ConfigSection):
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
     events: EventsConfig | None = Field(default=None, description="KV events; null or absent means none are emitted")
+    log: LogConfig = Field(default=LogConfig(), description="lines of the log at INFO")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:

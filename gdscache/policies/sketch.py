@@ -77,6 +77,10 @@ class RecentCounter:
     def nbytes(self) -> int:
         return sum(filter_.nbytes for filter_ in (*self._current, *self._last))
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a key was added lately."""
+        return key in self._current[0] or key in self._last[0]
+
     def add(self, key: bytes) -> int:
         """Count a key; how often it was added before."""
         if self._adds == self.period:

@@ -21,9 +21,9 @@ MAY_IMPORT = {
     "_native": "",  # the library
     "native": "_native",
     "pages": "native",
-    "policies": "",
     "tracing": "",
     "runtime": "",
+    "policies": "runtime",
     "groups": "pages",
     "config": "groups pages runtime",
     "cuda": "runtime",
