@@ -21,6 +21,7 @@ from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
+from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
@@ -89,6 +90,7 @@ class Parts:
     events: KVEventHub | None
     ranks: RankSet | None
     journal: Journal
+    history: HistoryFile | None
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
@@ -102,6 +104,8 @@ class Parts:
                 last_to_first.callback(self.events.close)
             if self.status is not None:
                 last_to_first.callback(self.status.close)
+            if self.history is not None:
+                last_to_first.callback(self.history.hurry)
             if self.mover is not None:
                 last_to_first.callback(self.mover.close)
             last_to_first.callback(self._end_lost)
@@ -218,12 +222,14 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
-        status = None
+        status = history = None
         if ssd is not None:
             costs = CostsFile(ssd.path, manager.costs, _about(config, layout, planes.device))
             costs.restore()
             figures = functools.partial(_figures, manager, ssd, ranks, journal)
-            save = functools.partial(_save, costs, ssd)
+            history = HistoryFile(ssd.path, manager.fates.evicted, manager.fates.bad)
+            history.restore()
+            save = functools.partial(_save, costs, history, ssd)
             names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=layout.shards))
             beside = functools.partial(_describe, names, ssd)
             status = StatusWriter.begin(ssd.path, ssd.catalog_path, figures, save, beside)
@@ -239,7 +245,20 @@ def build(
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
     return Parts(
-        said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events, ranks, journal
+        said,
+        planes,
+        manager,
+        mover,
+        bounce,
+        loader,
+        prefetcher,
+        storer,
+        executor,
+        status,
+        events,
+        ranks,
+        journal,
+        history,
     )
 
 
@@ -299,9 +318,10 @@ def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str
     return {"model": model.hex(), "device": name}
 
 
-def _save(costs: CostsFile, ssd: SsdTier) -> None:
+def _save(costs: CostsFile, history: HistoryFile, ssd: SsdTier) -> None:
     if not ssd.lock_lost():  # else the directory may be another engine's
         costs.save()
+        history.save()
 
 
 def _describe(names: NamespacesFile, ssd: SsdTier) -> None:

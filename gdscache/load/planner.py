@@ -371,13 +371,15 @@ class LoadPlanner:
             mine = [row for row in run.rows if row in asked] if run.filling is None else []
             if not mine:
                 continue
-            keys, slot = [plan.pages[row].key for row in mine], plan.slots[mine[0]]
-            if status in _BAD:
-                manager.fates.note(keys, told_of(status, run.tier.name))
+            first, slot, now = plan.pages[mine[0]], plan.slots[mine[0]], manager.expiry.clock()
+            for row in mine if status in _BAD else ():
+                at = plan.slots[row]
+                told = told_of(status, run.tier.name)
+                manager.fates.found_bad(plan.pages[row].key, told, at, run.tier.place(at), now)
             manager.log.say(
                 *(_log, logging.WARNING, f"{status.value}, {run.tier.name}"),
                 "page %s in slot %d of the %s tier (%s) did not come (%s): %s",
-                *(keys[0].hex(), slot, run.tier.name, run.tier.place(slot), status.value, _SAID[status]),
+                *(first.key.hex(), slot, run.tier.name, run.tier.place(slot), status.value, _SAID[status]),
                 times=len(mine),
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+from gdscache.disk.history_file import BAD_KEPT, BadPage
 from gdscache.pages.reasons import Told
 from gdscache.policies.sketch import RecentCounter
 
@@ -25,6 +26,7 @@ class PageFates:
         self.evicted = RecentCounter(max(LEAST, evictions))
         self._noted: list[bytes] = []
         self._causes: OrderedDict[bytes, Told] = OrderedDict()
+        self.bad: dict[bytes, BadPage] = {}  # the last, the oldest first
         self._kept = kept
 
     @property
@@ -59,20 +61,26 @@ class PageFates:
         while len(causes) > self._kept:
             causes.popitem(last=False)
 
+    def found_bad(self, key: bytes, told: Told, slot: int, place: str, at: float) -> None:
+        """A page's bytes were bad, so that its tier has forgotten it. `at`: seconds since the epoch."""
+        self.bad.pop(key, None)
+        self.bad[key] = BadPage(told.tier, told.detail, slot, place, at)
+        while len(self.bad) > BAD_KEPT:
+            del self.bad[next(iter(self.bad))]
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """These pages are stored again."""
-        if self._causes:
+        if self._causes or self.bad:
             for key in keys:
                 self._causes.pop(key, None)
+                self.bad.pop(key, None)
 
     def told(self, key: bytes) -> Told:
         """What is known of a page that no tier has."""
         self.bring_in()
-        known = self._causes.get(key)
+        bad, known = self.bad.get(key), self._causes.get(key)
+        if bad is not None:
+            return Told("bad", bad.tier, bad.cause)
         if known is not None:
             return known
         return Told("evicted") if key in self.evicted else Told("absent")
-
-    def bad(self) -> list[tuple[bytes, Told]]:
-        """The pages whose bytes were bad, as far as they are remembered, the oldest first."""
-        return [(key, told) for key, told in self._causes.items() if told.cause == "bad"]

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "storage": "cuda native pages runtime",
     "moves": "cuda kernels native pages runtime storage tracing",
     "movers": "cuda extents kernels pages runtime tracing",
-    "disk": "moves pages runtime storage",
+    "disk": "moves pages policies runtime storage",
     "events": "pages runtime",
     "gate": "disk",
     "pool": "cuda moves native pages runtime storage",

@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 
+from gdscache.disk.history_file import BAD_KEPT
 from gdscache.pages.reasons import CAUSES, Reason, Told, joined, words
 from gdscache.tiers.fates import LEAST, PageFates
 
@@ -44,12 +45,18 @@ def test_evictions_wait_until_somebody_has_time_or_asks() -> None:
 def test_causes_are_bounded_and_forgotten_when_a_page_is_stored_again() -> None:
     fates = PageFates(LEAST, kept=3)
     bad = Told("bad", "ssd", "checksum")
-    fates.note([key(1), key(2)], bad)
+    refused = Told("refused", "ssd", "tinylfu")
+    fates.note([key(1), key(2)], refused)
     fates.note([key(3)], Told("no_room", detail="queue_full"))
-    fates.note([key(1)], bad)
-    fates.note([key(4)], Told("refused", "ssd", "tinylfu"))
-    assert [fates.told(key(n)).cause for n in (1, 2, 3, 4)] == ["bad", "absent", "no_room", "refused"]
-    assert fates.bad() == [(key(1), bad)]
+    fates.note([key(1)], refused)
+    fates.note([key(4)], refused)
+    assert [fates.told(key(n)).cause for n in (1, 2, 3, 4)] == ["refused", "absent", "no_room", "refused"]
+    for n in range(BAD_KEPT + 1):
+        fates.found_bad(key(n), bad, n, "/dir", 0.0)
+    assert [fates.told(key(n)) for n in (0, 1)] == [Told("absent"), bad]
+    assert len(fates.bad) == BAD_KEPT
+    fates.forget([key(4)])
+    fates.note([key(4)], refused)
     fates.evict([key(1), key(4)])
     assert fates.told(key(4)).cause == "refused", "why it is in no slower tier says more than that it was evicted"
     fates.forget([key(1), key(9)])
