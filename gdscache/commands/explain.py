@@ -37,6 +37,7 @@ SCHEMA = "gdscache.explain/1"
 RUNS_SHOWN = 40
 DIGITS = 16
 _DIGEST = re.compile(r"(?:0x)?([0-9a-fA-F]{64})")
+_NUMBER = re.compile(r"[0-9]{1,10}")
 _MOST_BYTES = 1 << 28  # of the ids
 _FORMS = "a file, - or a text with token ids or digests of 64 hexadecimal digits, as a JSON list or between blanks"
 
@@ -52,15 +53,23 @@ class Asked:
 
 def read_ids(given: str) -> Asked:
     """The ids that a command was given: see `_FORMS`. Raises `TokensError`, `IOFailedError`."""
-    text = given
+    if given == "-":
+        return _ids(sys.stdin.read(_MOST_BYTES))
     try:
-        if given == "-":
-            text = sys.stdin.read(_MOST_BYTES)
-        elif len(given) < 4096 and Path(given).is_file():
-            with Path(given).open(encoding="utf-8") as file:
-                text = file.read(_MOST_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise IOFailedError(f"{given} cannot be read: {error}", f"pass {_FORMS}") from None
+        return _ids(given)
+    except TokensError:
+        if given.strip()[:1] in ("", "[", "{"):
+            raise
+    try:
+        with Path(given).open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise IOFailedError(f"{given} is no ids, and cannot be read: {error}", f"pass {_FORMS}") from None
+    return _ids(text)
+
+
+def _ids(text: str) -> Asked:
+    """The ids of a text. Raises `TokensError`."""
     try:
         words = json.loads(text)
     except (ValueError, RecursionError):
@@ -69,7 +78,7 @@ def read_ids(given: str) -> Asked:
     digests = [_DIGEST.fullmatch(word) if isinstance(word, str) else None for word in words]
     if words and all(digests):
         return Asked(digests=tuple(bytes.fromhex(match[1]) for match in digests if match is not None))
-    numbers = [int(word) if isinstance(word, str) and word.isascii() and word.isdecimal() else word for word in words]
+    numbers = [int(word) if isinstance(word, str) and _NUMBER.fullmatch(word) else word for word in words]
     if not numbers or not all(type(number) is int for number in numbers):
         raise TokensError("the ids are neither token ids nor digests", f"pass {_FORMS}")
     return Asked(as_tokens(numbers))

@@ -12,6 +12,7 @@ CAUSES = {
     "gate": "on `tier`, and slower to load than to compute: left out (`load.gate: enforcing`)",
     "behind": "on `tier`, behind a page that is missing: a hit is a prefix",
     "storing": "on its way to `tier`",
+    "stored_since": "on `tier`, where it came after the lookup (`detail`: what was known of it before)",
     "elsewhere": "on `tier`, which only a prefetch asks",
     "absent": "never stored, cleared, or gone for longer than is remembered",
     "evicted": "probably evicted: a filter says so, which errs for some 2 % of the pages that were never stored",

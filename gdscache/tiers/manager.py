@@ -175,7 +175,14 @@ class TierManager:
                 gap = gap or at >= declined
             elif at < declined or gap:
                 told[at] = Told("gate" if at < declined else "behind", one.tier)
+            else:
+                told[at] = Told("stored_since", one.tier, self._before(pages[first + at].key))
         return joined(start + first * page_tokens, page_tokens, told)
+
+    def _before(self, key: bytes) -> str:
+        """What is known of a page from before it was stored (again)."""
+        with self.lock:
+            return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
         """Pages that a lookup asked for beside those of `lookup`, and that no tier has."""
