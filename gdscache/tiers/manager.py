@@ -140,9 +140,12 @@ class TierManager:
 
     def told(self, keys: Sequence[bytes]) -> list[Told]:
         """What is known of pages: where each is, or what became of it. Counts nothing."""
-        with self.lock:
-            away = self.quarantine.absent()
-            return [self._told(key, away) for key in keys]
+        found: list[Told] = []
+        for at in range(0, len(keys), _LOOKED):
+            with self.lock:
+                away = self.quarantine.absent()
+                found += [self._told(key, away) for key in keys[at : at + _LOOKED]]
+        return found
 
     def _told(self, key: bytes, away: str) -> Told:
         quarantine, told = self.quarantine, None

@@ -329,14 +329,14 @@ def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
 
 def test_lines_go_where_the_engine_s_go(loggers: tuple[logging.Logger, logging.Logger]) -> None:
     ours, theirs = loggers
-    follow(theirs.name)
+    follow(theirs)
     assert (ours.handlers, ours.level) == ([], logging.NOTSET), "an engine that has configured nothing changes nothing"
     handler = logging.NullHandler()
     theirs.addHandler(handler)
     theirs.setLevel(logging.DEBUG)
     theirs.propagate = False
     for _ in range(2):
-        follow(theirs.name)
+        follow(theirs)
         assert (ours.handlers, ours.level, ours.propagate) == ([handler], logging.DEBUG, False)
 
 
@@ -344,5 +344,5 @@ def test_what_somebody_has_configured_stays(loggers: tuple[logging.Logger, loggi
     ours, theirs = loggers
     theirs.addHandler(logging.NullHandler())
     ours.setLevel(logging.ERROR)
-    follow(theirs.name)
+    follow(theirs)
     assert (ours.handlers, ours.level) == ([], logging.ERROR)

@@ -113,7 +113,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        follow("vllm")
+        follow(logging.getLogger("vllm"))
         refuse_setup(vllm_config, kv_cache_config)
         self._options = _options(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
