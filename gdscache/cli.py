@@ -141,6 +141,34 @@ def inspect_directory(
         _show(reports, tables.inspect_tables, as_json=as_json)
 
 
+@app.command("explain")
+def explain_request(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
+    ids: Annotated[
+        str,
+        typer.Argument(
+            metavar="IDS", help="A file, - or a text: token ids, or digests of pages, as JSON list or between blanks."
+        ),
+    ],
+    file: Annotated[
+        Path | None, typer.Option("--config", help="Configuration of a hybrid model, to name its pages of tokens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say where the pages of a request are in an SSD tier's directory, in any namespace, and why others are not there.
+
+    Changes nothing, and works while an engine uses the directory; what that has in memory alone is not seen. Digests
+    are keys of pages, as the log has them, or the hashes of an inference engine's blocks.
+    """
+    from gdscache.commands.explain import explain, explain_tables, read_ids
+    from gdscache.commands.inspect import directories_of
+
+    asked, config = read_ids(ids), None if file is None else load_config(file)
+    with progress_bar() as progress:
+        reports = [explain(one, asked, config, progress) for one in directories_of(directory)]
+    _show(reports, explain_tables, as_json=as_json)
+
+
 @app.command("verify")
 def verify_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],

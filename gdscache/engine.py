@@ -262,8 +262,14 @@ class CacheEngine:
                 found, start, length, self._parts.loader.planner.under_way
             )
             kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
-            names = tuple(pages[first : first + keep])
-            return Hit(start, keep * page_tokens, kept, seconds, names, computing, worth * page_tokens, declined)
+            names, size = tuple(pages[first : first + keep]), keep * page_tokens
+            why = None
+            if first + keep < len(pages):  # nothing of these knows the engine, which may be forgotten
+                why = functools.partial(manager.missing, pages, first + keep, len(found) - keep, 0, page_tokens)
+            hit = Hit(start, size, kept, seconds, names, computing, worth * page_tokens, declined, why=why)
+            if why is not None:
+                manager.sample = hit.words
+            return hit
 
     def observe_prefill(
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None

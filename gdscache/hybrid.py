@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -43,6 +44,7 @@ from gdscache.groups.base import Group, alignment, kept, marks, needed
 from gdscache.groups.hits import settled
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.pools import Pool
+from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
 from gdscache.hybrid_handles import (
     HybridHit,
     HybridLoad,
@@ -58,6 +60,7 @@ from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_dige
 from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
 from gdscache.prefetch.handle import Prefetch
 from gdscache.sizes import about
+from gdscache.tiers.manager import TierManager
 from gdscache.tiers.measures import TokenCounts
 from gdscache.tiers.pins import Pin
 from gdscache.tracing import Timeline
@@ -177,9 +180,16 @@ class HybridEngine:
         hit = self._find(request, start)
         loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
         decided = self.gate.decide_whole(loads, start, request.length, hit.tokens)
+        most = request.length // self.alignment * self.alignment
+        managers = [engine.manager for engine in self.engines]  # not the engines, which may be forgotten
+        about = managers, self.pools, self.groups, request.names, start, most
         if decided.pages < sum(len(part.pages) for part in hit.parts):
-            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens)
-        return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds)
+            why = functools.partial(_reasons, *about, hit.tokens)
+            return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
+        why = functools.partial(_reasons, *about, 0)
+        if start + hit.tokens < most:
+            managers[0].sample = lambda: group_words(why())
+        return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
 
     def _find(self, request: _Request, start: int) -> HybridHit:
         """`lookup`, without a gate."""
@@ -565,6 +575,24 @@ class HybridEngine:
                 "pass the blocks of full pages only, -1 for those that were let go",
             )
         return given.reshape(-1, each)
+
+
+def _reasons(
+    managers: Sequence[TierManager],
+    pools: Sequence[Pool],
+    groups: Sequence[Group],
+    names: Sequence[GroupNames],
+    start: int,
+    stop: int,
+    declined: int,
+) -> GroupReasons:
+    """Of a request from token `start` to `stop`: see `group_reasons`."""
+    asked = [
+        AskedGroup(groups[g], own, at, manager.told)
+        for manager, pool, own in zip(managers, pools, names, strict=True)
+        for at, g in enumerate(pool.groups)
+    ]
+    return group_reasons(asked, start, stop, declined)
 
 
 def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

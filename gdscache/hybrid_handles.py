@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gdscache import arguments
 from gdscache.groups.names import GroupPage
+from gdscache.groups.reasons import GroupReasons
 from gdscache.load.handle import LayerwiseLoad
-from gdscache.load.report import LoadReport
+from gdscache.load.report import LoadReport, told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.hit import Hit
+from gdscache.pages.reasons import joined
 from gdscache.prefetch.handle import Prefetch, PrefetchReport
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.pins import Pin
@@ -44,17 +47,33 @@ class HybridHit:
     declined: int = 0
     parts: tuple[Hit, ...] = dataclasses.field(default=(), repr=False)
     order: tuple[tuple[GroupPage, ...], ...] = dataclasses.field(default=(), repr=False)
+    why: Callable[[], GroupReasons] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def reasons(self) -> GroupReasons:
+        """By group, where its pages from `start` on are, up to the last full `alignment`, or why they are nowhere.
+
+        It is worked out when it is asked for, and says what is known by then. Where a group keeps all tokens, a page
+        behind a missing one is `behind`. Of windows every page is told, whether the hit needs it or not: a window is
+        stored where a prompt ends (`store.window_every`).
+        """
+        return dict.fromkeys(self.pages, ()) if self.why is None else self.why()
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridReport:
     """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad. `pages`: by group, of
-    each page of the hit."""
+    each page of the hit. `why` is for `reasons`."""
 
     tokens: int
     pages: dict[str, tuple[PageStatus, ...]]
     bytes_by_tier: dict[str, int]
     seconds: float
+    why: Callable[[], GroupReasons] = dataclasses.field(default=dict, repr=False, compare=False)
+
+    def reasons(self) -> GroupReasons:
+        """By group, which tier the hit's pages came from, or why they did not come; of a batch nothing. Worked out when
+        asked for."""
+        return self.why()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +156,10 @@ class HybridLoad:
                 whole = whole and status is PageStatus.LOADED
             by_tier.update(report.bytes_by_tier)
             took = max(took, report.seconds)
-        return HybridReport(
-            hit.tokens if whole else 0, {n: tuple(some) for n, some in pages.items()}, dict(by_tier), took
-        )
+        told = {name: tuple(some) for name, some in pages.items()}
+        sizes = {group.name: group.page_tokens for group in self._engine.groups}
+        why = functools.partial(_came, hit, self._engine.names, sizes, told)
+        return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
     def __await__(self) -> Generator[Any, None, HybridReport]:
         """`result()` in an event loop of asyncio's. The load goes on where the await is cancelled."""
@@ -291,6 +311,23 @@ class HybridPin:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _came(
+    hit: HybridHit,
+    names: Sequence[Sequence[str]],
+    page_tokens: Mapping[str, int],
+    statuses: Mapping[str, Sequence[PageStatus]],
+) -> GroupReasons:
+    """Why the pages of a hit came, by group; the tiers are those of the lookup."""
+    tiers: dict[str, list[str]] = {name: [] for name in statuses}
+    for part, order, of in zip(hit.parts, hit.order, names, strict=True):
+        for one, tier in zip(order, part.tiers, strict=True):
+            tiers[of[one.group]].append(tier)
+    return {
+        name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
+        for name, some in statuses.items()
+    }
 
 
 def remaining(seconds: float | None) -> Callable[[], float | None]:

@@ -21,6 +21,7 @@ from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
+from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
@@ -48,6 +49,7 @@ from gdscache.ranks.executor import RanksExecutor
 from gdscache.ranks.leader import RankSet
 from gdscache.ranks.place import RemoteMemory, RemotePlanes, RemoteSlab
 from gdscache.runtime.calls import Caller
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
 from gdscache.store.plan import StorePlanner
@@ -60,6 +62,7 @@ from gdscache.tiers.cpu import CpuTier
 from gdscache.tiers.custom import open_tier
 from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
+from gdscache.tiers.journal import Journal
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late, Quarantine
 from gdscache.tiers.ssd import SsdTier
@@ -86,11 +89,14 @@ class Parts:
     status: StatusWriter | None
     events: KVEventHub | None
     ranks: RankSet | None
+    journal: Journal
+    history: HistoryFile | None
 
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
         tiers and give the buffers back. Each step whatever becomes of those before it."""
         with contextlib.ExitStack() as last_to_first:
+            last_to_first.callback(self.journal.close)
             if self.bounce is not None:
                 last_to_first.callback(self.bounce.close)
             last_to_first.callback(self.manager.close, self.executor.close)
@@ -98,6 +104,8 @@ class Parts:
                 last_to_first.callback(self.events.close)
             if self.status is not None:
                 last_to_first.callback(self.status.close)
+            if self.history is not None:
+                last_to_first.callback(self.history.hurry)
             if self.mover is not None:
                 last_to_first.callback(self.mover.close)
             last_to_first.callback(self._end_lost)
@@ -126,7 +134,7 @@ def build(
     """Open everything, or raise and leave nothing open. `addresses`: of the ranks that have the planes."""
     # A tensor that is made in the caller's inference mode could not be written to outside of it.
     with torch.inference_mode(mode=False), contextlib.ExitStack() as placed, contextlib.ExitStack() as undo:
-        lock = threading.RLock()
+        lock, log = threading.RLock(), LimitedLog()
         layout, ranks, gpu = config.model.layout(), None, None
         planes: PagedPlanes | RemotePlanes
         if addresses is not None:
@@ -153,6 +161,7 @@ def build(
                 reserve=limits.ssd_reserve,
                 wall_clock=clock,
                 open_slab=None if ranks is None else functools.partial(RemoteSlab, layout, config.ssd, ranks),
+                log=log,
             )
             undo.callback(ssd.close)
             if isinstance(ssd.io, SlabIO):
@@ -162,14 +171,14 @@ def build(
         for tier in further:
             undo.callback(tier.close)
         _check_served(further, cpu)
-        quarantine = Quarantine(lock)
+        quarantine = Quarantine(lock, log=log)
         files = [*([] if ssd is None else [ssd]), *further]
         direct = ssd is not None and ssd.direct
         bounce = _bounce(config, layout, planes.device, cpu, files, direct, quarantine, ranks)
         if bounce is not None:
             undo.callback(bounce.close)
         chain: list[Tier | None] = [gpu, cpu, ssd, *further]
-        outlets = _outlets(config, layout.extent_bytes, files, limits.admission_offers)
+        outlets = _outlets(config, layout.extent_bytes, files, limits.admission_offers, log)
         index = None if cpu is None else cpu.index
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
         manager = TierManager(
@@ -180,7 +189,12 @@ def build(
             calls=calls,
             wall_clock=clock,
             on_use=earned.used,
+            log=log,
         )
+        name = str(config.ssd.path) if config.ssd else config.model.name
+        lines = {"summary": config.log.summary, "requests": config.log.requests}
+        journal = Journal(manager, name, layout.page_bytes, **lines)
+        manager.tell = journal.tick
         mover = None
         if isinstance(planes, PagedPlanes):
             mover = open_mover(planes, config.gpu, timeline)
@@ -208,12 +222,14 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
-        status = None
+        status = history = None
         if ssd is not None:
             costs = CostsFile(ssd.path, manager.costs, _about(config, layout, planes.device))
             costs.restore()
-            figures = functools.partial(_figures, manager, ssd, ranks)
-            save = functools.partial(_save, costs, ssd)
+            figures = functools.partial(_figures, manager, ssd, ranks, journal)
+            history = HistoryFile(ssd.path, manager.fates.evicted, manager.fates.bad)
+            history.restore()
+            save = functools.partial(_save, costs, history, ssd)
             names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=layout.shards))
             beside = functools.partial(_describe, names, ssd)
             status = StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
@@ -228,7 +244,22 @@ def build(
     for concern in said:
         _config_log.warning("%s", concern)
     _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(said, planes, manager, mover, bounce, loader, prefetcher, storer, executor, status, events, ranks)
+    return Parts(
+        said,
+        planes,
+        manager,
+        mover,
+        bounce,
+        loader,
+        prefetcher,
+        storer,
+        executor,
+        status,
+        events,
+        ranks,
+        journal,
+        history,
+    )
 
 
 def _clock(config: Config) -> Callable[[], float]:
@@ -244,13 +275,13 @@ def _clock(config: Config) -> Callable[[], float]:
     return steady_clock(max(now, written))
 
 
-def _outlets(config: Config, extent: int, files: Sequence[DurableTier], offers: int) -> list[Outlet]:
+def _outlets(config: Config, extent: int, files: Sequence[DurableTier], offers: int, log: LimitedLog) -> list[Outlet]:
     """The outlets to the SSD and the tiers behind it, each with its admission."""
     limit = config.store.queue // extent
     found = []
     for tier in files:
         endurance = config.ssd.endurance if config.ssd is not None and tier.name == SsdTier.name else None
-        admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers)
+        admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers, log=log)
         found.append(Outlet(tier, admission, limit))
     return found
 
@@ -287,9 +318,10 @@ def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str
     return {"model": model.hex(), "device": name}
 
 
-def _save(costs: CostsFile, ssd: SsdTier) -> None:
+def _save(costs: CostsFile, history: HistoryFile, ssd: SsdTier) -> None:
     if not ssd.lock_lost():  # else the directory may be another engine's
         costs.save()
+        history.save()
 
 
 def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
@@ -297,8 +329,11 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None) -> Figures:
-    """For the status page: without the manager's lock, so that they need not agree to the page."""
+def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None, journal: Journal) -> Figures:
+    """For the status page: without the manager's lock, so that they need not agree to the page. Once a second a line
+    that waits is left to a thread that may wait for a log."""
+    if journal.due:
+        manager.calls.post(journal.tick)
     quarantine, index = manager.quarantine, ssd.index
     stopped = quarantine.stopped or ssd.lock_lost()
     state = "stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running"

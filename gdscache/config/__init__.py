@@ -246,6 +246,23 @@ class MetricsConfig(ConfigSection):
     host: str = Field(default="127.0.0.1", min_length=1, description="address of this machine that it is opened on")
 
 
+class LogConfig(ConfigSection):
+    """Lines that an engine writes to Python's `logging` at INFO."""
+
+    summary: float = Field(
+        default=600.0,
+        ge=0,
+        le=MAX_SECONDS,
+        description="seconds from one line of summary (hit rate by tier, bytes, refusals) to the next; 0: none",
+    )
+    requests: float = Field(
+        default=60.0,
+        ge=0,
+        le=MAX_SECONDS,
+        description="seconds from one line that says why a request missed pages to the next; 0: none",
+    )
+
+
 class Config(ConfigSection):
     """One engine. `cpu`, `ssd`, `events` and `metrics` are None where there is no such tier, and none of these."""
 
@@ -278,6 +295,7 @@ class Config(ConfigSection):
     store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
     events: EventsConfig | None = Field(default=None, description="KV events; null or absent means none are emitted")
+    log: LogConfig = Field(default=LogConfig(), description="lines of the log at INFO")
     metrics: MetricsConfig | None = Field(
         default=None, description="Prometheus metrics, served; null or absent means they are not"
     )

@@ -23,7 +23,7 @@ from gdscache.errors import IOFailedError
 
 PIECE = 1 << 20  # bytes of a read
 LOG_SUFFIX = "-wal"
-_HEADER, _FRAME = 32, 24  # bytes before the first frame, and before each page
+HEADER, _FRAME = 32, 24  # bytes before the first frame, and before each page
 _MAGIC, _VERSION = 0x377F0682, 3007000
 _WORDS = 1 << 32
 _VERSIONS = 18  # where a database says which versions may write and read it: 1 without a log, 2 with one
@@ -105,8 +105,8 @@ def _reading(path: Path) -> Iterator[int]:
 
 def _apply(copy: int, log: int) -> None:
     """Put the pages of all whole transactions of a log into the copy; what follows the last one does not count."""
-    header = os.pread(log, _HEADER, 0)
-    if len(header) < _HEADER:
+    header = os.pread(log, HEADER, 0)
+    if len(header) < HEADER:
         return
     magic, version, size, _, *salts = struct.unpack_from(">6I", header)
     if magic & ~1 != _MAGIC or version != _VERSION or size not in [1 << n for n in range(9, 17)]:
@@ -152,7 +152,7 @@ def _frames(log: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
     while True:
         data = bytearray()
         while len(data) < most * step:
-            piece = os.pread(log, most * step - len(data), _HEADER + first * step + len(data))
+            piece = os.pread(log, most * step - len(data), HEADER + first * step + len(data))
             if not piece:
                 break
             data += piece

@@ -34,7 +34,7 @@ class BlockName(NamedTuple):
     extra: Any = None
 
 
-class Told(NamedTuple):
+class NamedRun(NamedTuple):
     """Blocks that a medium has got, each of which follows the one before it, or has lost (`stored` is False)."""
 
     stored: bool
@@ -80,18 +80,18 @@ class NamedEvents:
                     for key in event.block_hashes:
                         change(key, event.ownership)
 
-    def take(self) -> Iterator[Told]:
+    def take(self) -> Iterator[NamedRun]:
         """What has happened since the last call, in its order."""
         with self._lock:
             changes, self._told = self._told, []
-        run: Told | None = None
+        run: NamedRun | None = None
         for stored, medium, name in changes:
             if run is not None and (stored, medium) == run[:2] and _together(run.blocks[-1], name, stored):
                 run.blocks.append(name)
                 continue
             if run is not None:
                 yield run
-            run = Told(stored, medium, [name])
+            run = NamedRun(stored, medium, [name])
         if run is not None:
             yield run
 

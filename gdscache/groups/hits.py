@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gdscache.groups.base import Group, Presence, complete, lengths, needed
 from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.groups.reasons import AskedGroup, group_reasons, group_words
 from gdscache.pages.hit import Hit
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def find(engine: CacheEngine, names: GroupNames, most: int, tokens: int) -> Grou
         with engine.calls:
             manager.missed((most - length) // engine.layout.page_tokens)
             manager.measures.tokens.answered(most, length, found)
+    if length < most:
+        asked = [AskedGroup(group, names, g, manager.told) for g, group in enumerate(groups)]
+        manager.sample = lambda: group_words(group_reasons(asked, 0, most))
     decided = engine.gate.decide_whole([engine.pool_load(found)], 0, tokens, length)
     declined = length if pages and not decided.pages else 0
     if declined:

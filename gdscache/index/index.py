@@ -67,6 +67,7 @@ class PageIndex(EvictablePages):
         self._forget = forget
         self._recycle = recycle
         self._watcher: Watcher | None = None
+        self.on_evict: Callable[[Collection[bytes]], object] = _nobody  # told of victims, under the lock
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by their slots
 
     def watch(self, watcher: Watcher) -> None:
@@ -293,6 +294,7 @@ class PageIndex(EvictablePages):
         """Drop victims: nobody leases them, and none is dirty. Their slots are given back in this order."""
         self.evictions += len(keys)
         self.ages.evicted(keys)
+        self.on_evict(keys)
         take, unlink = self._resting.pop, self._unlink
         gone: list[tuple[bytes, bytes | None]] = []
         slots: list[int] = []
@@ -337,3 +339,7 @@ class PageIndex(EvictablePages):
         if self._dirty - {e.slot for e in pages if e.state is VERIFIED}:
             problems.append("slots are dirty that hold no page")
         return problems + self._free.check() + self._disagreements(pages)
+
+
+def _nobody(keys: Collection[bytes]) -> None:
+    pass

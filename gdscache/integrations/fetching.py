@@ -19,12 +19,14 @@ from gdscache.errors import GdsCacheError, LoadOrderError
 from gdscache.integrations.weights import fresh_salt
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
+from gdscache.pages.reasons import joined, words
 from gdscache.prefetch.queue import PrefetchEnd
 from gdscache.runtime.threads import log_failure
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
     from gdscache.prefetch.handle import Prefetch
+    from gdscache.tiers.manager import TierManager
 
 
 ENDING_S = 5.0  # pins that end so soon are too old to begin a load from
@@ -115,6 +117,7 @@ class PinnedFetch(Pinned):
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
         """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
         super().__init__(seconds)
+        self._told_of = engine.manager.told
         self._page_tokens = size = engine.layout.page_tokens
         self._found: Hit = engine.lookup(hashes, salt=salt)
         self._cached = (self._found.tokens + self._found.declined) // size
@@ -180,6 +183,11 @@ class PinnedFetch(Pinned):
             return False
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
 
+    def unused(self, first: int) -> str:
+        """What is known now of its pages from page `first` on, for a line of the log."""
+        keys, size = [page.key for page in self._found.pages[first:]], self._page_tokens
+        return words(joined(first * size, size, self._told_of(keys)))
+
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""
         tiers = self._prefetch.tiers if self._beyond and self._prefetch is not None else ()
@@ -207,6 +215,23 @@ def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
     return dataclasses.replace(hit, start=first * page_tokens, tokens=tokens, pages=names, tiers=tiers, pays=tokens)
 
 
+class _Telling:
+    """A block in which one request is looked up: see `PinningCache.telling`."""
+
+    __slots__ = ("_before", "_manager", "_request")
+
+    def __init__(self, manager: TierManager, request: str) -> None:
+        self._manager, self._request = manager, request
+
+    def __enter__(self) -> None:
+        self._before = self._manager.sample
+
+    def __exit__(self, *error: object) -> None:
+        sample, request = self._manager.sample, self._request
+        if sample is not None and sample is not self._before:
+            self._manager.sample = lambda: f"request {request}, {sample()}"
+
+
 class PinningCache:
     """An engine as the `Cache` of a table of requests. `pin_seconds`: how long what was brought is kept at most.
 
@@ -229,6 +254,14 @@ class PinningCache:
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
         """The keys of the pages, of the weights that the inference engine has now."""
         return [page.key for page in self.engine.pages(hashes, self.salt)]
+
+    def telling(self, request: str) -> _Telling:
+        """A block in which a request is looked up, so that a line on its missing pages says whose they are."""
+        return _Telling(self.engine.manager, request)
+
+    def unused(self, request: str, fetch: Any, first: int, why: str) -> None:
+        """A request computes pages from page `first` on that were cached when it came: for a line of the log."""
+        self.engine.manager.sample = lambda: f"request {request}, pages that were cached, {why}: {fetch.unused(first)}"
 
     def renew_salt(self) -> None:
         """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""

@@ -35,6 +35,7 @@ class GroupFetch(Pinned):
     def __init__(self, engine: CacheEngine, names: GroupNames, most: int, tokens: int, seconds: float) -> None:
         """`most`: tokens of a hit that can be of use; `tokens`: of the request."""
         super().__init__(seconds)
+        self._told_of = engine.manager.told
         self._align = alignment(names.groups)
         self.found: GroupHit = find(engine, names, most, tokens)
         hit = self.found.hit
@@ -74,6 +75,11 @@ class GroupFetch(Pinned):
         if not self._prefetch.done() or self.verified() == self.wanted:
             return False
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
+
+    def unused(self, first: int) -> str:
+        """What is known now of its pages, for a line of the log."""
+        states = Counter(one.cause for one in self._told_of([one.page.key for one in self.pages]))
+        return ", ".join(f"{count} pages {cause}" for cause, count in states.items())
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` times `alignment` tokens each tier had when it began, by the pages that end in them."""

@@ -132,9 +132,9 @@ class LayerwiseLoad:
         for report in reports:
             by_tier.update(report.bytes_by_tier)
         pages = tuple(status for report in reports for status in report.pages)
-        return LoadReport(
-            sum(r.tokens for r in reports), pages, dict(by_tier), max((r.seconds for r in reports), default=0.0)
-        )
+        reasons = tuple(reason for report in reports for reason in report.reasons)
+        seconds = max((r.seconds for r in reports), default=0.0)
+        return LoadReport(sum(r.tokens for r in reports), pages, dict(by_tier), seconds, reasons)
 
     def settle(self, recompute: Callable[[Gap], object], seconds: float | None = None) -> LoadReport:
         """Wait for the verdict, have computed what is missing, and return the report that `result()` returns.

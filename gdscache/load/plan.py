@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, cast
 
 import numpy as np
@@ -12,8 +12,10 @@ import numpy.typing as npt
 
 from gdscache.arrays import Int64Array
 from gdscache.index.table import Entry
+from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
+from gdscache.pages.reasons import CACHED, Reason, joined
 from gdscache.tiers.base import Lease, Tier
 
 STATUSES = tuple(PageStatus)
@@ -105,6 +107,19 @@ class LoadPlan:
     def told(self, rows: range) -> tuple[PageStatus, ...]:
         """The statuses of some rows."""
         return tuple([STATUSES[code] for code in self.statuses.tobytes()[rows.start : rows.stop]])
+
+    def reasons(self, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
+        """Where the pages of a request come from, or why they have not come. `start`: the token of the first."""
+        good = self.loaded()
+        for run in self.runs:
+            first, stop = max(rows.start, run.rows.start), min(rows.stop, run.rows.stop)
+            if first >= stop:
+                continue
+            tier, at = run.tier.name, start + (first - rows.start) * page_tokens
+            if 0 in good[first:stop]:
+                yield from joined(at, page_tokens, (told_of(self.status(row), tier) for row in range(first, stop)))
+            else:
+                yield Reason(at, at + (stop - first) * page_tokens, CACHED, tier)
 
     def by_tier(self, good: bytes | bytearray, rows: range | None = None) -> dict[str, int]:
         """Pages of each tier for which `good` has a 1; of some rows, or of all."""

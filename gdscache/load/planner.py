@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from gdscache.arrays import Int64Array
 from gdscache.index.table import PENDING, Entry
 from gdscache.load.plan import CODES, Behind, LoadPlan, LoadRequest, PrefetchPlan, TierRun
+from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease, Tier
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
 
 _BAD = (PageStatus.CHECKSUM, PageStatus.GONE)  # what the page itself is; the tier forgets it
 _FAILED = (PageStatus.IO_ERROR, PageStatus.SHORT_READ)
+_log = logging.getLogger("gdscache.load")
+# What a line says of a page that did not come.
+_SAID = {
+    PageStatus.CHECKSUM: "its bytes are not what was stored, so it is dropped",
+    PageStatus.GONE: "it is not where its tier keeps it, so it is forgotten",
+    PageStatus.IO_ERROR: "it cannot be read; it stays",
+    PageStatus.SHORT_READ: "its file ends before it; it stays",
+    PageStatus.DEADLINE: "its read has not ended within the deadline; it stays",
+}
 
 
 class LoadPlanner:
@@ -328,6 +339,8 @@ class LoadPlanner:
                 else:
                     for target in ended:
                         self.landing.index.drop(target)
+            if status in _SAID:
+                self._say(plan, some, status)
             if status in _BAD:
                 for row in some:
                     index = plan.tier_of(row).index
@@ -349,6 +362,26 @@ class LoadPlanner:
                 for name, pages in plan.by_tier(which).items():
                     manager.counts["loaded", name] += pages
             self.filled.notify_all()
+
+    def _say(self, plan: LoadPlan, rows: Sequence[int], status: PageStatus) -> None:
+        """Tell the log, and whoever asks later, of pages that did not come. Those that another plan was to bring are
+        its to tell."""
+        manager, asked = self.manager, set(rows)
+        for run in plan.runs:
+            mine = [row for row in run.rows if row in asked] if run.filling is None else []
+            if not mine:
+                continue
+            first, slot, now = plan.pages[mine[0]], plan.slots[mine[0]], manager.expiry.clock()
+            for row in mine if status in _BAD else ():
+                at = plan.slots[row]
+                told = told_of(status, run.tier.name)
+                manager.fates.found_bad(plan.pages[row].key, told, at, run.tier.place(at), now)
+            manager.log.say(
+                *(_log, logging.WARNING, f"{status.value}, {run.tier.name}"),
+                "page %s in slot %d of the %s tier (%s) did not come (%s): %s",
+                *(first.key.hex(), slot, run.tier.name, run.tier.place(slot), status.value, _SAID[status]),
+                times=len(mine),
+            )
 
     def _of_files(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[tuple[Tier, list[int]]]:
         """Those of the rows that are read from tiers of files, by tier."""

@@ -386,8 +386,8 @@ class LoadRun:
     def _report(self) -> None:
         seconds = self._executor.now() - self._start
         first = any(part.report is None for part in self._load.parts)
-        for part, rows in zip(self._load.parts, self._plan.requests, strict=True):
-            part.report = part.report or self._report_on(rows, seconds)
+        for number, (part, rows) in enumerate(zip(self._load.parts, self._plan.requests, strict=True)):
+            part.report = part.report or self._report_on(number, rows, part.start, seconds)
         if first:
             self._tell(seconds)
 
@@ -415,14 +415,18 @@ class LoadRun:
                 if self._blocks is not None and through and landing is not None:
                     moved(landing.name, PLANES, through)
 
-    def _report_on(self, rows: range, seconds: float) -> LoadReport:
+    def _report_on(self, number: int, rows: range, start: int, seconds: float) -> LoadReport:
         plan, good = self._plan, self._plan.loaded()
         nbytes = {name: pages * self._layout.page_bytes for name, pages in plan.by_tier(good, rows).items()}
         for name, moved in nbytes.items():
             self._manager.count("bytes_loaded", name, moved)
         bad = good.find(0, rows.start, rows.stop)
         prefix = len(rows) if bad < 0 else bad - rows.start
-        return LoadReport(prefix * self._layout.page_tokens, plan.told(rows), nbytes, seconds)
+        size, asked = self._layout.page_tokens, plan.asked.requests
+        reasons = [*plan.reasons(rows, start, size)]
+        if asked and len(rows) < len(asked[number]):  # they have gone since the lookup
+            reasons += self._manager.missing(asked[number], len(rows), 0, start, size)
+        return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
 
     def _commit_deletions(self) -> None:
         if 0 in self._plan.loaded():

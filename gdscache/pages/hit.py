@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gdscache.pages.keys import Page
+from gdscache.pages.reasons import CACHED, Reason, Told, joined, words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Hit:
     expected time of computing `tokens` tokens; None before `observe_prefill`, and without a gate.
 
     `checked`: the pages are in the CPU tier and verified, and the hit was made by `Prefetch.hit`. A load takes them
-    from there alone, hashes none of them again and has no deadline.
+    from there alone, hashes none of them again and has no deadline. `why` is for `reasons`.
     """
 
     start: int
@@ -33,6 +34,25 @@ class Hit:
     pays: int = 0
     declined: int = 0
     checked: bool = False
+    why: Callable[[], Sequence[Reason]] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def reasons(self) -> tuple[Reason, ...]:
+        """Where the tokens from `start` on come from, and why the others of the request's full pages are missing.
+
+        It is worked out when it is asked for: of the missing pages it says what is known by then (`CAUSES` of
+        gdscache/pages/reasons.py).
+        """
+        size = self.tokens // len(self.tiers) if self.tiers else 1
+        here = joined(self.start, size, (Told(CACHED, tier) for tier in self.tiers))
+        return here if self.why is None else (*here, *self.why())
+
+    def missing(self) -> Reason | None:
+        """Why the hit ends where it does; None where no full page of the request is missing. See `reasons`."""
+        return None if self.why is None else next(iter(self.why()), None)
+
+    def words(self) -> str:
+        """`reasons` as a line."""
+        return words(self.reasons())
 
     def part(self, numbers: Sequence[int]) -> Hit:
         """Some of its pages, by their numbers, for a load into blocks of theirs."""

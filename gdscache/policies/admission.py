@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gdscache.limits import LIMITS
 from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import FrequencySketch, RecentCounter
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ ADMISSIONS: dict[str, type[AdmitAll] | type[SecondOffer] | type[TinyLFU]] = {
 
 
 class Admission:
-    """A policy, the prefix and the budget together. Refusals are counted by cause, and each cause is said once.
+    """A policy, the prefix and the budget together. Refusals are counted by cause, and said in the engine's `log`.
 
     Causes: the policy's name, "queue_full", "no_prefix", "endurance". Pages offered are `admitted` + `refused`.
     Remembers up to 4,096 refused pages besides what the policy does. The manager's lock guards it.
@@ -159,8 +160,10 @@ class Admission:
         extent_bytes: int,
         budget: EnduranceBudget | None = None,
         kept: int = REFUSED_KEPT,
+        log: LimitedLog | None = None,
     ) -> None:
         self._kept = kept
+        self._log = LimitedLog() if log is None else log
         self.admitted = 0
         self.refused: Counter[str] = Counter()
         self._policy = policy
@@ -235,9 +238,10 @@ class Admission:
 
     def _refuse(self, page: Page, cause: str, victim: bytes | None) -> str:
         self.refused[cause] += 1
-        if self.refused[cause] == 1:
-            said = self._said(page, cause, victim)
-            _log.warning("the SSD refuses pages (%s): %s. This is logged once; stats() keeps counting", cause, said)
+        self._log.say(
+            *(_log, logging.WARNING, f"refused: {cause}"),
+            lambda: f"the SSD refuses pages ({cause}): {self._said(page, cause, victim)}",
+        )
         self._lately[page.key] = None
         if len(self._lately) > self._kept:
             self._lately.popitem(last=False)
@@ -269,8 +273,9 @@ def open_admission(
     *,
     offers: int = LIMITS.admission_offers,
     clock: Callable[[], float] = time.monotonic,
+    log: LimitedLog | None = None,
 ) -> Admission:
     """A policy by its name and a budget in bytes a day, for a tier of `slots` pages. `offers`: at which of them
     `second_offer` lets a page in."""
     budget = None if endurance is None else EnduranceBudget(endurance, clock)
-    return Admission(ADMISSIONS[name](slots, offers), extent_bytes, budget)
+    return Admission(ADMISSIONS[name](slots, offers), extent_bytes, budget, log=log)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -56,6 +56,16 @@ class BloomFilter:
     def clear(self) -> None:
         np.frombuffer(self._words, np.uint64)[:] = 0
 
+    def dump(self) -> bytes:
+        """Its bits, as `load` takes them."""
+        return self._words.tobytes()
+
+    def load(self, bits: bytes) -> None:
+        """Have these bits. Raises `ValueError` where they are of a filter of another size."""
+        if len(bits) != self.nbytes:
+            raise ValueError(f"{len(bits)} bytes for a filter of {self.nbytes}")
+        self._words = array("Q", bits)
+
 
 class RecentCounter:
     """How often a key was added lately, up to `most` times.
@@ -65,10 +75,11 @@ class RecentCounter:
     Bloom filters of 16 to 32 bits an add, so all takes `4 * most * period` to `8 * most * period` bytes.
     """
 
-    __slots__ = ("_adds", "_current", "_last", "most", "period")
+    __slots__ = ("_adds", "_current", "_last", "added", "most", "period")
 
     def __init__(self, period: int, most: int = 1) -> None:
         self.period = max(1, period)
+        self.added = 0  # adds in all
         self.most = most
         self._current, self._last = ([BloomFilter(self.period, 16) for _ in range(most)] for _ in range(2))
         self._adds = 0
@@ -76,6 +87,34 @@ class RecentCounter:
     @property
     def nbytes(self) -> int:
         return sum(filter_.nbytes for filter_ in (*self._current, *self._last))
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a key was added lately."""
+        return key in self._current[0] or key in self._last[0]
+
+    def dump(self) -> tuple[int, int, list[bytes]]:
+        """`period`, the adds of the current generation, and the bits of all filters; for `load`. Takes no lock: what is
+        added meanwhile may be in it or not."""
+        return self.period, self._adds, [filter_.dump() for filter_ in (*self._current, *self._last)]
+
+    @classmethod
+    def load(cls, period: int, adds: int, filters: Sequence[bytes]) -> RecentCounter:
+        """What `dump` told. Raises `ValueError` where that cannot be."""
+        bits = sum(map(len, filters))
+        if not 1 <= period <= bits or not 0 <= adds <= period or len(filters) % 2:
+            raise ValueError(f"{bits} bytes of filters, {adds} of {period} adds")
+        found = cls(period, len(filters) // 2)
+        for filter_, some in zip((*found._current, *found._last), filters, strict=True):
+            filter_.load(some)
+        found._adds = adds
+        return found
+
+    def take_over(self, other: RecentCounter) -> bool:
+        """Go on from another's adds; False, and nothing, where it is not of the same size."""
+        if (other.period, other.most) != (self.period, self.most):
+            return False
+        self._current, self._last, self._adds = other._current, other._last, other._adds
+        return True
 
     def add(self, key: bytes) -> int:
         """Count a key; how often it was added before."""
@@ -85,6 +124,7 @@ class RecentCounter:
             for filter_ in self._current:
                 filter_.clear()
         self._adds += 1
+        self.added += 1
         before = 0
         for filter_ in self._current:
             if not filter_.add(key):

@@ -32,6 +32,7 @@ from gdscache.index.table import Entry, PageState
 from gdscache.limits import BATCH_PAGES, LEAST_BATCH
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
+from gdscache.pages.reasons import Told
 from gdscache.store.batch_size import batch_pages
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
@@ -122,9 +123,11 @@ class StorePlanner:
             receipt.finish(present)
         if late:
             manager.counts["dropped", "queue_full"] += len(late)
+            manager.fates.note([pages[number].key for number in late], Told("no_room", detail="queue_full"))
             receipt.finish(late, "queue_full")
         self.queued += len(wanted)
         keys = [pages[number].key for number in wanted]
+        manager.fates.forget(keys)
         for outlet in self.outlets:
             outlet.admission.use(keys)
         return wanted
@@ -165,6 +168,7 @@ class StorePlanner:
             for i, cause in zip(lacking, outlet.offer(offered, open=not behind), strict=True):
                 if cause:
                     self._manager.counts["refused", cause] += 1
+                    self._manager.fates.note((pages[i].key,), Told("refused", outlet.tier.name, cause))
                     causes.setdefault(i, cause)
                 else:
                     takes[i] += (outlet,)
@@ -341,7 +345,7 @@ class StorePlanner:
         self.settle(job, parcel.places_of(shown))
         for i in parcel.places:  # what left the CPU tier while it was being put there
             if i in job.left:
-                self.settle(job, (i,), "expired" if self._manager.expiry.was(job.pages[i]) else "cleared")
+                self.settle(job, (i,), "expired" if self._manager.expiry.was(job.pages[i].key) else "cleared")
         return False
 
     def _measure(self, parcel: Parcel, source: str, target: str, pages: int) -> None:
@@ -424,6 +428,7 @@ class StorePlanner:
         left.difference_update(some)
         if cause:
             self._manager.counts["dropped", cause] += len(some)
+            self._manager.fates.note([job.pages[i].key for i in some], Told("no_room", detail=cause))
         self.queued -= len(some)
         if job.receipt is _NOBODY:
             self._cleaning -= len(some)

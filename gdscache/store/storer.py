@@ -105,7 +105,7 @@ class Storer:
         self._closed = False
         self._forwarder = Forwarder(planner, writers, spare, self._idle, deadline)
         planner.now = executor.now
-        self._lane = executor.lane(Priority.STORE, _nothing)
+        self._lane = executor.lane(Priority.STORE, lambda: manager.tell())
 
     # -- accepting ---------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,3 @@ class Storer:
         """An exception ended a round: undo its reservations."""
         with self._manager.lock:
             self._forwarder.abandon(parcels)
-
-
-def _nothing() -> None:
-    pass

@@ -143,6 +143,7 @@ class TierWriter:
                         self._forget(flight)
                     finally:
                         self._forget(flight)  # once more, where the first is broken off itself
+            self._manager.tell()
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
@@ -180,7 +181,7 @@ class TierWriter:
                 pages = [] if self._dropping or off else [out.pages[row] for out, rows in batch for row in rows]
                 entries.update((entry.key, entry) for entry in self._tier.reserve(pages, self._retentions(batch)))
             except StorageError as error:
-                _log.warning("the %s tier takes no pages: %s", self._tier.name, error)
+                self._say("takes no pages", error, len(pages))
                 cause = self._refused(error)
             parts = self._admit(batch, entries, cause)
             if parts:
@@ -248,7 +249,12 @@ class TierWriter:
         for row, error in end.errors.items():
             causes[row] = _cause(error)
         if end.late:
-            _log.warning("%d of %d pages are not written in time", len(end.late), len(causes))
+            self._manager.log.say(
+                *(_log, logging.WARNING, f"written late, {self._tier.name}"),
+                "the %s tier has not written %d of %d pages in time, page %s first, to slot %d of %s",
+                *(self._tier.name, len(end.late), len(causes), *self._where(flight, end.late[0])),
+                times=len(end.late),
+            )
             self._dropping = self._dropping or self._closing
             for row in end.late:
                 causes[row] = "deadline"
@@ -276,9 +282,9 @@ class TierWriter:
         try:
             written = [row for row in ended if not causes[row]]
             if failed is not None:
-                _log.warning(
-                    "%d pages were not written: %s", len(causes) - causes.count("") - causes.count("deadline"), failed
-                )
+                failures = [row for row, cause in enumerate(causes) if cause == "io_error"]
+                where = self._where(flight, failures[0])
+                self._say(f"has not written page {where[0]} to slot {where[1]} of {where[2]}", failed, len(failures))
             for row, cause in zip(written, self._commit(flight, written), strict=True):
                 causes[row] = cause
             with self._manager.lock:
@@ -310,8 +316,19 @@ class TierWriter:
                 )
             return ["" if there else "cleared" for there in visible]
         except StorageError as error:
-            _log.warning("the %s tier commits no pages: %s", self._tier.name, error)
+            self._say("commits no pages", error, len(rows))
             return [self._refused(error)] * len(rows)
+
+    def _say(self, what: str, error: StorageError, pages: int) -> None:
+        """A full disk comes here with each batch."""
+        cause = f"{self._tier.name}, {type(error).__name__}, {getattr(error, 'errno', None)}"
+        text, about = "the %s tier %s: %s. %s", (self._tier.name, what, error.message, error.hint)
+        self._manager.log.say(_log, logging.WARNING, cause, text, *about, times=pages)
+
+    def _where(self, flight: _WriteBatch, row: int) -> tuple[str, int, str]:
+        """A page of a flight for a line: its key, slot and directory."""
+        entry = flight.entries[row]
+        return entry.key.hex(), entry.slot, self._tier.place(entry.slot)
 
     def _refused(self, error: StorageError) -> str:
         """What pages are dropped for, where the tier raised this."""

@@ -69,6 +69,10 @@ class Tier(abc.ABC):
         with lock:
             return self.index.check()
 
+    def place(self, slot: int) -> str:
+        """Where a slot's bytes are, for people: a directory, where there is one."""
+        return {"planes": "the planes", "memory": "host memory"}.get(self.kind, f"the {self.name} tier")
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page, tail first, under the manager's lock."""
         self.index.touch(keys)

@@ -51,9 +51,9 @@ class Expiry:
         while len(self._expired) > self._kept:
             self._expired.popitem(last=False)
 
-    def was(self, page: Page) -> bool:
+    def was(self, key: bytes) -> bool:
         """Whether a page that is not there has expired, as far as that is remembered."""
-        return page.key in self._expired
+        return key in self._expired
 
     def stored(self, pages: Sequence[Page], retention: Retention) -> None:
         """Pages are stored: what is there of them gets the greater priority and the later expiry."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from gdscache.runtime.limited_log import LimitedLog
+
 if TYPE_CHECKING:
     from gdscache.index.table import Entry
     from gdscache.tiers.base import Tier
@@ -41,15 +43,20 @@ class FailedReads:
     """What reads of the tiers of files say of their pages and of the tiers. The manager's lock guards it.
 
     `watching`: whether `read` wants to be told of reads that succeeded. `any_off`: whether `off` may say so of a tier.
-    `on_switch` is called when a tier is switched off or on; it must be quick. `clock` is in seconds.
+    `on_switch` is called when a tier is switched off or on; it must be quick. `clock` is in seconds. `log`: the
+    engine's; lines are noted there, since the lock is held.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, on_switch: Callable[[], None] = lambda: None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        on_switch: Callable[[], None] = lambda: None,
+        log: LimitedLog | None = None,
     ) -> None:
         self.watching = self.any_off = False
         self.clock = clock
         self._on_switch = on_switch
+        self._log = LimitedLog(clock) if log is None else log
         self._tiers: dict[str, _Errors] = {}
         self._counts = {"error_switch_offs": 0, "given_up": 0}
 
@@ -71,11 +78,11 @@ class FailedReads:
                 tier.index.drop(entry)
         if given_up:
             self._counts["given_up"] += len(given_up)
-            _log.warning(
-                "%s: %d pages are given up, %s first: reads of them fail",
-                tier.name,
-                len(given_up),
-                given_up[0].hex()[:16],
+            self._log.say(
+                *(_log, logging.WARNING, f"given up, {tier.name}"),
+                "page %s of the %s tier is given up: reads of it fail, and others succeed",
+                *(given_up[0].hex(), tier.name),
+                times=len(given_up),
             )
         while len(errors.pages) > _MOST_PAGES:
             del errors.pages[next(iter(errors.pages))]
@@ -85,7 +92,8 @@ class FailedReads:
                 self.any_off = True
                 self._counts["error_switch_offs"] += 1
                 self._on_switch()
-                _log.warning(
+                self._log.say(
+                    *(_log, logging.WARNING, f"switched off by errors, {tier.name}"),
                     "the %s tier is switched off: for %.0f s no read of it succeeded. Its pages stay, and miss, and "
                     "nothing is written to it. Every %g s it is tried again. See the system log for the device",
                     tier.name,
@@ -110,10 +118,19 @@ class FailedReads:
                 errors.until = None
                 self.any_off = any(one.until is not None for one in self._tiers.values())
                 self._on_switch()
-                _log.warning("the %s tier is switched on again: reads of it succeed", tier.name)
+                self._log.say(
+                    *(_log, logging.WARNING, f"switched on behind errors, {tier.name}"),
+                    "the %s tier is switched on again: reads of it succeed",
+                    tier.name,
+                )
         if not errors.pages:
             del self._tiers[tier.name]
             self.watching = bool(self._tiers)
+
+    def failing(self, tier: str, key: bytes) -> bool:
+        """Whether the last read of a page failed, as far as that is remembered."""
+        errors = self._tiers.get(tier)
+        return errors is not None and key in errors.pages
 
     def off(self, tier: str) -> bool:
         """Whether a tier is switched off now."""

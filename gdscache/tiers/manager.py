@@ -19,11 +19,14 @@ from gdscache.gate.costs import Costs
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.pages.keys import Page
+from gdscache.pages.reasons import CACHED, Reason, Told, joined
 from gdscache.runtime.calls import Caller, Direct
 from gdscache.runtime.latencies import Latencies
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.base import DurableTier, Lease, Tier
 from gdscache.tiers.clear import PAUSE_S, Clearing
 from gdscache.tiers.expiry import Expiry
+from gdscache.tiers.fates import PageFates
 from gdscache.tiers.measures import Measures
 from gdscache.tiers.pinning import Pins
 from gdscache.tiers.pins import Pin
@@ -60,11 +63,12 @@ class TierManager:
         timeline: Timeline = OFF,
         on_use: Callable[[Sequence[bytes]], None] = lambda keys: None,
         measured: bool = True,
+        log: LimitedLog | None = None,
     ) -> None:
         """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
         of slower ones come up to; `files` are those that only I/O reaches; `served` those that lookups see. `on_use`
         is told the keys that a lookup found, tail first, under the lock: it notes them, and starts nothing. Without
-        `measured` nothing is learned of what loads take, since nobody asks."""
+        `measured` nothing is learned of what loads take, since nobody asks. `log`: the engine's."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -83,7 +87,13 @@ class TierManager:
         self.expiry = Expiry(self, wall_clock)
         self.pins = Pins(self, clock)
         self.measured = measured
-        self.quarantine = Quarantine(lock, clock) if quarantine is None else quarantine
+        self.log = LimitedLog(clock) if log is None else log
+        self.tell: Callable[[], object] = self.log.flush  # writes lines that wait: for threads that nobody waits for
+        self.sample: Callable[[], str] | None = None  # says why the last lookup that missed pages did
+        self.fates = PageFates(sum(tier.index.slots for tier in tiers))
+        for tier in tiers:
+            tier.index.on_evict = self.fates.evict
+        self.quarantine = Quarantine(lock, clock, self.log) if quarantine is None else quarantine
         self.timeline = timeline
         self._clock = clock
         self._watched, self._watching = -math.inf, False  # the last look at whose the directories are, and the next
@@ -126,9 +136,58 @@ class TierManager:
             self.counts["lookups", "requests"] += 1
             self.counts["lookups", "pages"] += len(pages) - start
             missing = len(pages) - start - len(found) - hidden
-            cause = "expired" if missing > 0 and self.expiry.was(pages[start + len(found)]) else "absent"
+            cause = "expired" if missing > 0 and self.expiry.was(pages[start + len(found)].key) else "absent"
             self.counts["misses", cause] += missing
             return found
+
+    def told(self, keys: Sequence[bytes]) -> list[Told]:
+        """What is known of pages: where each is, or what became of it. Counts nothing."""
+        found: list[Told] = []
+        for at in range(0, len(keys), _LOOKED):
+            with self.lock:
+                away = self.quarantine.absent()
+                found += [self._told(key, away) for key in keys[at : at + _LOOKED]]
+        return found
+
+    def _told(self, key: bytes, away: str) -> Told:
+        quarantine, told = self.quarantine, None
+        for name, tier in self.tiers.items():
+            if not tier.index.has(key):
+                if told is None and key in tier.index:
+                    told = Told("storing", name)
+                continue
+            slot = tier.index.slot(key)
+            if away or (slot is not None and self.hidden(name, slot)):
+                off = quarantine.refuses(name)
+                told = Told("off", name, quarantine.cause if quarantine.off or away else "switched_off")
+                told = told if off else Told("late", name)
+            elif tier.kind == "files" and quarantine.failed_reads.failing(name, key):
+                told = Told("failing", name)
+            else:
+                return Told(CACHED if tier.served else "elsewhere", name)
+        if told is not None:
+            return told
+        return Told("expired") if self.expiry.was(key) else self.fates.told(key)
+
+    def missing(
+        self, pages: Sequence[Page], first: int, declined: int, start: int, page_tokens: int
+    ) -> tuple[Reason, ...]:
+        """Why the pages from number `first` on were not in a hit: the next `declined` for what a gate said of them.
+        `start`: the token that the first of `pages` begins with."""
+        told, gap = self.told([page.key for page in pages[first:]]), False
+        for at, one in enumerate(told):
+            if one.cause != CACHED:
+                gap = gap or at >= declined
+            elif at < declined or gap:
+                told[at] = Told("gate" if at < declined else "behind", one.tier)
+            else:
+                told[at] = Told("stored_since", one.tier, self._before(pages[first + at].key))
+        return joined(start + first * page_tokens, page_tokens, told)
+
+    def _before(self, key: bytes) -> str:
+        """What is known of a page from before it was stored (again)."""
+        with self.lock:
+            return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
         """Pages that a lookup asked for beside those of `lookup`, and that no tier has."""
@@ -280,18 +339,24 @@ class TierManager:
         self.costs, self.busy = costs, BusyPeriods(costs.observe_load)
 
     def learn(self) -> None:
-        """Learn what the tiers take from what was measured: for threads that nobody waits for, as `settle`."""
+        """Learn what the tiers take from what was measured, and write lines that wait: for threads that nobody waits
+        for, as `settle`."""
         if self.busy.untold:
             time.sleep(PAUSE_S)
             self.busy.tell()
+        self.tell()
 
     def settle(self) -> None:
-        """`learn`, and bring the eviction orders nearly up to date: for threads that nobody waits for, after work on
-        many pages.
+        """`learn`, and bring the eviction orders nearly up to date, and the filter of evicted pages: for threads that
+        nobody waits for, after work on many pages.
 
         A pause comes first: whoever waited for that work has the interpreter then.
         """
         self.learn()
+        while self.fates.waiting:
+            time.sleep(PAUSE_S)
+            with self.lock:
+                self.fates.bring_in(self.settled)
         for tier in self.tiers.values():
             while tier.index.unsettled > self.unsettled:
                 time.sleep(PAUSE_S)
@@ -307,6 +372,11 @@ class TierManager:
     def count(self, group: str, name: str, n: int = 1) -> None:
         with self.lock:
             self.counts[group, name] += n
+
+    def snapshot(self) -> dict[tuple[str, str], int]:
+        """The counts as they are now."""
+        with self.lock:
+            return dict(self.counts)
 
     def check(self, fix: bool = False) -> list[str]:
         """What disagrees in any tier. Meant for a quiet engine: work in flight holds slots of its own."""
@@ -352,6 +422,7 @@ class TierManager:
 
         What I/O that hangs may still touch is kept until that ends; the log says what.
         """
+        self.sample = None
         with self.clearing.alone:
             pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
         quarantine = self.quarantine

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.failed_reads import FailedReads
 
 _log = logging.getLogger("gdscache.ssd")
@@ -51,11 +52,14 @@ class Quarantine:
     """The late requests of one engine. Thread-safe; `lock` is the manager's.
 
     `off` is whether the SSD tier is switched off since its I/O hangs; `stopped` why it is for good, "" where it is not.
-    `failed_reads` may switch single tiers off.
+    `failed_reads` may switch single tiers off. `log`: the engine's.
     """
 
-    def __init__(self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic) -> None:
-        self.failed_reads = FailedReads(clock, self._tell)
+    def __init__(
+        self, lock: threading.RLock, clock: Callable[[], float] = time.monotonic, log: LimitedLog | None = None
+    ) -> None:
+        self.log = LimitedLog(clock) if log is None else log
+        self.failed_reads = FailedReads(clock, self._tell, self.log)
         self.off = False
         self.stopped = ""
         self.absent: Callable[[], str] = lambda: ""  # why nothing is loaded or stored, where ranks do not answer
@@ -111,7 +115,8 @@ class Quarantine:
                 self._counts["switch_offs"] += 1
                 self._tell()
         if full is not None:
-            _log.error(
+            self.log.say(
+                *(_log, logging.ERROR, "switched off"),
                 "the SSD tier is switched off: I/O that has not ended within its deadline holds %d of %d slots of %s. "
                 "Its pages miss and nothing is written to it until I/O ends. See the system log for the device; if it "
                 "stays away, start again with another ssd.path, or without the tier",
@@ -119,6 +124,7 @@ class Quarantine:
                 self._slots[full],
                 full,
             )
+            self.log.flush()
 
     def stop(self, why: str) -> None:
         """Switch the SSD tier off for good. The lock may be held."""
@@ -208,7 +214,10 @@ class Quarantine:
             self._finishing = self._finishing or finish
             self._ended.notify_all()
         if switched_on:
-            _log.warning("the SSD tier is switched on again: I/O that hung has ended")
+            self.log.say(
+                _log, logging.WARNING, "switched on", "the SSD tier is switched on again: I/O that hung has ended"
+            )
+            self.log.flush()
         if finish:  # not in this thread: closing a transport waits for it
             threading.Thread(target=self._finish, name="gdscache-late-close", daemon=True).start()
 

@@ -39,6 +39,7 @@ from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
+from gdscache.runtime.limited_log import LimitedLog
 from gdscache.storage import open_transport
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
@@ -60,6 +61,7 @@ class SsdTier(DurableTier):
 
     `reserve`: free slots that are kept ready, an eighth of all at most. `wall_clock`: seconds since the epoch; pages
     that have expired by then are given up at once. `open_slab(slots)`: opens the slab; by default in this process.
+    `log`: the engine's.
     """
 
     name = "ssd"
@@ -77,8 +79,10 @@ class SsdTier(DurableTier):
         reserve: int = LIMITS.ssd_reserve,
         wall_clock: Callable[[], float] = time.time,
         open_slab: Callable[[int], SlabFiles] | None = None,
+        log: LimitedLog | None = None,
     ) -> None:
         self.layout = layout
+        self._said = LimitedLog() if log is None else log
         self.lock = lock
         self.path = path = config.path
         self.route: RouteChoice | None = None  # which way pages go to planes
@@ -173,6 +177,10 @@ class SsdTier(DurableTier):
     @property
     def capacity(self) -> int:
         return self.index.slots * self.layout.extent_bytes
+
+    def place(self, slot: int) -> str:
+        """The directory of a slot's bytes: with ranks, of the first rank's."""
+        return str(self._slab.files[self._slab.locate(slot)[0]].parent)
 
     @property
     def spare_slots(self) -> int:
@@ -316,7 +324,8 @@ class SsdTier(DurableTier):
             try:
                 self.commit_waiting()
             except IOFailedError as error:
-                _log.warning("%s: deletions wait for a later commit: %s", self.path, error)
+                text = "%s: deletions wait for a later commit: %s"
+                self._said.say(_log, logging.WARNING, "deletions wait", text, self.path, error)
 
     def learn(self, entries: Sequence[Entry]) -> None:
         if not self.at_hand(entries):
@@ -336,7 +345,8 @@ class SsdTier(DurableTier):
         try:
             found, sums = self._catalog.checksum_rows(slots, self.layout.n_layers)
         except IOFailedError as error:  # they stay unknown: whoever wants these pages misses them
-            _log.warning("%s: checksums of %d pages cannot be read: %s", self.path, len(slots), error)
+            text, about = "%s: checksums of %d pages cannot be read: %s", (self.path, len(slots), error)
+            self._said.say(_log, logging.WARNING, "checksums unread", text, *about)
             return
         with self.lock:
             known = np.frombuffer(self._known, dtype=np.bool_)
@@ -384,7 +394,8 @@ class SsdTier(DurableTier):
             try:
                 self._catalog.describe_namespace(digest, description)
             except IOFailedError as error:  # pages do without
-                _log.warning("%s: a namespace stays without description: %s", self.path, error)
+                text = "%s: a namespace stays without description: %s"
+                self._said.say(_log, logging.WARNING, "namespaces unwritten", text, self.path, error)
 
     def lock_lost(self, *, thorough: bool = False) -> str:
         """Why the directory is not ours alone any more; "" while it is. Costs an `os.stat`; `thorough`: some more."""

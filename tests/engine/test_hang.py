@@ -303,6 +303,7 @@ def test_too_many_hung_reads_switch_the_ssd_tier_off_until_they_end(
     host = open_host(cpu=8, ssd=24, **READS_SOON)
     tokens, other = stored(host, 1, 3), stored(host, 2, 3)
     for times in (1, 2):
+        host.engine.manager.log.clock = lambda later=61.0 * times: time.monotonic() + later  # each cause once a minute
         caplog.clear()
         drop_from(host.engine, "cpu")
         with PLAN.rule(Op.READ, Fault.HANG, times=3):

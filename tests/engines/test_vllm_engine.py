@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -335,3 +336,31 @@ def test_the_example(model: Path, tmp_path: Path) -> None:
     assert [line.startswith("0 of 1540") for line in told[0]] == [True] + [False] * 5
     assert not any(line.startswith("0 of") for line in told[1])
     assert [line.partition("answer")[2] for line in told[0]] == [line.partition("answer")[2] for line in told[1]]
+
+
+def test_the_log_looks_like_vllm_s_own(model: Path, tmp_path: Path) -> None:
+    """A page that rots on the SSD is one line, with all that an operator needs, and so are a summary and a request."""
+    connector = filled(tmp_path, model, log={"summary": 0.5, "requests": 0.1})
+    parts.flip(_slab(tmp_path / "ssd"), 64 << 10)
+    run = parts.run(tmp_path, model, [ask(parts.LONG), DRAIN, ask(parts.LONG), DRAIN], connector)
+    head = r"^\(.* pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[.*{file}:\d+\] "
+    place = re.escape(str(tmp_path / "ssd"))
+    bad = rf"page [0-9a-f]{{64}} in slot \d+ of the ssd tier \({place}\) did not come \(checksum\)"
+    lines = [
+        ("WARNING", "planner.py", bad),
+        (
+            "INFO",
+            "journal.py",
+            rf"{place}: a request that missed pages: request \S+, pages that were cached, not loaded: "
+            r"tokens 0 to [\d,]+ (bad on ssd \(checksum\)|cached on cpu)",
+        ),
+        (
+            "INFO",
+            "journal.py",
+            rf"{place}: in \d+ s \d+ lookups of \d+ pages, hit .* %, missed .* loaded .*, stored .*",
+        ),
+    ]
+    for level, file, text in lines:
+        found = re.findall(head.format(level=level, file=re.escape(file)) + text, run.log, re.MULTILINE)
+        assert found, (text, run.log[-8000:])
+    assert len(re.findall(bad, run.log)) == 1

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.disk import catalog_file, directory, json_file, namespaces_file, status_page, stripes
+from gdscache.disk import catalog_file, directory, history_file, json_file, namespaces_file, status_page, stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.directory import CacheDirectory
 from gdscache.errors import GdsCacheError
@@ -37,8 +37,10 @@ from gdscache.index.index import PageIndex
 from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page, namespace_digest
 from gdscache.policies import new_policy
+from gdscache.policies.sketch import RecentCounter
 from gdscache.pool.io import TRAILER_BYTES, is_stored, trailer
 from gdscache.runtime.latencies import Summary
+from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import opened, served, store
 from tests.support.fuzz_base import BreachError, Seeds, Target, require
@@ -173,6 +175,41 @@ def _names_seeds(folder: Path) -> Seeds:
     namespaces_file.NamespacesFile(folder, FIELDS).save(more)
     whole = (folder / namespaces_file.NAMES_NAME).read_bytes()
     return [whole, *_hostile(whole, b'"tiny"')]
+
+
+def _history(data: bytes, folder: Path) -> None:
+    path = folder / history_file.HISTORY_NAME
+    path.write_bytes(data)
+    found = history_file.read(folder)
+    if found is not None:
+        require(history_file.unpack(history_file.pack(found)).bad == found.bad, "what was read is not what is written")
+        require(found.evicted.nbytes <= len(data), "a filter larger than its file")
+    fates = PageFates(LEAST)
+    mine = history_file.HistoryFile(folder, fates.evicted, fates.bad)
+    mine.restore()
+    fates.evict([bytes(32)])
+    fates.bring_in()
+    require(fates.told(bytes(32)).cause in ("evicted", "bad"), "an evicted page is forgotten")
+    mine.hurry()
+    mine.save()
+    require(history_file.read(folder) is not None, "it is not written anew")
+
+
+def _history_seeds(folder: Path) -> Seeds:
+    evicted, bad = RecentCounter(64), {bytes(32): history_file.BadPage("ssd", "checksum", 3, "/dir", 1.0)}
+    for n in range(9):
+        evicted.add(bytes([n]) * 32)
+    whole = history_file.pack(history_file.History(evicted, bad, 2.0))
+    return [
+        whole,
+        whole[:40],
+        *(_signed(whole[16:].replace(a, b, 1)) for a, b in ((b'"bad"', b'"bax"'), (b"1.0", b"1e9"))),
+    ]
+
+
+def _signed(rest: bytes) -> bytes:
+    """A history with the right checksum."""
+    return history_file.MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
 
 
 def _stripe(data: bytes, folder: Path) -> None:
@@ -585,7 +622,13 @@ def _engine(data: bytes, folder: Path) -> None:
         slab[at : at + 4] = source.take(4)
     (folder / "slab-0.bin").write_bytes(slab)
     (folder / catalog_file.CATALOG_NAME).write_bytes(source.edits(image, places))
-    for name in (COSTS_NAME, namespaces_file.NAMES_NAME, status_page.STATUS_NAME, directory.LOCK_NAME):
+    for name in (
+        COSTS_NAME,
+        namespaces_file.NAMES_NAME,
+        history_file.HISTORY_NAME,
+        status_page.STATUS_NAME,
+        directory.LOCK_NAME,
+    ):
         if source.number() & 1:
             (folder / name).write_bytes(source.some())
     with contextlib.suppress(GdsCacheError), opened(folder, SLOTS) as host:
@@ -605,6 +648,7 @@ TARGETS = {
     "costs": Target(_costs, _costs_seeds, words=JSON),
     "costs_figures": Target(_figures, _figures_seeds, 512),
     "namespaces": Target(_names, _names_seeds, words=JSON),
+    "history": Target(_history, _history_seeds, words=JSON),
     "stripe": Target(_stripe, _stripe_seeds, words=JSON),
     "lock": Target(_lock, _lock_seeds, words=JSON),
     "status": Target(_status, _status_seeds, 512),

@@ -1,8 +1,8 @@
 """The catalogue and the slab of a cache directory, read without changing a byte there.
 
 A catalogue and its log are copied to a temporary file, and the engine's own recovery says which of its rows it would
-keep. When either changes meanwhile, the reader begins again. Of a directory that is in use nothing is read: see
-`status_page`.
+keep. When either changes meanwhile, the reader begins again. Of a directory that is in use `inspect` reads nothing: see
+`status_page`; `explain` reads what was committed last.
 """
 
 from __future__ import annotations
@@ -147,6 +147,41 @@ def read_once(directory: Path, progress: Progress, *, last: bool = True) -> Cont
             raise
         return None
     return contents if _version(directory) == before else None
+
+
+def read_beside(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
+    """What a directory has by its last commits, also while an engine commits more; None where the copy may be torn.
+
+    An engine changes the database itself only when it folds the log in, and what it folds in stays in the log until the
+    log begins anew, with another header. So a copy of both is whole if the log has the header at its end that it had
+    before. Parameters are those of `read_once`.
+    """
+    before = _log_header(directory)
+    if before is None:
+        return read_once(directory, progress, last=last)
+    try:
+        with open_catalog(directory, progress) as connection:
+            if _log_header(directory) != before:
+                return None
+            return read_contents(directory, connection)
+    except GdsCacheError:
+        if last:
+            raise
+        return None
+
+
+def _log_header(directory: Path) -> tuple[int, bytes] | None:
+    """The inode of the catalogue, and the bytes that a log begins with; None without a log that has any."""
+    path = directory / CATALOG_NAME
+    try:
+        fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        header = os.pread(fd, catalog_image.HEADER, 0)
+    finally:
+        os.close(fd)
+    return (regular_file(path).st_ino, header) if len(header) == catalog_image.HEADER else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

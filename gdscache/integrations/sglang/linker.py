@@ -97,7 +97,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages. Ranks would need each shorter one, too; there is one."""
-        pages = self._table.lookup(rid, _of_kv(transfers).keys or [])
+        with self._cache.telling(rid):
+            pages = self._table.lookup(rid, _of_kv(transfers).keys or [])
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:

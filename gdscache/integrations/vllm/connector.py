@@ -42,6 +42,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.engine import CacheEngine
 from gdscache.integrations.group_fetching import GroupCache
+from gdscache.integrations.logs import follow
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
@@ -117,6 +118,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        follow(logging.getLogger("vllm"))
         refuse_setup(vllm_config, kv_cache_config)
         self._options = _options(vllm_config)
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
@@ -158,6 +160,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._table: RequestTable = GroupTable(groups, cache, every, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
+        self._table.unused = session.unused
 
     @property
     def _overlapping(self) -> bool:
@@ -215,11 +218,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._session.engine.observe_prefill(tokens, before, seconds)
 
     def on_new_request(self, request: Any) -> None:
-        with self._timed("scheduler_seconds"):
+        with self._timed("scheduler_seconds"), self._joined.telling(request.request_id):
             self._table.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        with self._timed("scheduler_seconds"):
+        with self._timed("scheduler_seconds"), self._joined.telling(request.request_id):
             return self._table.ask(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -102,6 +102,8 @@ class GroupTable(RequestTable):
             return
         assert isinstance(fetch, GroupFetch), "a fetch of one group"
         known.sources = fetch.sources(known.local, tokens // size)
+        if fetch.cached > length // size:
+            self._say_unused(known, fetch, length // size)
         hit = fetch.found.hit.tokens
         self._offer(known, length, hit + fetch.found.hit.declined, fetch.found.whole)
         known.fetch, known.since, known.asked, known.answered = None, None, None, False

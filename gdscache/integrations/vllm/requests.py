@@ -108,6 +108,7 @@ class RequestTable:
         self.alone: Counter[str] = Counter()  # requests that are left alone, by cause
         self.late = 0  # requests whose pages did not come in time
         self.between = False  # every load goes between steps
+        self.unused: Callable[[str, Any, int, str], object] = _nobody  # told of cached pages that a request lacks
         self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
     def __len__(self) -> int:
@@ -176,6 +177,8 @@ class RequestTable:
                 known.offered = self._missing(known, known.local, 0)
             return
         known.sources = fetch.sources(known.local, pages)
+        if fetch.cached > known.local + pages:
+            self._say_unused(known, fetch, known.local + pages)
         known.offered = self._missing(known, known.local + pages, fetch.cached)
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
         if pages:
@@ -278,6 +281,11 @@ class RequestTable:
         known.looked = now
         return self._cache.cached(known.hashes) > fetch.cached
 
+    def _say_unused(self, known: Known, fetch: Fetch, first: int) -> None:
+        """Pages from number `first` on were cached when the request came, and it computes them."""
+        why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
+        self.unused(known.request.request_id, fetch, first, why)
+
     def _missing(self, known: Known, there: int, cached: int) -> int:
         """The first page that needs a store. `there`: pages that are in their blocks without this step."""
         if there > cached:  # vLLM's own cache has pages that ours had not when the request came: has it now?
@@ -297,3 +305,7 @@ class RequestTable:
 def _skips(request: Any) -> bool:
     """Whether vLLM would not use what is loaded: the request wants what only computing every token gives."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def _nobody(request_id: str, fetch: Any, first: int, why: str) -> None:
+    pass

@@ -22,6 +22,7 @@ from gdscache.pages.keys import Page
 from gdscache.policies.admission import ADMISSIONS, REMEMBERED, Admission, SecondOffer, TinyLFU, open_admission
 from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
+from gdscache.runtime.limited_log import LimitedLog
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent
 from tests.support.helpers import MHA, Host, OpenHost, drop_from, kept, layout_of, make_config, prompt, quiet
 
@@ -51,9 +52,10 @@ def gate(
     extent: int = EXTENT,
     endurance: int | None = None,
     offers: int = 2,
+    log: LimitedLog | None = None,
     clock: Clock | None = None,
 ) -> Admission:
-    return open_admission(admission, slots, extent, endurance, clock=clock or Clock(), offers=offers)
+    return open_admission(admission, slots, extent, endurance, clock=clock or Clock(), offers=offers, log=log)
 
 
 class Clock:
@@ -365,8 +367,9 @@ def test_the_gate_is_its_model(
 # -- what is said ----------------------------------------------------------------------------------------------------
 
 
-def test_each_cause_is_said_once_with_figures_and_the_setting(caplog: pytest.LogCaptureFixture) -> None:
-    admission = gate(slots=100, admission="second_offer", offers=3, endurance=16 * EXTENT)
+def test_each_cause_is_said_once_a_minute_with_figures_and_the_setting(caplog: pytest.LogCaptureFixture) -> None:
+    log = LimitedLog()
+    admission = gate(slots=100, admission="second_offer", offers=3, endurance=16 * EXTENT, log=log)
     pages = prefix(1, 5)
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
@@ -374,6 +377,7 @@ def test_each_cause_is_said_once_with_figures_and_the_setting(caplog: pytest.Log
                 admission.admit(p)
     assert set(admission.refused) == {"second_offer", "endurance", "no_prefix"}
     assert all(n > 1 for n in admission.refused.values())
+    log.flush()
     assert len(caplog.records) == 3
     assert {(r.name, r.levelno) for r in caplog.records} == {("gdscache.store", logging.WARNING)}
     said = {next(cause for cause in admission.refused if f"({cause})" in r.message): r.message for r in caplog.records}
@@ -387,18 +391,22 @@ def test_each_cause_is_said_once_with_figures_and_the_setting(caplog: pytest.Log
 
 
 def test_tinylfu_says_how_often_both_were_used(caplog: pytest.LogCaptureFixture) -> None:
-    admission = gate(admission="tinylfu")
+    log = LimitedLog()
+    admission = gate(admission="tinylfu", log=log)
     admission.use([name("there")] * 5 + [page(1).key])
     for _ in range(3):
         admission.admit(page(1), name("there"))
+    log.flush()
     assert len(caplog.records) == 1
     for part in ("(tinylfu)", "used 1 times", "go 5 times", "store.admission", "ssd.capacity"):
         assert part in caplog.text
 
 
 def test_a_lack_of_room_is_said_once_with_the_settings_and_costs_no_budget(caplog: pytest.LogCaptureFixture) -> None:
-    admission = gate(endurance=8 * EXTENT)
+    log = LimitedLog()
+    admission = gate(endurance=8 * EXTENT, log=log)
     assert [admission.admit(p, room=False) for p in prefix(1, 3)] == ["queue_full"] * 3
+    log.flush()
     assert len(caplog.records) == 1
     for part in ("(queue_full)", "more slowly", "store.queue", "cpu.capacity", "store.admission"):
         assert part in caplog.text

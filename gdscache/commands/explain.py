@@ -1,0 +1,338 @@
+"""`gdscache explain`: where the pages of a request are in a directory, in which namespaces, and why others are nowhere.
+
+Nothing is changed there, no lock is taken, and an engine may use the directory meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import itertools
+import json
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gdscache.commands.console import Progress, Table, silent
+from gdscache.commands.inspect.names import kept_by, made_of
+from gdscache.commands.inspect.owner import find_owner
+from gdscache.commands.inspect.reading import ATTEMPTS, PAUSE, Contents, existing, has_log, read_beside
+from gdscache.config import Config
+from gdscache.disk import history_file
+from gdscache.disk.history_file import History
+from gdscache.errors import IOFailedError, TokensError
+from gdscache.limits import KEY_BYTES
+from gdscache.pages.columns import find
+from gdscache.pages.keys import as_tokens, namespace_digest, page_keys
+
+SCHEMA = "gdscache.explain/1"
+RUNS_SHOWN = 40
+DIGITS = 16
+_DIGEST = re.compile(r"(?:0x)?([0-9a-fA-F]{64})")
+_NUMBER = re.compile(r"[0-9]{1,10}")
+_MOST_BYTES = 1 << 28  # of the ids
+_FORMS = "a file, - or a text with token ids or digests of 64 hexadecimal digits, as a JSON list or between blanks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a request is: its token ids, uint32 (tokens,); or digests, 32 bytes each, of one page after the other, which
+    are keys of pages or what an inference engine calls them."""
+
+    tokens: Any = None
+    digests: tuple[bytes, ...] = ()
+
+
+def read_ids(given: str) -> Asked:
+    """The ids that a command was given: see `_FORMS`. Raises `TokensError`, `IOFailedError`."""
+    if given == "-":
+        return _ids(sys.stdin.read(_MOST_BYTES))
+    try:
+        return _ids(given)
+    except TokensError:
+        if given.strip()[:1] in ("", "[", "{"):
+            raise
+    try:
+        with Path(given).open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise IOFailedError(f"{given} is no ids, and cannot be read: {error}", f"pass {_FORMS}") from None
+    return _ids(text)
+
+
+def _ids(text: str) -> Asked:
+    """The ids of a text. Raises `TokensError`."""
+    try:
+        words = json.loads(text)
+    except (ValueError, RecursionError):
+        words = re.split(r"[\s,]+", text.strip())
+    words = words if isinstance(words, list) else [words]
+    digests = [_DIGEST.fullmatch(word) if isinstance(word, str) else None for word in words]
+    if words and all(digests):
+        return Asked(digests=tuple(bytes.fromhex(match[1]) for match in digests if match is not None))
+    numbers = [int(word) if isinstance(word, str) and _NUMBER.fullmatch(word) else word for word in words]
+    if not numbers or not all(type(number) is int for number in numbers):
+        raise TokensError("the ids are neither token ids nor digests", f"pass {_FORMS}")
+    return Asked(as_tokens(numbers))
+
+
+def explain(directory: Path, asked: Asked, config: Config | None = None, progress: Progress = silent) -> dict[str, Any]:
+    """Where the pages of a request are in a directory, as plain data.
+
+    `namespaces`: those that have pages of it, or had, the most pages first; each with its `runs` of pages: `first` and
+    `stop` (exclusive) count pages of the request, and `tokens` its tokens. `config`: names what the pages of tokens are
+    called in a hybrid model whose groups have planes of their own. Raises what `inspect` raises.
+    """
+    directory = existing(directory)
+    owner = find_owner(directory, catalog_open=has_log(directory))
+    contents, history = _read(directory, progress), history_file.read(directory)
+    named = {digest: _keys(digest, each.fields, asked, config) for digest, each in contents.names.items()}
+    rows = _Rows(contents, history, [way for one in named.values() if one is not None for way in one.ways])
+    found = [_told(rows, digest, one) for digest, one in named.items()]
+    with_pages = [one for one in found if one["found"]]
+    return {
+        "schema": SCHEMA,
+        "path": str(directory),
+        "owner": owner.describe(),
+        "asked": {"tokens": None if asked.tokens is None else len(asked.tokens), "digests": len(asked.digests)},
+        "history": None if history is None else {"written": history.written, "bad_pages": len(history.bad)},
+        "other_namespaces": len(found) - len(with_pages),
+        "unnamed_namespaces": sum(one["pages"] is None for one in found),
+        "namespaces": sorted(with_pages, key=lambda one: (-one["hit"], -one["found"])),
+    }
+
+
+def _read(directory: Path, progress: Progress) -> Contents:
+    for attempt in range(ATTEMPTS):
+        contents = read_beside(directory, progress, last=attempt == ATTEMPTS - 1)
+        if contents is not None:
+            return contents
+        time.sleep(PAUSE)
+    raise IOFailedError(f"{directory} changes all the time", "ask again when the engine there stores less")
+
+
+class _Rows:
+    """The rows of a directory by their keys, and what is known of pages that have none."""
+
+    def __init__(self, contents: Contents, history: History | None, asked: Sequence[Sequence[bytes]]) -> None:
+        """`asked`: all keys that `told` is asked for."""
+        pages, keys = contents.pages, [*itertools.chain.from_iterable(asked)]
+        rows = find(pages.keys, np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")).tolist()
+        self._at = {key: row for key, row in zip(keys, rows, strict=True) if row >= 0}
+        self.contents, self._history = contents, history
+        self._expires = np.full(len(pages), math.inf)
+        self._expires[pages.retained] = pages.expires
+        self._priorities = np.zeros(len(pages), np.int64)
+        self._priorities[pages.retained] = pages.priorities
+        self._rank = np.empty(len(pages), np.int64)
+        self._rank[pages.order] = np.arange(len(pages))
+        self._now = time.time()
+
+    def told(self, keys: Sequence[bytes], namespace: bytes) -> list[dict[str, Any]]:
+        """What is known of pages, each as a run of its own."""
+        return [self._row(self._at.get(key, -1), key, namespace) for key in keys]
+
+    def _row(self, row: int, key: bytes, namespace: bytes) -> dict[str, Any]:
+        pages, slab = self.contents.pages, self.contents.slab
+        if row < 0 or pages.digests[pages.namespaces[row]] != namespace:
+            return self._gone(key)
+        slot, expires = int(pages.slots[row]), float(self._expires[row])
+        return {
+            "state": "expired" if expires <= self._now else "stored",
+            "place": str(slab.files[slab.locate(slot)[0]].parent),
+            "slots": [slot, slot],
+            "used_later_than": round(float(self._rank[row]) / max(1, len(pages) - 1), 2),
+            "priority": int(self._priorities[row]),
+            "expires": None if math.isinf(expires) else expires,
+        }
+
+    def _gone(self, key: bytes) -> dict[str, Any]:
+        bad = None if self._history is None else self._history.bad.get(key)
+        if bad is not None:
+            told = {"state": "bad", "cause": bad.cause, "tier": bad.tier, "place": bad.place, "at": bad.at}
+            return told | {"slots": [bad.slot, bad.slot]}
+        evicted = self._history is not None and key in self._history.evicted
+        return {"state": "evicted" if evicted else "absent"}
+
+
+def _told(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
+    """What is known of a request in a namespace. `pages`: how many it has there, None where that is not known;
+    `found`: how many of them are stored, or were; `hit`: how many from the first on are stored."""
+    fields = rows.contents.names[digest].fields
+    about = {
+        "digest": digest.hex(),
+        "fields": fields,
+        "made_of": None if fields is None else made_of(fields),
+        "page_tokens": None if named is None else named.page_tokens,
+    }
+    if named is None:
+        return about | {"pages": None, "found": 0, "hit": 0, "runs": []}
+    told = [rows.told(keys, digest) for keys in named.ways]
+    best = max(told, key=lambda one: sum(page["state"] != "absent" for page in one))
+    states = Counter(page["state"] for page in best)
+    hit = next((n for n, page in enumerate(best) if page["state"] != "stored"), len(best))
+    runs = [*_runs(best, named.page_tokens)]
+    return about | {
+        "pages": len(best),
+        "found": len(best) - states["absent"],
+        "hit": hit,
+        "states": dict(states),
+        "runs": runs,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """The keys of a request's pages in a namespace, in each of the `ways` in which it may have been named."""
+
+    ways: Sequence[Sequence[bytes]]
+    page_tokens: int | None
+
+
+def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config: Config | None) -> _Named | None:
+    """The names of a request in a namespace; None where they do not follow from what is known."""
+    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=digest)
+    group = (fields or {}).get("group")
+    about = group if isinstance(group, dict) else fields
+    size = about.get("page_tokens") if about is not None else None
+    size = size if type(size) is int and size > 0 else None
+    if asked.tokens is None:
+        return _Named((asked.digests, [_digest(keyed, one) for one in asked.digests]), size)
+    if fields is None or size is None:
+        return None
+    if group is None:
+        return _Named([page_keys(digest, asked.tokens, size)], size)
+    base, step = _base(fields, config)
+    if step is None or size % step:
+        return None
+    chained = page_keys(base, asked.tokens, step)[size // step - 1 :: size // step]
+    return _Named([[_digest(keyed, one) for one in chained]], size)
+
+
+def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int | None]:
+    """What the digests of a hybrid model's requests begin with, and how many tokens each is of."""
+    if config is not None:
+        groups = config.model.layer_groups()
+        salt = fields.get("request_salt")
+        base = namespace_digest(config.model.namespace_fields(salt if isinstance(salt, str) else ""))
+        return base, math.gcd(*(group.page_tokens for group in groups)) if groups else None
+    whole = {name: value for name, value in fields.items() if name != "group"} | {"head_groups": 1}
+    try:
+        sizes = [int(group["page_tokens"]) for group in fields["groups"]]
+    except (KeyError, TypeError, ValueError):
+        return b"", None
+    return namespace_digest(whole), math.gcd(*sizes) if sizes else None
+
+
+def _digest(keyed: Any, digest: bytes) -> bytes:
+    copy = keyed.copy()
+    copy.update(digest)
+    found: bytes = copy.digest()
+    return found
+
+
+def _runs(told: Sequence[dict[str, Any]], page_tokens: int | None) -> Iterator[dict[str, Any]]:
+    """Pages in a row of which the same is known; stored ones that lie in slots in a row."""
+    at = 0
+    for _, some in itertools.groupby(zip(itertools.count(), told, strict=False), key=_alike):
+        pages = [page for _, page in some]
+        first, last = pages[0], pages[-1]
+        run: dict[str, Any] = {"first": at, "stop": at + len(pages)}
+        run["tokens"] = None if page_tokens is None else [at * page_tokens, (at + len(pages)) * page_tokens]
+        run |= first
+        if "slots" in first:
+            run["slots"] = [first["slots"][0], last["slots"][1]]
+        if "used_later_than" in first:
+            run["used_later_than"] = max(page["used_later_than"] for page in pages)
+        yield run
+        at += len(pages)
+
+
+def _alike(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
+    number, page = numbered
+    slot = page["slots"][0] - number if "slots" in page else None
+    return slot, *(page.get(name) for name in ("state", "place", "priority", "expires", "cause", "tier", "at"))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def explain_tables(report: Mapping[str, Any]) -> list[Table]:
+    """The report of `explain`."""
+    head = Table()
+    head.add_row("directory", str(report["path"]))
+    asked, owner = report["asked"], report["owner"]
+    count = asked["digests"] if asked["tokens"] is None else asked["tokens"]
+    head.add_row("asked for", f"{count:,} {'digests' if asked['tokens'] is None else 'tokens'}")
+    if owner["state"] == "in use":
+        head.add_row("not shown", "pages that are in the engine's memory alone, and what it has not committed yet")
+    if report["history"] is None:
+        head.add_row("history", "none is kept here yet: what is absent may have been evicted")
+    if report["unnamed_namespaces"]:
+        why = "their pages of these tokens cannot be named: pass digests, or --config"
+        head.add_row("left out", f"{report['unnamed_namespaces']:,} namespaces: {why}")
+    if not report["namespaces"]:
+        head.add_row("found", f"nothing, in {report['other_namespaces']:,} namespaces")
+    return [head, *itertools.chain.from_iterable(map(_tables, report["namespaces"]))]
+
+
+def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
+    fields = namespace["fields"] or {}
+    group = f", {kept_by(fields['group'])}" if "group" in fields else ""
+    salt = f", salt {fields['request_salt']!s}" if fields.get("request_salt") else ""
+    name = f"{namespace['digest'][:DIGITS]}, model {fields.get('name', '(unknown)')!s}{group}{salt}"
+    table = Table(f"namespace {name}", "pages", "tokens", "state", "where", "used", "about")
+    for run in namespace["runs"][:RUNS_SHOWN]:
+        tokens = "" if run["tokens"] is None else f"{run['tokens'][0]:,} to {run['tokens'][1]:,}"
+        pages = f"{run['first']:,} to {run['stop']:,}"
+        table.add_row(pages, tokens, _state(run), _where(run), _used(run), _about(run), color=_COLORS[run["state"]])
+    more = len(namespace["runs"]) - RUNS_SHOWN
+    whole = f"{namespace['hit']:,} of {namespace['pages']:,} pages from the first on are stored"
+    table.caption = whole if more <= 0 else f"{whole}; and {more:,} runs more: --json has all"
+    yield table
+
+
+_COLORS = {"stored": "green", "expired": "yellow", "bad": "red", "evicted": "yellow", "absent": ""}
+
+
+def _state(run: Mapping[str, Any]) -> str:
+    state = str(run["state"])
+    return {"evicted": "probably evicted", "absent": "never stored, as far as is known"}.get(state, state)
+
+
+def _where(run: Mapping[str, Any]) -> str:
+    if "slots" not in run:
+        return ""
+    first, last = run["slots"]
+    slots = f"slot {first:,}" if first == last else f"slots {first:,} to {last:,}"
+    return f"{slots} of {run['place']!s}"
+
+
+def _used(run: Mapping[str, Any]) -> str:
+    return f"later than {run['used_later_than']:.0%}" if "used_later_than" in run else ""
+
+
+def _about(run: Mapping[str, Any]) -> str:
+    told = []
+    if run["state"] == "bad":
+        told.append(f"{run['cause']!s}, found {_time(run['at'])}")
+    if run.get("priority"):
+        told.append(f"priority {run['priority']}")
+    if run.get("expires") is not None:
+        told.append(f"until {_time(run['expires'])}")
+    return ", ".join(told)
+
+
+def _time(seconds: float) -> str:
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return "at an impossible time"

@@ -1,0 +1,160 @@
+"""`history`: which pages a directory's engines have probably evicted, and which they found bad; for `gdscache explain`.
+
+An engine can do without it, and goes on from it. docs/format.md has it byte by byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from gdscache.disk import json_file
+from gdscache.disk.catalog_file import own_file
+from gdscache.errors import StorageError
+from gdscache.limits import KEY_BYTES
+from gdscache.policies.sketch import RecentCounter
+
+HISTORY_NAME = "history"
+MAGIC = b"gdschist"
+FORMAT = 1
+BAD_KEPT = 1024  # pages that were found bad, the last
+MOST_BYTES = 1 << 32
+_HEAD = struct.Struct("<8sQII")
+_HEAD_BYTES = 1 << 20  # of the JSON behind it
+_LEAST_S = 60.0  # between two writes,
+_PACE = 100e3  # and so many bytes a second at most
+_log = logging.getLogger("gdscache.ssd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BadPage:
+    """A page whose bytes were bad. `at`: seconds since 1970-01-01 UTC."""
+
+    tier: str
+    cause: str
+    slot: int
+    place: str
+    at: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class History:
+    """`evicted`: the keys of the pages that were evicted last, and some that were not; `bad`: by key. `written`:
+    seconds since 1970-01-01 UTC."""
+
+    evicted: RecentCounter
+    bad: Mapping[bytes, BadPage]
+    written: float
+
+
+class HistoryFile:
+    """The file of one engine. `evicted` and `bad` are the engine's, and grow; nothing here takes a lock of it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        evicted: RecentCounter,
+        bad: dict[bytes, BadPage],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = directory / HISTORY_NAME
+        self._evicted, self._bad = evicted, bad
+        self._clock = clock
+        self._saved = clock()
+        self._written = evicted.added, len(bad)
+        self._failed = self._hurry = False
+
+    def restore(self) -> None:
+        """Go on from what an engine before this one left, where its filter has the same size."""
+        json_file.forget_torn(self._path)
+        found = read(self._path.parent)
+        if found is None:
+            return
+        self._bad.update(found.bad)
+        self._evicted.take_over(found.evicted)
+        self._written = self._evicted.added, len(self._bad)
+
+    def hurry(self) -> None:
+        """The next `save` is the last one."""
+        self._hurry = True
+
+    def save(self) -> None:
+        """Write it where there is something new, and not too often. Never raises for what the disk refuses."""
+        now, new = self._clock(), (self._evicted.added, len(self._bad))
+        if new == self._written or not (
+            self._hurry or now - self._saved >= max(_LEAST_S, self._evicted.nbytes / _PACE)
+        ):
+            return
+        try:
+            _write(self._path, pack(History(self._evicted, dict(self._bad), time.time())))
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._failed = True
+        else:
+            self._saved, self._written = now, new
+
+
+def pack(history: History) -> bytes:
+    """The bytes of the file."""
+    period, added, filters = history.evicted.dump()
+    bad = [
+        [key.hex(), page.tier, page.cause, page.slot, page.place, page.at]
+        for key, page in list(history.bad.items())[-BAD_KEPT:]
+    ]
+    head = {"period": period, "added": added, "written": history.written, "bad": bad}
+    text = json.dumps(head).encode()
+    rest = struct.pack("<II", FORMAT, len(text)) + text + b"".join(filters)
+    return MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(rest)) + rest
+
+
+def unpack(data: bytes) -> History:
+    """What the bytes say. Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` where they are none."""
+    if len(data) < _HEAD.size:
+        raise ValueError("too short")
+    magic, digest, format_, length = _HEAD.unpack_from(data)
+    if magic != MAGIC or format_ != FORMAT or length > _HEAD_BYTES:
+        raise ValueError("not of this format")
+    if xxhash.xxh3_64_intdigest(memoryview(data)[16:]) != digest:
+        raise ValueError("its checksum is wrong")
+    at = _HEAD.size + length
+    head: dict[str, Any] = json.loads(data[_HEAD.size : at])
+    rest = data[at:]
+    half = len(rest) // 2
+    evicted = RecentCounter.load(int(head["period"]), int(head["added"]), [rest[:half], rest[half:]])
+    bad = {}
+    for key, tier, cause, slot, place, when in head["bad"][-BAD_KEPT:]:
+        if len(digits := bytes.fromhex(key)) != KEY_BYTES:
+            raise ValueError("a key of another size")
+        bad[digits] = BadPage(str(tier), str(cause), int(slot), str(place), float(when))
+    return History(evicted, bad, float(head["written"]))
+
+
+def read(directory: Path) -> History | None:
+    """The history of a directory; None where it is missing, or not what this version writes."""
+    path = directory / HISTORY_NAME
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            own_file(path, found)
+            return unpack(file.read()) if found.st_size <= MOST_BYTES else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, OverflowError, StorageError):
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    new = json_file.new_name(path)
+    new.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
+        file.write(data)
+    new.replace(path)

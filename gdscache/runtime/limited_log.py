@@ -1,0 +1,102 @@
+"""Log lines of one engine, each cause at most once a minute: a disk that rots, or is full, floods no log."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType
+from typing import NamedTuple
+
+PERIOD_S = 60.0  # between two lines of one cause
+
+
+class _Line(NamedTuple):
+    """What a logger makes a record of. `code` and `number`: where it was said."""
+
+    log: logging.Logger
+    level: int
+    text: str
+    args: tuple[object, ...]
+    code: CodeType
+    number: int
+
+    def write(self, others: int, seconds: float) -> None:
+        """It stands for `others` more, which came within so many seconds."""
+        text, args, code = self.text, self.args, self.code
+        if others:
+            text, args = text + " (%d more of this cause within %.0f s)", (*args, others, max(seconds, 1.0))
+        where = code.co_filename, self.number
+        self.log.handle(self.log.makeRecord(self.log.name, self.level, *where, text, args, None, code.co_name))
+
+
+@dataclasses.dataclass(slots=True)
+class _Cause:
+    """`line`: the first one that waits to be written, with its time; `count`: how many it stands for; `due`: when it
+    may be written."""
+
+    due: float
+    line: _Line | None = None
+    since: float = 0.0
+    count: int = 0
+
+
+class LimitedLog:
+    """Notes lines anywhere, also under a lock, and writes them in `flush`, which holds none. Thread-safe.
+
+    Of the lines of one cause that come within `period` seconds of a written one, the first is written at the end of
+    that time, with the count of the others. Causes are names from the code, and of tiers, so they are few. `clock`: in
+    seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, period: float = PERIOD_S) -> None:
+        self.clock = clock
+        self._period = period
+        self._lock = threading.Lock()
+        self._causes: dict[str, _Cause] = {}
+
+    def say(
+        self,
+        log: logging.Logger,
+        level: int,
+        cause: str,
+        text: str | Callable[[], str],
+        *args: object,
+        times: int = 1,
+    ) -> None:
+        """Note a line, which stands for `times` events of its cause. `text` and `args` are those of `Logger.log`; a
+        function is asked for the whole line, where that is to be written."""
+        if not log.isEnabledFor(level):
+            return
+        now = self.clock()
+        with self._lock:
+            known = self._causes.get(cause)
+            if known is None:
+                known = self._causes[cause] = _Cause(now)
+            if known.line is None:
+                frame = sys._getframe(1)
+                told = (text, args) if isinstance(text, str) else ("%s", (text(),))
+                known.line, known.since = _Line(log, level, *told, frame.f_code, frame.f_lineno), now
+            known.count += times
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `flush` would write something. Takes no lock."""
+        now = self.clock()
+        return any(known.line is not None and known.due <= now for known in [*self._causes.values()])
+
+    def flush(self, *, last: bool = False) -> None:
+        """Write what may be written by now; `last`: all of it. Not for who holds a lock, since a log may be slow."""
+        if not self._causes:
+            return
+        now, ready = self.clock(), []
+        with self._lock:
+            for known in self._causes.values():
+                if known.line is not None and (last or known.due <= now):
+                    ready.append((known.line, known.count - 1, now - known.since))
+                    known.line, known.count, known.due = None, 0, now + self._period
+        for line, others, seconds in ready:
+            line.write(others, seconds)

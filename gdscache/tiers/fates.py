@@ -1,0 +1,86 @@
+"""What became of pages that no tier has, in bounded memory: probably evicted, or why it is not there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from gdscache.disk.history_file import BAD_KEPT, BadPage
+from gdscache.pages.reasons import Told
+from gdscache.policies.sketch import RecentCounter
+
+KEPT = 1 << 14  # pages whose causes are remembered, the last: some 3 MiB
+LEAST = 1 << 12  # evictions that are remembered by the smallest cache
+_NOTED = 1 << 13  # evicted pages that may wait to be brought in
+
+
+class PageFates:
+    """Notes of pages that go, or never came. The manager's lock guards it.
+
+    Evictions are in a filter: the last `evictions` of them at least, up to twice as many, in `nbytes` that never
+    change (4 to 8 for each of `evictions`). It says "evicted" of all of these, and of some 2 % of the pages that were
+    not. To put a key into it takes 0.5 us of Python, so `evict` only notes keys, which `bring_in` adds later.
+    """
+
+    def __init__(self, evictions: int, kept: int = KEPT) -> None:
+        self.evicted = RecentCounter(max(LEAST, evictions))
+        self._noted: list[bytes] = []
+        self._causes: OrderedDict[bytes, Told] = OrderedDict()
+        self.bad: dict[bytes, BadPage] = {}  # the last, the oldest first
+        self._kept = kept
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the filter."""
+        return self.evicted.nbytes
+
+    @property
+    def waiting(self) -> int:
+        """Evicted pages that are not in the filter yet."""
+        return len(self._noted)
+
+    def evict(self, keys: Collection[bytes]) -> None:
+        """These pages make room for others."""
+        self._noted += keys
+        if len(self._noted) > _NOTED:
+            self.bring_in()
+
+    def bring_in(self, most: int | None = None) -> None:
+        """Put up to `most` noted pages (None: all of them) into the filter."""
+        some = self._noted[:most]
+        del self._noted[:most]
+        for key in some:
+            self.evicted.add(key)
+
+    def note(self, keys: Sequence[bytes], told: Told) -> None:
+        """Why these pages are not there, or will not be when they are evicted. The last note counts."""
+        causes = self._causes
+        for key in keys:
+            causes[key] = told
+            causes.move_to_end(key)
+        while len(causes) > self._kept:
+            causes.popitem(last=False)
+
+    def found_bad(self, key: bytes, told: Told, slot: int, place: str, at: float) -> None:
+        """A page's bytes were bad, so that its tier has forgotten it. `at`: seconds since the epoch."""
+        self.bad.pop(key, None)
+        self.bad[key] = BadPage(told.tier, told.detail, slot, place, at)
+        while len(self.bad) > BAD_KEPT:
+            del self.bad[next(iter(self.bad))]
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """These pages are stored again."""
+        if self._causes or self.bad:
+            for key in keys:
+                self._causes.pop(key, None)
+                self.bad.pop(key, None)
+
+    def told(self, key: bytes) -> Told:
+        """What is known of a page that no tier has."""
+        self.bring_in()
+        bad, known = self.bad.get(key), self._causes.get(key)
+        if bad is not None:
+            return Told("bad", bad.tier, bad.cause)
+        if known is not None:
+            return known
+        return Told("evicted") if key in self.evicted else Told("absent")

@@ -1,0 +1,117 @@
+"""What an engine says of itself at INFO: a line of summary every some minutes, and why one request in a while missed.
+
+It has no thread: those of the engine that nobody waits for ask it, behind their work, whether a line is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from gdscache.sizes import about
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gdscache.tiers.manager import TierManager
+
+_log = logging.getLogger("gdscache.summary")
+Counts = Counter[tuple[str, str]]
+
+
+class Journal:
+    """Writes the lines of one engine: those that wait in its `LimitedLog`, and its own. `tick` is for threads that hold
+    no lock, and that may wait for a slow log.
+
+    `name`: of the engine, for lines of several. `summary`, `requests`: seconds between two lines of these kinds; 0:
+    none. Times go by the clock of the manager's log.
+    """
+
+    def __init__(
+        self, manager: TierManager, name: str, page_bytes: int, *, summary: float = 0.0, requests: float = 0.0
+    ) -> None:
+        self._manager = manager
+        self._name = name
+        self._page_bytes = page_bytes
+        self._summary, self._requests = summary, requests
+        now = manager.log.clock()
+        self._since = now
+        self._due = now + summary if summary else math.inf
+        self._sampled = now if requests else math.inf
+        self._before: Counts = Counter()
+        self._turn = threading.Lock()
+
+    @property
+    def due(self) -> bool:
+        """Whether `tick` would do something. Takes no lock."""
+        manager, now = self._manager, self._manager.log.clock()
+        return now >= self._due or (manager.sample is not None and now >= self._sampled) or manager.log.waiting
+
+    def tick(self) -> None:
+        """Write what is due. Where another thread does it, that is left to it."""
+        self._manager.log.flush()
+        now = self._manager.log.clock()
+        if now < self._due and (self._manager.sample is None or now < self._sampled):
+            return
+        if self._turn.acquire(blocking=False):
+            try:
+                if self._manager.sample is not None and now >= self._sampled:
+                    self._sampled = now + self._requests
+                    self._tell_request()
+                if now >= self._due:
+                    self._due = now + self._summary
+                    self._sum_up(now)
+            finally:
+                self._turn.release()
+
+    def close(self) -> None:
+        """The last lines."""
+        self._manager.log.flush(last=True)
+
+    def _tell_request(self) -> None:
+        sample, self._manager.sample = self._manager.sample, None
+        if sample is not None and _log.isEnabledFor(logging.INFO):
+            _log.info("%s: a request that missed pages: %s", self._name, sample())
+
+    def _sum_up(self, now: float) -> None:
+        """One line on what was counted since the last one; none where that is nothing."""
+        counts = Counter(self._manager.snapshot())
+        seconds, self._since = now - self._since, now
+        new, self._before = counts - self._before, counts
+        if new and _log.isEnabledFor(logging.INFO):
+            _log.info("%s: in %.0f s %s", self._name, seconds, summed(new, self._page_bytes))
+
+
+def summed(counts: Mapping[tuple[str, str], int], page_bytes: int) -> str:
+    """Counts of `TierManager.counts` as a line."""
+
+    def of(group: str) -> dict[str, int]:
+        found = {name: n for (kind, name), n in counts.items() if kind == group and n > 0}
+        return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+    asked = counts.get(("lookups", "pages"), 0)
+    parts = [f"{counts.get(('lookups', 'requests'), 0):,} lookups of {asked:,} pages"]
+    if asked:
+        hits, misses = of("hits"), of("misses")
+        found = sum(hits.values())
+        parts.append(f"hit {_share(found, asked)}{_each(hits, lambda n: _share(n, asked))}")
+        parts.append(f"missed {_share(asked - found, asked)}{_each(misses, '{:,}'.format)}")
+    loaded, stored = of("bytes_loaded"), of("stored")
+    parts.append(f"loaded {about(sum(loaded.values()))}{_each(loaded, about)}")
+    parts.append(f"stored {about(sum(stored.values()) * page_bytes)}{_each(stored, lambda n: about(n * page_bytes))}")
+    for group in ("refused", "dropped"):
+        causes = of(group)
+        parts.append(f"{group} {sum(causes.values()):,} pages{_each(causes, '{:,}'.format)}")
+    return ", ".join(parts)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %"
+
+
+def _each(found: Mapping[str, int], shown: Callable[[int], str]) -> str:
+    """What a sum is made of, in brackets."""
+    return f" ({', '.join(f'{name} {shown(n)}' for name, n in found.items())})" if found else ""
