@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gdscache.summary")
 Counts = Counter[tuple[str, str]]
+_SUMMED = frozenset(("lookups", "hits", "misses", "bytes_loaded", "stored", "refused", "dropped"))
 
 
 class Journal:
@@ -81,7 +82,7 @@ class Journal:
         counts = Counter(self._manager.snapshot())
         seconds, self._since = now - self._since, now
         new, self._before = counts - self._before, counts
-        if new and _log.isEnabledFor(logging.INFO):
+        if _SUMMED.intersection(group for group, _ in new) and _log.isEnabledFor(logging.INFO):
             _log.info("%s: in %.0f s %s", self._name, seconds, summed(new, self._page_bytes))
 
 

@@ -343,7 +343,7 @@ def test_the_log_looks_like_vllm_s_own(model: Path, tmp_path: Path) -> None:
     connector = filled(tmp_path, model, log={"summary": 0.5, "requests": 0.1})
     parts.flip(_slab(tmp_path / "ssd"), 64 << 10)
     run = parts.run(tmp_path, model, [ask(parts.LONG), DRAIN, ask(parts.LONG), DRAIN], connector)
-    head = r"^\(.* pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[.*{file}:\d+\] "
+    head = r"\(\S* pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[.*{file}:\d+\] "
     place = re.escape(str(tmp_path / "ssd"))
     bad = rf"page [0-9a-f]{{64}} in slot \d+ of the ssd tier \({place}\) did not come \(checksum\)"
     lines = [
