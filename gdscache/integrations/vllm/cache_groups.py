@@ -46,6 +46,12 @@ def block_tokens(cache: Any) -> dict[str, int]:
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
 
 
+def state_layers(cache: Any) -> set[str]:
+    """The layers that keep a state."""
+    groups = cache.kv_cache_groups
+    return {name for group in groups if kinds_of(group.kv_cache_spec)[0] == _STATE for name in group.layer_names}
+
+
 def refuse_groups(cache: Any, *, untried: bool = False) -> None:
     """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve those, too, that follow the
     contract and that no GPU has run."""

@@ -39,9 +39,12 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from gdscache.config import Config
 from gdscache.engine import CacheEngine
+from gdscache.groups.pools import pools_of
+from gdscache.hybrid import HybridEngine
 from gdscache.integrations.group_fetching import GroupCache
-from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of
+from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, state_layers
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.facts import model_of, weights_of
 from gdscache.integrations.vllm.groups import GroupTable
@@ -73,7 +76,7 @@ _log = logging.getLogger("gdscache")
 
 @dataclasses.dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """What workers are to move in a step. With ranks it goes to other processes, and has `told` and `mark` in place of
+    """What workers are to move in a step. With ranks it goes to other processes, and has `told` and `marks` in place of
     `loads` and `stores` (`Lead.step`).
 
     `prefill`: what the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: that, or a request has
@@ -86,14 +89,14 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[LoadOrder] = dataclasses.field(default_factory=list)
     stores: list[StoreOrder] = dataclasses.field(default_factory=list)
     told: list[RankBatch] = dataclasses.field(default_factory=list)
-    mark: bytes = b""
+    marks: list[bytes] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class RankFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a rank tells the scheduler before the first request: where it is, and its part of the model."""
+    """What a rank tells the scheduler before the first request: where it is in each pool, and its part of the model."""
 
-    address: RankAddress
+    addresses: list[RankAddress]
     model: dict[str, object]
 
 
@@ -139,11 +142,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The scheduler's object has its session."""
         self._session = session
         refuses = functools.partial(leaves_alone, media=self._options.media)
-        wait, groups = self._options.wait_seconds, session.engine.groups
-        if groups:
-            cache = GroupCache(session, self._kv_cache_config.hash_block_size)
-            every = session.engine.config.store.window_every
-            self._table: RequestTable = GroupTable(groups, cache, every, wait=wait, refuses=refuses)
+        wait, hybrid = self._options.wait_seconds, session.hybrid
+        if hybrid is not None:
+            cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
+            every = hybrid.config.store.window_every
+            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, wait=wait, refuses=refuses)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, wait=wait, refuses=refuses)
 
@@ -181,13 +184,15 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         config = self._vllm_config
         addresses = addresses_of(
-            {rank: facts.address for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
+            {rank: facts.addresses for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
         model = one_model({rank: facts.model for rank, facts in metadata.items()})
         settings = self._options.configuration(model, lambda: weights_of(config), variables_of(config.parallel_config))
-        engine = CacheEngine.from_config(settings, ranks=addresses)
+        engine: CacheEngine | HybridEngine = (
+            HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
+        )
         session = VllmSession(engine, self._options.pin_seconds)
-        self._lead = lead = Lead(engine, self._counts, overlapping=self._overlapping)
+        self._lead = lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
         session.attend(lead, lead.busy)
         self._begin(session)
 
@@ -197,7 +202,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, RankNews) and self._session is not None:
             for tokens, before, seconds in news.observed:
-                self._session.engine.observe_prefill(tokens, before, seconds)
+                self._session.observe_prefill(tokens, before, seconds)
 
     def on_new_request(self, request: Any) -> None:
         with self._timed("scheduler_seconds"):
@@ -248,7 +253,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             orders.loads, orders.stores = loads, stores
             self._joined.settle(fresh)
         else:
-            orders.told, orders.mark = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
+            orders.told, orders.marks = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
         if idle and not loads and (deferred or self._joined.busy()):
             self._joined.rest(_REST_S)
         return orders
@@ -303,34 +308,35 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             try:
                 lead.close()
             finally:
-                session.engine.close()
+                session.close()
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, cache = self._vllm_config, self._kv_cache_config
-        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), str(cache.kv_cache_layout))
+        layout, states = str(cache.kv_cache_layout), state_layers(cache)
+        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states)
         self._layers = planes.layers
         model = model_of(config, cache, planes, vllm.__version__, os.environ)
         if self._separate:
             self._rank = rank = get_tensor_model_parallel_rank()
             shard = shard_of(config, cache, rank)
+            groups = Config.from_dict({"model": model}).model.layer_groups()
+            pools = [pool.layers for pool in pools_of(groups)]
             self._worker: EngineWorker | RankWorker = RankWorker(
-                planes.tensors, rank, shard, overlapping=self._overlapping
+                planes.tensors, rank, shard, overlapping=self._overlapping, pools=pools
             )
-            self._facts = RankFacts(self._worker.rank.address, model)
+            self._facts = RankFacts([one.address for one in self._worker.ranks], model)
             return
 
         def make() -> VllmSession:
             variables = variables_of(config.parallel_config)
             settings = self._options.configuration(model, lambda: weights_of(config), variables)
-            engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
-            return VllmSession(engine, self._options.pin_seconds)
+            opens = HybridEngine if self._grouped else CacheEngine
+            return VllmSession(opens(settings, [(tensor,) for tensor in planes.tensors]), self._options.pin_seconds)
 
         self._session = session = _SESSIONS.open(self._engine_id, make)
-        self._worker = worker = EngineWorker(
-            session.engine, planes.tensors, self._counts, overlapping=self._overlapping
-        )
+        self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
         session.attend(worker.stores, lambda: worker.loads.under_way)
 
     def get_handshake_metadata(self) -> RankFacts | None:
@@ -374,7 +380,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._timed("worker_seconds"):
             orders = self._orders
             if isinstance(self._worker, RankWorker):
-                self._worker.end(orders.mark, idle=orders.idle)
+                self._worker.end(orders.marks, idle=orders.idle)
             else:
                 self._worker.end(orders.stores, idle=orders.idle, last=orders.last)
 
