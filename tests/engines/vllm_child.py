@@ -421,7 +421,8 @@ class Run:
         if tier == "cpu":
             for slot in slots:
                 memory = engine.manager.cpu.extents.memory(slot)
-                memory[:size] = bytes(size) if zero else bytes([memory[0] ^ 16]) + bytes(memory[1:size])
+                new, at = (bytes(size), 0) if zero else (bytes([memory[100] ^ 16]), 100)
+                memory[at : at + len(new)] = new
             return len(slots)
         for one in self._session.engines:
             with one.manager.lock:

@@ -52,7 +52,7 @@ MAY_IMPORT = {
         "closing config cuda events gate groups index load moves opening pages prefetch ranks runtime sequence store "
         "tiers tracing"
     ),
-    "hybrid": "config cuda engine events gate groups load moves pages prefetch store tiers tracing",
+    "hybrid": "config cuda engine events gate groups load moves pages prefetch ranks store tiers tracing",
     "metrics": "engine",
     "integrations": "config cuda engine groups hybrid load moves pages prefetch ranks runtime store",
     "testing": "cuda pages storage",

@@ -9,7 +9,7 @@ imported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 import torch
 
@@ -37,26 +37,29 @@ def planes_of(
     blocks: int,
     block_tokens: int | Mapping[str, int],
     layout: str,
-    states: Set[str] = frozenset(),
+    states: Mapping[str, int] | None = None,
 ) -> VllmPlanes:
     """Planes over vLLM's tensors by layer name, each (blocks or a multiple, heads, tokens, content).
 
-    `block_tokens`: of all layers, or of each that is in a group; another layer shares the cache of one. `states`: those
-    of them that keep a state. Layers at one address are one plane, but for states: they share their cache, or are of
-    groups that draw their blocks from one pool, in which a plane is as wide as the widest of them. A row of it is the
-    block's bytes over the fewest tokens of a block; a state is one row. Raises `CacheLayoutUnsupportedError` where a
-    block is not one run of bytes.
+    `block_tokens`: of all layers, or of each that is in a group; another layer shares the cache of one. `states`: of
+    those that keep a state, how many there are in their group. Layers at one address are one plane: they share their
+    cache, or are of groups that draw their blocks from one pool, in which a plane is as wide as the widest of them. A
+    row of it is the block's bytes over the fewest tokens of a block. A state is one row, and shares its plane with
+    states of its size alone, of groups of as many layers: so nothing of a page is padding. Raises
+    `CacheLayoutUnsupportedError` where a block is not one run of bytes.
     """
     tokens = dict.fromkeys(caches, block_tokens) if isinstance(block_tokens, int) else block_tokens
     runs: list[_Run] = []
     layers: dict[str, int] = {}
     described: dict[tuple[int, object], object] = {}
-    seen: dict[tuple[int, bool], int] = {}
+    seen: dict[tuple[int, ...], int] = {}
+    states = states or {}
     for name in [*tokens, *(name for name in caches if name not in tokens)]:
         cache = caches[name]
-        where = (cache.data_ptr(), name in states)
+        where: tuple[int, ...] = (cache.data_ptr(),)
         if name in tokens:
             run = _run(name, cache, blocks, tokens[name], layout)
+            where += (states[name], run.nbytes) if name in states else ()
             if where not in seen:
                 seen[where] = len(runs)
                 runs.append(run)
