@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +362,7 @@ class Run:
         return {
             "leases": sum(len(some["leases"]) for some in stats),
             "pages": {name: sum(some["tiers"][name]["pages"] for some in stats) for name in tiers},
-            "misses": stats[0]["misses"],
+            "misses": dict(sum((Counter(some["misses"]) for some in stats), Counter())),
             "hits": stats[0]["hits"],
             "drops": stats[0].get("drops", {}),
             "check": list(self.cache.check().problems),
