@@ -308,8 +308,11 @@ class HybridEngine:
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> None:
-        """`ranks`: of each pool, in the order of `pools_of`, the addresses of the processes that have its planes.
-        `timeline` and `limits` are as for `CacheEngine`."""
+        """`ranks`: of each pool, in the order of `pools_of`, the addresses of the processes that have its planes; loads
+        and stores are then asked of `engines`, whose handles have the orders for ranks.
+
+        `timeline` and `limits` are as for `CacheEngine`.
+        """
         if not isinstance(config, Config):
             raise ConfigError(
                 f"a configuration was given as {type(config).__name__}",
@@ -329,7 +332,8 @@ class HybridEngine:
             )
         if ranks is not None and (planes is not None or len(ranks) != len(parts)):
             raise InvalidValueError(
-                f"ranks of {len(ranks)} pools are given, for {len(parts)} pools and {planes and len(planes)} layers",
+                f"ranks of {len(ranks)} pools are given, for {len(parts)} pools and {len(planes or ())} layers of "
+                "planes",
                 "make a Rank of each pool's planes in each process, and pass their addresses alone",
             )
         self.alignment = alignment(self.groups)
