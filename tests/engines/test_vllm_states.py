@@ -18,6 +18,7 @@ from tests.engines.vllm_parts import EXACT, LONG, OTHER
 from tests.engines.vllm_script import (
     DIGITS,
     DRAIN,
+    MANY,
     METRICS,
     RESET,
     TELL,
@@ -27,7 +28,6 @@ from tests.engines.vllm_script import (
     at_rest,
     each,
     equal,
-    follows,
 )
 
 pytestmark = [
@@ -46,21 +46,24 @@ CROWD: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 100} for seed in
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A model of `vllm_child.HYBRIDS`: tokens of its blocks, bytes of a state of a group, and blocks in which not all
-    requests of a crowd have room."""
+    requests of a crowd have room. `steady`: its answers hardly depend on what else is in a batch. An LFM2's do on a
+    CPU, by 0.3 and without any cache, so that what is asked together is asked again by itself.
+    """
 
     name: str
     groups: tuple[str, ...]
     tokens: int
     content: int
     few: int
+    steady: bool
 
     def whole(self, *prompts: dict[str, Any]) -> list[int]:
         """Tokens of each prompt that can be cached: one token is left to compute."""
         return [(sum(number for _, number in prompt["parts"]) - 1) // self.tokens * self.tokens for prompt in prompts]
 
 
-GDN = Kind("gdn", ("state",) * 3 + ("all",), 288, 268_288, 16)
-CONVOLUTIONS = Kind("convolutions", ("state", "all"), 32, 2 * 1_024, 56)
+GDN = Kind("gdn", ("state",) * 3 + ("all",), 288, 268_288, 16, True)
+CONVOLUTIONS = Kind("convolutions", ("state", "all"), 32, 2 * 1_024, 56, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +136,8 @@ def test_a_state_comes_with_what_is_in_front_of_it(story: Story) -> None:
         assert parts.cached(story.asked[name]) == whole
         equal(story.asked[name], story.of(*PROMPTS), DIGITS)
     assert parts.cached(story.asked["together"]) == whole
-    parts.same(story.asked["together"], story.of(*PROMPTS))
+    if story.kind.steady:
+        parts.same(story.asked["together"], story.of(*PROMPTS))
     for place, source in ((0, "host"), (1, "disk")):
         metrics = story.rest["metrics"][place]
         assert any(source in name and value for name, value in metrics.items()), metrics
@@ -182,7 +186,8 @@ def test_what_one_group_lacks_is_computed(story: Story, what: str) -> None:
 
 
 def test_few_blocks_and_chunks_that_end_within_them(story: Story, tmp_path: Path) -> None:
-    """Requests are preempted and come back, and some are aborted, at all times."""
+    """Requests are preempted and come back, and some are aborted, at all times. What a request had generated is
+    computed again as a prompt then, which is not the same to the last digit, also without a cache."""
     script = Script()
     script.add("first", ask(*CROWD, together=True), DRAIN)
     script.add("again", RESET, ask(*CROWD, together=True), DRAIN)
@@ -196,8 +201,9 @@ def test_few_blocks_and_chunks_that_end_within_them(story: Story, tmp_path: Path
     llm = {"max_num_seqs": 3, "max_model_len": 1600, "max_num_batched_tokens": 300}
     llm |= {"num_gpu_blocks_override": story.kind.few}
     asked, rest = script.play(tmp_path, story.model, parts.cache(tmp_path / "ssd"), llm={**LLM, **llm})
-    for name in ("first", "again"):
-        follows(asked[name], story.plain["crowd"])
+    for found, wanted in zip([*asked["first"], *asked["again"]], story.plain["crowd"] * 2, strict=True):
+        assert (found["why"], len(found["tokens"])) == ("length", 100)
+        assert found["tokens"][:MANY] == wanted["tokens"][:MANY] or not story.kind.steady
     assert sum(parts.cached(asked["again"])) > 0
     assert parts.cached(asked["cold"]) == [0, 0]
     parts.same(asked["cold"], story.of(*PROMPTS[:2]))
