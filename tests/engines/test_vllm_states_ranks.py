@@ -50,7 +50,7 @@ def test_a_part_of_each_state_on_each_rank(tmp_path: Path) -> None:
     for name in ("cold", "hits"):
         equal(asked[name], plain, DIGITS)
     at_rest(rest["tell"][0])
-    assert rest["metrics"][0]["vllm:gdscache_bad_pages"] == 0
+    assert not rest["metrics"][0].get("vllm:gdscache_bad_pages")
     again = Script()
     again.add("again", *each(PROMPTS))
     for group, zero in ((0, False), (0, True), (1, False)):
