@@ -197,7 +197,7 @@ def verify_directory(
 
 def describe(config: Config) -> dict[str, Any]:
     """What a configuration means, as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
-    layout = config.model.layouts()[0]  # states have no tokens: their groups say what they take
+    layout = max(config.model.pool_layouts(), key=lambda one: one.page_tokens)  # of states a page is one row
     extent = layout.extent_bytes
     capacities = {
         "gpu": config.gpu.capacity,

@@ -40,8 +40,7 @@ from gdscache.errors import (
 )
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
-from gdscache.groups.base import Group, alignment, kept, marks, needed
-from gdscache.groups.hits import settled
+from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.groups.pools import Pool
 from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
@@ -59,6 +58,7 @@ from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.planes import Blocks, PagedPlanes, host_indices
 from gdscache.prefetch.handle import Prefetch
+from gdscache.ranks.address import RankAddress
 from gdscache.sizes import about
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.measures import TokenCounts
@@ -71,14 +71,7 @@ if TYPE_CHECKING:
 Slots = Mapping[str, Any]
 _SALTS_KEPT = 4096
 _log = logging.getLogger("gdscache")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """The names of a request's pages, pool by pool, and its tokens."""
-
-    names: tuple[GroupNames, ...]
-    length: int
+_TRIES = 4  # pages may go while one looks for others
 
 
 class HybridEngine:
@@ -96,10 +89,15 @@ class HybridEngine:
         config: Config,
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
+        ranks: Sequence[Sequence[RankAddress]] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> None:
-        """`timeline` and `limits` are as for `CacheEngine`."""
+        """`ranks`: of each pool, in the order of `pools_of`, the addresses of the processes that have its planes; loads
+        and stores are then asked of `engines`, whose handles have the orders for ranks.
+
+        `timeline` and `limits` are as for `CacheEngine`.
+        """
         if not isinstance(config, Config):
             raise ConfigError(
                 f"a configuration was given as {type(config).__name__}",
@@ -109,13 +107,20 @@ class HybridEngine:
         self.groups: tuple[Group, ...] = config.model.layer_groups()
         if not self.groups:
             raise InvalidValueError("model.groups is empty", "list the groups of layers, or use CacheEngine")
-        if config.tiers:
-            raise InvalidValueError(
-                f"tiers names {config.tiers[0].tier}, and groups of layers have the CPU tier and the SSD alone",
-                "take tiers out",
-            )
         parts = pool_parts(config)
         self.pools: list[Pool] = [part.pool for part in parts]
+        if config.tiers and len(parts) > 1:
+            raise InvalidValueError(
+                f"tiers names {config.tiers[0].tier}, and groups with planes of their own have the CPU tier and the "
+                "SSD alone",
+                "take tiers out",
+            )
+        if ranks is not None and (planes is not None or len(ranks) != len(parts)):
+            raise InvalidValueError(
+                f"ranks of {len(ranks)} pools are given, for {len(parts)} pools and {len(planes or ())} layers of "
+                "planes",
+                "make a Rank of each pool's planes in each process, and pass their addresses alone",
+            )
         self.alignment = alignment(self.groups)
         self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
         self._pages = PageNames(self.hash_tokens)
@@ -124,12 +129,16 @@ class HybridEngine:
         self._pool_of = {g: p for p, pool in enumerate(self.pools) for g in pool.groups}
         self._by_name = {group.name: g for g, group in enumerate(self.groups)}
         self._places = {layer: (p, at) for p, pool in enumerate(self.pools) for at, layer in enumerate(pool.layers)}
-        self.owns_planes = planes is None
-        self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
+        self.owns_planes = planes is None and ranks is None
+        self.planes: list[tuple[torch.Tensor, ...]] = []
+        if ranks is None:
+            self.planes = _allocated(config, parts) if planes is None else _checked(config, planes)
         with contextlib.ExitStack() as undo:
             self.engines: list[CacheEngine] = []
-            for part in parts:
-                self.engines.append(undo.enter_context(_opened(part, self.planes, timeline, limits)))
+            for number, part in enumerate(parts):
+                own = [self.planes[layer] for layer in part.pool.layers] if ranks is None else None
+                of = None if ranks is None else ranks[number]
+                self.engines.append(undo.enter_context(_opened(part, own, of, timeline, limits)))
             undo.pop_all()
         self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]
@@ -152,6 +161,7 @@ class HybridEngine:
         config: str | os.PathLike[str] | Mapping[str, Any] | Config,
         planes: Sequence[Sequence[torch.Tensor]] | None = None,
         *,
+        ranks: Sequence[Sequence[RankAddress]] | None = None,
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> Self:
@@ -160,7 +170,7 @@ class HybridEngine:
             config = Config.from_dict(config)
         elif not isinstance(config, Config):
             config = load_config(config)
-        return cls(config, planes, timeline=timeline, limits=limits)
+        return cls(config, planes, ranks=ranks, timeline=timeline, limits=limits)
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
@@ -176,13 +186,18 @@ class HybridEngine:
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, a hit that takes longer to load
         than to compute is left out as a whole.
         """
-        request, start = self._request(tokens, salt), self._start(start)
-        hit = self._find(request, start)
+        (names, length), start = self._request(tokens, salt), self._start(start)
+        return self.lookup_named(names, length, length, start)
+
+    def lookup_named(self, names: GroupNames, most: int, tokens: int, start: int = 0) -> HybridHit:
+        """`lookup`, of a request of `tokens` tokens whose pages are named already: the longest hit that ends at token
+        `most` or before it. `names`: of `group_names`."""
+        hit = self._find(names, most, start)
         loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
-        decided = self.gate.decide_whole(loads, start, request.length, hit.tokens)
-        most = request.length // self.alignment * self.alignment
+        decided = self.gate.decide_whole(loads, start, tokens, hit.tokens)
+        most = min(most, names.tokens) // self.alignment * self.alignment
         managers = [engine.manager for engine in self.engines]  # not the engines, which may be forgotten
-        about = managers, self.pools, self.groups, request.names, start, most
+        about = managers, self.pools, self.groups, names, start, most
         if decided.pages < sum(len(part.pages) for part in hit.parts):
             why = functools.partial(_reasons, *about, hit.tokens)
             return dataclasses.replace(self.nothing(start), parted=hit.parted, declined=hit.tokens, why=why)
@@ -191,36 +206,40 @@ class HybridEngine:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
 
-    def _find(self, request: _Request, start: int) -> HybridHit:
-        """`lookup`, without a gate."""
-        groups, names, engines = self.groups, request.names, self.engines
-        managers = [engine.manager for engine in engines]
-        for manager in managers:
-            manager.have_watched()
-        of = {g: (p, at) for p, pool in enumerate(self.pools) for at, g in enumerate(pool.groups)}
+    def longest(self, names: GroupNames, most: int) -> int:
+        """The token that the longest hit ends at, up to token `most`. Counts as no use of its pages."""
+        return next(lengths(self.groups, self._presence(names), min(most, names.tokens)), 0)
 
-        def has(g: int, first: int, stop: int) -> bytes:
-            pool, at = of[g]
-            return managers[pool].visible(names[pool].keys(at, first, stop))
+    def _presence(self, names: GroupNames) -> Presence:
+        return names.presence(*(engine.manager.visible for engine in self.engines))
 
-        most = request.length // self.alignment * self.alignment
+    def _find(self, names: GroupNames, most: int, start: int) -> HybridHit:
+        """`lookup_named`, without a gate."""
+        groups, engines, has = self.groups, self.engines, self._presence(names)
+        for engine in engines:
+            engine.manager.have_watched()
+        most = min(most, names.tokens) // self.alignment * self.alignment
         with engines[0].timeline.span("lookup", pages=most // self.alignment):
-            used, whole = settled(groups, has, most, lambda found: self._used(names, start, found), local=start)
+            whole, used = start, None
+            for _ in range(_TRIES):
+                whole = complete(groups, has, most, local=start)
+                used = self._used(names, start, next(lengths(groups, has, most, local=start, whole=whole), start))
+                if used is not None:
+                    break
             hit = used or self.nothing(start)
             missing = max(0, most - start - hit.tokens)
-            for engine in engines:
+            for engine, pool in zip(engines, self.pools, strict=True):
                 with engine.calls:
-                    engine.manager.missed(missing // engine.layout.page_tokens)
+                    engine.manager.missed(missing // min(groups[g].page_tokens for g in pool.groups))
             tiers = [tier for part in hit.parts for tier in part.tiers]
             self._tokens.answered(max(0, most - start), hit.tokens, tiers)
         return dataclasses.replace(hit, parted=max(start, whole))
 
-    def _used(self, names: Sequence[GroupNames], start: int, found: int) -> HybridHit | None:
+    def _used(self, names: GroupNames, start: int, found: int) -> HybridHit | None:
         """The hit that ends at token `found`, whose pages are used now; None where one has gone since."""
         pages = needed(self.groups, found, start)
         parts, orders = list[Hit](), list[tuple[GroupPage, ...]]()
-        for engine, pool, own in zip(self.engines, self.pools, names, strict=True):
-            chain = own.chain([pages[g] for g in pool.groups])
+        for engine, chain in zip(self.engines, names.chain(pages), strict=True):
             named = tuple(one.page for one in chain)
             with engine.calls:
                 tiers = tuple(engine.manager.lookup(named, 0))
@@ -268,9 +287,10 @@ class HybridEngine:
         """Blocks for the pages of a hit, pool by pool, in the order in which its engine takes them."""
         self._check_names(slots)
         tables: list[Blocks] = []
-        for engine, order, names in zip(self.engines, hit.order, self.names, strict=True):
-            rows = {g: self._table(names[g], slots, hit, engine) for g in {one.group for one in order}}
-            first = {g: hit.pages[names[g]].start for g in rows}
+        for engine, order in zip(self.engines, hit.order, strict=True):
+            names = {g: self.groups[g].name for g in {one.group for one in order}}
+            rows = {g: self._table(name, slots, hit, engine) for g, name in names.items()}
+            first = {g: hit.pages[name].start for g, name in names.items()}
             blocks = [rows[one.group][one.number - first[one.group]] for one in order]
             tables.append(engine.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
@@ -298,33 +318,30 @@ class HybridEngine:
         stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises what that raises, and `InvalidValueError`
         for `keep_at`; nothing is stored then.
         """
-        request, start = self._request(tokens, salt), self._start(start)
+        (names, length), start = self._request(tokens, salt), self._start(start)
         self._check_names(slots)
-        ends = self.window_ends(request.length, keep_at)
-        chains: list[list[GroupPage]] = []
-        tables: list[Blocks] = []
-        for engine, pool, own in zip(self.engines, self.pools, request.names, strict=True):
-            some = [self._rows(self.groups[g], slots, engine, start, request.length) for g in pool.groups]
-            given = np.concatenate([table.reshape(-1) for table in some])
+        ends = self.window_ends(length, keep_at)
+        some: dict[int, Blocks] = {}
+        for engine, pool in zip(self.engines, self.pools, strict=True):
+            some |= {g: self._rows(self.groups[g], slots, engine, start, length) for g in pool.groups}
+            given = np.concatenate([some[g].reshape(-1) for g in pool.groups])
             engine.check_blocks(given[given != -1])
-            wanted: list[list[int]] = []
-            firsts: list[int] = []
-            for g, table in zip(pool.groups, some, strict=True):
-                group = self.groups[g]
-                firsts.append(first := start // group.page_tokens)
-                there = np.all(table >= 0, axis=1).tolist()
-                stop = first + len(table)
-                wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
-            chain = own.chain(wanted)
+        firsts = [start // group.page_tokens for group in self.groups]
+        wanted: list[list[int]] = []
+        for g, group in enumerate(self.groups):
+            first, there = firsts[g], np.all(some[g] >= 0, axis=1).tolist()
+            stop = first + len(some[g])
+            wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
+        chains, tables = names.chain(wanted), list[Blocks]()
+        for engine, chain in zip(self.engines, chains, strict=True):
             rows = [some[one.group][one.number - firsts[one.group]] for one in chain]
             tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
-            chains.append(chain)
         kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
         handles = [
             engine.store_pages([one.page for one in chain], table, salt, after, **kept_for)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
         ]
-        return HybridStore(self.names, handles, chains)
+        return HybridStore([group.name for group in self.groups], handles, chains)
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
         """The lengths at which windows and states are kept, those behind `length` too that need a page before it."""
@@ -344,7 +361,8 @@ class HybridEngine:
                 raise InvalidValueError(message, "leave both out: a hit has its own")
             hit = tokens
         else:
-            hit = self._find(self._request(tokens, salt), self._start(start))
+            names, length = self._request(tokens, salt)
+            hit = self._find(names, length, self._start(start))
         with contextlib.ExitStack() as undo:
             parts: list[Prefetch | None] = []
             for engine, part in zip(self.engines, hit.parts, strict=True):
@@ -354,7 +372,8 @@ class HybridEngine:
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:
         """Keep what the longest hit needs from eviction on every tier that has it, for `seconds` at most."""
-        hit = self._find(self._request(tokens, salt), 0)
+        names, length = self._request(tokens, salt)
+        hit = self._find(names, length, 0)
         pins: list[tuple[Pin, int]] = []
         with contextlib.ExitStack() as undo:
             for engine, part in zip(self.engines, hit.parts, strict=True):
@@ -501,8 +520,20 @@ class HybridEngine:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _request(self, tokens: Any, salt: str) -> _Request:
-        """What a call is about. Raises `TokensError`, and `InvalidValueError` for a salt that is no text."""
+    def namespaces(self, salt: str = "") -> list[bytes]:
+        """The namespace of each group, for a request's salt."""
+        of = dict[int, bytes]()
+        for engine, pool in zip(self.engines, self.pools, strict=True):
+            of |= zip(pool.groups, engine.namespaces(salt), strict=True)
+        return [of[g] for g in range(len(self.groups))]
+
+    def group_names(self, salt: str, digest_tokens: int) -> GroupNames:
+        """Names for the pages of a request, without digests yet: see `GroupNames`."""
+        return GroupNames(self.groups, self.namespaces(salt), digest_tokens, [pool.groups for pool in self.pools])
+
+    def _request(self, tokens: Any, salt: str) -> tuple[GroupNames, int]:
+        """What a call is about: the names of its pages, and its tokens. Raises `TokensError`, and `InvalidValueError`
+        for a salt that is no text."""
         base, size = self._base(salt), self.hash_tokens
         if isinstance(tokens, PageHashes):
             if not tokens.whole:
@@ -514,13 +545,9 @@ class HybridEngine:
         else:
             ids = as_tokens(tokens)
             length, pages = len(ids), self._pages.of(base, ids)
-        digests = [page.key for page in pages]
-        found: list[GroupNames] = []
-        for engine, pool in zip(self.engines, self.pools, strict=True):
-            names = GroupNames([self.groups[g] for g in pool.groups], engine.namespaces(salt), size)
-            names.extend(digests)
-            found.append(names)
-        return _Request(tuple(found), length)
+        names = self.group_names(salt, size)
+        names.extend([page.key for page in pages])
+        return names, length
 
     def _base(self, salt: str) -> bytes:
         """What the digests of a request begin with: the namespace of the whole model, with all its groups."""
@@ -581,16 +608,16 @@ def _reasons(
     managers: Sequence[TierManager],
     pools: Sequence[Pool],
     groups: Sequence[Group],
-    names: Sequence[GroupNames],
+    names: GroupNames,
     start: int,
     stop: int,
     declined: int,
 ) -> GroupReasons:
     """Of a request from token `start` to `stop`: see `group_reasons`."""
     asked = [
-        AskedGroup(groups[g], own, at, manager.told)
-        for manager, pool, own in zip(managers, pools, names, strict=True)
-        for at, g in enumerate(pool.groups)
+        AskedGroup(groups[g], names, g, manager.told)
+        for manager, pool in zip(managers, pools, strict=True)
+        for g in pool.groups
     ]
     return group_reasons(asked, start, stop, declined)
 
@@ -618,12 +645,15 @@ _PLANES = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][
 
 
 def _opened(
-    part: PoolPart, planes: Sequence[tuple[torch.Tensor, ...]], timeline: Timeline | None, limits: EngineLimits
+    part: PoolPart,
+    planes: Sequence[tuple[torch.Tensor, ...]] | None,
+    ranks: Sequence[RankAddress] | None,
+    timeline: Timeline | None,
+    limits: EngineLimits,
 ) -> CacheEngine:
-    """The engine of a pool."""
-    own = [planes[layer] for layer in part.pool.layers]
+    """The engine of a pool, with its planes or its ranks."""
     try:
-        engine = CacheEngine(part.config, own, timeline=timeline, limits=limits)
+        engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits)
     except PlanesError as error:
         where = f"groups {part.names}, whose layers are {list(part.pool.layers)} of the model"
         raise PlanesError(f"{where}: {error.message}", error.hint) from None
@@ -631,7 +661,8 @@ def _opened(
     tiers = [("cpu", None if config.cpu is None else config.cpu.capacity)]
     tiers.append(("ssd", None if config.ssd is None else config.ssd.capacity))
     sizes = ", ".join(f"{name} {about(size)}" for name, size in tiers if size is not None)
-    _log.info("groups %s: %d layers, %.1f %% of each size: %s", part.names, len(own), 100 * part.share, sizes)
+    layers = len(part.pool.layers)
+    _log.info("groups %s: %d layers, %.1f %% of each size: %s", part.names, layers, 100 * part.share, sizes)
     return engine
 
 

@@ -35,7 +35,7 @@ class HybridHit:
     tokens up to which the groups that keep all tokens have every page. Where it is more than the hit, another prompt
     parted there: pass it as `keep_at` to `store`, and the next one finds its windows. `seconds` and
     `recompute_seconds` are expected, None before they are known; `declined`: tokens that the gate left out. `parts` and
-    `order` are for the engine: by pool, the pages as its engine takes them, and of which of its groups each is.
+    `order` are for the engine: by pool, the pages as its engine takes them, and of which group each is.
     """
 
     start: int
@@ -147,7 +147,8 @@ class HybridLoad:
     def _report(self, hit: HybridHit, reports: Sequence[LoadReport | None]) -> HybridReport:
         pages: dict[str, list[PageStatus]] = {name: [] for name in hit.pages}
         by_tier, took, whole = Counter[str](), 0.0, True
-        for report, order, names in zip(reports, hit.order, self._engine.names, strict=True):
+        names = [group.name for group in self._engine.groups]
+        for report, order in zip(reports, hit.order, strict=True):
             if report is None:
                 continue
             statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
@@ -158,7 +159,7 @@ class HybridLoad:
             took = max(took, report.seconds)
         told = {name: tuple(some) for name, some in pages.items()}
         sizes = {group.name: group.page_tokens for group in self._engine.groups}
-        why = functools.partial(_came, hit, self._engine.names, sizes, told)
+        why = functools.partial(_came, hit, names, sizes, told)
         return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
     def __await__(self) -> Generator[Any, None, HybridReport]:
@@ -183,9 +184,9 @@ class HybridStore:
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
     def __init__(
-        self, names: Sequence[Sequence[str]], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
+        self, names: Sequence[str], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
     ) -> None:
-        """`names`: of the groups of each pool; `order`: the pages of each pool's store."""
+        """`names`: of the groups; `order`: the pages of each pool's store."""
         self._names, self._handles, self._order = names, handles, order
 
     def done(self) -> bool:
@@ -195,12 +196,12 @@ class HybridStore:
     def result(self, seconds: float | None = None) -> HybridStoreReport:
         """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
         left = remaining(seconds)
-        tiers: dict[str, dict[int, tuple[str, ...]]] = {name: {} for names in self._names for name in names}
-        dropped: dict[str, dict[int, str]] = {name: {} for names in self._names for name in names}
-        for handle, order, names in zip(self._handles, self._order, self._names, strict=True):
+        tiers: dict[str, dict[int, tuple[str, ...]]] = {name: {} for name in self._names}
+        dropped: dict[str, dict[int, str]] = {name: {} for name in self._names}
+        for handle, order in zip(self._handles, self._order, strict=True):
             report = handle.result(left())
             for place, one in enumerate(order):
-                name = names[one.group]
+                name = self._names[one.group]
                 tiers[name][one.number] = report.tiers[place]
                 if place in report.dropped:
                     dropped[name][one.number] = report.dropped[place]
@@ -229,6 +230,11 @@ class HybridPrefetch:
     def tokens(self) -> int:
         """Tokens of the hit that it has seen in the CPU tier: all of them, or 0."""
         return self._if_all(lambda part: part.tokens)
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """By pool, how many of its first pages have had their turn: see `Prefetch.begun`."""
+        return tuple(0 if part is None else part.begun for part in self._parts)
 
     @property
     def verified(self) -> int:
@@ -315,15 +321,15 @@ class HybridPin:
 
 def _came(
     hit: HybridHit,
-    names: Sequence[Sequence[str]],
+    names: Sequence[str],
     page_tokens: Mapping[str, int],
     statuses: Mapping[str, Sequence[PageStatus]],
 ) -> GroupReasons:
     """Why the pages of a hit came, by group; the tiers are those of the lookup."""
     tiers: dict[str, list[str]] = {name: [] for name in statuses}
-    for part, order, of in zip(hit.parts, hit.order, names, strict=True):
+    for part, order in zip(hit.parts, hit.order, strict=True):
         for one, tier in zip(order, part.tiers, strict=True):
-            tiers[of[one.group]].append(tier)
+            tiers[names[one.group]].append(tier)
     return {
         name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
         for name, some in statuses.items()

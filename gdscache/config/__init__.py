@@ -336,7 +336,7 @@ class Config(ConfigSection):
 
     @model_validator(mode="after")
     def _holds_a_page(self, info: ValidationInfo) -> Self:
-        extent = self.model.extent_bytes()
+        extent = sum(layout.extent_bytes for layout in self.model.pool_layouts())  # each pool holds a page
         halves = {"gpu.staging": self.gpu.staging}
         wholes = {"gpu.capacity": self.gpu.capacity}
         if self.cpu:

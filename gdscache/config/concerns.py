@@ -26,7 +26,9 @@ def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
 
 def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
     extent = config.model.layout().extent_bytes
-    pools = [("the GPU's planes", gpu_pages, "gpu.capacity")]
+    states = [group.keeps == "state" for group in config.model.layer_groups()]
+    # A state's planes have as many blocks as those of the layers beside it, and few of them hold a state.
+    pools = [] if states and all(states) else [("the GPU's planes", gpu_pages, "gpu.capacity")]
     if config.cpu is not None:
         pools.append(("the CPU pool", config.cpu.capacity // extent, "cpu.capacity"))
     if config.ssd is not None:

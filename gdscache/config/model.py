@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSche
 from gdscache.config.problems import ConfigSection, reject
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.groups.base import Group
+from gdscache.groups.pools import pools_of, rows_of
 from gdscache.limits import MAX_COUNT, MAX_EXTENT_BYTES, MAX_LAYERS
 from gdscache.pages.layout import DTYPE_BYTES, MAX_PAGE_TOKENS, PageLayout, Plane
 
@@ -116,7 +117,7 @@ class ModelConfig(ConfigSection):
             if problems:
                 raise reject(GeometryError, "; ".join(problems), hint, info)
         try:
-            extent = self.extent_bytes()
+            extent = max(layout.extent_bytes for layout in self.pool_layouts())
         except GeometryError as error:
             raise reject(GeometryError, f"model: {error.message}", error.hint or self._hint, info) from None
         if extent > MAX_EXTENT_BYTES:
@@ -184,6 +185,17 @@ class ModelConfig(ConfigSection):
 
     def layout(self) -> PageLayout:
         """Where the bytes of a page lie. Planes keep the order in which they are listed."""
+        return PageLayout(self._layers(), self.page_tokens)
+
+    def pool_layouts(self) -> list[PageLayout]:
+        """Where the bytes of a page of each pool lie, in the order of `pools_of`; of all layers without groups."""
+        layers, groups = self._layers(), self.layer_groups()
+        return [
+            PageLayout(tuple(layers[layer] for layer in pool.layers), rows_of(groups, pool, self.page_tokens))
+            for pool in pools_of(groups)
+        ] or [self.layout()]
+
+    def _layers(self) -> tuple[tuple[Plane, ...], ...]:
         layers: list[list[Plane]] = [[] for _ in range(self.layers)]
         for plane, where in self._planes():
             for index in range(self.layers) if where is None else where:
@@ -192,22 +204,7 @@ class ModelConfig(ConfigSection):
                 layers[index].append(plane)
         if bare := [index for index, planes in enumerate(layers) if not planes]:
             raise GeometryError(f"no plane is in layer {bare[0]} ({len(bare)} of {self.layers} layers have none)")
-        return PageLayout(tuple(map(tuple, layers)), self.page_tokens)
-
-    def layouts(self) -> list[PageLayout]:
-        """That of the layers that keep tokens, and that of those that keep a state alone, of which a page is one row;
-        one of the two where there are no others."""
-        whole, groups = self.layout(), self.groups
-        tokens = {n for group in groups if not group.state for n in group.layers} if groups else {*range(self.layers)}
-        states = tuple(planes for number, planes in enumerate(whole.layers) if number not in tokens)
-        if not states:
-            return [whole]
-        kept = tuple(whole.layers[number] for number in sorted(tokens))
-        return [*([PageLayout(kept, self.page_tokens)] if kept else []), PageLayout(states, 1)]
-
-    def extent_bytes(self) -> int:
-        """Bytes of the largest extent of a page."""
-        return max(layout.extent_bytes for layout in self.layouts())
+        return tuple(map(tuple, layers))
 
     def layer_groups(self) -> tuple[Group, ...]:
         """The groups; none where all layers keep all tokens."""

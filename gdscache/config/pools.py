@@ -15,7 +15,7 @@ from typing import Any
 from gdscache.config import Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
-from gdscache.groups.pools import Pool, plane_pages, pools_of, shares
+from gdscache.groups.pools import Pool, plane_pages, pools_of, rows_of, shares
 from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`: the numbers of its groups follow
@@ -67,7 +67,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
             f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
             "leave events.endpoint out, and publish what on_events() tells",
         )
-    layouts = [Config.from_dict({"model": model}).model.layout() for model in models]
+    layouts = config.model.pool_layouts()
     extents, every = [layout.extent_bytes for layout in layouts], config.store.window_every
     each = shares(groups, pools, extents, every)
     own = [tuple(groups[g] for g in pool.groups) for pool in pools]
@@ -135,14 +135,9 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
 
 
 def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) -> dict[str, Any]:
-    """The section `model` of a pool. A page has the bytes of as many tokens as a page of each of its groups has, or of
-    `model.page_tokens` where they differ. If it is not `alone`, its layers count from 0, and its salt has the model's.
-    """
+    """The section `model` of a pool. If it is not `alone`, its layers count from 0, and its salt has the model's."""
     section: dict[str, Any] = config.model.model_dump(mode="json")
-    tokens = {groups[g].page_tokens for g in pool.groups}
-    page_tokens = tokens.pop() if len(tokens) == 1 else section["page_tokens"]
-    if all(groups[g].keeps == "state" for g in pool.groups):
-        page_tokens = 1  # a page is one row of each plane
+    page_tokens = rows_of(groups, pool, section["page_tokens"])
     if alone:
         return {**section, "page_tokens": page_tokens}
     at = {layer: place for place, layer in enumerate(pool.layers)}

@@ -27,18 +27,30 @@ class GroupPage(NamedTuple):
 class GroupNames:
     """The names of one request's pages. `digests`: of each `digest_tokens` tokens and all before them, 32 bytes.
 
-    `namespaces`: one a group. Not thread-safe.
+    `namespaces`: one a group. `pools`: the groups of each pool, by their numbers; none: all are in one. A page follows
+    pages of its pool alone, since each pool evicts by itself. Not thread-safe.
     """
 
-    def __init__(self, groups: Sequence[Group], namespaces: Sequence[bytes], digest_tokens: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        namespaces: Sequence[bytes],
+        digest_tokens: int,
+        pools: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.groups = groups
+        self.pools = pools or (tuple(range(len(groups))),)
         self._namespaces = namespaces
         self._steps = [group.page_tokens // digest_tokens for group in groups]
         self._digest_tokens = digest_tokens
         self._digests: list[bytes] = []
         self._keyed = [hashlib.blake2b(digest_size=KEY_BYTES, key=some) for some in namespaces]
         self._keys: list[dict[int, bytes]] = [{} for _ in groups]
-        self._full = [(g, group.page_tokens) for g, group in enumerate(groups) if group.keeps == "all"]
+        self._full = {  # the groups that keep all tokens, in the pool of each group
+            g: [(one, groups[one].page_tokens) for one in pool if groups[one].keeps == "all"]
+            for pool in self.pools
+            for g in pool
+        }
 
     @property
     def digests(self) -> int:
@@ -71,25 +83,34 @@ class GroupNames:
             found.append(key)
         return found
 
-    def presence(self, visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
-        """`base.Presence`, by what a tier, or all of them, say of keys."""
-        return lambda group, first, stop: visible(self.keys(group, first, stop))
+    def presence(self, *visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
+        """`base.Presence`, by what a tier, or all of them, say of keys: in each pool."""
+        says = {g: visible[p] for p, pool in enumerate(self.pools) for g in pool}
+        return lambda group, first, stop: says[group](self.keys(group, first, stop))
 
-    def chain(self, wanted: Sequence[Sequence[int]], after: GroupPage | None = None) -> list[GroupPage]:
-        """Pages of each group by their numbers, named in the order of their ends, and windows before what follows them.
+    def chain(self, wanted: Sequence[Sequence[int]], after: Sequence[GroupPage | None] = ()) -> list[list[GroupPage]]:
+        """Pages of each group by their numbers: those of each pool, named in the order of their ends, and windows
+        before what follows them.
 
-        Where a group keeps all, each page follows the one before it here. The first one follows the last page of such a
-        group that comes before it, or `after`, of an earlier part of the request, if that comes between the two. Where
-        there is no such group, a page follows none.
+        Where a group of the pool keeps all, each page follows the one before it here. The first one follows the last
+        page of such a group that comes before it, or `after`, of each pool, of an earlier part of the request, if that
+        comes between the two. Where there is no such group, a page follows none.
         """
+        return [
+            self._chain([(g, wanted[g]) for g in pool], after[p] if after else None)
+            for p, pool in enumerate(self.pools)
+        ]
+
+    def _chain(self, wanted: Sequence[tuple[int, Sequence[int]]], after: GroupPage | None) -> list[GroupPage]:
+        """`chain`, of one pool."""
         keys, namespaces = self._keys, self._namespaces
-        places = sorted(self._place(g, number) for g, numbers in enumerate(wanted) for number in numbers)
+        places = sorted(self._place(g, number) for g, numbers in wanted for number in numbers)
         named: list[GroupPage] = []
         before: bytes | None = None
         for place in places:
             *_, g, number = place
             namespace = namespaces[g]
-            if before is None or not self._full:
+            if before is None or not self._full[g]:
                 before = self._before(place, after) or namespace
             key = keys[g].get(number) or self.key(g, number)
             named.append(GroupPage(g, number, Page(key, before, namespace)))
@@ -103,9 +124,10 @@ class GroupNames:
 
     def _before(self, place: tuple[int, bool, int, int], after: GroupPage | None) -> bytes | None:
         """The key of the page that the first page of a chain follows."""
-        if not self._full:
+        full = self._full[place[2]]
+        if not full:
             return None
-        found = [self._place(g, place[0] // size - back) for g, size in self._full for back in (1, 2)]
+        found = [self._place(g, place[0] // size - back) for g, size in full for back in (1, 2)]
         found += [self._place(after.group, after.number)] if after else []
         *_, group, number = max((one for one in found if one < place), default=(0, -1))
         return self.key(group, number) if number >= 0 else None

@@ -14,6 +14,7 @@ from gdscache.groups.base import Group
 from gdscache.limits import MAX_COUNT
 
 _PROMPT = 8192  # tokens of the prompts that shares are meant for, where no window is kept but at the end
+_PER_STATE = 2048  # tokens at most for each state: prompts are of 1,000 to 16,000 tokens, and have one or two
 _WINDOWS = 4  # that are in use: where a prompt ends, where all but its last token end, where it parts, and the answer's
 
 
@@ -41,16 +42,28 @@ def pools_of(groups: Sequence[Group]) -> list[Pool]:
     return sorted(found, key=lambda pool: pool.groups)
 
 
+def rows_of(groups: Sequence[Group], pool: Pool, page_tokens: int) -> int:
+    """Rows of each plane of a pool that a page has: as many as tokens in a page of each of its groups, or
+    `page_tokens`, the model's, where they differ; 1 where all keep a state."""
+    own = [groups[g] for g in pool.groups]
+    if all(group.keeps == "state" for group in own):
+        return 1
+    sizes = {group.page_tokens for group in own}
+    return sizes.pop() if len(sizes) == 1 else page_tokens
+
+
 def kept_tokens(group: Group, every: int) -> float:
     """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens.
 
-    A state counts as the tokens of its page.
+    A state counts as the tokens of its page. It is to live no shorter than what is in front of it, also where prompts
+    are short, so that there is room for one in `_PER_STATE` tokens.
     """
     if group.keeps == "all":
         return 1.0
     prompt = 2 * every or _PROMPT
     windows = 1 + (prompt // every if every else 0)
-    return min(1.0, windows * (group.span + group.page_tokens) / prompt)
+    often = windows / prompt if group.keeps != "state" else max(windows / prompt, 1 / _PER_STATE)
+    return min(1.0, often * (group.span + group.page_tokens))
 
 
 def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int) -> list[float]:

@@ -25,6 +25,7 @@ from gdscache.runtime.threads import log_failure
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
+    from gdscache.hybrid_handles import HybridPrefetch
     from gdscache.prefetch.handle import Prefetch
     from gdscache.tiers.manager import TierManager
 
@@ -95,7 +96,7 @@ class Cache(Protocol):
 class Pinned:
     """What is fetched by a prefetch with pins, or by none. `_since`: when it began; `_until`: when its pins end."""
 
-    _prefetch: Prefetch | None
+    _prefetch: Prefetch | HybridPrefetch | None
 
     def __init__(self, seconds: float) -> None:
         self._since = time.monotonic()
@@ -113,6 +114,8 @@ class Pinned:
 
 class PinnedFetch(Pinned):
     """The pages of one request: brought to the CPU tier, checked as they land, and pinned for `seconds` at most."""
+
+    _prefetch: Prefetch | None
 
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
         """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
@@ -235,11 +238,13 @@ class _Telling:
 class PinningCache:
     """An engine as the `Cache` of a table of requests. `pin_seconds`: how long what was brought is kept at most.
 
-    `salt` is that of the weights which the inference engine has now: another one begins with no pages.
+    `engines`: those of all pools, the first of which is `engine`. `salt` is that of the weights which the inference
+    engine has now: another one begins with no pages.
     """
 
-    def __init__(self, engine: CacheEngine, pin_seconds: float) -> None:
-        self.engine = engine
+    def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
+        """`others`: the engines of further pools of a hybrid model."""
+        self.engine, self.engines = engine, (engine, *others)
         self.salt = ""
         self.pin_seconds = pin_seconds
 
@@ -267,15 +272,16 @@ class PinningCache:
         """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""
         old, self.salt = self.salt, fresh_salt()
         try:
-            if old:
-                self.engine.invalidate(*self.engine.namespaces(old))
+            for engine in self.engines if old else ():
+                engine.invalidate(*engine.namespaces(old))
         except GdsCacheError as error:  # it has another name by now, and is evicted in time
             log_failure(error)
 
     def rest(self, seconds: float) -> None:
         """Wait until a load, a store or a prefetch has ended, for so many seconds at most."""
         ready = select.poll()
-        ready.register(self.engine.fileno(), select.POLLIN)
-        if ready.poll(max(1.0, seconds * 1e3)):
+        for engine in self.engines:
+            ready.register(engine.fileno(), select.POLLIN)
+        for descriptor, _ in ready.poll(max(1.0, seconds * 1e3)):
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.engine.fileno())
+                os.eventfd_read(descriptor)

@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gdscache.errors import LoadOrderError
-from gdscache.groups.base import alignment
-from gdscache.groups.hits import GroupHit, find, longest
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import Pinned
 from gdscache.pages.hit import Hit
 from gdscache.prefetch.queue import PrefetchEnd
 
 if TYPE_CHECKING:
-    from gdscache.engine import CacheEngine
+    from gdscache.hybrid import HybridEngine
+    from gdscache.hybrid_handles import HybridHit, HybridPrefetch
     from gdscache.integrations.fetching import PinningCache
 
 
@@ -31,25 +30,22 @@ class GroupFetch(Pinned):
     """
 
     asking = False  # no tier beyond this machine is asked
+    _prefetch: HybridPrefetch | None
 
-    def __init__(self, engine: CacheEngine, names: GroupNames, most: int, tokens: int, seconds: float) -> None:
+    def __init__(self, engine: HybridEngine, names: GroupNames, most: int, tokens: int, seconds: float) -> None:
         """`most`: tokens of a hit that can be of use; `tokens`: of the request."""
         super().__init__(seconds)
-        self._told_of = engine.manager.told
-        self._align = alignment(names.groups)
-        self.found: GroupHit = find(engine, names, most, tokens)
-        hit = self.found.hit
-        self.cached = (hit.tokens + hit.declined) // self._align
-        self.wanted = hit.tokens // self._align
-        self._page_tokens = engine.layout.page_tokens
-        begun = bool(hit.pages) and engine.config.cpu is not None
-        self._prefetch = engine.prefetch(hit, pin=seconds) if begun else None
-        self._gate, self._files = engine.gate, {tier.name for tier in engine.manager.files}
+        self.found: HybridHit = engine.lookup_named(names, most, tokens)
+        self.cached = (self.found.tokens + self.found.declined) // engine.alignment
+        self.wanted = self.found.tokens // engine.alignment
+        begun = any(self.pages) and engine.config.cpu is not None
+        self._prefetch = engine.prefetch(self.found, pin=seconds) if begun else None
+        self._gate, self._engines = engine.gate, engine.engines
 
     @property
-    def pages(self) -> tuple[GroupPage, ...]:
-        """What the hit needs, in the order in which it is loaded."""
-        return self.found.pages
+    def pages(self) -> Sequence[Sequence[GroupPage]]:
+        """What the hit needs of each pool, in the order in which it is loaded."""
+        return self.found.order
 
     def done(self) -> bool:
         """Whether no more pages come, or all have come."""
@@ -57,33 +53,41 @@ class GroupFetch(Pinned):
 
     def verified(self) -> int:
         """All that is wanted, where all of it is checked and pinned; else 0."""
-        there = 0 if self._prefetch is None else self._prefetch.verified // self._page_tokens
-        return self.wanted if there == len(self.pages) else 0
+        there = not any(self.pages) if self._prefetch is None else self._prefetch.verified
+        return self.wanted if there else 0
 
     def outpaced(self) -> bool:
         """Whether computing the hit takes less time than waiting for what has not come, at its best possible pace."""
         if self._prefetch is None:
             return False
-        slow = sum(name in self._files for name in self.found.hit.tiers)
-        begun = max(0, slow - (len(self.pages) - self._prefetch.begun))
-        return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.hit.tokens, 0)
+        slow = begun = 0  # bytes
+        for engine, part, turns in zip(self._engines, self.found.parts, self._prefetch.begun, strict=True):
+            files = {tier.name for tier in engine.manager.files}
+            pages = sum(name in files for name in part.tiers)
+            slow += pages * engine.layout.page_bytes
+            begun += max(0, pages - (len(part.tiers) - turns)) * engine.layout.page_bytes
+        return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.tokens, 0)
 
     def crowded(self) -> bool:
         """Whether the CPU tier has no room for its pages."""
         if self._prefetch is None:
-            return bool(self.pages)
+            return any(self.pages)
         if not self._prefetch.done() or self.verified() == self.wanted:
             return False
-        return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
+        return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
 
     def unused(self, first: int) -> str:
         """What is known now of its pages, for a line of the log."""
-        states = Counter(one.cause for one in self._told_of([one.page.key for one in self.pages]))
+        states = Counter(
+            told.cause
+            for engine, pages in zip(self._engines, self.pages, strict=True)
+            for told in engine.manager.told([one.page.key for one in pages])
+        )
         return ", ".join(f"{count} pages {cause}" for cause, count in states.items())
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` times `alignment` tokens each tier had when it began, by the pages that end in them."""
-        found: Counter[str] = Counter(self.found.hit.tiers)
+        found: Counter[str] = Counter(tier for part in self.found.parts for tier in part.tiers)
         whole, told = sum(found.values()), Counter[str]()
         for name, some in found.most_common():
             told[name] = round(pages * some / whole)
@@ -91,36 +95,36 @@ class GroupFetch(Pinned):
             told[found.most_common(1)[0][0]] += pages - sum(told.values())
         return told
 
-    def checked(self, first: int, pages: int) -> Hit:
+    def checked(self, first: int, pages: int) -> HybridHit:
         """All pages, for a load that cannot fail. Raises `LoadOrderError` where they were not found good."""
         if self._prefetch is None or self.verified() < self.wanted:
             raise LoadOrderError(
-                f"{len(self.pages)} pages of a hit are to be loaded without a check, and some had none",
+                f"{sum(map(len, self.pages))} pages of a hit are to be loaded without a check, and some had none",
                 "load what the connector's own scheduler orders",
             )
-        return self._prefetch.hit(0)
+        return self._prefetch.hit()
 
-    def unchecked(self, first: int, pages: int) -> Hit:
+    def unchecked(self, first: int, pages: int) -> HybridHit:
         """All pages from wherever they are, for a load with a verdict."""
-        return self.found.hit
+        return self.found
 
 
 class GroupPart:
-    """Some pages of a fetch, by their numbers: what a load takes of it."""
+    """Some pages of a fetch in one pool, by their numbers: what a load takes of it."""
 
-    def __init__(self, fetch: GroupFetch, numbers: Sequence[int]) -> None:
-        self._fetch, self._numbers = fetch, numbers
+    def __init__(self, fetch: GroupFetch, pool: int, numbers: Sequence[int]) -> None:
+        self._fetch, self._pool, self._numbers = fetch, pool, numbers
 
     def release(self) -> None:
         self._fetch.release()
 
     def checked(self, first: int, pages: int) -> Hit:
         """See `GroupFetch.checked`."""
-        return self._part(self._fetch.checked(first, pages))
+        return self._part(self._fetch.checked(first, pages).parts[self._pool])
 
     def unchecked(self, first: int, pages: int) -> Hit:
         """See `GroupFetch.unchecked`."""
-        return self._part(self._fetch.unchecked(first, pages))
+        return self._part(self._fetch.unchecked(first, pages).parts[self._pool])
 
     def _part(self, hit: Hit) -> Hit:
         some = [number for number in self._numbers if number < len(hit.pages)]
@@ -130,20 +134,21 @@ class GroupPart:
 class GroupCache:
     """An engine as the cache of a table of a hybrid model's requests: `PinningCache`, in all groups at once."""
 
-    def __init__(self, cache: PinningCache, digest_tokens: int) -> None:
-        """`digest_tokens`: tokens that each digest of a request names more than the one before."""
+    def __init__(self, cache: PinningCache, engine: HybridEngine, digest_tokens: int) -> None:
+        """`cache`: of the engines of all pools. `digest_tokens`: tokens that each digest of a request names more than
+        the one before."""
         self._cache = cache
+        self._engine = engine
         self._digest_tokens = digest_tokens
 
     def names(self) -> GroupNames:
         """Names for a new request, whose pages are of the weights that the inference engine has now."""
-        engine = self._cache.engine
-        return GroupNames(engine.groups, engine.namespaces(self._cache.salt), self._digest_tokens)
+        return self._engine.group_names(self._cache.salt, self._digest_tokens)
 
     def fetch(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:
         """Begin to bring what a hit of up to `most` tokens needs, for a request of `tokens`."""
-        return GroupFetch(self._cache.engine, names, most, tokens, self._cache.pin_seconds)
+        return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
 
     def longest(self, names: GroupNames, most: int) -> int:
         """Tokens of the longest hit. Counts as no use of its pages."""
-        return longest(self._cache.engine, names, most)
+        return self._engine.longest(names, most)

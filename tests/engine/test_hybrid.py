@@ -16,7 +16,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus
+from gdscache import CacheEngine, HybridEngine, PageHashes, PageStatus, RankAddress
 from gdscache.errors import (
     CapacityError,
     ConfigError,
@@ -550,6 +550,16 @@ def test_an_engine_of_one_pool_refuses_what_it_cannot_do(tmp_path: Path) -> None
             assert "HybridEngine" in str(caught.value.hint)
         with pytest.raises(GdsCacheError, match="attached"):
             engine.sequence(PROMPT)
+
+
+def test_ranks_are_of_each_pool(tmp_path: Path) -> None:
+    """What they do is in `test_vllm_states.py`."""
+    config, address = hybrid_config(tmp_path, MODELS["apart"]), RankAddress("nobody", 0, 0)
+    planes = [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
+    with pytest.raises(InvalidValueError, match="ranks of 1 pools"):
+        HybridEngine.from_config(config, ranks=[[address]])
+    with pytest.raises(InvalidValueError, match="for 2 pools and 3 layers of planes"):
+        HybridEngine.from_config(config, planes, ranks=[[address]] * 2)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

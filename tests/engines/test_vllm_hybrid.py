@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import shutil
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_parts import BRANCH, EXACT, LONG, OTHER
+from tests.engines.vllm_script import DRAIN, METRICS, RESET, TELL, Answers, Script, ask, at_rest, each, follows
 
 pytestmark = [
     pytest.mark.engines,
@@ -21,20 +20,12 @@ pytestmark = [
     pytest.mark.skipif(parts.KIND == "mla", reason="other models than these tests are about"),
 ]
 
-Answers = list[dict[str, Any]]
-Step = tuple[str, dict[str, Any]]
-
 FAULTY = "gdscache.testing.faults:FaultyTransport"
-RESET: Step = ("reset", {})
-DRAIN: Step = ("drain", {})
-TELL: Step = ("tell", {})
-METRICS: Step = ("metrics", {})
 
 PROMPTS = [LONG, BRANCH, OTHER, EXACT]
 LONGER: dict[str, Any] = {"parts": [[0, 1500], [20, 300]]}
 PARTINGS = (600, 1400, 1500)  # of others from LONG: before, in and behind its last window
 JUNCTIONS = [{"parts": [[0, at], [30 + number, 200]]} for at, number in itertools.product(PARTINGS, range(2))]
-MANY = 20  # tokens of long answers that are the same
 CROWD: list[dict[str, Any]] = [{"parts": [[seed, 500]], "most": 100} for seed in (10, 11, 12)]
 
 
@@ -69,59 +60,6 @@ SLIDING = Kind("sliding", ("window",), (512, 576, 1024, 1024, 1472, 1472), every
 CHUNKS = Kind("chunks", ("chunk",) * 3 + ("all",), (512, 576, 1376, 1376, 1472, 1472))
 CROWDED = (WINDOWS, CHUNKS)
 KINDS = (WINDOWS, UNEQUAL, SINKS, SLIDING, CHUNKS)
-
-
-def ask(*prompts: dict[str, Any], **more: Any) -> Step:
-    return "ask", {"prompts": list(prompts), **more}
-
-
-def each(prompts: Sequence[dict[str, Any]]) -> list[Step]:
-    """One after the other, none of which finds anything in vLLM's own cache."""
-    return [step for prompt in prompts for step in (RESET, ask(prompt), DRAIN)]
-
-
-class Script:
-    """Steps under names; `play` gives what they answered: all answers of a name's prompts, and the rest by step."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[str, Step]] = []
-
-    def add(self, name: str, *steps: Step) -> None:
-        self._steps += [(name, step) for step in steps]
-
-    def play(
-        self, folder: Path, model: Path, connector: dict[str, Any] | None, **given: Any
-    ) -> tuple[dict[str, Answers], dict[str, list[Any]]]:
-        steps = [step for _, step in self._steps]
-        told = parts.run(folder, model, steps, connector, **given).answers[1:]
-        asked: dict[str, Answers] = defaultdict(list)
-        rest: dict[str, list[Any]] = defaultdict(list)
-        for (name, (step, _)), answer in zip(self._steps, told, strict=False):  # vLLM's end is an answer, too
-            if step == "ask":
-                asked[name] += answer
-            else:
-                rest[step].append(answer)
-        return asked, rest
-
-
-def follows(found: Answers, wanted: Answers) -> None:
-    """Long answers: the same tokens with nearly the same probabilities, up to where two tokens are as likely."""
-    for a, b in zip(found, wanted, strict=True):
-        assert a["why"] == b["why"] == "length"
-        pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
-        end = next((place for place, (one, other) in pairs if one != other), len(b["tokens"]))
-        assert end >= MANY, (a["tokens"], b["tokens"])
-        apart = [abs(one[0] - other[0]) for one, other in zip(a["likeliest"], b["likeliest"], strict=True)]
-        assert max(apart[: end + 1]) < parts.DRIFT, (end, apart)
-        if end < len(b["tokens"]):
-            best, second = b["likeliest"][end]
-            assert best - second < parts.DRIFT, (end, best, second)
-
-
-def at_rest(told: dict[str, Any]) -> None:
-    """Nothing is held, and every index agrees with its bytes."""
-    assert told["leases"] == 0
-    assert told["check"] == []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,11 @@ class Run:
     @property
     def cache(self) -> Any:
         """Our engine, where it is in this process."""
-        return self._core.scheduler.connector._session.engine
+        return self._session.hybrid or self._session.engine
+
+    @property
+    def _session(self) -> Any:
+        return self._core.scheduler.connector._session
 
     @property
     def _core(self) -> Any:
@@ -353,16 +358,17 @@ class Run:
     def tell(self) -> dict[str, Any]:
         """What our engine counts, when nothing is under way any more, or after 10 seconds."""
         for _ in range(100):
-            stats = self.cache.stats()
-            if not stats["leases"]:
+            stats = [engine.stats() for engine in self._session.engines]
+            if not any(some["leases"] for some in stats):
                 break
             time.sleep(0.1)
+        tiers = stats[0]["tiers"]
         return {
-            "leases": len(stats["leases"]),
-            "pages": {name: tier["pages"] for name, tier in stats["tiers"].items()},
-            "misses": stats["misses"],
-            "hits": stats["hits"],
-            "drops": stats.get("drops", {}),
+            "leases": sum(len(some["leases"]) for some in stats),
+            "pages": {name: sum(some["tiers"][name]["pages"] for some in stats) for name in tiers},
+            "misses": dict(sum((Counter(some["misses"]) for some in stats), Counter())),
+            "hits": stats[0]["hits"],
+            "drops": stats[0].get("drops", {}),
             "check": list(self.cache.check().problems),
         }
 
@@ -419,29 +425,56 @@ class Run:
         self._core.scheduler.kv_cache_manager.block_pool.evict_blocks(set(blocks))
         return len(blocks)
 
-    def flip(self, tier: str, group: int) -> int:
-        """One bit is another in each page that a tier has of a group, on the last rank alone if there are several.
+    def _pages(self, tier: str, group: int) -> tuple[Any, list[int]]:
+        """The engine of a group, and the slots of all pages that a tier has of it."""
+        pool = next(p for p, some in enumerate(self.cache.pools) if group in some.groups)
+        engine, namespace = self.cache.engines[pool], self.cache.namespaces(self._session.salt)[group]
+        with engine.manager.lock:
+            index = engine.manager.tiers[tier].index
+            return engine, index.slots_of(index.select(namespace))
+
+    def flip(self, tier: str, group: int, zero: bool = False) -> int:
+        """One bit is another in each page that a tier has of a group, on the last rank alone if there are several; or
+        (`zero`) all of its bytes are zeros.
 
         The CPU tier is empty then if it is not that.
         """
-        session, cache = self._core.scheduler.connector._session, self.cache
-        manager, namespace = cache.manager, cache.namespaces(session.salt)[group]
-        with manager.lock:
-            index = manager.tiers[tier].index
-            slots = index.slots_of(index.select(namespace))
-            if tier == "ssd":
-                manager.cpu.index.evict(len(manager.cpu.index))
+        engine, slots = self._pages(tier, group)
+        size, extent = engine.layout.page_bytes, engine.layout.extent_bytes
         if tier == "cpu":
             for slot in slots:
-                manager.cpu.extents.memory(slot)[100] ^= 16
+                memory = engine.manager.cpu.extents.memory(slot)
+                new, at = (bytes(size), 0) if zero else (bytes([memory[100] ^ 16]), 100)
+                memory[at : at + len(new)] = new
             return len(slots)
-        slab = max(Path(cache.config.ssd.path).glob("slab*"), key=lambda path: len(path.name))  # of the last shard
+        for one in self._session.engines:
+            with one.manager.lock:
+                one.manager.cpu.index.evict(len(one.manager.cpu.index))
+        slab = max(Path(engine.config.ssd.path).glob("slab*"), key=lambda path: len(path.name))  # of the last shard
         with slab.open("r+b", buffering=0) as file:
             for slot in slots:
-                at = slot * cache.layout.extent_bytes + 100
-                byte = os.pread(file.fileno(), 1, at)[0]
-                os.pwrite(file.fileno(), bytes([byte ^ 16]), at)
+                byte = os.pread(file.fileno(), 1, slot * extent + 100)[0]
+                new, at = (bytes(size), 0) if zero else (bytes([byte ^ 16]), 100)
+                os.pwrite(file.fileno(), new, slot * extent + at)
         return len(slots)
+
+    def lose(self, group: int) -> int:
+        """Our tiers have no pages of a group any more, as if those had been evicted alone; how many those were."""
+        pool = next(p for p, some in enumerate(self.cache.pools) if group in some.groups)
+        manager, namespace, lost = self.cache.engines[pool].manager, self.cache.namespaces(self._session.salt)[group], 0
+        with manager.lock:
+            for tier in manager.tiers.values():
+                for key in tier.index.select(namespace):
+                    tier.index.drop(tier.index.get(key))
+                    lost += 1
+        return lost
+
+    def sizes(self) -> list[dict[str, int]]:
+        """Of each pool: bytes that a page has, and that it takes."""
+        return [
+            {"content": engine.layout.page_bytes, "extent": engine.layout.extent_bytes}
+            for engine in self._session.engines
+        ]
 
     def groups(self) -> list[dict[str, Any]]:
         """What our engine knows of the model's groups."""
@@ -449,7 +482,7 @@ class Run:
 
     def ranks(self) -> list[str]:
         """How our engine's ranks are."""
-        return [rank["state"] for rank in self.cache.stats()["ranks"]]
+        return [rank["state"] for rank in self._session.engine.stats()["ranks"]]
 
     def _worker(self, rank: int) -> int:
         """The process of a worker."""
@@ -468,7 +501,7 @@ class Run:
 
     def release(self) -> None:
         """Let I/O go on that hangs by a plan of faults."""
-        self.cache.manager.tiers["ssd"].io.transport.plan.reset()
+        self._session.engine.manager.tiers["ssd"].io.transport.plan.reset()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

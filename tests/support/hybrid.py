@@ -230,9 +230,8 @@ class HybridHost:
 
     def key(self, name: str, tokens: Sequence[int], number: int, salt: str = "") -> bytes:
         """The key of a page of a group."""
-        g, names = [group.name for group in self.groups].index(name), self.engine._request(tokens, salt).names
-        pool = self.pool_of[name]
-        return names[pool].keys(self.engine.pools[pool].groups.index(g), number, number + 1)[0]
+        g, (names, _) = [group.name for group in self.groups].index(name), self.engine._request(tokens, salt)
+        return names.key(g, number)
 
     def on_tiers(self, name: str, tokens: Sequence[int], number: int, salt: str = "") -> list[str]:
         """The tiers that have a page."""

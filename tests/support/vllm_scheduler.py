@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gdscache import PageHashes
 from gdscache.groups.base import Group, alignment, complete, lengths, needed
-from gdscache.groups.hits import GroupHit
 from gdscache.groups.names import GroupNames
+from gdscache.hybrid import HybridHit
 from gdscache.integrations.group_fetching import GroupFetch
 from gdscache.integrations.vllm.groups import NULL, GroupTable
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
@@ -63,20 +63,20 @@ def hashes_of(tokens: Tokens) -> list[bytes]:
 class FakeGroupFetch(FakeFetch, GroupFetch):
     """A fetch in all groups: all that is wanted is verified, or nothing."""
 
-    def __init__(self, found: GroupHit, align: int, clock: Callable[[], float]) -> None:
-        wanted = found.hit.tokens // align
+    def __init__(self, found: HybridHit, align: int, clock: Callable[[], float]) -> None:
+        wanted = found.tokens // align
         super().__init__([], wanted, wanted, clock)
         self.found = found
 
     def verified(self) -> int:
         return self.wanted if super().verified() == self.wanted else 0
 
-    def checked(self, first: int, pages: int) -> Hit:  # type: ignore[override]
+    def checked(self, first: int, pages: int) -> HybridHit:  # type: ignore[override]
         assert self.verified() == self.wanted, "only what was checked"
-        return self.found.hit
+        return self.found
 
-    def unchecked(self, first: int, pages: int) -> Hit:  # type: ignore[override]
-        return self.found.hit
+    def unchecked(self, first: int, pages: int) -> HybridHit:  # type: ignore[override]
+        return self.found
 
 
 class FakeGroupCache(FakeCache):
@@ -95,11 +95,11 @@ class FakeGroupCache(FakeCache):
 
     def fetch(self, names: GroupNames, most: int, tokens: int) -> FakeGroupFetch:  # type: ignore[override]
         length, most = self.longest(names, most), min(most, names.tokens)
-        pages = tuple(names.chain(needed(self.groups, length)))
-        named = tuple(one.page for one in pages)
-        hit = Hit(0, length, ("ssd",) * len(pages), None, named)
+        chains = tuple(map(tuple, names.chain(needed(self.groups, length))))
+        hits = tuple(Hit(0, length, ("ssd",) * len(some), None, tuple(one.page for one in some)) for some in chains)
         whole = complete(self.groups, names.presence(self._visible), most)
-        fetch = FakeGroupFetch(GroupHit(hit, pages, whole), alignment(self.groups), self.clock)
+        found = HybridHit(0, length, {}, whole, parts=hits, order=chains)
+        fetch = FakeGroupFetch(found, alignment(self.groups), self.clock)
         self.fetches.append(fetch)
         return fetch
 

@@ -61,7 +61,7 @@ MAY_IMPORT = {
         "tiers tracing"
     ),
     "hybrid_handles": "groups load moves pages prefetch store tiers",
-    "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch tiers tracing",
+    "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch ranks tiers tracing",
     "integrations": (
         "config cuda engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
     ),

@@ -154,7 +154,8 @@ class Traffic:
         has, most = names.presence(manager.visible), len(pages) * size
         whole = complete(groups, has, most)
         length = next(lengths(groups, has, most, whole=whole), 0)
-        wanted = [one.page for one in names.chain(needed(groups, length))]
+        (chain,) = names.chain(needed(groups, length))
+        wanted = [one.page for one in chain]
         found = manager.lookup(wanted, 0)
         self._missed(i, pages, length // size)
         if self._serial:
@@ -168,7 +169,8 @@ class Traffic:
         ends = {most, whole, *marks(self._every, alignment(groups), most)}
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
         if any(rest):
-            self._tiers.store([one.page for one in names.chain(rest)])
+            (chain,) = names.chain(rest)
+            self._tiers.store([one.page for one in chain])
 
     def _load_and_compute(self, plan: LoadPlan, tokens: int, cached: int) -> Process:
         """Load, then compute what is not `cached` of the prompt, a token at least; or both at once."""

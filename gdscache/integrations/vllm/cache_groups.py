@@ -46,6 +46,12 @@ def block_tokens(cache: Any) -> dict[str, int]:
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
 
 
+def state_layers(cache: Any) -> dict[str, int]:
+    """The layers that keep a state, and how many there are in the group of each."""
+    groups = [group.layer_names for group in cache.kv_cache_groups if kinds_of(group.kv_cache_spec)[0] == _STATE]
+    return {name: len(names) for names in groups for name in names}
+
+
 def refuse_groups(cache: Any, *, untried: bool = False) -> None:
     """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve those, too, that follow the
     contract and that no GPU has run."""

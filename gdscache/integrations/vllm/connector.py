@@ -40,10 +40,13 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from gdscache.config import Config
 from gdscache.engine import CacheEngine
+from gdscache.groups.pools import pools_of
+from gdscache.hybrid import HybridEngine
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.logs import follow
-from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of
+from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, state_layers
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
@@ -69,6 +72,7 @@ from gdscache.integrations.vllm.setup import (
 from gdscache.integrations.vllm.worker import EngineWorker, StoreOrder
 from gdscache.integrations.watching import ExecutorWatch, WeightWatch
 from gdscache.metrics.mirror import Differences, News
+from gdscache.metrics.table import parts_of
 from gdscache.ranks.address import RankAddress
 
 _REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
@@ -79,7 +83,7 @@ _log = logging.getLogger("gdscache")
 
 @dataclasses.dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """What workers are to move in a step. With ranks it goes to other processes, and has `told` and `mark` in place of
+    """What workers are to move in a step. With ranks it goes to other processes, and has `told` and `marks` in place of
     `loads` and `stores` (`Lead.step`).
 
     `prefill`: what the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: that, or a request has
@@ -92,14 +96,14 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[LoadOrder] = dataclasses.field(default_factory=list)
     stores: list[StoreOrder] = dataclasses.field(default_factory=list)
     told: list[RankBatch] = dataclasses.field(default_factory=list)
-    mark: bytes = b""
+    marks: list[bytes] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class RankFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a rank tells the scheduler before the first request: where it is, and its part of the model."""
+    """What a rank tells the scheduler before the first request: where it is in each pool, and its part of the model."""
 
-    address: RankAddress
+    addresses: list[RankAddress]
     model: dict[str, object]
 
 
@@ -124,7 +128,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._grouped = bool(groups_of(kv_cache_config))
         self._counts: Counter[str] = Counter()
-        self._figures = Differences(FIGURES_S, time.monotonic)
+        self._figures = {"": Differences(FIGURES_S, time.monotonic)}  # by group of layers
         self._separate = separate(vllm_config.parallel_config)
         self._session: VllmSession | None = None
         self._lead: Lead | None = None
@@ -148,16 +152,16 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The scheduler's object has its session."""
         self._session = session
         refuses = functools.partial(leaves_alone, media=self._options.media)
-        wait, groups = self._options.wait_seconds, session.engine.groups
-        waited = functools.partial(session.engine.manager.measures.waited, "pages")
+        wait, hybrid = self._options.wait_seconds, session.hybrid
+        waited = functools.partial(session.engines[0].manager.measures.waited, "pages")
         if tells_events(self._vllm_config):
-            self._events = VllmEvents(session.engine, self._kv_cache_config)
+            self._events = VllmEvents(session.hybrid or session.engine, self._kv_cache_config)
         named = None if self._events is None else self._events.name
         told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
-        if groups:
-            cache = GroupCache(session, self._kv_cache_config.hash_block_size)
-            every = session.engine.config.store.window_every
-            self._table: RequestTable = GroupTable(groups, cache, every, **told)
+        if hybrid is not None:
+            cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
+            every = hybrid.config.store.window_every
+            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
         self._table.unused = session.unused
@@ -196,16 +200,18 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         config = self._vllm_config
         addresses = addresses_of(
-            {rank: facts.address for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
+            {rank: facts.addresses for rank, facts in metadata.items()}, config.parallel_config.tensor_parallel_size
         )
         model = one_model({rank: facts.model for rank, facts in metadata.items()})
         variables = variables_of(config.parallel_config)
         settings = self._options.configuration(
             model, lambda: weights_of(config), variables, events=tells_events(config)
         )
-        engine = CacheEngine.from_config(settings, ranks=addresses)
+        engine: CacheEngine | HybridEngine = (
+            HybridEngine(settings, ranks=addresses) if self._grouped else CacheEngine(settings, ranks=addresses[0])
+        )
         session = VllmSession(engine, self._options.pin_seconds)
-        self._lead = lead = Lead(engine, self._counts, overlapping=self._overlapping)
+        self._lead = lead = Lead(session.engines, self._counts, overlapping=self._overlapping)
         session.attend(lead, lead.busy)
         self._begin(session)
 
@@ -215,7 +221,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         news = connector_output.kv_connector_worker_meta
         if isinstance(news, RankNews) and self._session is not None:
             for tokens, before, seconds in news.observed:
-                self._session.engine.observe_prefill(tokens, before, seconds)
+                self._session.observe_prefill(tokens, before, seconds)
 
     def on_new_request(self, request: Any) -> None:
         with self._timed("scheduler_seconds"), self._joined.telling(request.request_id):
@@ -270,7 +276,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             orders.loads, orders.stores = loads, stores
             self._joined.settle(fresh)
         else:
-            orders.told, orders.mark = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
+            orders.told, orders.marks = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
         if idle and not loads and (deferred or self._joined.busy()):
             self._joined.rest(_REST_S)
         return orders
@@ -325,22 +331,25 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             try:
                 lead.close()
             finally:
-                session.engine.close()
+                session.close()
 
     # -- worker --------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, cache = self._vllm_config, self._kv_cache_config
-        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), str(cache.kv_cache_layout))
+        layout, states = str(cache.kv_cache_layout), state_layers(cache)
+        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states)
         self._layers = planes.layers
         model = model_of(config, cache, planes, vllm.__version__, os.environ)
         if self._separate:
             self._rank = rank = get_tensor_model_parallel_rank()
             shard = shard_of(config, cache, rank)
+            groups = Config.from_dict({"model": model}).model.layer_groups()
+            pools = [pool.layers for pool in pools_of(groups)]
             self._worker: EngineWorker | RankWorker = RankWorker(
-                planes.tensors, rank, shard, overlapping=self._overlapping
+                planes.tensors, rank, shard, overlapping=self._overlapping, pools=pools
             )
-            self._facts = RankFacts(self._worker.rank.address, model)
+            self._facts = RankFacts([one.address for one in self._worker.ranks], model)
             return
 
         def make() -> VllmSession:
@@ -348,13 +357,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             settings = self._options.configuration(
                 model, lambda: weights_of(config), variables, events=tells_events(config)
             )
-            engine = CacheEngine(settings, [(tensor,) for tensor in planes.tensors])
-            return VllmSession(engine, self._options.pin_seconds)
+            opens = HybridEngine if self._grouped else CacheEngine
+            return VllmSession(opens(settings, [(tensor,) for tensor in planes.tensors]), self._options.pin_seconds)
 
         self._session = session = _SESSIONS.open(self._engine_id, make)
-        self._worker = worker = EngineWorker(
-            session.engine, planes.tensors, self._counts, overlapping=self._overlapping
-        )
+        self._worker = worker = EngineWorker(session, planes.tensors, self._counts, overlapping=self._overlapping)
         session.attend(worker.stores, lambda: worker.loads.under_way)
 
     def get_handshake_metadata(self) -> RankFacts | None:
@@ -398,7 +405,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         with self._timed("worker_seconds"):
             orders = self._orders
             if isinstance(self._worker, RankWorker):
-                self._worker.end(orders.mark, idle=orders.idle)
+                self._worker.end(orders.marks, idle=orders.idle)
             else:
                 self._worker.end(orders.stores, idle=orders.idle, last=orders.last)
 
@@ -433,11 +440,16 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         counts.clear()
         return GdsCacheStats(data=data)
 
-    def _news(self) -> News | None:
-        """What has changed in the engine's figures; None where somebody else says so, or before its time."""
-        if self._session is None or self.role is not KVConnectorRole.SCHEDULER or not self._figures.due:
+    def _news(self) -> dict[str, News] | None:
+        """What has changed in the engine's figures, by group of layers as `parts_of` has them; None where somebody else
+        says so, or before its time."""
+        figures, session = self._figures, self._session
+        if session is None or self.role is not KVConnectorRole.SCHEDULER or not figures[""].due:
             return None
-        return self._figures.take(self._session.engine.stats())
+        return {
+            group: figures.setdefault(group, Differences(FIGURES_S, time.monotonic)).take(stats)
+            for group, stats in parts_of((session.hybrid or session.engine).stats()).items()
+        }
 
     def shutdown(self) -> None:
         """Leave the engine; the last one closes it. Twice is fine."""

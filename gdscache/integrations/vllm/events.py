@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,18 +16,27 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from gdscache.engine import CacheEngine
 from gdscache.events.names import BlockName, NamedEvents
+from gdscache.hybrid import HybridEngine
 
 
 class VllmEvents:
     """What the tiers of an engine with a section `events` have got and lost. `cache`: a `KVCacheConfig`."""
 
-    def __init__(self, engine: CacheEngine, cache: Any) -> None:
+    def __init__(self, engine: CacheEngine | HybridEngine, cache: Any) -> None:
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._about = [(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)) for spec in specs]
         self._sizes = [int(spec.block_size) for spec in specs]
         self._hashed = min(self._sizes) if len(specs) == 1 else int(cache.hash_block_size)
-        self._events = NamedEvents(engine.manager.tiers.values(), engine.manager.lock)
-        self.close = engine.on_events(self._events.heard)
+        pools = engine.pools if isinstance(engine, HybridEngine) else ()
+        engines = engine.engines if isinstance(engine, HybridEngine) else (engine,)
+        self._events = [NamedEvents(one.manager.tiers.values(), one.manager.lock) for one in engines]
+        self._of_group = {g: events for pool, events in zip(pools, self._events, strict=False) for g in pool.groups}
+        self._ends = [one.on_events(events.heard) for one, events in zip(engines, self._events, strict=True)]
+
+    def close(self) -> None:
+        """Hear of no more."""
+        for end in self._ends:
+            end()
 
     def name(self, request: Any, group: int, first: int, keys: Sequence[bytes]) -> None:
         """The keys of blocks `first` and following of a request, in a group."""
@@ -40,11 +50,11 @@ class VllmEvents:
             parent = bytes(hashes[number * step - 1]) if number else None
             tokens = array("I", request.all_token_ids[begin:end])
             names.append(BlockName(bytes(hashes[(number + 1) * step - 1]), parent, tokens, group, extra))
-        self._events.name(keys, names)
+        self._of_group.get(group, self._events[0]).name(keys, names)
 
     def take(self) -> Iterator[KVCacheEvent]:
         """What has happened since the last call."""
-        for stored, medium, blocks in self._events.take():
+        for stored, medium, blocks in itertools.chain(*(events.take() for events in self._events)):
             hashes, group = [maybe_convert_block_hash(block.digest) for block in blocks], blocks[0].group
             if not stored:
                 yield BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group, locality="LOCAL")

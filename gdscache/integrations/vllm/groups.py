@@ -29,11 +29,12 @@ NULL = 0  # the block of vLLM that stands for none
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupStoreOrder:
-    """Pages of a request that are in `blocks` when the step has been computed."""
+    """Pages of a request, in one pool, that are in `blocks` when the step has been computed."""
 
     request_id: str
     named: tuple[Page, ...]
     blocks: tuple[int, ...]
+    pool: int = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
         """Their names, each in the namespace of its group."""
@@ -43,13 +44,13 @@ class GroupStoreOrder:
 @dataclasses.dataclass(slots=True)
 class _GroupKnown(Known):
     """`names`: of its pages; `ends`: lengths of hits that its windows are kept for; `next`: of each group, the first
-    page that was not offered yet; `last`: the last page that was stored, since it got its blocks."""
+    page that was not offered yet; `last`: of each pool, the last page that was stored, since it got its blocks."""
 
     names: GroupNames = dataclasses.field(default_factory=lambda: GroupNames((), (), 1))
     state: int = 0  # tokens of the last state that was stored for its place alone
     ends: set[int] = dataclasses.field(default_factory=set)
     next: list[int] = dataclasses.field(default_factory=list)
-    last: GroupPage | None = None
+    last: list[GroupPage | None] = dataclasses.field(default_factory=list)
 
 
 class GroupTable(RequestTable):
@@ -73,9 +74,8 @@ class GroupTable(RequestTable):
         answer = super().ask(request, computed)
         known = self._known.get(request.request_id)
         if self.between and self._whole and known is not None and isinstance(known.fetch, GroupFetch):
-            parted = known.fetch.found.whole // self.page_tokens * self.page_tokens
-            found = known.fetch.found.hit.tokens
-            if max(computed, found, request.shared_prefix_boundary) < parted < request.num_tokens:
+            parted = known.fetch.found.parted // self.page_tokens * self.page_tokens
+            if max(computed, known.fetch.found.tokens, request.shared_prefix_boundary) < parted < request.num_tokens:
                 request.shared_prefix_boundary = parted
         return answer
 
@@ -104,17 +104,15 @@ class GroupTable(RequestTable):
         known.sources = fetch.sources(known.local, tokens // size)
         if fetch.cached > length // size:
             self._say_unused(known, fetch, length // size)
-        hit = fetch.found.hit.tokens
-        self._offer(known, length, hit + fetch.found.hit.declined, fetch.found.whole)
+        self._offer(known, length, fetch.found.tokens + fetch.found.declined, fetch.found.parted)
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
         if not tokens:
             fetch.release()
             return
-        numbers, found = self._wanted(request.request_id, fetch, tables, local, length)
-        if not found:  # the next token attends to nothing of them, as behind a chunk
+        orders = self._orders(request.request_id, fetch, tables, local, length, between=known.between)
+        if not orders:  # the next token attends to nothing of them, as behind a chunk
             fetch.release()
-            return
-        self._loads.append(LoadOrder(request.request_id, GroupPart(fetch, numbers), 0, found, known.between))
+        self._loads += orders
 
     def stores(
         self,
@@ -162,11 +160,11 @@ class GroupTable(RequestTable):
                     wanted[g].append(number)
                     places[g, number] = block
                     self._lent.add(block)
-            chain = known.names.chain(wanted, known.last)
-            if chain:
-                known.last = chain[-1]
-                blocks = tuple(places[one.group, one.number] for one in chain)
-                yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks)
+            for pool, chain in enumerate(known.names.chain(wanted, known.last)):
+                if chain:
+                    known.last[pool] = chain[-1]
+                    blocks = tuple(places[one.group, one.number] for one in chain)
+                    yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks, pool)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +213,7 @@ class GroupTable(RequestTable):
         ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
         if there > hit:  # vLLM's own cache has windows that ours lacks
             ends.add(there)
-        known.ends, known.last = {*ends, *marks(self._every, size, prompt)}, None
+        known.ends, known.last = {*ends, *marks(self._every, size, prompt)}, [None for _ in known.names.pools]
         known.next = [
             min(there, whole) // group.page_tokens
             if group.keeps == "all"
@@ -226,30 +224,36 @@ class GroupTable(RequestTable):
             self._least
         )
 
-    def _wanted(
-        self, request_id: str, fetch: GroupFetch, tables: Tables, local: int, length: int
-    ) -> tuple[list[int], tuple[int, ...]]:
-        """The numbers of the fetch's pages that go into blocks, and these. Raises `InterfaceUnsupportedError` where
-        vLLM wants another page: its rules are not those that the hit was found by."""
-        numbers: list[int] = []
-        blocks: list[int] = []
-        for number, one in enumerate(fetch.pages):
-            size, table = self._groups[one.group].page_tokens, tables[one.group]
-            if one.number * size >= local and table[one.number] != NULL:
-                numbers.append(number)
-                blocks.append(table[one.number])
+    def _orders(
+        self, request_id: str, fetch: GroupFetch, tables: Tables, local: int, length: int, *, between: bool
+    ) -> list[LoadOrder]:
+        """The fetch's pages that go into blocks, pool by pool. Raises `InterfaceUnsupportedError` where vLLM wants
+        another page: its rules are not those that the hit was found by."""
+        orders: list[LoadOrder] = []
+        for pool, pages in enumerate(fetch.pages):
+            numbers: list[int] = []
+            blocks: list[int] = []
+            for number, one in enumerate(pages):
+                size, table = self._groups[one.group].page_tokens, tables[one.group]
+                if one.number * size >= local and table[one.number] != NULL:
+                    numbers.append(number)
+                    blocks.append(table[one.number])
+            if blocks:
+                part = GroupPart(fetch, pool, numbers)
+                orders.append(LoadOrder(request_id, part, 0, tuple(blocks), between, pool))
         wanted = sum(
             block != NULL
             for group, table in zip(self._groups, tables, strict=True)
             for block in table[local // group.page_tokens : length // group.page_tokens]
         )
-        if wanted != len(blocks):
+        found = sum(len(order.blocks) for order in orders)
+        if wanted != found:
             raise InterfaceUnsupportedError(
                 f"request {request_id} has {wanted} blocks for tokens {local} to {length} that its layers attend to, "
-                f"and a hit of that length {len(blocks)} pages",
+                f"and a hit of that length {found} pages",
                 "use one of the versions of vLLM that docs/vllm.md names",
             )
-        return numbers, tuple(blocks)
+        return orders
 
 
 class _NoPages:

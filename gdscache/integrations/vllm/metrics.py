@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from gdscache.integrations.settings import tiers_named
 from gdscache.metrics.mirror import Mirror, merged
 
-ENGINE = "engine"  # in a step's data, beside these counts: what has changed in the engine's figures (`mirror.News`)
+ENGINE = "engine"  # in a step's data, beside these counts: `mirror.News` of the engine's figures, by group of layers
 COUNTED = {
     "loads": "Loads of cached prefixes that were begun.",
     "begun_pages": "Pages of those loads.",
@@ -44,7 +44,9 @@ class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
             if name != ENGINE:
                 self.data[name] = self.data.get(name, 0) + value
             else:
-                self.data[name] = merged(self.data[name], value) if name in self.data else value
+                ours = self.data.setdefault(name, {})
+                for group, news in value.items():
+                    ours[group] = merged(ours[group], news) if group in ours else news
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -78,10 +80,10 @@ class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
             for name, text in COUNTED.items()
         }
         gauge, histogram = metric_types[GaugeMetric], metric_types[HistogramMetric]
-        self._engines = Mirror("vllm:", kind, gauge, histogram, labelnames)
+        self._engines = Mirror("vllm:", kind, gauge, histogram, [*labelnames, "group"])
         tiers = tiers_named(vllm_config.kv_transfer_config.kv_connector_extra_config["config"])
         for labels in per_engine_labelvalues.values():
-            self._engines.born(labels, tiers)
+            self._engines.born([*labels, ""], tiers)
             for counter in self._counters.values():
                 counter.labels(*labels)
 
@@ -90,6 +92,7 @@ class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name == ENGINE:
-                self._engines.add(labels, value)
+                for group, news in value.items():
+                    self._engines.add([*labels, group], news)
             elif value and name in self._counters:
                 self._counters[name].labels(*labels).inc(value)

@@ -1,7 +1,9 @@
 """vLLM's KV cache as planes of gdscache: a layer is one plane of opaque bytes, a block is a page.
 
 vLLM says how a block's heads and tokens lie in its bytes; here they only move. So the layout's name, and the shape, the
-strides and the type of each layer go into the namespace. Nothing of vLLM is imported.
+strides and the type of each layer go into the namespace. vLLM pads a state to a block of the layers beside it. So
+layers with states have planes of their own over the same memory, of the state's bytes alone. Nothing of vLLM is
+imported.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from gdscache.integrations.settings import planes_section
 
 @dataclasses.dataclass(frozen=True)
 class VllmPlanes:
-    """`tensors[i]` is a plane: uint8, (blocks, block_tokens, bytes). `layers`: the plane of each of vLLM's names."""
+    """`tensors[i]` is a plane: uint8, (blocks, block_tokens, bytes), or (blocks, 1, bytes) of states. `layers`: the
+    plane of each of vLLM's names."""
 
     tensors: list[torch.Tensor]
     layers: dict[str, int]
@@ -25,30 +28,38 @@ class VllmPlanes:
 
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that say what a page is made of."""
-        tokens = int(self.tensors[0].shape[1])
+        tokens = max(int(tensor.shape[1]) for tensor in self.tensors)
         return planes_section([{"kv": int(tensor.shape[2])} for tensor in self.tensors], tokens)
 
 
 def planes_of(
-    caches: Mapping[str, torch.Tensor], blocks: int, block_tokens: int | Mapping[str, int], layout: str
+    caches: Mapping[str, torch.Tensor],
+    blocks: int,
+    block_tokens: int | Mapping[str, int],
+    layout: str,
+    states: Mapping[str, int] | None = None,
 ) -> VllmPlanes:
     """Planes over vLLM's tensors by layer name, each (blocks or a multiple, heads, tokens, content).
 
-    `block_tokens`: of all layers, or of each that is in a group; another layer shares the cache of one. Layers at one
-    address are one plane: they share their cache, or are of groups that draw their blocks from one pool, in which a
-    plane is as wide as the widest of them. A row of it is the block's bytes over the fewest tokens of a block. Raises
+    `block_tokens`: of all layers, or of each that is in a group; another layer shares the cache of one. `states`: of
+    those that keep a state, how many there are in their group. Layers at one address are one plane: they share their
+    cache, or are of groups that draw their blocks from one pool, in which a plane is as wide as the widest of them. A
+    row of it is the block's bytes over the fewest tokens of a block. A state is one row, and shares its plane with
+    states of its size alone, of groups of as many layers: so nothing of a page is padding. Raises
     `CacheLayoutUnsupportedError` where a block is not one run of bytes.
     """
     tokens = dict.fromkeys(caches, block_tokens) if isinstance(block_tokens, int) else block_tokens
     runs: list[_Run] = []
     layers: dict[str, int] = {}
     described: dict[tuple[int, object], object] = {}
-    seen: dict[int, int] = {}
+    seen: dict[tuple[int, ...], int] = {}
+    states = states or {}
     for name in [*tokens, *(name for name in caches if name not in tokens)]:
         cache = caches[name]
-        where = cache.data_ptr()
+        where: tuple[int, ...] = (cache.data_ptr(),)
         if name in tokens:
             run = _run(name, cache, blocks, tokens[name], layout)
+            where += (states[name], run.nbytes) if name in states else ()
             if where not in seen:
                 seen[where] = len(runs)
                 runs.append(run)
@@ -63,11 +74,15 @@ def planes_of(
         layers[name] = seen[where]
         shape = [list(cache.shape[1:]), list(cache.stride()[1:]), str(cache.dtype)]
         described.setdefault((seen[where], str(shape)), shape)
-    least = min(tokens.values())
+    least = min((some for name, some in tokens.items() if name not in states), default=1)
+    rows = [least] * len(runs)
     for name in tokens:
-        if runs[layers[name]].nbytes % least:
+        if name in states:
+            rows[layers[name]] = 1
+        elif runs[layers[name]].nbytes % least:
             raise _not_one_run(name, caches[name], blocks, least, layout)
-    return VllmPlanes([run.view(least) for run in runs], layers, list(described.values()))
+    views = [run.view(number) for run, number in zip(runs, rows, strict=True)]
+    return VllmPlanes(views, layers, list(described.values()))
 
 
 @dataclasses.dataclass(frozen=True)

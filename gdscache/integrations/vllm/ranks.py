@@ -8,6 +8,7 @@ however much later the engine begins them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -17,7 +18,16 @@ from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
 from gdscache.integrations.vllm.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder
-from gdscache.integrations.vllm.worker import LoadBatch, Loads, StoreOrder, Stores, begin_loads, end_step
+from gdscache.integrations.vllm.worker import (
+    BegunLoad,
+    LoadBatch,
+    Loads,
+    PoolStores,
+    StoreOrder,
+    Stores,
+    begin_loads,
+    end_step,
+)
 from gdscache.ranks.address import RankAddress
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
@@ -28,7 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from gdscache.engine import CacheEngine
-    from gdscache.load.handle import LayerwiseLoad
     from gdscache.moves.native import NativeExecutor
     from gdscache.ranks.executor import RanksExecutor
 
@@ -44,16 +53,24 @@ class RankPlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RankBatch:
-    """A load as ranks are told of it. `order`: for `Rank.load`; empty where it could not be begun."""
+class RankOrder:
+    """A load in one pool as ranks are told of it. `order`: for `Rank.load`; empty where it could not be begun."""
 
+    pool: int
     order: bytes
     places: tuple[RankPlace, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankBatch:
+    """A `LoadBatch` as ranks are told of it."""
+
+    orders: tuple[RankOrder, ...]
     between: bool
 
 
 class Marks:
-    """The order of steps is that of the marks which ranks come to. See `worker.OrderOfSteps`."""
+    """The order of steps is that of the marks which ranks come to, in one pool. See `worker.OrderOfSteps`."""
 
     def __init__(self, executor: NativeExecutor | RanksExecutor) -> None:
         self._executor = executor
@@ -75,13 +92,14 @@ class Marks:
 class Lead:
     """What the scheduler has ranks do, step by step."""
 
-    def __init__(self, engine: CacheEngine, counts: Counter[str], *, overlapping: bool) -> None:
-        """`overlapping`: see `Loads`."""
-        self._engine = engine
+    def __init__(self, engines: Sequence[CacheEngine], counts: Counter[str], *, overlapping: bool) -> None:
+        """`engines`: of each pool. `overlapping`: see `Loads`."""
+        self._engines = engines
         self._counts = counts
-        self._marks = Marks(engine.executor)
+        self._marks = [Marks(engine.executor) for engine in engines]
         self._loads = Loads(0, counts, overlapping=overlapping)
-        self._stores = Stores(engine, self._marks, counts, self._loads.prove)
+        pools = zip(engines, self._marks, strict=True)
+        self._stores = PoolStores([Stores(engine, marks, counts, self._loads.prove) for engine, marks in pools])
         self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end nobody here sees
         self._untold: list[LoadBatch] = []  # whose orders are not there yet
 
@@ -91,18 +109,20 @@ class Lead:
 
     def step(
         self, loads: Sequence[LoadOrder], stores: Sequence[StoreOrder], fresh: Set[int], *, idle: bool, last: bool
-    ) -> tuple[list[RankBatch], bytes]:
-        """A step is about to be told to the ranks: its loads, and the mark behind it if it has one.
+    ) -> tuple[list[RankBatch], list[bytes]]:
+        """A step is about to be told to the ranks: its loads, and the marks behind it, one a pool, if it has any.
 
         The step before was submitted by then, if not carried out: what it has computed is stored now, as soon as that
         is known to be right. `fresh`: blocks that this step may write to. Raises what `Loads.end_step` does.
         """
         self._end_step(idle=idle, last=last)
         self.settle(fresh)
-        batches = begin_loads(self._engine, loads, self._counts)
+        batches = begin_loads(self._engines, loads, self._counts)
         self._loads.begin(batches)
         self._computed = [*stores]
-        return self._told(batches), self._marks.begin() if stores else b""
+        pools = {order.pool for order in stores}
+        marks = [of.begin() if pool in pools else b"" for pool, of in enumerate(self._marks)] if pools else []
+        return self._told(batches), marks
 
     def settle(self, blocks: Set[int]) -> None:
         """See `Stores.settle`."""
@@ -133,33 +153,51 @@ class Lead:
         told: list[RankBatch] = []
         waiting, self._untold = [*self._untold, *batches], []
         for batch in waiting:
-            load = batch.load
-            if load is not None and batch.between and not load.ordered:
+            loads = [one.load for one in batch.pools]
+            if batch.between and not all(load is None or load.ordered for load in loads):
                 self._untold.append(batch)
                 continue
-            places = tuple(RankPlace(place.request_id, place.blocks) for place in batch.places)
-            told.append(RankBatch(b"" if load is None else load.order, places, batch.between))
+            told.append(RankBatch(tuple(_order(one) for one in batch.pools), batch.between))
         return told
+
+
+def _order(one: BegunLoad) -> RankOrder:
+    places = tuple(RankPlace(place.request_id, place.blocks) for place in one.places)
+    return RankOrder(one.pool, b"" if one.load is None else one.load.order, places)
 
 
 class RankWorker:
     """The worker as one of several ranks. `begin` and `end` are called in each step, around its forward pass."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], rank: int, shard: int, *, overlapping: bool) -> None:
-        """`tensors`: the planes; `shard`: of `Rank`; `overlapping`: see `Loads`. Raises `RankError`."""
-        self.rank = Rank([(tensor,) for tensor in tensors], rank, shard=shard)
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        rank: int,
+        shard: int,
+        *,
+        overlapping: bool,
+        pools: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`tensors`: the planes; `shard`: of `Rank`; `overlapping`: see `Loads`; `pools`: the planes of each pool,
+        none: there is one. Raises `RankError`."""
+        with contextlib.ExitStack() as undo:
+            self.ranks = [
+                undo.enter_context(Rank([(tensors[plane],) for plane in pool], rank, shard=shard))
+                for pool in pools or (range(len(tensors)),)
+            ]
+            undo.pop_all()
         self.loads = Loads(len(tensors), Counter(), overlapping=overlapping)  # pages are counted once, by the leader
         self.prefills = Prefills(self._observe, tensors[0].device)
         self._observed: list[Observed] = []
 
     def begin(self, loads: Sequence[RankBatch]) -> None:
-        self.loads.begin([LoadBatch(self._begun(some.order), some.places, some.between) for some in loads])
+        self.loads.begin([LoadBatch([self._begun(one) for one in some.orders], some.between) for some in loads])
 
-    def end(self, mark: bytes, *, idle: bool) -> None:
-        """`mark`: what the step's metadata says, or nothing."""
+    def end(self, marks: Sequence[bytes], *, idle: bool) -> None:
+        """`marks`: what the step's metadata says, of each pool, or nothing."""
         self.loads.end_step(idle=idle)
-        if mark:
-            self.rank.store(mark)
+        for rank, mark in zip(self.ranks, marks, strict=False):
+            rank.store(mark)
         self.prefills.end()
 
     def take_observed(self) -> list[Observed]:
@@ -168,14 +206,16 @@ class RankWorker:
         return observed
 
     def close(self) -> None:
-        self.rank.close()
+        for rank in self.ranks:
+            rank.close()
 
-    def _begun(self, order: bytes) -> LayerwiseLoad | None:
+    def _begun(self, one: RankOrder) -> BegunLoad:
+        load = None
         try:
-            return self.rank.load(order) if order else None
+            load = self.ranks[one.pool].load(one.order) if one.order else None
         except GdsCacheError as error:  # an answer all the same: a rank that raises ends vLLM
             log_failure(error)
-            return None
+        return BegunLoad(one.pool, load, one.places)
 
     def _observe(self, tokens: int, before: int, seconds: float) -> None:
         self._observed.append((tokens, before, seconds))
@@ -193,10 +233,11 @@ def one_model(models: Mapping[int, Mapping[str, object]]) -> Mapping[str, object
     return first
 
 
-def addresses_of(addresses: Mapping[int, RankAddress], ranks: int) -> list[RankAddress]:
-    """Those of all ranks. Raises `RankMismatchError` where some are missing."""
+def addresses_of(addresses: Mapping[int, Sequence[RankAddress]], ranks: int) -> list[list[RankAddress]]:
+    """Those of all ranks, by pool. `addresses`: what each rank says, of each pool. Raises `RankMismatchError` where
+    some are missing."""
     if missing := sorted({*range(ranks)} - {*addresses}):
         raise RankMismatchError(
             f"ranks {missing} of {ranks} have told nothing of themselves", "see the logs of the workers"
         )
-    return [addresses[rank] for rank in range(ranks)]
+    return [list(pool) for pool in zip(*(addresses[rank] for rank in range(ranks)), strict=True)]

@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.pages.keys import Page, PageHashes
@@ -29,7 +29,7 @@ class LoadOrder:
     """Pages `first` and following of a request go into `blocks`. Whoever carries it out releases `fetch`.
 
     `between`: the request waits until they are there, or were found to be bad; else this step computes with them, and
-    they are pages that `fetch` has checked.
+    they are pages that `fetch` has checked. `pool`: which of a hybrid model's pools they are in.
     """
 
     request_id: str
@@ -37,6 +37,7 @@ class LoadOrder:
     first: int
     blocks: tuple[int, ...]
     between: bool = False
+    pool: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class StoreOrder:
     hashes: PageHashes
     first: int
     blocks: tuple[int, ...]
+    pool: ClassVar[int] = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
         """Their names."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from gdscache.engine import CacheEngine
 from gdscache.errors import InterfaceUnsupportedError
+from gdscache.hybrid import HybridEngine
 from gdscache.integrations.fetching import PinningCache
 
 
@@ -26,10 +27,12 @@ class Storing(Protocol):
 
 
 class VllmSession(PinningCache):
-    """An engine over vLLM's tensors, and who uses it."""
+    """An engine over vLLM's tensors, and who uses it. `hybrid`: it, for a model with groups of layers."""
 
-    def __init__(self, engine: CacheEngine, pin_seconds: float) -> None:
-        super().__init__(engine, pin_seconds)
+    def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
+        self.hybrid = engine if isinstance(engine, HybridEngine) else None
+        first, *others = [engine] if isinstance(engine, CacheEngine) else engine.engines
+        super().__init__(first, pin_seconds, *others)
         self._users = 0
         self._stores: Storing | None = None
         self._busy: Callable[[], bool] = bool
@@ -53,10 +56,20 @@ class VllmSession(PinningCache):
         From now on pages have another salt: they are of weights that no file has, as far as anybody knows, so that an
         engine that begins with the files' weights again must not find them.
         """
-        self.engine.invalidate(*self.engine.namespaces())
+        for engine in self.engines:
+            engine.invalidate(*engine.namespaces())
         self.renew_salt()
         if self._stores is not None:
             self._stores.begin_anew(self.salt)
+
+    def observe_prefill(self, tokens: int, cached: int, seconds: float) -> None:
+        """Tell every pool's gate what a prefill took: see `CacheEngine.observe_prefill`."""
+        for engine in self.engines:
+            engine.observe_prefill(tokens, cached, seconds)
+
+    def close(self) -> None:
+        """Close the engine; what was accepted for storing is stored first."""
+        (self.hybrid or self.engine).close()
 
     def busy(self) -> bool:
         """Whether loads between steps are under way."""
@@ -107,4 +120,4 @@ class Sessions:
             if last and self._open.get(engine_id) is session:
                 del self._open[engine_id]
         if last:
-            session.engine.close()
+            session.close()

@@ -12,6 +12,7 @@ stored once that load is proven: from a bad page on it would be wrong, under a r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from gdscache.engine import CacheEngine
+    from gdscache.integrations.vllm.session import VllmSession
     from gdscache.store.handle import StoreHandle
 
 
@@ -46,10 +48,14 @@ class Place(Protocol):
 
 
 class StoreOrder(Protocol):
-    """Pages of a request that are in `blocks` when the step has been computed: see `requests` and `groups`."""
+    """Pages of a request, in one pool, that are in `blocks` when the step has been computed: see `requests` and
+    `groups`."""
 
     @property
     def request_id(self) -> str: ...
+
+    @property
+    def pool(self) -> int: ...
 
     @property
     def blocks(self) -> tuple[int, ...]: ...
@@ -58,25 +64,81 @@ class StoreOrder(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LoadBatch:
-    """A load that was begun, and the places of its requests. `load`: None where it could not be: all is bad then.
-    `between`: its requests wait until it has ended."""
+class BegunLoad:
+    """A load that was begun in one pool, and the places of its requests there. `load`: None where it could not be: all
+    is bad then."""
 
+    pool: int
     load: LayerwiseLoad | None
     places: Sequence[Place]
+
+    def done(self) -> bool:
+        return self.load is None or self.load.done()
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks that the load has not filled with good pages. Waits for its verdict."""
+        bad: set[int] = set()
+        try:
+            reports = self.load.results() if self.load is not None else ()
+        except GdsCacheError as error:  # what broke it off
+            log_failure(error)
+            reports = ()
+        for report, place in itertools.zip_longest(reports, self.places):
+            good = [status is PageStatus.LOADED for status in report.pages] if report is not None else []
+            good += [False] * (len(place.blocks) - len(good))
+            bad.update(block for block, loaded in zip(place.blocks, good, strict=True) if not loaded)
+        return bad
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadBatch:
+    """A load that was begun. `between`: its request waits until it has ended, and `pools` are those that have pages of
+    it; else it is of all requests of a step, in the one pool of their model."""
+
+    pools: Sequence[BegunLoad]
     between: bool = False
 
+    def wait(self, layer: int) -> None:
+        """See `LayerwiseLoad.wait`."""
+        for one in self.pools:
+            if one.load is not None:
+                one.load.wait(layer)
 
-def begin_loads(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
-    """Begin the loads of a step: one for all that the step computes with, and one for each between steps.
+    def done(self) -> bool:
+        return all(one.done() for one in self.pools)
 
-    The pages stay where they are until each load has them.
+    def bad_blocks(self) -> set[int]:
+        """See `BegunLoad.bad_blocks`."""
+        return set().union(*(one.bad_blocks() for one in self.pools))
+
+    def requests(self) -> set[str]:
+        """Whose pages it brings."""
+        return {place.request_id for one in self.pools for place in one.places}
+
+
+def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
+    """Begin the loads of a step: one for all that the step computes with, and one for each request between steps.
+
+    `engines`: of each pool; of several, all loads go between steps. The pages stay where they are until each load has
+    them.
     """
     within = [order for order in orders if not order.between]
-    groups = [within] if within else []
-    groups += [[order] for order in orders if order.between]
+    batches = [[within]] if within else []
+    between: dict[str, list[list[LoadOrder]]] = {}
+    for order in orders:
+        if order.between:
+            between.setdefault(order.request_id, []).append([order])
+    batches += between.values()
     try:
-        return [LoadBatch(_begun(engine, group, counts), group, group[0].between) for group in groups]
+        begun = [
+            LoadBatch(
+                [BegunLoad(of[0].pool, _begun(engines[of[0].pool], of, counts), of) for of in batch],
+                batch[0][0].between,
+            )
+            for batch in batches
+        ]
+        counts["loads"] += sum(len(one.requests()) for one in begun if all(part.load is not None for part in one.pools))
+        return begun
     finally:
         for order in orders:
             order.fetch.release()
@@ -93,7 +155,6 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
     except GdsCacheError as error:
         log_failure(error)
         return None
-    counts["loads"] += len(orders)
     counts["begun_pages"] += sum(len(order.blocks) for order in orders)
     return load
 
@@ -233,6 +294,33 @@ class Stores:
         self._reading = [entry for entry in self._reading if not entry[0].done()]
 
 
+class PoolStores:
+    """The `Stores` of each pool, as one."""
+
+    def __init__(self, pools: Sequence[Stores]) -> None:
+        self._pools = pools
+
+    def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
+        """See `Stores.begin`."""
+        for pool, stores in enumerate(self._pools):
+            stores.begin([order for order in orders if order.pool == pool], last=last, unproven=unproven)
+
+    def begin_anew(self, salt: str) -> None:
+        """See `Stores.begin_anew`."""
+        for stores in self._pools:
+            stores.begin_anew(salt)
+
+    def settle(self, blocks: Set[int]) -> None:
+        """See `Stores.settle`."""
+        for stores in self._pools:
+            stores.settle(blocks)
+
+    def close(self) -> None:
+        """See `Stores.close`."""
+        for stores in self._pools:
+            stores.close()
+
+
 class Loads:
     """Loads within a step, and those between steps."""
 
@@ -278,8 +366,7 @@ class Loads:
         """Order the current stream after this layer of the step's load."""
         if self._now is not None and layer not in self._waited:
             self._waited.add(layer)
-            if self._now.load is not None:
-                self._now.load.wait(layer)
+            self._now.wait(layer)
 
     def wait_all(self) -> None:
         """Order the current stream after all layers."""
@@ -332,13 +419,13 @@ class Loads:
         """Look at the verdicts of loads within steps, of those that have ended if `wait` is not set; all are good."""
         good, left = True, []
         for number, batch in self._unproven:
-            if not (wait or _done(batch)):
+            if not (wait or batch.done()):
                 left.append((number, batch))
                 continue
-            bad = _bad_blocks(batch)
+            bad = batch.bad_blocks()
             if bad and self._overlapping:
                 raise VerifiedLoadError(
-                    f"{len(bad)} blocks of {len(batch.places)} requests were not loaded, and the next step goes on "
+                    f"{len(bad)} blocks of {len(batch.requests())} requests were not loaded, and the next step goes on "
                     "from them",
                     "see the log for a CUDA error, and restart; without one, raise pin_seconds",
                 )
@@ -350,10 +437,10 @@ class Loads:
     def _poll(self) -> None:
         left = []
         for batch in self._between:
-            if _done(batch):
-                bad = _bad_blocks(batch)
-                self._arrived.update(place.request_id for place in batch.places)
-                self._failed.update(place.request_id for place in batch.places if not bad.isdisjoint(place.blocks))
+            if batch.done():
+                bad, requests = batch.bad_blocks(), batch.requests()
+                self._arrived |= requests
+                self._failed |= requests if bad else set()
                 self._bad |= bad
                 self._counts["bad_pages"] += len(bad)
             else:
@@ -362,7 +449,7 @@ class Loads:
 
 
 def end_step(
-    loads: Loads, stores: Stores, orders: Sequence[StoreOrder], *, idle: bool = False, last: bool = False
+    loads: Loads, stores: Stores | PoolStores, orders: Sequence[StoreOrder], *, idle: bool = False, last: bool = False
 ) -> None:
     """A step has been submitted: store what it has computed as soon as that is known to be right.
 
@@ -377,18 +464,19 @@ class EngineWorker:
     each step, around its forward pass."""
 
     def __init__(
-        self, engine: CacheEngine, tensors: Sequence[torch.Tensor], counts: Counter[str], *, overlapping: bool
+        self, session: VllmSession, tensors: Sequence[torch.Tensor], counts: Counter[str], *, overlapping: bool
     ) -> None:
         """`tensors`: the planes. `overlapping`: see `Loads`."""
         device = tensors[0].device
-        self._engine = engine
+        self._engines = session.engines
         self._counts = counts
         self.loads = Loads(len(tensors), counts, overlapping=overlapping)
-        self.stores = Stores(engine, StreamOfSteps(device), counts, self.loads.prove)
-        self.prefills = Prefills(engine.observe_prefill, device)
+        steps = StreamOfSteps(device)
+        self.stores = PoolStores([Stores(one, steps, counts, self.loads.prove) for one in session.engines])
+        self.prefills = Prefills(session.observe_prefill, device)
 
     def begin(self, loads: Sequence[LoadOrder]) -> None:
-        self.loads.begin(begin_loads(self._engine, loads, self._counts))
+        self.loads.begin(begin_loads(self._engines, loads, self._counts))
 
     def end(self, stores: Sequence[StoreOrder], *, idle: bool, last: bool) -> None:
         end_step(self.loads, self.stores, stores, idle=idle, last=last)
@@ -396,24 +484,3 @@ class EngineWorker:
 
     def close(self) -> None:
         self.stores.close()
-
-
-def _done(batch: LoadBatch) -> bool:
-    return batch.load is None or batch.load.done()
-
-
-def _bad_blocks(batch: LoadBatch) -> set[int]:
-    """Blocks that the load has not filled with good pages. Waits for its verdict."""
-    if batch.load is None:
-        return {block for place in batch.places for block in place.blocks}
-    bad: set[int] = set()
-    try:
-        reports = batch.load.results()
-    except GdsCacheError as error:  # what broke it off
-        log_failure(error)
-        return _bad_blocks(dataclasses.replace(batch, load=None))
-    for report, place in zip(reports, batch.places, strict=True):
-        good = [status is PageStatus.LOADED for status in report.pages]
-        good += [False] * (len(place.blocks) - len(good))
-        bad.update(block for block, loaded in zip(place.blocks, good, strict=True) if not loaded)
-    return bad

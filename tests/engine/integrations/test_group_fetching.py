@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,12 +22,14 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.groups import GroupStoreOrder
 from gdscache.integrations.vllm.requests import LoadOrder
-from gdscache.integrations.vllm.worker import Stores, StreamOfSteps, begin_loads
-from gdscache.moves import PageStatus
+from gdscache.integrations.vllm.worker import Loads, PoolStores, Stores, StreamOfSteps, begin_loads
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
+from gdscache.testing.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
-from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, expected, read_page, until, write_page
+from tests.support.helpers import MHA, WAIT, drop_from, expected, flip_file, read_page, until, write_page
+from tests.support.hybrid import MODELS, HybridHost
+
+OpenHybrid = Callable[..., HybridHost]
 
 SIZE = 4
 GROUPS = [{"name": "all", "layers": [0, 1]}, {"name": "window", "layers": [1, 2], "window": 9}]
@@ -35,74 +38,113 @@ GROUPS = [{"name": "all", "layers": [0, 1]}, {"name": "window", "layers": [1, 2]
 class Hybrid:
     """Planes of a hybrid model and an engine over them, with room for so many pages."""
 
-    def __init__(self, open_host: OpenHost, groups: Sequence[dict[str, Any]] = GROUPS, **options: Any) -> None:
-        model = MHA | {"groups": list(groups)}
-        self.host: Host = open_host(
-            model=model, **({"cpu": 24, "ssd": 64, "transport": "tests.support.faulty:FaultyTransport"} | options)
-        )
-        self.engine, self.layout = self.host.engine, self.host.layout
-        self.cache = PinningCache(self.engine, 60.0)
-        self.stores = Stores(self.engine, StreamOfSteps(torch.device("cpu")), Counter())
+    def __init__(self, open_hybrid: OpenHybrid, model: dict[str, Any], **options: Any) -> None:
+        faulty = "tests.support.faulty:FaultyTransport"
+        self.host = open_hybrid(model, **({"cpu": 24, "ssd": 64, "transport": faulty} | options))
+        self.engine = self.host.engine
+        self.pools = self.engine.engines
+        self.cache = PinningCache(self.pools[0], 60.0, *self.pools[1:])
+        self.group_cache = GroupCache(self.cache, self.engine, SIZE)
+        stream = StreamOfSteps(torch.device("cpu"))
+        self.stores = PoolStores([Stores(one, stream, Counter()) for one in self.pools])
 
     def names(self, seed: int, tokens: int) -> GroupNames:
-        names = GroupCache(self.cache, SIZE).names()
+        names = self.group_cache.names()
         names.extend([hashlib.sha256(bytes([seed, page])).digest() for page in range(tokens // SIZE)])
         return names
 
-    def chain(self, seed: int, tokens: int) -> list[GroupPage]:
-        """All that a hit of so many tokens needs."""
+    def chains(self, seed: int, tokens: int) -> list[list[GroupPage]]:
+        """All that a hit of so many tokens needs, pool by pool."""
         names = self.names(seed, tokens)
         return names.chain(needed(names.groups, tokens))
 
-    def begin_store(self, chain: Sequence[GroupPage]) -> list[int]:
-        blocks = self.host.take(len(chain))
-        for one, block in zip(chain, blocks, strict=True):
-            write_page(self.host.planes, self.layout, [block], expected(self.layout, one.page.key))
-        self.stores.begin([GroupStoreOrder("r", tuple(one.page for one in chain), tuple(blocks))], last=True)
-        return blocks
+    def take(self, pages: Sequence[int]) -> list[list[int]]:
+        """Blocks for so many pages in each pool."""
+        return [[free.pop() for _ in range(count)] for free, count in zip(self.host.free, pages, strict=True)]
 
-    def store(self, seed: int, tokens: int) -> list[GroupPage]:
-        chain = self.chain(seed, tokens)
-        blocks = self.begin_store(chain)
-        self.settle(blocks)
-        return chain
+    def give(self, blocks: Sequence[Sequence[int]]) -> None:
+        for own, free in zip(blocks, self.host.free, strict=True):
+            free += own
 
-    def settle(self, blocks: list[int]) -> None:
-        self.stores.settle(set(blocks))
+    def planes(self, pool: int) -> list[Any]:
+        return [self.host.planes[layer] for layer in self.engine.pools[pool].layers]
+
+    def bytes(self, pool: int, one: GroupPage) -> Any:
+        return expected(self.pools[pool].layout, one.page.key)
+
+    def begin_store(self, chains: Sequence[Sequence[GroupPage]]) -> list[list[int]]:
+        taken = self.take([len(chain) for chain in chains])
+        orders = []
+        for pool, (chain, blocks) in enumerate(zip(chains, taken, strict=True)):
+            for one, block in zip(chain, blocks, strict=True):
+                write_page(self.planes(pool), self.pools[pool].layout, [block], self.bytes(pool, one))
+            orders.append(GroupStoreOrder("r", tuple(one.page for one in chain), tuple(blocks), pool))
+        self.stores.begin(orders, last=True)
+        return taken
+
+    def store(self, seed: int, tokens: int) -> list[list[GroupPage]]:
+        chains = self.chains(seed, tokens)
+        self.settle(self.begin_store(chains))
+        return chains
+
+    def settle(self, blocks: Sequence[Sequence[int]]) -> None:
+        self.stores.settle({block for own in blocks for block in own})
         self.engine.drain(WAIT)
-        self.host.give(blocks)
+        self.give(blocks)
+
+    def slab(self, pool: int) -> Path:
+        return Path(self.pools[pool].config.dump()["ssd"]["path"]) / "slab-0.bin"
+
+    def drop(self, tier: str) -> None:
+        for engine in self.pools:
+            drop_from(engine, tier)
 
     def fetch(self, seed: int, tokens: int) -> GroupFetch:
         """Of a request that has one token more."""
-        return GroupCache(self.cache, SIZE).fetch(self.names(seed, tokens), tokens, tokens + 1)
+        return self.group_cache.fetch(self.names(seed, tokens), tokens, tokens + 1)
 
-    def load(self, fetch: GroupFetch, numbers: Sequence[int], *, between: bool = False) -> list[bool]:
-        """Load pages of a fetch into blocks; which were loaded. Those have their bytes."""
-        blocks = self.host.take(len(numbers))
-        order = LoadOrder("r", GroupPart(fetch, numbers), 0, tuple(blocks), between)
-        (batch,) = begin_loads(self.engine, [order], Counter())
-        if batch.load is None:
-            return [False] * len(numbers)
-        (report,) = batch.load.results()
-        good = [status is PageStatus.LOADED for status in report.pages]
-        for number, block, loaded in zip(numbers, blocks, good, strict=False):
-            if loaded:
-                got = read_page(self.host.planes, self.layout, [block])
-                assert np.array_equal(got, expected(self.layout, fetch.pages[number].page.key))
-        batch.load.release_event.synchronize(WAIT)
-        self.host.give(blocks)
-        return good + [False] * (len(numbers) - len(good))
+    def orders(
+        self, fetch: GroupFetch, numbers: Sequence[Sequence[int]], *, between: bool = False
+    ) -> tuple[list[list[int]], list[LoadOrder]]:
+        """Blocks for these pages of a fetch, by pool, and the orders of a load into them."""
+        taken = self.take([len(some) for some in numbers])
+        return taken, [
+            LoadOrder("r", GroupPart(fetch, pool, some), 0, tuple(blocks), between, pool)
+            for pool, (some, blocks) in enumerate(zip(numbers, taken, strict=True))
+            if some
+        ]
 
-    def there(self, chain: Sequence[GroupPage]) -> int:
-        return sum(self.engine.manager.visible([one.page.key for one in chain]))
+    def load(self, fetch: GroupFetch, *numbers: Sequence[int], between: bool = False) -> list[bool]:
+        """Load pages of a fetch, pool by pool, into blocks; which were loaded. Those have their bytes."""
+        taken, orders = self.orders(fetch, numbers, between=between)
+        (batch,) = begin_loads(self.pools, orders, Counter())
+        bad, found = {one.pool: one.bad_blocks() for one in batch.pools}, list[bool]()
+        for pool, (some, blocks) in enumerate(zip(numbers, taken, strict=True)):
+            for number, block in zip(some, blocks, strict=True):
+                found.append(block not in bad[pool])
+                if found[-1]:
+                    got = read_page(self.planes(pool), self.pools[pool].layout, [block])
+                    assert np.array_equal(got, self.bytes(pool, fetch.pages[pool][number]))
+        for one in batch.pools:
+            if one.load is not None:
+                one.load.release_event.synchronize(WAIT)
+        self.give(taken)
+        return found
+
+    def there(self, chains: Sequence[Sequence[GroupPage]]) -> int:
+        return sum(
+            sum(engine.manager.visible([one.page.key for one in chain]))
+            for engine, chain in zip(self.pools, chains, strict=True)
+        )
 
 
 @pytest.fixture
-def opened(open_host: OpenHost) -> Iterator[Callable[..., Hybrid]]:
+def opened(open_hybrid: OpenHybrid) -> Iterator[Callable[..., Hybrid]]:
     with contextlib.ExitStack() as ends:
 
-        def opens(*groups: dict[str, Any], **options: Any) -> Hybrid:
-            hybrid = Hybrid(open_host, groups or GROUPS, **options)
+        def opens(*groups: dict[str, Any], model: dict[str, Any] = MHA, **options: Any) -> Hybrid:
+            own = {} if "groups" in model else {"groups": list(groups or GROUPS)}
+            hybrid = Hybrid(open_hybrid, model | own, **options)
             ends.callback(hybrid.stores.close)
             return hybrid
 
@@ -119,15 +161,15 @@ def test_all_that_a_hit_needs_is_checked_and_loaded(opened: Callable[..., Hybrid
     hybrid = opened()
     hybrid.store(1, 24)
     if tier == "ssd":
-        drop_from(hybrid.engine, "cpu")
+        hybrid.drop("cpu")
     fetch = hybrid.fetch(1, 27)
-    assert (fetch.cached, fetch.wanted, fetch.found.whole, len(fetch.pages)) == (6, 6, 24, 6 + 2)
+    assert (fetch.cached, fetch.wanted, fetch.found.parted, len(fetch.pages[0])) == (6, 6, 24, 6 + 2)
     ended(fetch)
     assert fetch.verified() == 6
     assert not fetch.crowded()
     assert not fetch.lapsed()
     assert fetch.sources(0, 6) == {tier: 6}
-    numbers = [number for number, one in enumerate(fetch.pages) if one.number > 2]
+    numbers = [number for number, one in enumerate(fetch.pages[0]) if one.number > 2]
     assert hybrid.load(fetch, numbers) == [True] * 5
 
 
@@ -135,10 +177,10 @@ def test_a_hit_ends_where_the_window_is(opened: Callable[..., Hybrid]) -> None:
     """Full pages that go on past it are told: requests part there."""
     hybrid = opened()
     hybrid.store(1, 16)
-    late = [one for one in hybrid.chain(1, 24) if one.group == 0]
-    hybrid.settle(hybrid.begin_store(late))
+    late = [one for one in hybrid.chains(1, 24)[0] if one.group == 0]
+    hybrid.settle(hybrid.begin_store([late]))
     fetch = ended(hybrid.fetch(1, 24))
-    assert (fetch.wanted, fetch.verified(), fetch.found.whole) == (4, 4, 24)
+    assert (fetch.wanted, fetch.verified(), fetch.found.parted) == (4, 4, 24)
     fetch.release()
 
 
@@ -147,7 +189,7 @@ def test_a_bad_page_is_all_the_hit(opened: Callable[..., Hybrid], bad: int) -> N
     """It is dropped, so that the next fetch finds what can be had without it."""
     hybrid = opened()
     hybrid.store(1, 24)
-    drop_from(hybrid.engine, "cpu")
+    hybrid.drop("cpu")
     with PLAN.rule(Op.READ, Fault.FLIP, skip=bad, times=1):
         fetch = ended(hybrid.fetch(1, 24))
     assert (fetch.wanted, fetch.verified(), fetch.crowded()) == (6, 0, False)
@@ -163,24 +205,24 @@ def test_a_page_that_is_cleared_is_all_the_hit(opened: Callable[..., Hybrid], gr
     """Before it has come, or behind it."""
     hybrid = opened()
     hybrid.store(1, 24)
-    drop_from(hybrid.engine, "cpu")
+    hybrid.drop("cpu")
     with PLAN.rule(Op.READ, Fault.HANG, skip=0 if late else 99) as rule:
         fetch = hybrid.fetch(1, 24)
         until(lambda: PLAN.held > 0 if late else fetch.verified() == 6, "it is under way, or has come")
-        hybrid.engine.invalidate(hybrid.engine.namespaces()[group])
+        hybrid.pools[0].invalidate(hybrid.engine.namespaces()[group])
         rule.release()
     ended(fetch)
     assert fetch.verified() == 0
     assert hybrid.load(fetch, range(8)) == [False] * 8
     again = hybrid.fetch(1, 24)
-    assert (again.wanted, again.found.whole) == (0, 0)
+    assert (again.wanted, again.found.parted) == (0, 0)
     again.release()
 
 
 def test_without_room_all_goes_between_steps(opened: Callable[..., Hybrid]) -> None:
     hybrid = opened(cpu=8)
     hybrid.store(1, 24)
-    drop_from(hybrid.engine, "cpu")
+    hybrid.drop("cpu")
     fetch = ended(hybrid.fetch(1, 24))  # pins hold half of the tier
     assert (fetch.wanted, fetch.verified(), fetch.crowded()) == (6, 0, True)
     with pytest.raises(LoadOrderError):
@@ -199,18 +241,19 @@ def test_pins_end(opened: Callable[..., Hybrid]) -> None:
     assert hybrid.load(fetch, range(8)) == [False] * 8
 
 
-def test_it_says_what_is_to_come_in_pages_that_files_have(opened: Callable[..., Hybrid]) -> None:
+def test_it_says_what_is_to_come_in_bytes_that_files_have(opened: Callable[..., Hybrid]) -> None:
     hybrid = opened()
     hybrid.store(1, 24)
-    drop_from(hybrid.engine, "cpu")
+    hybrid.drop("cpu")
     with mock.patch.object(hybrid.engine.gate, "outpaced", return_value=True) as outpaced:
         fetch = hybrid.fetch(1, 24)
         assert fetch.outpaced()
         _, begun, left, missing, verified = outpaced.call_args.args
-        assert (begun + left, missing, verified) == (8, 24, 0)
+        whole = 8 * hybrid.pools[0].layout.page_bytes
+        assert (begun + left, missing, verified) == (whole, 24, 0)
         ended(fetch)
         assert fetch.outpaced()
-        assert outpaced.call_args.args[1:3] == (8, 0)
+        assert outpaced.call_args.args[1:3] == (whole, 0)
     fetch.release()
 
 
@@ -218,7 +261,92 @@ def test_a_hit_without_pages_has_come(opened: Callable[..., Hybrid]) -> None:
     """Behind a chunk the next token attends to nothing."""
     hybrid = opened({"name": "chunk", "layers": [0, 1, 2], "chunk": 8})
     fetch = hybrid.fetch(1, 20)
-    assert (fetch.wanted, fetch.pages, fetch.done(), fetch.verified(), fetch.crowded()) == (4, (), True, 4, False)
+    assert (fetch.wanted, fetch.pages, fetch.done(), fetch.verified(), fetch.crowded()) == (4, ((),), True, 4, False)
+
+
+# -- several pools -----------------------------------------------------------------------------------------------------
+
+STATE = MODELS["state"]  # full attention, a window and a state, each in planes of its own
+WHOLE = (range(6), range(3), range(1))  # what a hit of 24 tokens needs
+
+
+@pytest.mark.parametrize("tier", ["cpu", "ssd"])
+def test_all_pools_are_one_hit(opened: Callable[..., Hybrid], tier: str) -> None:
+    hybrid = opened(model=STATE)
+    hybrid.store(1, 24)
+    if tier == "ssd":
+        hybrid.drop("cpu")
+    fetch = ended(hybrid.fetch(1, 24))
+    assert (fetch.wanted, fetch.verified(), [len(pages) for pages in fetch.pages]) == (3, 3, [6, 3, 1])
+    assert fetch.sources(0, 3) == {tier: 3}
+    assert hybrid.load(fetch, *WHOLE, between=True) == [True] * 10
+
+
+@pytest.mark.parametrize("pool", range(3))
+def test_a_bad_page_of_any_pool_is_all_the_hit(opened: Callable[..., Hybrid], pool: int) -> None:
+    """It is dropped, and the next fetch finds no more than there is."""
+    hybrid = opened(model=STATE)
+    hybrid.store(1, 24)
+    hybrid.drop("cpu")
+    page = hybrid.chains(1, 24)[pool][-1].page
+    slot = hybrid.pools[pool].manager.tiers["ssd"].index.slot(page.key)
+    flip_file(hybrid.slab(pool), slot * hybrid.pools[pool].layout.extent_bytes + 50, 3)
+    fetch = ended(hybrid.fetch(1, 24))
+    assert (fetch.wanted, fetch.verified(), fetch.crowded()) == (3, 0, False)
+    with pytest.raises(LoadOrderError):
+        fetch.checked(0, 10)
+    loaded = hybrid.load(fetch, *WHOLE, between=True)
+    assert loaded.count(False) == 1
+    again = ended(hybrid.fetch(1, 24))
+    assert again.wanted == again.verified() < 3
+    again.release()
+
+
+@pytest.mark.parametrize("pool", range(3))
+def test_a_request_arrives_when_all_its_pools_have(opened: Callable[..., Hybrid], pool: int) -> None:
+    hybrid = opened(model=STATE, cpu=None)
+    hybrid.store(1, 24)
+    fetch = hybrid.fetch(1, 24)
+    assert fetch.crowded()
+    counts = Counter[str]()
+    loads = Loads(3, counts, overlapping=True)
+    taken, orders = hybrid.orders(fetch, WHOLE, between=True)
+    slow = hybrid.slab(pool)
+    with FaultPlan.rule(PLAN, Fault.HANG, Op.READ, where=lambda path, offset: Path(path) == slow) as rule:
+        loads.begin(begin_loads(hybrid.pools, orders, counts))
+        until(lambda: PLAN.held > 0, "it reads")
+        until(lambda: sum(one.load.done() for one in loads._between[0].pools) == 2, "the others end")  # type: ignore[union-attr]
+        loads.end_step()
+        assert (loads.take_arrived(), loads.under_way) == (set(), True)
+        rule.release()
+    until(lambda: bool(loads.end_step() and loads.take_arrived()), "it arrives")
+    assert (loads.take_failed(), loads.take_bad(), loads.under_way) == (set(), set(), False)
+    assert (counts["loads"], counts["begun_pages"]) == (1, 10)
+    hybrid.give(taken)
+
+
+@pytest.mark.parametrize("pool", range(3))
+def test_what_one_pool_lacks_is_no_hit(opened: Callable[..., Hybrid], pool: int) -> None:
+    """A state that was evicted alone, say. What is stored again of it is a hit at once."""
+    hybrid = opened(model=STATE)
+    chains = hybrid.store(1, 24)
+    engine = hybrid.pools[pool]
+    engine.invalidate(*engine.namespaces())
+    fetch = hybrid.fetch(1, 24)
+    assert (fetch.wanted, hybrid.there(chains)) == (0, 10 - len(chains[pool]))
+    assert fetch.found.parted == (24 if pool else 0)
+    hybrid.settle(hybrid.begin_store([chain if p == pool else [] for p, chain in enumerate(chains)]))
+    again = ended(hybrid.fetch(1, 24))
+    assert again.verified() == 3
+    again.release()
+
+
+def test_other_weights_find_nothing_in_any_pool(opened: Callable[..., Hybrid]) -> None:
+    hybrid = opened(model=STATE)
+    hybrid.store(1, 24)
+    hybrid.cache.renew_salt()
+    assert hybrid.fetch(1, 24).wanted == 0
+    hybrid.cache.rest(0.01)
 
 
 # -- clearing ----------------------------------------------------------------------------------------------------------
@@ -231,16 +359,16 @@ def test_what_is_under_way_of_any_group_does_not_survive_a_clear(opened: Callabl
     chains: list[GroupPage] = []
     for seed in range(6):
         with PLAN.rule(Op.WRITE, Fault.HANG, times=1 if hangs else 0) as rule:
-            blocks = hybrid.begin_store(hybrid.chain(seed, 16))
+            blocks = hybrid.begin_store(hybrid.chains(seed, 16))
             until(lambda: PLAN.held == hangs, "it writes")
-            hybrid.engine.invalidate(*hybrid.engine.namespaces())
+            hybrid.pools[0].invalidate(*hybrid.engine.namespaces())
             rule.release()
         hybrid.settle(blocks)
-        chains += hybrid.chain(seed, 16)
-        assert hybrid.there(chains) == 0
-    chain = hybrid.store(9, 16)
-    assert hybrid.there(chain) == len(chain)
-    ssd = hybrid.engine.manager.ssd
+        chains += hybrid.chains(seed, 16)[0]
+        assert hybrid.there([chains]) == 0
+    (chain,) = hybrid.store(9, 16)
+    assert hybrid.there([chain]) == len(chain)
+    ssd = hybrid.pools[0].manager.ssd
     assert ssd is not None
     assert {entry.key for entry in ssd.index} == {one.page.key for one in chain}
 
@@ -248,35 +376,35 @@ def test_what_is_under_way_of_any_group_does_not_survive_a_clear(opened: Callabl
 def test_what_is_stored_while_groups_are_cleared_is_dropped(opened: Callable[..., Hybrid]) -> None:
     hybrid = opened()
     hybrid.store(1, 24)
-    chain = hybrid.chain(2, 24)
-    blocks: list[int] = []
+    chain = hybrid.chains(2, 24)
+    blocks: list[list[int]] = []
 
     def pause(seconds: float) -> None:
         if not blocks:
             blocks.extend(hybrid.begin_store(chain))
             with ThreadPoolExecutor(1) as other:
-                other.submit(hybrid.stores.settle, set(blocks)).result()
+                other.submit(hybrid.stores.settle, set(blocks[0])).result()
 
-    with mock.patch.multiple(hybrid.engine.manager.clearing, piece=1, sleep=pause):
-        hybrid.engine.invalidate(*hybrid.engine.namespaces())
+    with mock.patch.multiple(hybrid.pools[0].manager.clearing, piece=1, sleep=pause):
+        hybrid.pools[0].invalidate(*hybrid.engine.namespaces())
     hybrid.settle(blocks)
     assert blocks
-    assert hybrid.there(hybrid.chain(1, 24)) == hybrid.there(chain) == 0
+    assert hybrid.there(hybrid.chains(1, 24)) == hybrid.there(chain) == 0
 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_the_groups_of_a_salt_go_together(opened: Callable[..., Hybrid], group: int) -> None:
     """Also what is under way of them; what is stored since is stored."""
     hybrid = opened()
-    chain = hybrid.chain(1, 24)
+    chain = hybrid.chains(1, 24)
     other = hybrid.engine.namespaces("another")
     blocks = hybrid.begin_store(chain)
-    hybrid.engine.invalidate(hybrid.engine.namespaces()[group])
+    hybrid.pools[0].invalidate(hybrid.engine.namespaces()[group])
     hybrid.settle(blocks)
     assert hybrid.there(chain) == 0
     hybrid.store(1, 24)
-    assert hybrid.there(chain) == len(chain)
-    hybrid.engine.invalidate(other[group])
-    assert hybrid.there(chain) == len(chain)
-    hybrid.engine.invalidate(hybrid.engine.namespace())
+    assert hybrid.there(chain) == len(chain[0])
+    hybrid.pools[0].invalidate(other[group])
+    assert hybrid.there(chain) == len(chain[0])
+    hybrid.engine.invalidate()
     assert hybrid.there(chain) == 0

@@ -21,7 +21,7 @@ from gdscache import CacheEngine, PageHashes, Rank, RankAddress
 from gdscache.config import Config
 from gdscache.errors import DeadlineError, RankMismatchError, VerifiedLoadError
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.ranks import Lead, RankBatch, RankWorker, addresses_of, one_model
+from gdscache.integrations.vllm.ranks import Lead, RankBatch, RankOrder, RankWorker, addresses_of, one_model
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import VllmSession
 from tests.support.helpers import drop_from, flip_file, until
@@ -53,18 +53,18 @@ class Ranks:
             "deadline": deadline,
         }
         config |= {} if cpu is None else {"cpu": {"capacity": 2 * cpu * EXTENT}}
-        self.addresses = [worker.rank.address for worker in self.workers]
+        (self.addresses,) = addresses_of({n: [one.address for one in of.ranks] for n, of in enumerate(self.workers)}, 2)
         self.engine = CacheEngine(Config.from_dict(config), ranks=self.addresses)
         self.session = VllmSession(self.engine, 60)
         self.counts: Counter[str] = Counter()
-        self.lead = Lead(self.engine, self.counts, overlapping=overlapping)
+        self.lead = Lead([self.engine], self.counts, overlapping=overlapping)
         self.session.attend(self.lead, self.lead.busy)
 
-    def order(self, seed: int, blocks: list[int], *, between: bool = False) -> LoadOrder:
+    def order(self, seed: int, blocks: list[int], *, between: bool = False, name: str = "r") -> LoadOrder:
         fetch = self.session.fetch(hashes(seed), PAGES)
         until(fetch.done, "the fetch ends")
         assert between or fetch.verified() >= len(blocks)
-        return LoadOrder("r", fetch, 0, tuple(blocks), between)
+        return LoadOrder(name, fetch, 0, tuple(blocks), between)
 
     def told(
         self,
@@ -73,12 +73,12 @@ class Ranks:
         fresh: set[int] | None = None,
         *,
         idle: bool = False,
-    ) -> tuple[list[RankBatch], bytes]:
+    ) -> tuple[list[RankBatch], list[bytes]]:
         """What the metadata of a step says."""
         told: Any = self.lead.step(loads or [], stores or [], fresh or set(), idle=idle, last=idle)
         return pickle.loads(pickle.dumps(told))  # type: ignore[no-any-return]
 
-    def carry_out(self, told: tuple[list[RankBatch], bytes], *, idle: bool = False) -> None:
+    def carry_out(self, told: tuple[list[RankBatch], list[bytes]], *, idle: bool = False) -> None:
         """The step on each rank."""
         for worker in self.workers:
             worker.begin(told[0])
@@ -116,8 +116,8 @@ class Ranks:
         loads = [worker.loads for worker in self.workers]
         return [some.take_arrived() for some in loads], [some.take_bad() for some in loads]
 
-    def until_arrived(self) -> list[set[int]]:
-        """Idle steps, until the load between steps has come on all ranks: bad blocks of each."""
+    def until_arrived(self, *names: str) -> list[set[int]]:
+        """Idle steps, until the loads between steps of these have come on all ranks: bad blocks of each."""
         waiting, bad = [set[str](), set[str]()], [set[int](), set[int]()]
 
         def all_there() -> bool:
@@ -125,7 +125,7 @@ class Ranks:
             for rank, (some, wrong) in enumerate(zip(*self.answers(), strict=True)):
                 waiting[rank] |= some
                 bad[rank] |= wrong
-            return waiting == [{"r"}, {"r"}] and not self.lead.busy()
+            return waiting == [{*names}] * 2 and not self.lead.busy()
 
         until(all_there, "the load ends")
         return bad
@@ -207,7 +207,7 @@ def test_marks_are_forgotten(tmp_path: Path) -> None:
             ranks.step(None, [stored(n % 250, [0, 1])])
         ranks.step(idle=True)
         ranks.engine.drain(30)
-        services: list[Any] = [worker.rank._service for worker in ranks.workers]
+        services: list[Any] = [worker.ranks[0]._service for worker in ranks.workers]
         until(lambda: all(len(service._marks) < 100 for service in services), "old marks go")
         executor: Any = ranks.engine.executor
         until(lambda: len(executor._users) == 1, "the last step's is left")
@@ -221,7 +221,7 @@ def test_a_load_between_steps_names_the_bad_blocks_of_each_rank(tmp_path: Path, 
         if cpu:
             drop_from(ranks.engine, "cpu")
         ranks.step([ranks.order(1, [5, 6, 7, 8, 9], between=True)])
-        assert ranks.until_arrived() == [set(), {7}]
+        assert ranks.until_arrived("r") == [set(), {7}]
         assert ranks.marks([5, 6]) == [[10, 11], [74, 75]]
         assert ranks.counts["bad_pages"] == 1
 
@@ -231,14 +231,15 @@ def test_two_loads_between_steps_share_their_pages(tmp_path: Path) -> None:
     with opened(tmp_path, cpu=6) as ranks:
         ranks.store(1, [0, 1, 2, 3, 4], 10)
         drop_from(ranks.engine, "cpu")
-        orders = [ranks.order(1, [5, 6, 7, 8, 9], between=True), ranks.order(1, [10, 11, 12, 13, 14], between=True)]
+        both = {"r": [5, 6, 7, 8, 9], "s": [10, 11, 12, 13, 14]}
+        orders = [ranks.order(1, blocks, between=True, name=name) for name, blocks in both.items()]
         for order in orders:
             order.fetch.release()
         drop_from(ranks.engine, "cpu")
         began = time.monotonic()
         ranks.step(orders)
         assert time.monotonic() - began < 5
-        assert ranks.until_arrived() == [set(), set()]
+        assert ranks.until_arrived("r", "s") == [set(), set()]
         until(lambda: not ranks.lead.busy(), "both end")
         assert ranks.marks([10, 14]) == ranks.marks([5, 9]) == [[10, 14], [74, 78]]
 
@@ -250,7 +251,8 @@ def test_a_load_within_a_step_that_is_bad_after_all(tmp_path: Path, overlapping:
         ranks.store(1, [0, 1, 2, 3, 4], 10)
         told = ranks.told([ranks.order(1, [5, 6])], [stored(2, [7, 8])])
         ((batch,), mark) = told
-        lost = RankBatch(b"nothing that anybody would understand", batch.places, between=False)
+        wrong = RankOrder(0, b"nothing that anybody would understand", batch.orders[0].places)
+        lost = RankBatch((wrong,), between=False)
         first, second = ranks.workers
         first.begin([batch])
         first.loads.wait_all()
@@ -264,7 +266,7 @@ def test_a_load_within_a_step_that_is_bad_after_all(tmp_path: Path, overlapping:
             second.end(mark, idle=False)
             assert ranks.answers()[1] == [set(), {5, 6}]
         second.begin([batch])  # so that the leader need not wait for it
-        second.rank.store(mark)
+        second.ranks[0].store(mark[0])
 
 
 def test_a_rank_that_has_gone_costs_pages_and_no_more(tmp_path: Path) -> None:
@@ -292,7 +294,7 @@ def test_a_leader_that_has_gone_is_an_answer(tmp_path: Path) -> None:
         for link in links.links:  # as the kernel ends a process that was killed
             link.channel._socket.shutdown(2)
         for worker in ranks.workers:
-            until(lambda worker=worker: worker.rank._service is None, "it has left")
+            until(lambda worker=worker: worker.ranks[0]._service is None, "it has left")
         ranks.carry_out(told)
         assert ranks.answers()[1] == [{5, 6}, {5, 6}]
 
@@ -324,7 +326,7 @@ def test_prefills_are_told(tmp_path: Path) -> None:
     with opened(tmp_path) as ranks:
         worker = ranks.workers[0]
         worker.prefills.begin((500, 96))
-        worker.end(b"", idle=False)
+        worker.end([], idle=False)
         ((tokens, before, seconds),) = worker.take_observed()
         assert (tokens, before, worker.take_observed()) == (500, 96, [])
         assert seconds > 0
@@ -332,9 +334,9 @@ def test_prefills_are_told(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_fit() -> None:
     address = RankAddress("/nowhere", 0, 0)
-    assert addresses_of({0: address}, 1) == [address]
+    assert addresses_of({0: [address, address]}, 1) == [[address], [address]]
     with pytest.raises(RankMismatchError, match=r"ranks \[1\] of 2"):
-        addresses_of({0: address}, 2)
+        addresses_of({0: [address]}, 2)
     assert one_model({0: {"salt": "a"}, 1: {"salt": "a"}}) == {"salt": "a"}
     with pytest.raises(RankMismatchError, match="another salt"):
         one_model({0: {"salt": "a"}, 1: {"salt": "b"}})

@@ -52,7 +52,7 @@ class Worker:
     counts: Counter[str]
 
     def begin(self, orders: list[LoadOrder]) -> None:
-        self.loads.begin(begin_loads(self.session.engine, orders, self.counts))
+        self.loads.begin(begin_loads([self.session.engine], orders, self.counts))
 
     def fill(self, blocks: list[int], mark: int) -> None:
         for cache in self.caches.values():
@@ -284,7 +284,7 @@ def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
     fetch: Any = stub_fetch()
     loads = Loads(LAYERS, Counter(), overlapping=overlapping)
-    loads.begin(begin_loads(engine, [LoadOrder("r", fetch, 0, (8, 9))], Counter()))
+    loads.begin(begin_loads([engine], [LoadOrder("r", fetch, 0, (8, 9))], Counter()))
     loads.wait_all()
     if overlapping:
         with pytest.raises(VerifiedLoadError, match="1 blocks of 1 requests"):
@@ -304,7 +304,7 @@ def test_a_step_that_is_taken_back_stores_nothing() -> None:
     engine, handles = stub_engine()
     engine.load_many = lambda batch: stub_load(PageStatus.CANCELLED)
     loads, stores = begun(engine, overlapping=False)
-    loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
+    loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
     loads.wait_all()
     end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))], last=True)
     assert loads.take_bad() == {8}
@@ -323,7 +323,7 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     loads, stores = begun(engine, overlapping=True)
     end_step(loads, stores, [StoreOrder("a", hashes(1), 0, (0, 1))])  # before the load
     until(lambda: left(handles) == [2], "it is handed over")
-    loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
+    loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
     loads.wait_all()
     orders = [StoreOrder("r", hashes(2), 1, (9, 10)), StoreOrder("b", hashes(3), 0, (5,))]
     end_step(loads, stores, orders, last=True)
@@ -337,7 +337,7 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     assert loads.unproven == 0
     until(lambda: left(handles) == [2, 5], "both steps are handed over")
     over.clear()
-    loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
+    loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
     loads.wait_all()
     end_step(loads, stores, [StoreOrder("r", hashes(4), 0, (3,))], last=True)  # a single page, of one that ends
     over.append(True)
@@ -360,7 +360,7 @@ def test_steps_go_on_while_each_has_a_load() -> None:
     engine.load_many = load_many
     loads, stores = begun(engine, overlapping=True)
     for step in range(4):
-        loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
+        loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
         loads.wait_all()
         if step:
             under_way[step - 1].append(True)
@@ -379,7 +379,7 @@ def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
     for status in (PageStatus.LOADED, PageStatus.CANCELLED):
         engine.load_many = lambda batch, status=status: stub_load(status, done=lambda: False)
         loads, stores = begun(engine, overlapping=True)
-        loads.begin(begin_loads(engine, [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
+        loads.begin(begin_loads([engine], [LoadOrder("r", stub_fetch(), 0, (8,))], Counter()))
         loads.wait_all()
         end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))])
         if status is PageStatus.LOADED:
@@ -400,7 +400,7 @@ def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     engine: Any = SimpleNamespace(load_many=lambda batch: load)
     fetch: Any = stub_fetch()
     loads = Loads(LAYERS, Counter(), overlapping=True)
-    loads.begin(begin_loads(engine, [LoadOrder("r", fetch, 0, (8, 9, 10), between=True)], Counter()))
+    loads.begin(begin_loads([engine], [LoadOrder("r", fetch, 0, (8, 9, 10), between=True)], Counter()))
     loads.end_step()
     assert (loads.take_arrived(), loads.take_bad()) == ({"r"}, {9, 10})
 

@@ -53,15 +53,12 @@ def test_a_state_is_one_row_and_not_one_for_each_token() -> None:
     model = {"name": "next", "layers": 48, "page_tokens": 64, "planes": planes, "groups": groups}
     sizes = {"gpu": {"staging": "512MiB"}, "host_buffer": "512MiB"}
     config = Config.from_dict({"model": model, "cpu": {}, **sizes})
-    assert [layout.page_tokens for layout in config.model.layouts()] == [64, 1]
-    assert config.model.extent_bytes() == 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)
-    full, state = pool_parts(config)
-    assert (full.config.model.extent_bytes(), state.config.model.extent_bytes()) == (
-        12 * 64 * 2 * 256 * 2,
-        config.model.extent_bytes(),
-    )
+    assert [layout.page_tokens for layout in config.model.pool_layouts()] == [64, 1]
+    extents = [12 * 64 * 2 * 256 * 2, 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)]
+    assert [layout.extent_bytes for layout in config.model.pool_layouts()] == extents
+    assert [part.config.model.layout().extent_bytes for part in pool_parts(config)] == extents
     alone = Config.from_dict({"model": model | {"groups": [groups[1] | {"layers": [*range(48)]}]}})
-    assert [layout.page_tokens for layout in alone.model.layouts()] == [1]
+    assert [layout.page_tokens for layout in alone.model.pool_layouts()] == [1]
 
 
 def test_planes_hold_what_a_prompt_leaves_however_small_a_state_is() -> None:

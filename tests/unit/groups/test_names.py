@@ -91,7 +91,7 @@ def end_of(groups: Sequence[Group], one: GroupPage) -> int:
 @by_name
 def test_pages_come_in_the_order_of_their_ends_and_windows_first(groups: list[Group]) -> None:
     names = names_of(groups, 48)
-    chain = names.chain([range(48 // some.page_tokens) for some in groups])
+    (chain,) = names.chain([range(48 // some.page_tokens) for some in groups])
     ends = [(end_of(groups, one), groups[one.group].keeps == "all") for one in chain]
     assert ends == sorted(ends)
     for one in chain:
@@ -102,6 +102,24 @@ def test_pages_come_in_the_order_of_their_ends_and_windows_first(groups: list[Gr
         assert parents == [chain[0].page.namespace, *(one.page.key for one in chain[:-1])]
     else:
         assert all(one.page.parent == one.page.namespace for one in chain)
+
+
+@by_name
+def test_a_page_follows_pages_of_its_pool_alone(groups: list[Group]) -> None:
+    """What follows a page of another pool would outlive nothing there."""
+    both = [*groups, Group("state", (1,), 4, "state"), group(4)]
+    pools = [tuple(range(len(groups))), (len(groups),), (len(groups) + 1,)]
+    names = GroupNames(both, spaces(both), 1, pools)
+    names.extend([name("a", end) for end in range(1, 49)])
+    wanted = [range(48 // some.page_tokens) for some in both]
+    chains = names.chain(wanted)
+    alone = GroupNames(groups, spaces(both)[: len(groups)], 1)
+    alone.extend([name("a", end) for end in range(1, 49)])
+    assert chains[:1] == alone.chain(wanted[: len(groups)])
+    assert {one.page.parent for one in chains[1]} == {spaces(both)[len(groups)]}
+    assert [one.page.parent for one in chains[2][1:]] == [one.page.key for one in chains[2][:-1]]
+    late = names.chain([[number for number in some if number >= 4] for some in wanted], [some[3] for some in chains])
+    assert late[2] == chains[2][4:]
 
 
 def put(index: PageIndex, chain: Sequence[GroupPage]) -> None:
@@ -115,9 +133,10 @@ def put(index: PageIndex, chain: Sequence[GroupPage]) -> None:
 
 def stored_by_steps(index: PageIndex, names: GroupNames, ends: Sequence[int], cuts: Sequence[int]) -> None:
     """A request of which each step stores what it computes, from its hit on."""
-    last, hit = None, longest(index, names)
+    last: GroupPage | None = None
+    hit = longest(index, names)
     for before, after in itertools.pairwise([hit, *sorted({cut for cut in cuts if cut > hit})]):
-        chain = names.chain(wanted(names.groups, ends, before, after), last)
+        (chain,) = names.chain(wanted(names.groups, ends, before, after), [last])
         last = chain[-1] if chain else last
         put(index, chain)
 

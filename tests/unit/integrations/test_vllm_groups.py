@@ -34,7 +34,7 @@ class Alone(GroupScheduler):
         """What was found of a request, and all its tokens when it ended."""
         request = self.ask(tuple(tokens), more)
         fetch = self.cache.fetches[-1] if self.cache.fetches else None
-        found = 0 if fetch is None or fetch.released else fetch.found.hit.tokens
+        found = 0 if fetch is None or fetch.released else fetch.found.tokens
         self.finish_all()
         self.read()
         return found, request.tokens

@@ -98,7 +98,7 @@ class World:
             self.stores.settle({8 * step.written})
         if step.load is not None:
             fetch: Any = SimpleNamespace(checked=lambda first, pages: SimpleNamespace(pages=[0]), release=lambda: None)
-            self.loads.begin(begin_loads(self.engine, [LoadOrder("r", fetch, 0, (0,))], Counter()))
+            self.loads.begin(begin_loads([self.engine], [LoadOrder("r", fetch, 0, (0,))], Counter()))
             self.loads.wait_all()
         blocks = tuple(8 * number + page for page in range(step.pages))
         orders = [StoreOrder("r", self._hashes(number), 0, blocks)] if blocks else []
