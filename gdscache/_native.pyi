@@ -71,6 +71,114 @@ def bare_loop(
 def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
 
+class ReuseSample:
+    """When watched keys were used last, and at which ages keys of each class were used again: csrc/host/reuse.h.
+
+    `most`: keys that are known at a time; `round`: pages stored between two conclusions, at least.
+    """
+
+    limit: int  # keys with 16 bits below this are watched
+    last: int  # time of the last conclusion
+    def __init__(self, classes: int, most: int, round: int) -> None: ...
+    def __len__(self) -> int:
+        """Keys that are known."""
+
+    def due(self, pages: int) -> int:
+        """When to ask for a conclusion, in a tier of so many `pages`."""
+
+    def see(self, uses: Sequence[tuple[int, int, int]], stored: bool) -> None:
+        """Pages are used, or `stored`: bits, class from now on, time.
+
+        The bits are 64 of the key's, of which `bits >> 36 & 0xFFFF` is below `limit`.
+        """
+
+    def take(self) -> tuple[_Int64, _Int64]:
+        """What was counted since the last time: int64 (classes + 1), uses that made a page one of a class, and pages
+        stored; int64 (classes, ages), uses of pages of a class."""
+
+class LifetimeOrder:
+    """The eviction order by lifetimes: `policies.lifetime`, and csrc/host/lifetimes.h. Keys have 32 bytes, parents up
+    to 32; others are an `InvalidValueError`. Pages are given as tuples that begin with the key and the other key."""
+
+    STEPS: int  # of a period
+    LOTS: int
+    SHAPE: tuple[int, int, int, int]  # as `Classes`
+    rows: int  # keys that something is known of
+    levels: int
+    def begin(
+        self,
+        keys: Sequence[bytes],
+        order: Sequence[int] | _Int64,
+        sample: ReuseSample,
+        learn: Callable[[int, int], tuple[int, list[int], list[int]] | None],
+    ) -> None:
+        """Start over with the pages `keys[order[0]], ...`. `learn(pages, time)` is asked where a conclusion is due: for
+        the lots that have the second lifetimes, and the first and second lifetimes of each class, in steps."""
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None: ...
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None: ...
+    def touch(self, key: bytes) -> None: ...
+    def touch_all(self, keys: Sequence[bytes]) -> None: ...
+    def remove(self, key: bytes) -> None: ...
+    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None: ...
+    def defer(self, key: bytes) -> None: ...
+    def hasten(self, key: bytes) -> None: ...
+    def is_deferred(self, key: bytes) -> bool: ...
+    def walk(self) -> Callable[[], list[bytes]]:
+        """Each call gives the next keys, the first to evict first; [] at the end. Not behind a change of the order."""
+
+class LruShadow:
+    """LRU in the shadow of another order: csrc/host/shadow.h. Keys and pages as for `LifetimeOrder`.
+
+    `keys`: pages that the tier has, the least recently used first. `shift`: of which it is shown one of 2 ** shift.
+    """
+
+    shift: int
+    room: int  # the most pages that the tier had in a period
+    debt: int  # hits of LRU's, less those of the tier; below 0 where the tier had more
+    hits: int  # that LRU had
+    left: int  # pages of the tier that LRU has given up
+    owed: int  # pages that only LRU still has
+    lost: int  # hits that only LRU had
+    seen: int  # pages that were asked for: used, or stored
+    used: int  # hits of the tier
+    spared: int  # pages of `owed` that LRU gave up before any use
+    rows: int  # keys that something is known of
+    ready: int  # pages in the heap of those that may go
+    def __init__(self, keys: Sequence[bytes] = (), shift: int = 0) -> None: ...
+    def __len__(self) -> int:
+        """Pages of LRU's."""
+
+    def thinned(self, more: int) -> LruShadow:
+        """That of a sample of its keys, one of `2 ** more`, with what was counted so far in that proportion."""
+
+    def insert(self, pages: Sequence[tuple[bytes, bytes]], most: int = ...) -> tuple[int, bool]:
+        """The tier stores pages that it lacked: (key, parent), b"" where none is known; up to the first one behind
+        which `room` is greater than `most`. How many, and whether it is greater."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The tier uses pages that it has."""
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """The tier gives up pages for others."""
+
+    def drop(self, key: bytes) -> None:
+        """A page is gone for another reason: LRU would have it no more either."""
+
+    def has_left(self, key: bytes) -> bool: ...
+    def owes(self, key: bytes) -> bool: ...
+    def followed(self, key: bytes) -> bool:
+        """Whether pages of the shadow follow one."""
+
+    def recency(self) -> list[bytes]:
+        """The pages of the tier, those that LRU has given up first; else by their last uses, about."""
+
+    def first(self) -> bytes | None:
+        """The first of `walk`. However often it is asked while the tier only gives up pages, each is looked at once."""
+
+    def walk(self) -> Callable[[], list[bytes]]:
+        """The pages of the tier, in the order in which LRU has given them up and would. As that of `LifetimeOrder`."""
+
 class Pool:
     """Planes in host memory.
 

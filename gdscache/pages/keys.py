@@ -115,11 +115,12 @@ def page_keys(
     step = page_tokens * 4
     keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy of it costs half as much as another one
     parent, keys = parent or namespace, []
+    parts = [(begin, min(begin + _AT_ONCE, step)) for begin in range(0, step, _AT_ONCE)]  # of a page
     for at in range(0, len(data) - step + 1, step):
         page = keyed.copy()
         page.update(parent)
-        for part in range(at, at + step, _AT_ONCE):
-            page.update(data[part : min(part + _AT_ONCE, at + step)])
+        for begin, end in parts:
+            page.update(data[at + begin : at + end])
         parent = page.digest()
         keys.append(parent)
     return keys

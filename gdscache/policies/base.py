@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -193,62 +192,3 @@ class LRU(Undeferred):
         if first == self._cold_from:
             self._keys, self._cold, self._cold_from, self._cold_to = (), array("i"), 0, 0
             self._gone = set()
-
-
-class AfterRestored(Undeferred, ABC):
-    """An order in which restored pages go first, the least recently used first, until they are used again.
-
-    What a subclass knows of a page is lost at a restart; only the order of the last uses is not.
-    """
-
-    __slots__ = ("_pages", "_restored")
-
-    def __init__(self) -> None:
-        self.restore((), ())
-
-    def empty(self) -> Self:
-        return type(self)()
-
-    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        self._restored = LRU()
-        self._restored.restore(keys, order)
-        self._pages = len(order)  # present, restored ones included
-        self._clear()
-
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        self._pages += 1
-        self._insert(key, parent)
-
-    def touch(self, key: bytes) -> None:
-        if not self._touch(key):
-            self._restored.remove(key)
-            self._insert(key, b"")
-            self._touch(key)
-
-    def remove(self, key: bytes) -> None:
-        self._pages -= 1
-        if not self._remove(key):
-            self._restored.remove(key)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return itertools.chain(self._restored, self._order())  # eviction looks at many: no generator of ours a key
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """No page in this order."""
-
-    @abstractmethod
-    def _insert(self, key: bytes, parent: bytes) -> None:
-        """A page that is not in this order, new or restored; nothing is known of the parent of a restored one."""
-
-    @abstractmethod
-    def _touch(self, key: bytes) -> bool:
-        """A use; False when the page is not in this order."""
-
-    @abstractmethod
-    def _remove(self, key: bytes) -> bool:
-        """The page is gone; False when it is not in this order."""
-
-    @abstractmethod
-    def _order(self) -> Iterator[bytes]:
-        """The pages of this order, the first to evict first."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.native import LruShadow
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
-from gdscache.policies.shadow import LRUShadow
 
 
 class Bets:
@@ -62,7 +62,7 @@ class Bets:
 class Guarded:
     """Another order's victims while that costs few hits against LRU, else those that LRU has given up.
 
-    A shadow of LRU (`LRUShadow`) is shown the same uses and stores. The order is *free* while the debt, LRU's hits less
+    A shadow of LRU (`LruShadow`) is shown the same uses and stores. The order is *free* while the debt, LRU's hits less
     its own, and the part `risk` of the pages that only LRU still has stay within a budget; `risk` is how many of such
     pages were used before LRU gave them up too. Past that it *follows*: it gives up the pages that LRU has given up,
     and so becomes LRU little by little. It is free again when it has won bets on its victims against LRU's.
@@ -94,10 +94,10 @@ class Guarded:
     SUSPECT = 16  # pages that count as used in `risk`, before any is known
     LOOKED_AT = 64  # of the first victims of the order, for a bet
     PATIENCE = 256  # it is judged each time that such a part of its pages was evicted
-    order: ClassVar[type[Lifetime]] = Lifetime
+    order: ClassVar[type[EvictionPolicy]] = Lifetime
     __slots__ = (
         *("_bets", "_due", "_fading", "_from", "_hits_from", "_lags", "_order", "_recency", "_seen", "_shadow"),
-        *("_shift", "_wagered", "judged"),
+        *("_wagered", "judged"),
     )
 
     def __init__(self) -> None:
@@ -118,15 +118,12 @@ class Guarded:
         self._fading = (0.0, 0.0)  # ... and what was counted before, faded
         self._due = 0  # pages until it is judged
         self._lags: bool | None = None  # too much is lost or at stake; None: not known since the shadow changed
-        self._shift = 0  # the shadow has one of 2 ** shift keys
         self._recency: LRU | None = None  # of all pages, where the shadow is a sample
-        if len(order) <= self.EXACT:
-            self._shadow = LRUShadow(keys[i] for i in order)
-            return
-        self._shift = _shift(len(order), self.SAMPLE)
-        self._recency = LRU()
-        self._recency.restore(keys, order)
-        self._shadow = LRUShadow(key for i in order if self._sampled(key := keys[i]))
+        sampled = len(order) > self.EXACT
+        if sampled:
+            self._recency = LRU()
+            self._recency.restore(keys, order)
+        self._shadow = LruShadow([keys[i] for i in order], _shift(len(order), self.SAMPLE) if sampled else 0)
 
     # -- pages come, are used, and go ---------------------------------------------------------------------------------
 
@@ -142,17 +139,13 @@ class Guarded:
     def _show(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         """The shadow sees new pages, and becomes that of a sample where it is too large then."""
         self._lags = None
-        most = self.EXACT if self._recency is None else 2 * self.SAMPLE
-        if len(pages) > 1 and self._shadow.room + len(pages) > most:  # perhaps behind one of them
-            for page in pages:
-                self._show((page,))
-            return
-        if self._recency is not None:
-            self._recency.insert_all(pages)
-            pages = [(key, b"") for key, _ in pages if self._sampled(key)]
-        self._shadow.insert(pages)
-        if pages and self._shadow.room > most:
-            self._sample()
+        while pages:
+            shown, too_large = self._shadow.insert(pages, self.EXACT if self._recency is None else 2 * self.SAMPLE)
+            if self._recency is not None:
+                self._recency.insert_all(pages[:shown])
+            if too_large:
+                self._sample()
+            pages = pages[shown:]
 
     def touch(self, key: bytes) -> None:
         self.touch_all((key,))
@@ -160,11 +153,9 @@ class Guarded:
     def touch_all(self, keys: Sequence[bytes]) -> None:
         self._lags = None
         self._order.touch_all(keys)
-        if self._recency is None:
-            self._shadow.touch(keys)
-        else:
+        self._shadow.touch(keys)
+        if self._recency is not None:
             self._recency.touch_all(keys)
-            self._shadow.touch([*filter(self._sampled, keys)])
         if self._wagered:
             self._want(keys)
 
@@ -178,15 +169,14 @@ class Guarded:
         self._order.remove(key)
         if self._recency is not None:
             self._recency.remove(key)
-        if not self._shift or self._sampled(key):
-            self._shadow.drop(key)
+        self._shadow.drop(key)
 
     def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         at = 0
         while at < len(gone):
             self._due -= 1
             if self._due <= 0:
-                self._due = (self._shadow.room << self._shift) // self.PATIENCE
+                self._due = (self._shadow.room << self._shadow.shift) // self.PATIENCE
                 self._judge()
             some = gone[at : at + max(self._due, 1)]  # up to the one before which it is judged again
             self._due -= len(some) - 1
@@ -194,7 +184,7 @@ class Guarded:
             self._order.evict_all(some)
             if self._recency is not None:
                 self._recency.evict_all(some)
-            self._shadow.evict([key for key, _ in some if not self._shift or self._sampled(key)])
+            self._shadow.evict([key for key, _ in some])
             self._lags = None
 
     # -- for eviction -------------------------------------------------------------------------------------------------
@@ -213,7 +203,7 @@ class Guarded:
         return self._as_lru() if self.following else iter(self._order)
 
     def _as_lru(self) -> Iterator[bytes]:
-        return iter(self._shadow if self._recency is None else self._recency)
+        return chain.from_iterable(iter(self._shadow.walk(), [])) if self._recency is None else iter(self._recency)
 
     # -- the judge ----------------------------------------------------------------------------------------------------
 
@@ -221,12 +211,12 @@ class Guarded:
     def bound(self) -> float:
         """Hits that LRU may be ahead at most, by what it has had so far; the pages of one store come on top."""
         shadow = self._shadow
-        return (self._most() + shadow.room) * (1 << self._shift)
+        return (self._most() + shadow.room) * (1 << shadow.shift)
 
     @property
     def debt(self) -> int:
         """Hits that LRU is ahead; below 0 where it is behind. With a sample, an estimate."""
-        return self._shadow.debt << self._shift
+        return self._shadow.debt << self._shadow.shift
 
     def _most(self) -> float:
         return self.MOST * self._shadow.room + self.MOST_HITS * self._shadow.hits
@@ -240,7 +230,7 @@ class Guarded:
             shadow = self._shadow
             debt, hits, seen = shadow.debt, shadow.hits, shadow.seen
             stake = self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen)
-            self._lags = debt > self._most() or debt * seen + hits * len(shadow.owed) > stake * seen
+            self._lags = debt > self._most() or debt * seen + hits * shadow.owed > stake * seen
         return self._lags
 
     def _judge(self) -> None:
@@ -254,7 +244,7 @@ class Guarded:
             return
         self._from = min(self._from, debt + self.CREDIT * shadow.room)
         trial = self._from + self.TRIAL * shadow.room + self.TRIAL_HITS * (shadow.hits - self._hits_from)
-        if debt + self._risk() * len(shadow.owed) > min(trial, self._most()):
+        if debt + self._risk() * shadow.owed > min(trial, self._most()):
             self.judged = True
 
     def _risk(self) -> float:
@@ -275,25 +265,21 @@ class Guarded:
         for given in islice(self._order, self.LOOKED_AT):
             if given == kept:
                 return
-            if given not in self._wagered and given not in self._shadow.left and not self._shadow.followed(given):
+            if given not in self._wagered and not self._shadow.has_left(given) and not self._shadow.followed(given):
                 self._bets.add(kept, given)
                 return
 
     # -- a sample -----------------------------------------------------------------------------------------------------
 
-    def _sampled(self, key: bytes) -> bool:
-        return not int.from_bytes(key[8:12], "little") & (1 << self._shift) - 1
-
     def _sample(self) -> None:
         """The shadow is too large: from now on that of a sample, or of a smaller one."""
         if self._recency is None:
-            keys = list(self._shadow.recency())
+            keys = self._shadow.recency()
             self._recency = LRU()
             self._recency.restore(keys, range(len(keys)))
         self._lags = None
         more = _shift(self._shadow.room, self.SAMPLE)
-        self._shift += more
-        self._shadow = self._shadow.thinned(more, self._sampled)
+        self._shadow = self._shadow.thinned(more)
         self._from, self._hits_from = self._from / (1 << more), self._hits_from >> more
         self._seen = self._seen[0] >> more, self._seen[1] >> more
         self._fading = self._fading[0] / (1 << more), self._fading[1] / (1 << more)

@@ -5,13 +5,13 @@ Time is counted in pages that are stored.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
 from gdscache.arrays import Float64Array
+from gdscache.native import ReuseSample
 
 # 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: age i is from AGES[i] on; a use that comes later than the last is not counted.
 AGES = np.array([0, 1] + [(2 + i % 2) << i // 2 for i in range(52)], np.float64)
@@ -37,10 +37,6 @@ class Classes(NamedTuple):
     @property
     def all(self) -> int:
         return self.new + self.uses * self.gaps
-
-    def used(self, uses: int, gap: int) -> int:
-        """That of a page of so many uses, at least one: their bits count."""
-        return self.groups * self.sizes + (uses.bit_length() - 1) * self.gaps + gap
 
     def merged(self, rows: Float64Array) -> Float64Array:
         """In the place of each class the sum of all of its group, or of its uses: float64 (C, ...)."""
@@ -70,59 +66,26 @@ class ReuseMonitor:
     FADE = 16.0
     ROUND = 256  # stored pages between two conclusions, or a quarter of a period if that is more
     HORIZON = 32  # periods: no lifetime is longer
-    __slots__ = ("_arrived", "_classes", "_hits", "_known", "_last", "_new", "_new_hits", "_past", "limit")
+    __slots__ = ("_arrived", "_classes", "_hits", "_past", "sample")
 
     def __init__(self, classes: Classes, pages: int) -> None:
         self._classes = classes
-        self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()  # bits -> (time, class) of the last use
-        self.limit = self._chosen(pages)
-        self._last = 0  # time of the last one
-        self._new = [0] * (
-            classes.all + 1
-        )  # since then: uses that made a page one of a class; the last one: pages stored
-        self._new_hits: list[dict[int, int]] = [{} for _ in range(classes.all)]  # age -> uses of pages of a class
-        self._arrived: Float64Array = np.zeros(classes.all + 1)  # as `_new`, and faded
-        self._hits: Float64Array = np.zeros((classes.all, len(AGES)))
+        self.sample = ReuseSample(classes.all, self.SAMPLES, self.ROUND)  # which knows the last uses, and counts them
+        self.sample.limit = self._chosen(pages)
+        self._arrived: Float64Array = np.zeros(classes.all + 1)  # uses that made a page one of a class; pages stored
+        self._hits: Float64Array = np.zeros((classes.all, len(AGES)))  # uses of pages of a class, by age
         self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
-
-    def see(self, uses: Sequence[tuple[int, int, int]], *, stored: bool = False) -> None:
-        """Pages are used, or `stored`: bits, class from now on, time.
-
-        The bits are 64 of the key's, of which `bits >> 36 & 0xFFFF` is below `limit`.
-        """
-        known, new = self._known, self._new
-        for bits, number, now in uses:
-            last = known.get(bits)
-            if last is not None:
-                hits, age = self._new_hits[last[1]], _range(now - last[0])
-                hits[age] = hits.get(age, 0) + 1
-                known.move_to_end(bits)
-            known[bits] = (now, number)
-            new[number] += 1
-            if len(known) > self.SAMPLES:
-                known.popitem(last=False)
-        if stored:
-            new[-1] += len(uses)
-
-    def due(self, pages: int) -> int:
-        """When to ask for a conclusion, in a tier of so many `pages`."""
-        return self._last + max(self.ROUND, -(-pages // 4))
 
     def learn(self, pages: int, now: int) -> Lifetimes | None:
         """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude."""
-        if now < self.due(pages):
+        if now < self.sample.due(pages):
             return None
-        since = now - self._last
-        keep = 0.5 ** (since / (self.FADE * pages))
-        self._arrived = self._arrived * keep + self._new
-        self._hits *= keep
-        for number, hits in enumerate(self._new_hits):
-            for age, uses in hits.items():
-                self._hits[number, age] += uses
-            hits.clear()
-        self._new = [0] * len(self._new)
-        self._last = now
-        self.limit = self._chosen(pages)
+        keep = 0.5 ** ((now - self.sample.last) / (self.FADE * pages))
+        arrived, hits = self.sample.take()
+        self._arrived = self._arrived * keep + arrived
+        self._hits = self._hits * keep + hits
+        self.sample.last = now
+        self.sample.limit = self._chosen(pages)
         ages = AGES[: int(np.searchsorted(AGES, self.HORIZON * pages)) + 1]
         self._past.append((now, self._arrived))
         while self._past[1][0] < now - ages[-1]:
@@ -194,9 +157,3 @@ def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Ar
     gain = (found - same_hits) / (same_hits + SLIGHT * arrived.sum()) if same_hits + found > 0 else 0.0
     trust = min(1.0, max(0.0, (gain - NEGLIGIBLE) / (CERTAIN - NEGLIGIBLE)))
     return Lifetimes(same + trust * (ages[less] - same), same + trust * (ages[more] - same), share)
-
-
-def _range(age: int) -> int:
-    """Where an age is in `AGES`."""
-    bits = age.bit_length()
-    return age if bits < 2 else min(2 * bits - 2 + (age >> bits - 2 & 1), len(AGES) - 1)

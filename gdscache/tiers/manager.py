@@ -47,8 +47,8 @@ class TierManager:
     """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it."""
 
     # Limits, which may be set to others for one manager.
-    unsettled = 1024  # changes of an eviction order that may wait for whoever looks at it: some milliseconds
-    settled = 128  # changes that are brought in while the lock is held once
+    unsettled = 1024  # changes of an eviction order that may wait for whoever looks at it
+    settled = 1024  # changes that are brought in while the lock is held once: some tenths of a millisecond
     close_s = 5.0  # seconds that close() waits for I/O which has missed its deadline already
 
     def __init__(

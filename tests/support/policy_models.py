@@ -182,8 +182,8 @@ class SlowLifetime(SlowLevels):
 
     def see(self, key: bytes, stored: bool = False) -> None:
         bits = int.from_bytes(key[:8], "little")
-        if (bits >> 36) % 65536 < self.monitor.limit:
-            self.monitor.see([(bits, self.classes[key], self.stored)], stored=stored)
+        if (bits >> 36) % 65536 < self.monitor.sample.limit:
+            self.monitor.sample.see([(bits, self.classes[key], self.stored)], stored)
 
     def used(self, uses: int, gap: int) -> int:
         return 20 + 6 * {1: 0, 2: 1, 3: 1, 8: 3}.get(uses, 2) + gap

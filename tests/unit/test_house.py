@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "pages": "native",
     "tracing": "",
     "runtime": "",
-    "policies": "runtime",
+    "policies": "native runtime",
     "groups": "pages",
     "config": "groups pages runtime",
     "cuda": "runtime",

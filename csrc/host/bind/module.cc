@@ -59,6 +59,7 @@ NB_MODULE(_native, module) {
     nb::register_exception_translator(gdscache::translate);
     gdscache::bind_pages(module);
     gdscache::bind_tables(module);
+    gdscache::bind_policies(module);
     gdscache::bind_disk(module);
     gdscache::bind_cufile(module);
     gdscache::bind_gpu(module);

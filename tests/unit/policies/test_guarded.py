@@ -7,6 +7,8 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, target
 from hypothesis import strategies as st
@@ -14,17 +16,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gdscache.commands.replay.trace import Request
 from gdscache.commands.replay.workload import Prompt, Workload, expand
-from gdscache.policies.base import LRU
+from gdscache.native import LruShadow
+from gdscache.policies.base import LRU, Undeferred
 from gdscache.policies.guarded import Bets, Guarded
-from gdscache.policies.levels import Levels
 from gdscache.policies.lifetime import Lifetime
-from gdscache.policies.shadow import LRUShadow
 from tests.support.one_tier import simulate
 from tests.support.policy_models import SlowShadow
 
 
 def name(*path: object) -> bytes:
     return hashlib.blake2b(repr(path).encode(), digest_size=32).digest()
+
+
+def in_order(shadow: LruShadow) -> list[bytes]:
+    return [key for some in iter(shadow.walk(), []) for key in some]
 
 
 class ShadowMachine(RuleBasedStateMachine):
@@ -34,7 +39,7 @@ class ShadowMachine(RuleBasedStateMachine):
 
     @initialize(order=st.one_of(st.just([]), st.permutations(range(8))))
     def restored(self, order: list[int]) -> None:
-        self.shadow = LRUShadow(map(name, order))
+        self.shadow = LruShadow([*map(name, order)])
         self.slow = SlowShadow([name(i) for i in order])
 
     @rule(keys=st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True), base=st.integers(0, 7))
@@ -67,12 +72,17 @@ class ShadowMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         shadow, slow = self.shadow, self.slow
-        assert shadow.first() == next(iter(shadow), None)  # asked at every step: it goes on where it was
-        assert set(shadow) == set(slow.tier) == set(shadow.left) | (set(slow.recent) - shadow.owed)
+        order = in_order(shadow)
+        assert shadow.first() == next(iter(order), None)  # asked at every step: it goes on where it was
+        assert order == slow.order()
+        assert set(order) == set(slow.tier) == set(shadow.recency())
         assert len(shadow) == len(slow.recent)
-        assert shadow.owed == set(slow.recent) - set(slow.tier)
-        assert list(shadow.left) == slow.left
-        assert list(shadow) == slow.order()
+        assert [key for key in map(name, range(16)) if shadow.owes(key)] == [
+            key for key in map(name, range(16)) if key in slow.recent and key not in slow.tier
+        ]
+        assert shadow.owed == len({*slow.recent} - {*slow.tier})
+        assert [key for key in order if shadow.has_left(key)] == order[: shadow.left] == slow.left
+        assert shadow.rows <= len({*slow.recent, *slow.tier, *map(slow.parents.get, [*slow.recent, *slow.tier])})
         assert (shadow.hits, shadow.used) == (slow.hits, slow.used)
         assert len(shadow) <= max(shadow.room, len(slow.tier))
 
@@ -99,23 +109,23 @@ def test_a_shadow_is_its_list_whatever_is_drawn() -> None:
 
 
 def test_a_shadow_follows_a_tier_that_shrinks() -> None:
-    shadow = LRUShadow(map(name, range(100)))
+    shadow = LruShadow([*map(name, range(100))])
     for i in range(60):
         shadow.drop(name(i))
     for i in range(1000, 1300):
-        shadow.evict([next(iter(shadow))])
+        shadow.evict(in_order(shadow)[:1])
         shadow.insert([(name(i), b"")])
     assert shadow.room <= 41
     assert len(shadow) <= 41
 
 
 def test_pages_that_follow_each_other_in_a_circle_do_no_harm() -> None:
-    shadow = LRUShadow()
+    shadow = LruShadow()
     shadow.insert([(name(0), name(1)), (name(1), name(0))])
     for i in range(2, 20):
-        shadow.evict([list(shadow)[-1]])
+        shadow.evict(in_order(shadow)[-1:])
         shadow.insert([(name(i), name(i))])
-    assert set(shadow) >= {name(19)}
+    assert name(19) in in_order(shadow)
 
 
 class MostRecent(Lifetime):
@@ -149,20 +159,31 @@ class Foresight(list[Prompt]):
         return needs[after] if after < len(needs) else len(self)
 
 
-class Adversary(Levels):
+class Adversary(Undeferred):
     """The optimum upside down: gives up what is wanted soonest. `future` belongs to the trace that is replayed."""
 
     future: Foresight
-    __slots__ = ()
 
-    def _insert(self, key: bytes, parent: bytes) -> None:
-        self._put(key, 0, 0)
+    def __init__(self) -> None:
+        self.restore((), ())
 
-    def _touch(self, key: bytes) -> bool:
-        return key in self._at
+    def empty(self) -> Adversary:
+        return Adversary()
+
+    def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self._pages = dict.fromkeys(keys[i] for i in order)
+
+    def insert(self, key: bytes, parent: bytes = b"") -> None:
+        self._pages[key] = None
+
+    def touch(self, key: bytes) -> None:
+        assert key in self._pages
+
+    def remove(self, key: bytes) -> None:
+        del self._pages[key]
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(sorted(super().__iter__(), key=self.future.soon))
+        return iter(sorted(self._pages, key=self.future.soon))
 
 
 def against(work: Workload, capacity: int, policy: Guarded) -> int:
@@ -172,12 +193,12 @@ def against(work: Workload, capacity: int, policy: Guarded) -> int:
 
 
 class GuardedMostRecent(Guarded):
-    order = MostRecent  # type: ignore[assignment]
+    order = MostRecent
     __slots__ = ()
 
 
 class GuardedAdversary(Guarded):
-    order = Adversary  # type: ignore[assignment]
+    order = Adversary
     __slots__ = ()
 
 
@@ -344,9 +365,9 @@ def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
         policy.insert(key)
         exact.insert(key)
     assert 100 <= policy._shadow.room <= 200
-    assert policy._shadow.room << policy._shift == pytest.approx(1000, rel=0.2)
+    assert policy._shadow.room << policy._shadow.shift == pytest.approx(1000, rel=0.2)
     assert abs(policy.debt - exact.debt) < 0.1 * exact._shadow.hits
-    assert policy._shadow.hits << policy._shift == pytest.approx(exact._shadow.hits, rel=0.2)
+    assert policy._shadow.hits << policy._shadow.shift == pytest.approx(exact._shadow.hits, rel=0.2)
     for order in (policy, exact):
         order.judged = True
         assert set(order) == set(present)
@@ -354,6 +375,7 @@ def test_a_sample_tells_what_all_pages_would(restored: bool) -> None:
         policy.remove(key)
     assert list(policy) == []
     assert not policy._shadow.left
+    assert policy._shadow.rows == policy._shadow.owed
 
 
 class Watchful(SmallSample):
@@ -405,7 +427,7 @@ def test_what_is_known_of_pages_that_are_gone_is_bounded() -> None:
         policy.insert(name(i), name(i - 1) if i % 7 else b"root")
     shadow = policy._shadow
     assert len(shadow) <= 50
-    assert len(shadow.owed) <= 50
-    assert len(shadow.left) <= 50
-    assert len(shadow._children) <= 51
-    assert len(shadow._ready) <= 100
+    assert shadow.owed <= 50
+    assert shadow.left <= 50
+    assert shadow.rows <= 201  # these, and pages that they follow
+    assert shadow.ready <= 100

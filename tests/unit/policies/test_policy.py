@@ -26,7 +26,6 @@ from gdscache.errors import InvalidValueError
 from gdscache.policies import POLICIES, new_policy
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
-from gdscache.policies.levels import Levels
 from gdscache.policies.lifetime import Lifetime
 from gdscache.policies.reuse import ReuseMonitor
 from tests.support.helpers import make_config
@@ -194,15 +193,14 @@ def test_nothing_grows_with_the_pages_that_are_gone(policy: type[EvictionPolicy]
         order.insert(name(i))
         for key in list(itertools.islice(order, 0, 20, 3)):
             order.touch(key)
-    if isinstance(order, Levels):
-        assert len(order._at) == 20
-        assert len(order._levels) == len(order._numbers) <= 20
+    if isinstance(order, Lifetime):
+        assert order.rows == 20
+        assert order.levels <= 20
     for key in list(order):
         order.remove(key)
     assert list(order) == []
-    if isinstance(order, Levels):
-        assert order._numbers == []
-        assert order._levels == {}
+    if isinstance(order, Lifetime):
+        assert order.rows == order.levels == 0
 
 
 def test_a_policy_that_does_not_exist_is_refused(slab: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gdscache.native import ReuseSample
 from gdscache.policies.reuse import (
     AGES,
     CERTAIN,
@@ -18,7 +19,6 @@ from gdscache.policies.reuse import (
     Classes,
     Lifetimes,
     ReuseMonitor,
-    _range,
     best_lifetimes,
 )
 
@@ -52,7 +52,10 @@ def mean(found: Lifetimes, curve: np.ndarray) -> float:
 def test_ranges_are_those_of_the_bounds() -> None:
     assert list(np.diff(AGES) > 0) == [True] * (len(AGES) - 1)
     for age in [*range(3000), 10**6, 10**7, 10**12]:
-        assert _range(age) == np.searchsorted(AGES, age, side="right") - 1
+        sample = ReuseSample(1, 1, 1)
+        sample.see([(0, 0, 0), (0, 0, age)], False)
+        _, hits = sample.take()
+        assert hits[0].nonzero()[0].tolist() == [np.searchsorted(AGES, age, side="right") - 1]
 
 
 def test_one_class_gets_all_the_room() -> None:
@@ -138,7 +141,7 @@ def test_what_is_watched_is_what_a_log_says(seed: int) -> None:
         key, number, store = int(60 * draw.random() ** 2), draw.randrange(4), draw.random() < 0.5
         stored += store
         log.append((stored, key, number))
-        monitor.see([(key, number, stored)], stored=store)
+        monitor.sample.see([(key, number, stored)], store)
         lifetimes = monitor.learn(20, stored)
         if lifetimes is None:
             continue
@@ -177,11 +180,11 @@ def test_memory_is_bounded_and_large_tiers_are_sampled() -> None:
     draw = random.Random(0)
     keys = [draw.getrandbits(64) for _ in range(20_000)]
     for now, key in enumerate(keys, 1):
-        if key >> 36 & 0xFFFF < monitor.limit:
-            monitor.see([(key, 0, now)], stored=True)
+        if key >> 36 & 0xFFFF < monitor.sample.limit:
+            monitor.sample.see([(key, 0, now)], True)
         monitor.learn(1000, now)
-    assert len(monitor._known) <= 64
-    chosen = sum(bits >> 36 & 0xFFFF < monitor.limit for bits in keys)
+    assert len(monitor.sample) <= 64
+    chosen = sum(bits >> 36 & 0xFFFF < monitor.sample.limit for bits in keys)
     assert chosen == pytest.approx(20_000 * 64 / 8000, rel=0.3)
     assert len(monitor._past) < 200
 
@@ -193,10 +196,10 @@ def test_what_was_counted_fades() -> None:
 
     monitor = Fading(Classes(1, 1, 1, 1), 0)
     for i in range(5000):
-        monitor.see([(i, 0, i + 1)], stored=True)
+        monitor.sample.see([(i, 0, i + 1)], True)
         monitor.learn(256, i + 1)
     before = monitor._arrived[0]
     for i in range(2560):
-        monitor.see([(10_000 + i, 1, 5001 + i)], stored=True)
+        monitor.sample.see([(10_000 + i, 1, 5001 + i)], True)
         monitor.learn(256, 5001 + i)
     assert monitor._arrived[0] < before / 500

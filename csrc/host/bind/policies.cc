@@ -1,0 +1,234 @@
+// Eviction orders over keys. All of it keeps the interpreter's lock, which guards these objects.
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <algorithm>
+#include <memory>
+#include <span>
+
+#include "../lifetimes.h"
+#include "../reuse.h"
+#include "../shadow.h"
+#include "bind.h"
+
+namespace gdscache {
+namespace {
+
+constexpr size_t kKeyBytes = sizeof(Key);
+constexpr int64_t kMost = 1024;  // keys of an order that are made at a time, at most
+
+// The items of a list, a tuple or any other sequence, for as long as a call takes.
+class Items {
+public:
+    explicit Items(nb::handle given) : fast_(nb::steal(PySequence_Fast(given.ptr(), "pass a sequence"))) {
+        if (!fast_.is_valid()) throw nb::python_error();
+        list_ = PyList_Check(fast_.ptr());
+        size_ = list_ ? PyList_Size(fast_.ptr()) : PyTuple_Size(fast_.ptr());
+    }
+    Py_ssize_t size() const { return size_; }
+    // Null, with an error of Python's, where it has become shorter.
+    PyObject* operator[](Py_ssize_t n) const {
+        PyObject* const item = list_ ? PyList_GetItem(fast_.ptr(), n) : PyTuple_GetItem(fast_.ptr(), n);
+        if (!item) throw nb::python_error();
+        return item;
+    }
+
+private:
+    nb::object fast_;
+    bool list_;
+    Py_ssize_t size_;
+};
+
+Key key_of(PyObject* bytes, bool whole = true) {
+    char* data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(bytes, &data, &size) != 0) throw nb::python_error();
+    if (whole ? size != kKeyBytes : static_cast<size_t>(size) > kKeyBytes) {
+        const std::string why = "a key of " + std::to_string(size) + " bytes";
+        throw NamedError("InvalidValueError", EINVAL, why, "a key has 32 bytes");
+    }
+    return {data, static_cast<size_t>(size)};
+}
+
+nb::object bytes_of(const Key& key) {
+    return nb::steal(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key.words), kKeyBytes));
+}
+
+nb::list list_of(const std::vector<Key>& keys) {
+    nb::list made;
+    for (const Key& key : keys) made.append(bytes_of(key));
+    return made;
+}
+
+std::vector<Key> keys_of(nb::handle given) {
+    const Items items(given);
+    std::vector<Key> keys;
+    keys.reserve(static_cast<size_t>(items.size()));
+    for (Py_ssize_t n = 0; n < items.size(); ++n) keys.push_back(key_of(items[n]));
+    return keys;
+}
+
+// (key, other key) each. `Pair` has two keys; the other one may be none.
+template <typename Pair>
+std::vector<Pair> pairs_of(nb::handle given) {
+    const Items items(given);
+    std::vector<Pair> pairs;
+    pairs.reserve(static_cast<size_t>(items.size()));
+    for (Py_ssize_t n = 0; n < items.size(); ++n) {
+        PyObject* const key = PyTuple_GetItem(items[n], 0);
+        PyObject* const other = key ? PyTuple_GetItem(items[n], 1) : nullptr;
+        if (!other) throw nb::python_error();
+        pairs.push_back({key_of(key), other == Py_None ? Key() : key_of(other, false)});
+    }
+    return pairs;
+}
+
+std::vector<Key> keys_at(nb::handle keys, const nb::object& order) {
+    const Items items(keys);
+    const Numbers<int64_t> places(order);
+    std::vector<Key> found;
+    found.reserve(static_cast<size_t>(places.size()));
+    for (int64_t n = 0; n < places.size(); ++n) found.push_back(key_of(items[places.data()[n]]));
+    return found;
+}
+
+// Iterates in lists of keys, which become longer: most who look at an order look at few pages.
+template <typename Walk>
+struct Keys {
+    template <typename... Of>
+    explicit Keys(Of&... of) : walk(of...) {}
+
+    nb::list next() {
+        nb::list made;
+        for (int64_t n = 0; n < some; ++n) {
+            const Key* const key = walk.next();
+            if (!key) break;
+            made.append(bytes_of(*key));
+        }
+        some = std::min(2 * some, kMost);
+        return made;
+    }
+
+    Walk walk;
+    int64_t some = 8;
+};
+
+using LifetimeKeys = Keys<LifetimeOrder::Walk>;
+using ShadowKeys = Keys<LruShadow::Walk>;
+
+using Uses = std::vector<std::tuple<uint64_t, int64_t, int64_t>>;
+
+void see(ReuseSample& sample, const Uses& uses, bool stored) {
+    for (const auto& [bits, number, now] : uses) sample.see(bits, number, now, stored);
+}
+
+nb::tuple take(ReuseSample& sample) {
+    const Fresh<int64_t> arrived(sample.classes() + 1), hits(sample.classes(), ReuseSample::kAges);
+    std::copy(sample.arrived_.begin(), sample.arrived_.end(), arrived.data);
+    std::copy(sample.hits_.begin(), sample.hits_.end(), hits.data);
+    sample.clear();
+    return nb::make_tuple(arrived.array, hits.array);
+}
+
+// `learn(pages, stored)` answers None, or (share, lifetimes of the lots from it on, lifetimes of those below).
+void begin(LifetimeOrder& order, nb::handle keys, const nb::object& places, std::shared_ptr<ReuseSample> sample,
+           nb::callable learn) {
+    using Answer = std::optional<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
+    order.begin(keys_at(keys, places), std::move(sample),
+                [learn](int64_t pages, int64_t stored) -> std::optional<LifetimeOrder::Lifetimes> {
+                    auto answer = nb::cast<Answer>(learn(pages, stored));
+                    if (!answer) return {};
+                    auto& [share, less, more] = *answer;
+                    return LifetimeOrder::Lifetimes{share, std::move(less), std::move(more)};
+                });
+}
+
+nb::object key_or_none(const Key* key) { return key ? bytes_of(*key) : nb::none(); }
+
+}  // namespace
+
+void bind_policies(nb::module_& module) {
+    nb::class_<ReuseSample>(module, "ReuseSample")
+        .def(nb::init<int64_t, int64_t, int64_t>(), "classes"_a, "most"_a, "round"_a)
+        .def_rw("limit", &ReuseSample::limit)
+        .def_rw("last", &ReuseSample::last)
+        .def("due", &ReuseSample::due, "pages"_a)
+        .def("see", &see, "uses"_a, "stored"_a)
+        .def("take", &take)
+        .def("__len__", &ReuseSample::known);
+
+    nb::class_<LifetimeKeys>(module, "LifetimeKeys").def("__call__", &LifetimeKeys::next);
+    nb::class_<LifetimeOrder> order(module, "LifetimeOrder");
+    order.def(nb::init<>())
+        .def("begin", &begin, "keys"_a, "order"_a, "sample"_a, "learn"_a)
+        .def("insert", [](LifetimeOrder& self, nb::handle key, nb::handle parent) {
+            const LifetimeOrder::New page{key_of(key.ptr()), key_of(parent.ptr(), false)};
+            self.insert({&page, 1});
+        }, "key"_a, "parent"_a = nb::bytes("", 0))
+        .def("insert_all", [](LifetimeOrder& self, nb::handle pages) {
+            self.insert(pairs_of<LifetimeOrder::New>(pages));
+        }, "pages"_a)
+        .def("touch", [](LifetimeOrder& self, nb::handle key) {
+            const Key one = key_of(key.ptr());
+            self.touch({&one, 1});
+        }, "key"_a)
+        .def("touch_all", [](LifetimeOrder& self, nb::handle keys) { self.touch(keys_of(keys)); }, "keys"_a)
+        .def("remove", [](LifetimeOrder& self, nb::handle key) {
+            const LifetimeOrder::Gone one{key_of(key.ptr()), {}};
+            self.evict({&one, 1});
+        }, "key"_a)
+        .def("evict_all", [](LifetimeOrder& self, nb::handle gone) {
+            self.evict(pairs_of<LifetimeOrder::Gone>(gone));
+        }, "gone"_a)
+        .def("defer", [](LifetimeOrder& self, nb::handle key) { self.defer(key_of(key.ptr())); }, "key"_a)
+        .def("hasten", [](LifetimeOrder& self, nb::handle key) { self.hasten(key_of(key.ptr(), false)); }, "key"_a)
+        .def("is_deferred", [](const LifetimeOrder& self, nb::handle key) {
+            return self.is_deferred(key_of(key.ptr(), false));
+        }, "key"_a)
+        .def("walk", [](LifetimeOrder& self) { return new LifetimeKeys(self); }, nb::keep_alive<0, 1>(),
+             nb::rv_policy::take_ownership)
+        .def_prop_ro("rows", &LifetimeOrder::rows)
+        .def_prop_ro("levels", &LifetimeOrder::levels);
+    order.attr("STEPS") = LifetimeOrder::kSteps;
+    order.attr("LOTS") = LifetimeOrder::kLots;
+    order.attr("SHAPE") = nb::make_tuple(LifetimeOrder::kGroups, LifetimeOrder::kSizes, LifetimeOrder::kUsed,
+                                         LifetimeOrder::kGaps);
+
+    nb::class_<ShadowKeys>(module, "ShadowKeys").def("__call__", &ShadowKeys::next);
+    nb::class_<LruShadow>(module, "LruShadow")
+        .def("__init__", [](LruShadow* self, nb::handle keys, int shift) {
+            new (self) LruShadow(keys_of(keys), shift);
+        }, "keys"_a = nb::make_tuple(), "shift"_a = 0)
+        .def("thinned", [](const LruShadow& self, int more) { return new LruShadow(self, more); }, "more"_a,
+             nb::rv_policy::take_ownership)
+        .def("insert", [](LruShadow& self, nb::handle pages, int64_t most) {
+            return self.insert(pairs_of<LruShadow::New>(pages), most);
+        }, "pages"_a, "most"_a = INT64_MAX)
+        .def("touch", [](LruShadow& self, nb::handle keys) { self.touch(keys_of(keys)); }, "keys"_a)
+        .def("evict", [](LruShadow& self, nb::handle keys) { self.evict(keys_of(keys)); }, "keys"_a)
+        .def("drop", [](LruShadow& self, nb::handle key) { self.drop(key_of(key.ptr())); }, "key"_a)
+        .def("has_left", [](const LruShadow& self, nb::handle key) { return self.has_left(key_of(key.ptr())); },
+             "key"_a)
+        .def("owes", [](const LruShadow& self, nb::handle key) { return self.owes(key_of(key.ptr())); }, "key"_a)
+        .def("followed", [](const LruShadow& self, nb::handle key) { return self.followed(key_of(key.ptr())); },
+             "key"_a)
+        .def("recency", [](const LruShadow& self) { return list_of(self.recency()); })
+        .def("first", [](LruShadow& self) { return key_or_none(self.first()); })
+        .def("walk", [](const LruShadow& self) { return new ShadowKeys(self); }, nb::keep_alive<0, 1>(),
+             nb::rv_policy::take_ownership)
+        .def("__len__", &LruShadow::size)
+        .def_prop_ro("shift", &LruShadow::shift)
+        .def_prop_ro("debt", &LruShadow::debt)
+        .def_prop_ro("hits", &LruShadow::hits)
+        .def_prop_ro("left", &LruShadow::left)
+        .def_prop_ro("owed", &LruShadow::owed)
+        .def_ro("room", &LruShadow::room)
+        .def_ro("lost", &LruShadow::lost)
+        .def_ro("seen", &LruShadow::seen)
+        .def_ro("used", &LruShadow::used)
+        .def_ro("spared", &LruShadow::spared)
+        .def_prop_ro("rows", &LruShadow::rows)
+        .def_prop_ro("ready", &LruShadow::ready);
+}
+
+}  // namespace gdscache

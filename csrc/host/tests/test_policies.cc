@@ -1,0 +1,257 @@
+// Eviction orders in columns: tables against a map, LRU's shadow and the order by lifetimes against lists, keys that
+// are not there, and pages that follow each other in a circle. tests/unit/policies has their models in full.
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "../error.h"
+#include "../lifetimes.h"
+#include "../reuse.h"
+#include "../shadow.h"
+#include "check.h"
+
+using namespace gdscache;
+using namespace gdscache::test;
+
+namespace {
+
+// Keys that share most of their bytes, so that many lie in the same cells.
+Key key_of(uint64_t number) {
+    Key key;
+    key.words[0] = 7 | number << 60;
+    key.words[3] = 1 + number;
+    return key;
+}
+
+template <typename Call>
+bool refused(Call call) {
+    try {
+        call();
+    } catch (const Error&) {
+        return true;
+    }
+    return false;
+}
+
+struct Row {
+    Key key;
+    uint32_t before = 0, after = 0;
+    uint64_t value = 0;
+};
+
+void check_table(Random& random) {
+    Table<Row> table;
+    List<Row> list;
+    std::map<uint64_t, uint64_t> model;
+    std::vector<uint64_t> order;
+    const uint64_t numbers = 1 + random.below(3000);
+    for (int step = 0; step < 6000; ++step) {
+        const uint64_t number = random.below(numbers);
+        const uint32_t id = table.find(key_of(number));
+        CHECK((id != Table<Row>::kNone) == (model.count(number) == 1));
+        if (id == Table<Row>::kNone) {
+            const uint32_t made = table.add(key_of(number));
+            CHECK(table[made].value == 0);  // of no row that was there before
+            table[made].value = model[number] = random.next();
+            const bool front = random.below(2);
+            front ? list.push_front(table, made) : list.push_back(table, made);
+            order.insert(front ? order.begin() : order.end(), number);
+        } else {
+            CHECK(table[id].value == model[number]);
+            list.remove(table, id);
+            order.erase(std::find(order.begin(), order.end(), number));
+            table.drop(id);
+            model.erase(number);
+        }
+        CHECK(table.size() == model.size() && list.size() == static_cast<int64_t>(order.size()));
+    }
+    uint32_t id = list.first();
+    for (const uint64_t number : order) {
+        CHECK(table[id].key == key_of(number));
+        id = table[id].after;
+    }
+    CHECK(id == Table<Row>::kNone);
+}
+
+// LRU as a list, of pages that follow none: what the tier has, and what LRU has.
+void check_shadow(Random& random) {
+    std::vector<uint64_t> tier, recent, left;
+    std::vector<Key> keys;
+    for (uint64_t n = random.below(20); n--;) {
+        keys.push_back(key_of(n));
+        tier.push_back(n);
+        recent.push_back(n);
+    }
+    LruShadow shadow(keys);
+    const auto has = [](const std::vector<uint64_t>& all, uint64_t one) {
+        return std::find(all.begin(), all.end(), one) != all.end();
+    };
+    const auto forget = [&](std::vector<uint64_t>& all, uint64_t one) {
+        if (has(all, one)) all.erase(std::find(all.begin(), all.end(), one));
+    };
+    int64_t used = 0, hits = 0;
+    for (int step = 0; step < 600; ++step) {
+        const uint64_t number = random.below(40);
+        const Key key = key_of(number);
+        if (!has(tier, number)) {
+            CHECK(refused([&] { shadow.touch({&key, 1}); }));
+            CHECK(refused([&] { shadow.evict({&key, 1}); }));
+            CHECK(refused([&] { shadow.drop(key); }));
+            const LruShadow::New page{key, {}};
+            CHECK(shadow.insert({&page, 1}, INT64_MAX) == std::make_pair(size_t{1}, false));
+            tier.push_back(number);
+        } else if (random.below(3)) {
+            const LruShadow::New page{key, {}};
+            CHECK(refused([&] { shadow.insert({&page, 1}, INT64_MAX); }));
+            shadow.touch({&key, 1});
+            ++used;
+        } else {
+            random.below(2) ? shadow.evict({&key, 1}) : (forget(recent, number), shadow.drop(key));
+            forget(tier, number);
+            forget(left, number);
+            continue;
+        }
+        hits += has(recent, number);
+        forget(recent, number);
+        forget(left, number);
+        recent.push_back(number);
+        while (static_cast<int64_t>(recent.size()) > shadow.room) {
+            if (has(tier, recent[0])) left.push_back(recent[0]);
+            recent.erase(recent.begin());
+        }
+        CHECK(shadow.used == used && shadow.hits() == hits);
+        CHECK(shadow.size() == static_cast<int64_t>(recent.size()));
+        LruShadow::Walk walk(shadow);
+        std::vector<uint64_t> expected = left;
+        std::copy_if(recent.begin(), recent.end(), std::back_inserter(expected),
+                     [&](uint64_t one) { return has(tier, one); });
+        const Key* const first = shadow.first();
+        CHECK(first ? *first == key_of(expected.at(0)) : expected.empty());
+        for (const uint64_t one : expected) CHECK(*walk.next() == key_of(one));
+        CHECK(!walk.next());
+    }
+    LruShadow thin(shadow, 3);  // all keys have the same bits here, which are in the sample
+    CHECK(thin.left() == shadow.left() && thin.owed() == shadow.owed());
+    CHECK(thin.room == std::max(shadow.room >> 3, static_cast<int64_t>(tier.size())));
+}
+
+// Whatever the rows say, no call goes astray, and all ends with nothing known.
+void check_circles(Random& random) {
+    LruShadow shadow;
+    std::vector<uint64_t> tier;
+    for (int step = 0; step < 2000; ++step) {
+        const uint64_t number = random.below(30);
+        const Key key = key_of(number);
+        const auto place = std::find(tier.begin(), tier.end(), number);
+        if (place == tier.end()) {
+            const LruShadow::New page{key, key_of(random.below(30))};  // itself, or one behind it, at times
+            shadow.insert({&page, 1}, INT64_MAX);
+            tier.push_back(number);
+        } else if (random.below(2)) {
+            shadow.touch({&key, 1});
+        } else {
+            random.below(2) ? shadow.evict({&key, 1}) : shadow.drop(key);
+            tier.erase(place);
+        }
+        LruShadow::Walk walk(shadow);
+        size_t seen = 0;
+        while (walk.next()) ++seen;
+        CHECK(seen == tier.size() && shadow.recency().size() == tier.size());
+        CHECK(shadow.pages == static_cast<int64_t>(tier.size()) && shadow.rows() <= 30);
+    }
+    for (const uint64_t number : tier) shadow.drop(key_of(number));
+    CHECK(!shadow.pages && shadow.left() == 0 && shadow.size() == shadow.owed());
+}
+
+// With one lifetime for all the order is LRU, restored pages first and deferred ones behind all others.
+void check_lifetimes(Random& random) {
+    const auto sample = std::make_shared<ReuseSample>(LifetimeOrder::kClasses, 16, 4);
+    sample->limit = 1 << 16;
+    LifetimeOrder order;
+    int64_t asked = 0;
+    std::vector<uint64_t> restored, level, aside;
+    std::vector<Key> keys;
+    for (uint64_t n = random.below(10); n--;) {
+        restored.push_back(n);
+        keys.push_back(key_of(n));
+    }
+    order.begin(keys, sample, [&](int64_t, int64_t now) -> std::optional<LifetimeOrder::Lifetimes> {
+        ++asked;
+        sample->last = now;
+        return {};
+    });
+    const auto forget = [](std::vector<uint64_t>& all, uint64_t one) {
+        const auto place = std::find(all.begin(), all.end(), one);
+        return place != all.end() && (all.erase(place), true);
+    };
+    for (int step = 0; step < 400; ++step) {
+        const uint64_t number = random.below(24);
+        const Key key = key_of(number);
+        const bool there = forget(restored, number) || forget(level, number) || forget(aside, number);
+        if (!there) {
+            CHECK(refused([&] { order.touch({&key, 1}); }));
+            const LifetimeOrder::Gone gone{key, {}};
+            CHECK(refused([&] { order.evict({&gone, 1}); }));
+            const LifetimeOrder::New page{key, {}};
+            order.insert({&page, 1});
+            level.push_back(number);
+        } else if (random.below(3)) {
+            order.touch({&key, 1});
+            level.push_back(number);
+        } else {
+            const LifetimeOrder::Gone gone{key, {}};
+            order.evict({&gone, 1});
+        }
+        LifetimeOrder::Walk walk(order);
+        for (const auto* const some : {&restored, &level, &aside}) {
+            for (const uint64_t one : *some) CHECK(*walk.next() == key_of(one));
+        }
+        CHECK(!walk.next());
+        CHECK(order.rows() == restored.size() + level.size());
+        CHECK(sample->known() <= 16);
+        if (!level.empty()) {
+            LifetimeOrder::Walk late(order);
+            order.defer(key_of(level[0]));
+            CHECK(order.is_deferred(key_of(level[0])));
+            CHECK(refused([&] { late.next(); }));  // the order has changed
+            order.hasten(key_of(level[0]));
+            CHECK(!order.is_deferred(key_of(level[0])));
+        }
+    }
+    CHECK(asked > 0);
+}
+
+void check_ages() {
+    ReuseSample sample(2, 100, 1);
+    sample.see(1, 0, 0, true);
+    for (const int64_t age : {0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12}) {
+        sample.see(1, 0, age, false);
+        sample.see(1, 1, age, false);  // 0 later
+        sample.see(1, 0, age, false);
+    }
+    CHECK(sample.hits_[ReuseSample::kAges] == 11);  // of the other class, all of age 0
+    CHECK(sample.arrived_[0] == 23 && sample.arrived_[1] == 11 && sample.arrived_[2] == 1);
+    sample.clear();
+    sample.see(2, 0, 0, true);
+    sample.see(2, 0, INT64_MAX, false);
+    CHECK(sample.hits_[ReuseSample::kAges - 1] == 1);
+    CHECK(refused([&] { sample.see(2, 2, INT64_MAX, false); }));
+    CHECK(refused([&] { sample.see(2, 0, 0, false); }));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    check_ages();
+    for (uint64_t round = rounds(argc, argv, 20); round--;) {
+        Random random(round);
+        check_table(random);
+        check_shadow(random);
+        check_circles(random);
+        check_lifetimes(random);
+    }
+    std::printf(" good\n");
+}
