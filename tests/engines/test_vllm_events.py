@@ -20,9 +20,6 @@ DYNAMO = os.environ.get("GDSCACHE_DYNAMO_PYTHON")  # of an environment with ai-d
 EVENTS: tuple[str, dict[str, Any]] = ("events", {})
 
 
-_UNSURE: dict[str, Any] = {}
-
-
 class Index:
     """Blocks by medium and group, as a router has them: each by the digest of all tokens up to its end."""
 
@@ -42,7 +39,6 @@ class Index:
                 continue
             if len(event["token_ids"]) != size * len(hashes):  # vLLM's of a window, whose first blocks are none
                 assert event["medium"] == "GPU"
-                there.update(dict.fromkeys(hashes, _UNSURE))
                 continue
             parents = [event["parent_block_hash"], *hashes]
             for n, (one, parent) in enumerate(zip(hashes, parents, strict=False)):
@@ -94,29 +90,27 @@ def test_what_tiers_have_is_told_in_vllms_own_names(model: Path, tmp_path: Path)
     assert index.prefix("STORAGE", tokens) == index.prefix("CPU", tokens) == whole
 
 
-def test_groups_are_told_as_vllm_tells_them(tmp_path: Path) -> None:
-    """Blocks of every group have the hash, the tokens and the parent that vLLM's own events of them have, or had: what
-    a window has left behind goes from its cache."""
+def test_blocks_of_each_group_are_told_with_its_kind(tmp_path: Path) -> None:
+    """A block's hash, tokens and parent are those that vLLM tells of full attention, which keeps all of them: a hash
+    names the same tokens in every group."""
     steps = [EVENTS, ("ask", {"prompts": [parts.LONG]}), ("drain", {}), ("ask", {"prompts": [parts.OTHER]}), EVENTS]
     model = parts.made(tmp_path, "windows")
     found = parts.run(tmp_path, model, steps, parts.cache(tmp_path / "ssd"), llm={"kv_events": True}).answers[1:]
     index = Index()
     index.hear([[event for event in batch if event["type"] != "BlockRemoved"] for batch in found[4]])
-    groups = {group for medium, group in index.blocks if medium == "GPU"}
-    assert len(groups) > 1
-    for group in groups:
-        ours, theirs = index.blocks["CPU", group], index.blocks["GPU", group]
-        assert ours
-        assert ours.keys() <= theirs.keys()
-        assert all(theirs[one] in (block, _UNSURE) for one, block in ours.items())
     about = {
-        (event.get("group_idx", 0), event.get("kv_cache_spec_kind"), event.get("kv_cache_spec_sliding_window"))
+        event.get("group_idx", 0): (event.get("kv_cache_spec_kind"), event.get("kv_cache_spec_sliding_window"))
         for batch in found[4]
         for event in batch
         if event["type"] == "BlockStored" and event["medium"] == "CPU"
     }
-    assert len(about) == len(groups)
-    assert {(kind, window) for _, kind, window in about} == {("full_attention", None), ("sliding_window", 256)}
+    assert set(about) == {group for medium, group in index.blocks if medium == "GPU"}
+    assert set(about.values()) == {("full_attention", None), ("sliding_window", 256)}
+    [full] = [group for group, (kind, _) in about.items() if kind == "full_attention"]
+    for group in about:
+        ours = index.blocks["CPU", group]
+        assert ours
+        assert ours == {one: index.blocks["GPU", full][one] for one in ours}
 
 
 def test_without_events_nothing_is_gathered(model: Path, tmp_path: Path) -> None:
