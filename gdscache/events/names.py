@@ -24,11 +24,12 @@ EXPECTED = 1 << 16  # names of pages that no tier has, or not yet: about 30 MiB
 
 
 class BlockName(NamedTuple):
-    """A block as the inference engine knows it. `digest`: of all tokens up to its end; `parent`: of those before it.
-    `tokens`: its own, uint32. `extra`: what else the digest is of (salt, media), as that engine tells it."""
+    """A block as the inference engine knows it. `digest`: of all tokens up to its end, in that engine's own form;
+    `parent`: of those before it. `tokens`: its own, uint32. `extra`: what else the digest is of (salt, media), as that
+    engine tells it."""
 
-    digest: bytes
-    parent: bytes | None
+    digest: Any
+    parent: Any
     tokens: array[int]
     group: int = 0
     extra: Any = None

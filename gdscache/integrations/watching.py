@@ -82,6 +82,26 @@ class WeightWatch:
         self._changed(name)
 
 
+class MethodWatch:
+    """Calls `ended(args, kwargs)` behind each call of a method of a class; until `close`. Raises
+    `WeightUpdatesUnsupportedError` where the class has no such method."""
+
+    def __init__(
+        self, owner: type[Any], method: str, ended: Callable[[tuple[Any, ...], Mapping[str, Any]], object]
+    ) -> None:
+        self._ended = ended
+        self._calls = _watched(owner, (method,), self, from_start=True)
+
+    def close(self) -> None:
+        """Listen no more. Twice is fine."""
+        _unwatched(self._calls.values(), self)
+
+    def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
+        """The method of that name is called, or was."""
+        if begun:
+            self._ended(args, kwargs)
+
+
 class ExecutorWatch:
     """Watches who calls methods of workers in other processes by their names: a class with `collective_rpc`, whose
     first argument is the name, and `shutdown`.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import random
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
@@ -46,6 +49,66 @@ def _come_back(folder: Path, kind: str) -> None:
     assert again.serve(branch) == (0, 48)
     assert again.serve(long) == (28, 32)
     again.close()
+
+
+@case
+def events_say_what_tiers_have(folder: Path) -> None:
+    """In SGLang's own hashes, with tokens; of a page of before a restart when a request begins with it."""
+    found, long = rig.Rig(folder, kv_events=True), rig.prompt(1, 62)
+    index = Index()
+    index.hear(found.tree.take_events())
+    assert found.serve(long) == (0, 0)
+    found.settle()
+    rig.until(lambda: index.hear(found.tree.take_events()) or index.prefix("DISK", long) == 60, "it is on the SSD")
+    assert [index.prefix(medium, long) for medium in ("GPU", "CPU_PINNED")] == [60, 60]
+    assert index.blocks["DISK"] == index.blocks["CPU_PINNED"] == index.blocks["GPU"]
+    found.linker.engine.clear()
+    rig.until(lambda: index.hear(found.tree.take_events()) or not index.blocks["DISK"], "it is gone")
+    assert index.prefix("GPU", long) == 60
+    assert not index.blocks["CPU_PINNED"]
+    found.flush()
+    assert found.serve(long) == (0, 0)
+    found.settle()
+    found.close()
+    again, index = rig.Rig(folder, kv_events=True), Index()
+    assert again.serve(long) == (0, 60)
+    rig.until(lambda: index.hear(again.tree.take_events()) or index.prefix("DISK", long) == 60, "it is told of")
+    rig.until(lambda: index.hear(again.tree.take_events()) or index.prefix("CPU_PINNED", long) == 60, "it was brought")
+    again.close()
+
+
+class Index:
+    """Blocks by medium, as a router has them: hash, parent and tokens."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, dict[int, tuple[int | None, tuple[int, ...]]]] = {}
+
+    def hear(self, events: list[Any]) -> None:
+        for event in _read(events):
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+            elif isinstance(event, BlockRemoved):
+                for one in event.block_hashes:
+                    self.blocks[event.medium].pop(one)
+            else:
+                size, parents = event.block_size, [event.parent_block_hash, *event.block_hashes]
+                for n, (one, parent) in enumerate(zip(event.block_hashes, parents, strict=False)):
+                    tokens = tuple(event.token_ids[n * size : (n + 1) * size])
+                    self.blocks.setdefault(event.medium, {})[one] = parent, tokens
+
+    def prefix(self, medium: str, tokens: list[int]) -> int:
+        following = {block: one for one, block in self.blocks.get(medium, {}).items()}
+        parent, found = None, 0
+        while (one := following.get((parent, tuple(tokens[found : found + rig.PAGE])))) is not None:
+            parent, found = one, found + rig.PAGE
+        return found
+
+
+def _read(events: list[Any]) -> list[Any]:
+    """As whoever reads them decodes them."""
+    sent = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
+    batch: Any = msgspec.msgpack.Decoder(KVEventBatch).decode(sent)
+    return list(batch.events)
 
 
 @case

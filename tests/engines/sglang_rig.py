@@ -142,6 +142,8 @@ class Rig:
         kind: str = "mha",
         options: dict[str, Any] | None = None,
         server: dict[str, Any] | None = None,
+        *,
+        kv_events: bool = False,
         **changes: Any,
     ) -> None:
         """`server`: more of SGLang's settings."""
@@ -155,7 +157,7 @@ class Rig:
             **(server or {}),
         )
         self.pool = device_pool(kind)
-        self.params = tree_params(self.pool)
+        self.params = tree_params(self.pool, enable_kv_cache_events=kv_events)
         self.slots, self.rows = self.params.token_to_kv_pool_allocator, self.params.req_to_token_pool
         self.tree = UnifiedRadixCache(self.params)
         self.linker: Any = create_unified_cache_linker(

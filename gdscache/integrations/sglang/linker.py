@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sglang
@@ -23,9 +23,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import process_model_config
 
+from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.metrics import ToldMetrics
@@ -62,6 +64,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         planes = device_planes(pool, params.page_size)
         config = configuration(options.config, server, model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True)
+        tells = bool(params.enable_kv_cache_events)  # SGLang publishes its own
+        if tells and config.events is None:
+            config = config.model_copy(update={"events": EventsConfig()})
         self.pools = {PoolName.KV: pool}
         self.forward_stream = forward_stream
         self.counts: Counter[str] = Counter()
@@ -70,6 +75,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.engine = engine = CacheEngine(config, planes.tensors)
         with contextlib.ExitStack() as undo:
             undo.callback(engine.close, drain=False)
+            self._events = SglangEvents(engine, self, params.page_size) if tells else None
+            if self._events is not None:
+                undo.callback(self._events.close)
             self._cache = PinningCache(engine, options.pin_seconds)
             self._links = PageLinks()
             self._table = LoadTable(
@@ -97,8 +105,10 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages. Ranks would need each shorter one, too; there is one."""
+        keys = _of_kv(transfers).keys or []
+        self._name(keys)
         with self._cache.telling(rid):
-            pages = self._table.lookup(rid, _of_kv(transfers).keys or [])
+            pages = self._table.lookup(rid, keys)
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -127,6 +137,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
         blocks = self._blocks.begin(transfer.device_indices)
+        self._name(keys)
         self._offloads.start(self._links.named(keys), blocks, self._cache.salt, ready[-1])
         return True
 
@@ -148,6 +159,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         """Finish what was accepted, and give everything back. Twice is fine."""
         self._watch.close()
+        if self._events is not None:
+            self._events.close()
         self.reset()
         self._offloads.close()
         self._told.close()
@@ -163,6 +176,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._cache.renew_salt()
         self._table.reset()
         self._outdated = self._outdated or self._used
+
+    def _name(self, keys: Sequence[str]) -> None:
+        """KV events may say these hashes of SGLang's."""
+        if self._events is not None and keys:
+            pages = self.engine.pages(self._links.named(keys), self._cache.salt)
+            self._events.asked(keys, [page.key for page in pages])
 
     def _slots_free(self) -> Event:
         """After this event nothing that was launched before the forward pass writes to the slots of a load."""

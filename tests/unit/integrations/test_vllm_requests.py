@@ -245,3 +245,20 @@ def test_nothing_is_loaded_or_stored_of_requests_that_come_while_weights_are_sta
     scheduler.add(again)
     landed(cache)
     assert scheduler.ask(again, 0) == (6, False)
+
+
+def test_each_page_is_named_once_when_it_gets_its_hash() -> None:
+    told: list[tuple[int, int, list[bytes]]] = []
+    cache, request = FakeCache(), request_of(11)
+    scheduler = RequestTable(
+        cache, SIZE, wait=WAIT, clock=cache.clock, named=lambda _, group, first, keys: told.append((group, first, keys))
+    )
+    keys, whole = names_of(PageHashes(request.block_hashes)), request.block_hashes
+    request.block_hashes = whole[:2]
+    scheduler.add(request)
+    assert told == [(0, 0, keys[:2])]
+    request.block_hashes = whole
+    scheduler.ask(request, 0)
+    scheduler.place(request, [7, 3, 9, 1, 5, 8], 0)
+    assert list(scheduler.stores({"r": 11}, lambda name: [7, 3, 9, 1, 5, 8]))
+    assert told[1:] == [(0, 2, keys[2:])]

@@ -1,0 +1,99 @@
+"""KV events in SGLang's names, which SGLang publishes with those of its own tree.
+
+A linker is told hashes of pages alone. So what SGLang's own events say of a block, its tokens and its parent, is
+remembered until that block is looked up or offloaded, and the other way round. Pages with a salt or an adapter have
+other hashes in events than in storage, and are not told of.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import hash_str_to_int64
+
+from gdscache.engine import CacheEngine
+from gdscache.events.names import EXPECTED, BlockName, NamedEvents
+from gdscache.integrations.watching import MethodWatch
+
+_MEDIA = {"CPU": StorageMedium.CPU, "STORAGE": StorageMedium.DISK}
+
+
+class SglangEvents:
+    """What the tiers of an engine with a section `events` have got and lost. `linker`: whose tree publishes it.
+    SGLang's scheduler is one thread, which calls all of this."""
+
+    def __init__(self, engine: CacheEngine, linker: object, page_tokens: int) -> None:
+        self._linker = linker
+        self._size = page_tokens
+        self._blocks: OrderedDict[int, BlockName] = OrderedDict()  # of SGLang's own events
+        self._keys: OrderedDict[int, bytes] = OrderedDict()  # page keys, of what was looked up or offloaded
+        self._events = NamedEvents(engine.manager.tiers.values(), engine.manager.lock)
+        self._stop = engine.on_events(self._events.heard)
+        self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
+
+    def close(self) -> None:
+        """Hear no more. Twice is fine."""
+        self._watch.close()
+        self._stop()
+
+    def asked(self, hashes: Sequence[str], keys: Sequence[bytes]) -> None:
+        """SGLang has named pages by their hashes; `keys` are ours."""
+        self._match([(hash_str_to_int64(one), key) for one, key in zip(hashes, keys, strict=True)], [])
+
+    def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A tree has got a linker."""
+        tree, *rest = args
+        if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
+            tree.take_events = self._with_ours(tree.take_events)
+
+    def _with_ours(self, take: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+        """`take_events` of a tree, whose events are followed by ours."""
+
+        def taken() -> list[Any]:
+            events = take()
+            self._match([], [name for event in events if isinstance(event, BlockStored) for name in self._named(event)])
+            return [*events, *map(self._event, self._events.take())]
+
+        return taken
+
+    def _named(self, event: Any) -> list[BlockName]:
+        """The blocks of an event; none where a token is a pair (EAGLE)."""
+        size, tokens = self._size, event.token_ids
+        if event.block_size != size or len(tokens) != size * len(event.block_hashes) or isinstance(tokens[0], tuple):
+            return []
+        parents = [event.parent_block_hash, *event.block_hashes]
+        return [
+            BlockName(one, parent, array("I", tokens[n * size : (n + 1) * size]))
+            for n, (one, parent) in enumerate(zip(event.block_hashes, parents, strict=False))
+        ]
+
+    def _match(self, keys: Sequence[tuple[int, bytes]], blocks: Sequence[BlockName]) -> None:
+        """Keys and blocks that have come: those that belong together have a name now."""
+        self._keys.update(keys)
+        self._blocks.update((block.digest, block) for block in blocks)
+        both = [one for one in [*dict(keys), *(block.digest for block in blocks)] if one in self._keys]
+        both = [one for one in dict.fromkeys(both) if one in self._blocks]
+        if both:
+            self._events.name([self._keys[one] for one in both], [self._blocks[one] for one in both])
+        for known in (self._keys, self._blocks):
+            while len(known) > EXPECTED:
+                known.popitem(last=False)
+
+    def _event(self, told: Any) -> Any:
+        medium, blocks = _MEDIA[told.medium].value, told.blocks
+        hashes = [block.digest for block in blocks]
+        if not told.stored:
+            return BlockRemoved(block_hashes=hashes, medium=medium)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=blocks[0].parent,
+            token_ids=[token for block in blocks for token in block.tokens],
+            block_size=self._size,
+            lora_id=None,
+            medium=medium,
+        )
