@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_parts import BRANCH, EXACT, LONG, OTHER
@@ -215,7 +216,8 @@ def test_chunks_and_preemptions_where_blocks_go_from_group_to_group(story: Story
     script.add("again", RESET, ask(*CROWD, together=True))
     script.add("chunks", RESET, ask(*PROMPTS[:2]), DRAIN, RESET, ask(*PROMPTS[:2]))
     script.add("", DRAIN, TELL, METRICS)
-    llm = {"num_gpu_blocks_override": 90, "max_num_seqs": 3, "max_model_len": 1600, "max_num_batched_tokens": 100}
+    blocks = 115 if torch.cuda.is_available() else 90  # vLLM 0.33 wants more for one request
+    llm = {"num_gpu_blocks_override": blocks, "max_num_seqs": 3, "max_model_len": 1600, "max_num_batched_tokens": 100}
     asked, rest = script.play(tmp_path, story.model, story.kind.cache(tmp_path / "ssd"), llm=llm)
     for name in ("first", "again"):
         follows(asked[name], story.plain["crowd"])

@@ -92,7 +92,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for prompt in (*PROMPTS, *SHARED):
         alone.add("alone", RESET, ask(prompt))
     alone.add("crowd", RESET, ask(*CROWD, together=True))
-    plain, _ = alone.play(folder, model, None, llm=LLM)
+    plain, _ = alone.play(folder, model, None, llm=LLM, environment=parts.WITH_STATES)
     script = Script()
     script.add("", ("groups", {}), ("sizes", {}))
     script.add("cold", *each(PROMPTS))
@@ -109,7 +109,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         script.add("blank", RESET, ask(LONG), ("blank", {"group": group}), ask(LONG), RESET)
     script.add("", *each(PROMPTS))  # what was lost is stored again
     script.add("", METRICS, TELL)
-    asked, rest = script.play(folder, model, parts.cache(folder / "ssd"), llm=LLM)
+    asked, rest = script.play(folder, model, parts.cache(folder / "ssd"), llm=LLM, environment=parts.WITH_STATES)
     again = Script()
     again.add("again", *each(PROMPTS), METRICS)
     for zero in (False, True):
@@ -119,7 +119,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             again.add("mended", RESET, ask(LONG), DRAIN)
     again.add("", TELL)
     shutil.copytree(folder / "ssd", folder / "copy")
-    more = again.play(folder, model, parts.cache(folder / "copy"), llm=LLM)
+    more = again.play(folder, model, parts.cache(folder / "copy"), llm=LLM, environment=parts.WITH_STATES)
     for all_of_them, some in ((asked, more[0]), (rest, more[1])):
         for name, found in some.items():
             all_of_them[name] = [*all_of_them.get(name, ()), *found]
@@ -200,7 +200,9 @@ def test_few_blocks_and_chunks_that_end_within_them(story: Story, tmp_path: Path
     script.add("", TELL, METRICS)
     llm = {"max_num_seqs": 3, "max_model_len": 1600, "max_num_batched_tokens": 300}
     llm |= {"num_gpu_blocks_override": story.kind.few}
-    asked, rest = script.play(tmp_path, story.model, parts.cache(tmp_path / "ssd"), llm={**LLM, **llm})
+    asked, rest = script.play(
+        tmp_path, story.model, parts.cache(tmp_path / "ssd"), llm={**LLM, **llm}, environment=parts.WITH_STATES
+    )
     for found, wanted in zip([*asked["first"], *asked["again"]], story.plain["crowd"] * 2, strict=True):
         assert (found["why"], len(found["tokens"])) == ("length", 100)
         assert found["tokens"][:MANY] == wanted["tokens"][:MANY] or not story.kind.steady

@@ -18,16 +18,17 @@ import torch
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("vllm_child.py")
 PYTHON = Path(os.environ.get("GDSCACHE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-KIND = os.environ.get("GDSCACHE_VLLM_KIND", "mha")  # of the model: mha, or mla
+KIND = os.environ.get("GDSCACHE_VLLM_KIND", "mha")  # of the model: mha, mla, or one of `vllm_child.HYBRIDS`
 TP = int(os.environ.get("GDSCACHE_VLLM_TP", "2"))  # processes of tests with several
 LIMIT_S = 240.0  # of one run; a machine of two cores opens vLLM in 15 to 30 seconds
 DRIFT = 0.15  # of log-probabilities: what bfloat16 rounds away is about 0.03, one wrong block makes 0.5
 MISSING = f"no vLLM at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_VLLM_PYTHON"
 
-# On a GPU kernels for latents differ by how much of a prompt is cached, and a tie of two tokens may go either way.
-TIES = "mla" in (KIND, os.environ.get("GDSCACHE_SGLANG_KIND")) and torch.cuda.is_available()
+# On a GPU kernels for latents and windows differ by how much of a prompt is cached: ties of two tokens go either way.
+TIES = (KIND != "mha" or os.environ.get("GDSCACHE_SGLANG_KIND") == "mla") and torch.cuda.is_available()
 # On a GPU the sums of a batch depend on what else is in it, unless vLLM is asked for the same answer all the time.
 ON_GPU = {"VLLM_BATCH_INVARIANT": "1"} if torch.cuda.is_available() else {}
+WITH_STATES = {"VLLM_BATCH_INVARIANT": "0"}  # vLLM refuses to do that for states
 SETTINGS = ON_GPU | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2",
