@@ -206,9 +206,12 @@ class HybridEngine:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
 
-    def longest(self, names: GroupNames, most: int) -> int:
-        """The token that the longest hit ends at, up to token `most`. Counts as no use of its pages."""
-        return next(lengths(self.groups, self._presence(names), min(most, names.tokens)), 0)
+    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
+        """The tokens that the longest hit ends at, and the full pages of all groups that keep all tokens: up to token
+        `most`. Counts as no use of the pages."""
+        has, most = self._presence(names), min(most, names.tokens)
+        whole = complete(self.groups, has, most)
+        return next(lengths(self.groups, has, most, whole=whole), 0), whole
 
     def _presence(self, names: GroupNames) -> Presence:
         return names.presence(*(engine.manager.visible for engine in self.engines))

@@ -36,6 +36,7 @@ class GroupFetch(Pinned):
         """`most`: tokens of a hit that can be of use; `tokens`: of the request."""
         super().__init__(seconds)
         self.found: HybridHit = engine.lookup_named(names, most, tokens)
+        self.parted = self.found.parted  # grows with what others store while the request waits
         self.cached = (self.found.tokens + self.found.declined) // engine.alignment
         self.wanted = self.found.tokens // engine.alignment
         begun = any(self.pages) and engine.config.cpu is not None
@@ -149,6 +150,6 @@ class GroupCache:
         """Begin to bring what a hit of up to `most` tokens needs, for a request of `tokens`."""
         return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
 
-    def longest(self, names: GroupNames, most: int) -> int:
-        """Tokens of the longest hit. Counts as no use of its pages."""
-        return self._engine.longest(names, most)
+    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
+        """See `HybridEngine.reach`."""
+        return self._engine.reach(names, most)

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -82,7 +81,7 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
         raise GeometryError(f"transformers makes no cache for {kind}: {error}", hint) from None
     found: list[LayerPart] = []
     for number, layer in enumerate(layers):
-        if type(layer) not in _KEPT or (isinstance(layer, DummyLayer) and kind not in STATES):
+        if type(layer) not in _KEPT or (not _KEPT[type(layer)] and kind not in STATES):
             raise GeometryError(f"layer {number} of {kind} keeps its cache in a {type(layer).__name__}", hint)
         if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < 2:
             raise GeometryError(f"layer {number} of {kind} has a window of {layer.sliding_window}", hint)
@@ -147,5 +146,5 @@ _KEPT: dict[type, tuple[Keeps, ...]] = {
     DynamicSlidingWindowLayer: ("window",),
     LinearAttentionLayer: ("state",),
     LinearAttentionAndFullAttentionLayer: ("all", "state"),
-    DummyLayer: (),
+    **({cache_utils.DummyLayer: ()} if hasattr(cache_utils, "DummyLayer") else {}),  # versions before 5.13 have none
 }

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 REQUESTS = 40 if not torch.cuda.is_available() else 2000 if parts.KIND in ("mha", "mla") else 1000
 ALIKE = 0.995  # of the requests have the same tokens: the sums of a batch are made in another order each time
-WORSE = 0.01  # than without our cache in the same pool, where ties may go either way
+WORSE = 0.02  # than without our cache in the same pool, where ties may go either way
 
 
 def test_a_trace_at_a_rate_that_preempts(model: Path, tmp_path: Path) -> None:

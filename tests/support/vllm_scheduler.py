@@ -66,7 +66,7 @@ class FakeGroupFetch(FakeFetch, GroupFetch):
     def __init__(self, found: HybridHit, align: int, clock: Callable[[], float]) -> None:
         wanted = found.tokens // align
         super().__init__([], wanted, wanted, clock)
-        self.found = found
+        self.found, self.parted = found, found.parted
 
     def verified(self) -> int:
         return self.wanted if super().verified() == self.wanted else 0
@@ -90,14 +90,14 @@ class FakeGroupCache(FakeCache):
         namespaces = [hash_of((number,)) for number in range(len(self.groups))]
         return GroupNames(self.groups, namespaces, math.gcd(*(group.page_tokens for group in self.groups)))
 
-    def longest(self, names: GroupNames, most: int) -> int:
-        return next(lengths(self.groups, names.presence(self._visible), min(most, names.tokens)), 0)
+    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
+        has, most = names.presence(self._visible), min(most, names.tokens)
+        return next(lengths(self.groups, has, most), 0), complete(self.groups, has, most)
 
     def fetch(self, names: GroupNames, most: int, tokens: int) -> FakeGroupFetch:  # type: ignore[override]
-        length, most = self.longest(names, most), min(most, names.tokens)
+        length, whole = self.reach(names, most)
         chains = tuple(map(tuple, names.chain(needed(self.groups, length))))
         hits = tuple(Hit(0, length, ("ssd",) * len(some), None, tuple(one.page for one in some)) for some in chains)
-        whole = complete(self.groups, names.presence(self._visible), most)
         found = HybridHit(0, length, {}, whole, parts=hits, order=chains)
         fetch = FakeGroupFetch(found, alignment(self.groups), self.clock)
         self.fetches.append(fetch)

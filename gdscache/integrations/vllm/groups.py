@@ -74,7 +74,7 @@ class GroupTable(RequestTable):
         answer = super().ask(request, computed)
         known = self._known.get(request.request_id)
         if self.between and self._whole and known is not None and isinstance(known.fetch, GroupFetch):
-            parted = known.fetch.found.parted // self.page_tokens * self.page_tokens
+            parted = known.fetch.parted // self.page_tokens * self.page_tokens
             if max(computed, known.fetch.found.tokens, request.shared_prefix_boundary) < parted < request.num_tokens:
                 request.shared_prefix_boundary = parted
         return answer
@@ -104,7 +104,7 @@ class GroupTable(RequestTable):
         known.sources = fetch.sources(known.local, tokens // size)
         if fetch.cached > length // size:
             self._say_unused(known, fetch, length // size)
-        self._offer(known, length, fetch.found.tokens + fetch.found.declined, fetch.found.parted)
+        self._offer(known, length, fetch.found.tokens + fetch.found.declined, fetch.parted)
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
         if not tokens:
             fetch.release()
@@ -193,7 +193,10 @@ class GroupTable(RequestTable):
             return False
         known.looked = now
         assert isinstance(known, _GroupKnown)
-        return self._of_groups.longest(known.names, most * self.page_tokens) > fetch.cached * self.page_tokens
+        assert isinstance(fetch, GroupFetch), "a fetch of one group"
+        longest, whole = self._of_groups.reach(known.names, most * self.page_tokens)
+        fetch.parted = max(fetch.parted, whole)
+        return longest > fetch.cached * self.page_tokens
 
     def _name(self, known: Known) -> None:
         assert isinstance(known, _GroupKnown)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from gdscache.groups.base import Group, alignment
+from gdscache.integrations.vllm.requests import LOOK_AGAIN_S
 from tests.support.vllm_scheduler import GROUPS, GroupScheduler
 
 
@@ -59,6 +60,20 @@ def test_where_prompts_part_the_third_one_hits(groups: list[Group], shared: int,
     for number in (1, 2, 3):
         found, _ = scheduler.run([*range(shared), *(100 * number + i for i in range(own))])
     assert found == shared // align * align
+
+
+@pytest.mark.parametrize("groups", [groups for name, groups in GROUPS.items() if name != "windows alone"])
+def test_prompts_that_came_together_part_where_the_first_is_stored_by_then(groups: list[Group]) -> None:
+    """A burst: the second one was looked up when it came, and nothing of the first one was stored."""
+    prompts = [(*range(24), *(100 * number + i for i in range(9))) for number in (1, 2, 3)]
+    first, burst = Alone(groups, 100), Alone(groups, 100)
+    first.run(prompts[0])
+    burst.ask(prompts[1], 1)
+    burst.cache.stored |= first.cache.stored
+    burst.cache.now += LOOK_AGAIN_S
+    burst.finish_all()
+    burst.read()
+    assert burst.run(prompts[2])[0] == 24 // alignment(groups) * alignment(groups)
 
 
 @by_name
