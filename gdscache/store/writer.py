@@ -281,8 +281,8 @@ class TierWriter:
             return
         try:
             written = [row for row in ended if not causes[row]]
-            if failed is not None:
-                failures = [row for row, cause in enumerate(causes) if cause == "io_error"]
+            failures = [row for row in ended if causes[row]]
+            if failed is not None and failures:
                 where = self._where(flight, failures[0])
                 self._say(f"has not written page {where[0]} to slot {where[1]} of {where[2]}", failed, len(failures))
             for row, cause in zip(written, self._commit(flight, written), strict=True):
