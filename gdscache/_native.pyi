@@ -127,6 +127,9 @@ class LifetimeOrder:
     def walk(self) -> Callable[[], list[bytes]]:
         """Each call gives the next keys, the first to evict first; [] at the end. Not behind a change of the order."""
 
+class LifetimeKeys:
+    """What `LifetimeOrder.walk` returns."""
+
 class LruShadow:
     """LRU in the shadow of another order: csrc/host/shadow.h. Keys and pages as for `LifetimeOrder`.
 
@@ -178,6 +181,9 @@ class LruShadow:
 
     def walk(self) -> Callable[[], list[bytes]]:
         """The pages of the tier, in the order in which LRU has given them up and would. As that of `LifetimeOrder`."""
+
+class ShadowKeys:
+    """What `LruShadow.walk` returns."""
 
 class Pool:
     """Planes in host memory.

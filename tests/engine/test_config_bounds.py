@@ -412,7 +412,19 @@ except GdsCacheError as error:
 
 def test_the_walk_finds_the_numbers_of_every_section() -> None:
     sections = {key.rpartition(".")[0] for key in KEYS}
-    expected = {"", "model", "model.groups[]", "model.planes[]", "gpu", "cpu", "ssd", "tiers[]", "store", "metrics"}
+    expected = {
+        "",
+        "model",
+        "model.groups[]",
+        "model.planes[]",
+        "gpu",
+        "cpu",
+        "ssd",
+        "tiers[]",
+        "store",
+        "log",
+        "metrics",
+    }
     assert sections == expected
     assert issubclass(Config, BaseModel)
     assert issubclass(CapacityError, ConfigError)

@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_line_a_minute(
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "commit", full)
         for seed in range(8):
-            assert set(host.store(prompt(seed, 2)).result(20).dropped.values()) == {"io_error"}
+            assert set(host.store(prompt(seed, 2)).result(20).dropped.values()) == {"disk_full"}
             quiet(host.engine)
     said = [record for record in caplog.records if "disk is full" in record.message]
     assert [record.message.partition(": ")[0] for record in said] == ["the ssd tier commits no pages"]
