@@ -80,7 +80,7 @@ def declared(body: list[ast.stmt]) -> dict[str, Any]:
     for node in body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = declared(node.body)
-        elif isinstance(node, ast.FunctionDef):
+        elif isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
             found[node.name] = "value" if node.decorator_list else arguments(node)
         elif isinstance(node, ast.AnnAssign):
             assert isinstance(node.target, ast.Name)
