@@ -105,6 +105,7 @@ class LifetimeOrder:
     SHAPE: tuple[int, int, int, int]  # as `Classes`
     rows: int  # keys that something is known of
     levels: int
+    def __init__(self) -> None: ...
     def begin(
         self,
         keys: Sequence[bytes],
