@@ -244,6 +244,15 @@ def test_a_handle_that_never_ends_is_an_error_when_the_engine_is_closed(open_hos
     assert descriptors() <= before
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests' own process was started to ignore it, as a shell does behind `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_ends_the_await_alone(
     late: tuple[Host, list[int]], new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:

@@ -134,6 +134,7 @@ def test_whatever_happens_the_router_has_what_the_tiers_have(open_host: OpenHost
         else:
             router.host.engine.prefetch(router.name(tokens)).result()
         router.hear()
+    router.store(prompts[0])
     router.settles(*prompts)
     assert any(router.blocks.values())
 
