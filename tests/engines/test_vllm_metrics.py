@@ -56,7 +56,7 @@ class Server:
         for line in fetched(f"http://127.0.0.1:{self._port}/metrics").splitlines():
             if line.startswith("vllm:gdscache_"):
                 series, _, value = line.rpartition(" ")
-                series = re.sub(r'(engine|model_name|pid)="[^"]*",?', "", series)
+                series = re.sub(r'((engine|model_name|pid)="[^"]*"|group=""),?', "", series)
                 found[series.replace(",}", "}").replace("{}", "")] = float(value)
         return found
 
