@@ -31,12 +31,8 @@ class VllmEvents:
         engines = engine.engines if isinstance(engine, HybridEngine) else (engine,)
         self._events = [NamedEvents(one.manager.tiers.values(), one.manager.lock) for one in engines]
         self._of_group = {g: events for pool, events in zip(pools, self._events, strict=False) for g in pool.groups}
-        self._ends = [one.on_events(events.heard) for one, events in zip(engines, self._events, strict=True)]
-
-    def close(self) -> None:
-        """Hear of no more."""
-        for end in self._ends:
-            end()
+        for one, events in zip(engines, self._events, strict=True):
+            one.on_events(events.heard)
 
     def name(self, request: Any, group: int, first: int, keys: Sequence[bytes]) -> None:
         """The keys of blocks `first` and following of a request, in a group."""
