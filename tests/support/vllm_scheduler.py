@@ -23,7 +23,7 @@ from gdscache.groups.base import Group, alignment, complete, lengths, needed
 from gdscache.groups.names import GroupNames
 from gdscache.hybrid import HybridHit
 from gdscache.integrations.group_fetching import GroupFetch
-from gdscache.integrations.vllm.groups import NULL, GroupTable
+from gdscache.integrations.vllm.groups import NULL, GroupTable, KeptStates
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from gdscache.pages.hit import Hit
 from tests.support.fetches import FakeCache, FakeFetch, names_of
@@ -514,7 +514,7 @@ class GroupScheduler(Scheduler):
     ) -> None:
         self.groups, self.largest = groups, 30
         self.cache: FakeGroupCache = FakeGroupCache(groups)
-        self.table = GroupTable(groups, self.cache, every, wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
+        self.table = GroupTable(groups, self.cache, every, KeptStates(), wait=WAIT, clock=self.cache.clock)  # type: ignore[arg-type]
         self._open_pool(range(1, blocks + 1), chunk, own)
 
     def _handed(self, tables: list[list[int]]) -> Any:

@@ -50,7 +50,7 @@ from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, sta
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
-from gdscache.integrations.vllm.groups import GroupTable
+from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import prefill_of
@@ -133,6 +133,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session: VllmSession | None = None
         self._lead: Lead | None = None
         self._events: VllmEvents | None = None
+        self._states = KeptStates()
         if role is not KVConnectorRole.SCHEDULER:
             return
         if self._separate:
@@ -161,7 +162,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if hybrid is not None:
             cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
             every = hybrid.config.store.window_every
-            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, **told)
+            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
         self._table.unused = session.unused
@@ -215,6 +216,9 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         session.attend(lead, lead.busy)
         self._begin(session)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._states.bind(gpu_block_pool)
+
     def update_connector_output(self, connector_output: Any) -> None:
         for request_id in connector_output.failed_recving or ():
             self._table.failed(request_id)
@@ -260,6 +264,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fresh.update(copy.dst_block_id for copy in step.kv_cache_block_copies or ())
             state = step.kv_connector_block_state
             if isinstance(table, GroupTable):
+                table.states.let_go(self._joined.reads)
                 found = table.stores(step.num_scheduled_tokens, state.get_block_ids, state.boundary_state_offloads)
             else:
                 found = table.stores(step.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0])

@@ -12,7 +12,7 @@ where a prompt parted if it is told so.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from gdscache.errors import InterfaceUnsupportedError
@@ -53,10 +53,50 @@ class _GroupKnown(Known):
     last: list[GroupPage | None] = dataclasses.field(default_factory=list)
 
 
+class KeptStates:
+    """Blocks with states that are to be stored: vLLM gives none of them to another owner before its bytes were read.
+
+    vLLM itself promises such a block to the end of the step that writes it. To wait for the read at the next step would
+    be to wait for the GPU, while vLLM could submit that step.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._of: dict[str, list[Any]] = {}  # by request
+
+    def bind(self, pool: Any) -> None:
+        """`pool`: vLLM's `BlockPool`. Its blocks are counted by their owners."""
+        self._pool = pool
+
+    def keep(self, request_id: str, block: int) -> None:
+        self._pool.touch([self._pool.blocks[block]])
+        self._of.setdefault(request_id, []).append(self._pool.blocks[block])
+
+    def let_go(self, reads: Callable[[], Set[int]]) -> None:
+        """Give back the blocks that no store reads any more. `reads()`: those that are to be read."""
+        if not self._of:
+            return
+        wanted = reads()
+        for request_id, blocks in list(self._of.items()):
+            self._pool.free_blocks([block for block in blocks if block.block_id not in wanted])
+            left = self._of[request_id] = [block for block in blocks if block.block_id in wanted]
+            if not left:
+                del self._of[request_id]
+
+    def finish(self, request_id: str) -> set[int]:
+        """Give back all of a request. Their numbers: who gets such a block waits for whoever reads it."""
+        blocks = self._of.pop(request_id, [])
+        if blocks:
+            self._pool.free_blocks(blocks)
+        return {block.block_id for block in blocks}
+
+
 class GroupTable(RequestTable):
     """All requests that vLLM's scheduler has, of a hybrid model. A page is here what all groups have a page end in."""
 
-    def __init__(self, groups: Sequence[Group], cache: GroupCache, every: int, **settings: Any) -> None:
+    def __init__(
+        self, groups: Sequence[Group], cache: GroupCache, every: int, states: KeptStates, **settings: Any
+    ) -> None:
         """`every`: tokens from one kept window of a prompt to the next; 0: none but where prompts end or part.
         `settings`: of `RequestTable`."""
         super().__init__(_NoPages(), alignment(groups), **settings)
@@ -65,7 +105,7 @@ class GroupTable(RequestTable):
         self._every = every
         self._least = min(group.page_tokens for group in groups)
         self._whole = any(group.keeps == "all" for group in groups)
-        self._lent: set[int] = set()  # blocks of states that the last step wrote, for whoever stores them
+        self.states = states
         self.between = any(group.keeps == "state" for group in groups)  # vLLM has copied a hit's state by then
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -79,11 +119,10 @@ class GroupTable(RequestTable):
                 request.shared_prefix_boundary = parted
         return answer
 
-    def take_fresh(self) -> set[int]:
-        """See `RequestTable.take_fresh`; with blocks of states that the step before has written, which are promised no
-        longer than to its end."""
-        lent, self._lent = self._lent, set()
-        return super().take_fresh() | lent
+    def finish(self, request_id: str) -> None:
+        """See `RequestTable.finish`. Nothing of a request is kept behind its end: vLLM's cache can be reset then."""
+        super().finish(request_id)
+        self._fresh |= self.states.finish(request_id)
 
     def place(self, request: Any, blocks: Any, tokens: int) -> None:
         """The request has got `blocks`, a table a group, and `tokens` tokens are to be loaded."""
@@ -159,7 +198,7 @@ class GroupTable(RequestTable):
                 if not rest and end <= known.names.tokens and self._keeps_state(known, end, prompt):
                     wanted[g].append(number)
                     places[g, number] = block
-                    self._lent.add(block)
+                    self.states.keep(request_id, block)
             for pool, chain in enumerate(known.names.chain(wanted, known.last)):
                 if chain:
                     known.last[pool] = chain[-1]

@@ -128,6 +128,10 @@ class Lead:
         """See `Stores.settle`."""
         self._stores.settle(blocks)
 
+    def reads(self) -> Set[int]:
+        """See `Stores.reads`."""
+        return self._stores.reads() | {block for order in self._computed for block in order.blocks}
+
     def begin_anew(self, salt: str) -> None:
         """See `Stores.begin_anew`."""
         self._computed = ()

@@ -23,6 +23,8 @@ class Storing(Protocol):
 
     def settle(self, blocks: Set[int]) -> None: ...
 
+    def reads(self) -> Set[int]: ...
+
     def begin_anew(self, salt: str) -> None: ...
 
 
@@ -49,6 +51,10 @@ class VllmSession(PinningCache):
         """
         if self._stores is not None:
             self._stores.settle(blocks)
+
+    def reads(self) -> Set[int]:
+        """Blocks that stores of the steps so far read, or will."""
+        return frozenset[int]() if self._stores is None else self._stores.reads()
 
     def weights_changed(self) -> None:
         """Drop every page of this model, and store nothing of what waits to be stored.

@@ -266,6 +266,12 @@ class Stores:
                 store.wait()
         self._forget_read()
 
+    def reads(self) -> Set[int]:
+        """Blocks that a store reads, or will. Never waits."""
+        self._forget_read()
+        waiting = [*self._waiting, *(order for step, _ in self._held for order in step)]
+        return {block for order in waiting for block in order.blocks}.union(*(its for _, its in self._reading))
+
     def close(self) -> None:
         """Hand over what waits, but for steps with a bad load, and end the thread. Twice is fine."""
         try:
@@ -314,6 +320,10 @@ class PoolStores:
         """See `Stores.settle`."""
         for stores in self._pools:
             stores.settle(blocks)
+
+    def reads(self) -> Set[int]:
+        """See `Stores.reads`."""
+        return set[int]().union(*(stores.reads() for stores in self._pools))
 
     def close(self) -> None:
         """See `Stores.close`."""

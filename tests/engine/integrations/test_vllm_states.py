@@ -22,7 +22,7 @@ from gdscache.hybrid import HybridEngine
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.vllm.cache_groups import block_tokens, state_layers
 from gdscache.integrations.vllm.facts import model_of
-from gdscache.integrations.vllm.groups import GroupTable
+from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.planes import VllmPlanes, planes_of
 from gdscache.integrations.vllm.ranks import Lead, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder
@@ -145,7 +145,9 @@ class Engine:
             self.lead = Lead(self.session.engines, self.counts, overlapping=True)
             self.session.attend(self.lead, self.lead.busy)
         groups = GroupCache(self.session, self.engine, SMALL.tokens)
-        self.table = GroupTable(self.engine.groups, groups, 8192, wait=WAIT)
+        self.pool, states = BlockPool(), KeptStates()
+        states.bind(self.pool)
+        self.table = GroupTable(self.engine.groups, groups, 8192, states, wait=WAIT)
 
     def step(self, loads: Sequence[LoadOrder] = (), stores: Sequence[StoreOrder] = ()) -> None:
         """A step of vLLM's, which computes something where it has stores."""
@@ -178,6 +180,20 @@ class Engine:
         self.session.close()
         for worker in self.workers:
             worker.close()
+
+
+class BlockPool:
+    """Of vLLM's: who counts the owners of blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_id=number) for number in range(BLOCKS)]
+        self.owners = Counter[int]()
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        self.owners.update(block.block_id for block in blocks)
+
+    def free_blocks(self, blocks: Sequence[Any]) -> None:
+        self.owners.subtract(block.block_id for block in blocks)
 
 
 @contextlib.contextmanager
@@ -245,10 +261,13 @@ def store(engine: Engine) -> None:
     for rank, cache in enumerate(engine.caches):
         cache.memory.copy_(written(rank))
     engine.step(stores=stores)
-    fresh = table.take_fresh()
-    assert fresh >= {*STATE_BLOCKS}, "a state is promised no longer than to the end of its step"
+    engine.table.states.let_go(engine.session.reads)
     engine.step()
+    table.finish("first")
+    fresh = table.take_fresh()
+    assert engine.pool.owners.total() == 0, "nothing is kept behind the end of a request"
     engine.session.settle(fresh)
+    assert not engine.session.reads() & fresh
     engine.engine.drain(WAIT)
 
 
@@ -263,6 +282,34 @@ def compare(engine: Engine) -> None:
             assert torch.equal(memory[:layers, block, :content], before[:layers, place, :content])
             assert bool((memory[:layers, block, content:] == UNTOUCHED).all())
             assert bool((memory[layers:, block] == UNTOUCHED).all())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_block_with_a_state_is_kept_until_it_is_read(tmp_path: Path, ranks: int) -> None:
+    """The next step waits for nothing: no other owner gets the block. It goes back once every rank has read it."""
+    with opened(tmp_path, ranks) as engine:
+        first, table, states = request("first"), engine.table, engine.table.states
+        table.add(first)
+        table.ask(first, 0)
+        table.place(first, tables(FULL_BLOCKS, STATE_BLOCKS), 0)
+        blocks = tables(FULL_BLOCKS, STATE_BLOCKS)
+        offered = [(g, block, 80) for g, block in enumerate(STATE_BLOCKS)]
+        stores = list(table.stores({"first": PROMPT}, lambda name: blocks, {"first": offered}))
+        table.take_fresh()
+        assert {*engine.pool.owners.elements()} == {*STATE_BLOCKS}
+        engine.step(stores=stores)
+        if ranks > 1:
+            assert engine.session.reads() >= {*STATE_BLOCKS}, "the leader hears of a step's end with the next one"
+        assert table.take_fresh() == set(), "so that nobody waits for the step that is being computed"
+
+        def given_back() -> bool:
+            engine.step()
+            states.let_go(engine.session.reads)
+            return engine.pool.owners.total() == 0
+
+        until(given_back, "the blocks are given back")
+        table.finish("first")
+        assert table.take_fresh() == set()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
