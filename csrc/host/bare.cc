@@ -37,7 +37,9 @@ void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
 class Worker {
 public:
     Worker(const BareLoop& loop, int number)
-        : loop_(loop), shared_(loop.memory_bytes < loop.bytes), slots_(shared_ ? slots(loop) : 0),
+        : loop_(loop),
+          shared_(loop.memory_bytes < loop.bytes),
+          slots_(shared_ ? slots(loop) : 0),
           own_(loop.memory + (shared_ ? number * slots_ * loop.piece_bytes : 0)) {
         if (!loop.cuda) return;
         entered_.emplace(*loop.cuda);

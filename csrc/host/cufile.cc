@@ -83,8 +83,7 @@ struct CuFiles::Functions {
     Answer (*set_text)(int, const char*) = library.find("cuFileSetParameterString");  // since 1.14
     Answer (*open_batch)(CuFileBatch*, unsigned) = library.find("cuFileBatchIOSetUp");
     Answer (*submit)(CuFileBatch, unsigned, CuFileEntry*, unsigned) = library.find("cuFileBatchIOSubmit");
-    Answer (*status)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) =
-        library.find("cuFileBatchIOGetStatus");
+    Answer (*poll)(CuFileBatch, unsigned, unsigned*, CuFileEvent*, timespec*) = library.find("cuFileBatchIOGetStatus");
     Answer (*cancel)(CuFileBatch) = library.find("cuFileBatchIOCancel");
     void (*close_batch)(CuFileBatch) = library.find("cuFileBatchIODestroy");
 };
@@ -179,11 +178,11 @@ std::optional<uint64_t> CuFiles::memory(uint64_t address, size_t bytes) const {
 
 bool CuFiles::has_batches() const {
     const Functions& all = *functions_;
-    return all.open_batch && all.submit && all.status && all.cancel && all.close_batch;
+    return all.open_batch && all.submit && all.poll && all.cancel && all.close_batch;
 }
 
 int64_t CuFiles::move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset,
-                     int64_t base_offset) const {
+                      int64_t base_offset) const {
     errno = 0;
     void* const at = reinterpret_cast<void*>(base);
     const ssize_t moved = write ? functions_->write(file, at, bytes, offset, base_offset)
@@ -209,7 +208,7 @@ void CuFiles::cancel(CuFileBatch batch) const noexcept { functions_->cancel(batc
 
 int CuFiles::reap(CuFileBatch batch, CuFileEvent* events, unsigned room) const {
     unsigned found = room;
-    if (functions_->status(batch, 1, &found, events, nullptr).cufile != 0) return -1;
+    if (functions_->poll(batch, 1, &found, events, nullptr).cufile != 0) return -1;
     return found <= room ? static_cast<int>(found) : -1;
 }
 

@@ -26,9 +26,7 @@ void alone(const Piece& piece, uint32_t first, uint32_t last, int64_t start, std
 // The answer of a call for one fragment.
 void advance_one(const Piece& piece, Part part, int64_t answer, std::vector<Ended>& ended, std::vector<Part>& again) {
     const int64_t bytes = bytes_of(piece.fragments[part.first]);
-    const auto end = [&](int error, int64_t moved) {
-        ended.push_back({piece.tag, part.first, 1, error, moved});
-    };
+    const auto end = [&](int error, int64_t moved) { ended.push_back({piece.tag, part.first, 1, error, moved}); };
     if (answer < 0) return end(static_cast<int>(-answer), 0);
     const int64_t reached = part.resume + answer;
     if (reached == bytes) return end(0, bytes);

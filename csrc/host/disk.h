@@ -167,7 +167,6 @@ Call next_call(const Piece& piece, const Part& part, iovec& one);
 
 // Takes the answer of a part's call, bytes or a negative errno: appends what has ended, and parts that are to be tried
 // next. A call that failed for several fragments is made again for each: a bad sector costs no neighbour.
-void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<Ended>& ended,
-             std::vector<Part>& again);
+void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<Ended>& ended, std::vector<Part>& again);
 
 }  // namespace gdscache

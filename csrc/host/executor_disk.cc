@@ -31,9 +31,7 @@ struct Executor::Flight {
     size_t open = 0;               // pages that have not ended
     Nanoseconds begin = 0;
 
-    uint32_t page_of(uint32_t fragment) const {
-        return runs.requests[fragment] / static_cast<uint32_t>(shares.size());
-    }
+    uint32_t page_of(uint32_t fragment) const { return runs.requests[fragment] / static_cast<uint32_t>(shares.size()); }
     const Share& share_of(uint32_t fragment) const { return shares[runs.requests[fragment] % shares.size()]; }
 };
 

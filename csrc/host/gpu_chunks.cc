@@ -21,8 +21,8 @@ constexpr int32_t kStagedThreads = 256;
 constexpr int32_t kZeroCopyThreads = 1024;
 constexpr int64_t kZeroCopyBlocks = 6;
 constexpr int32_t kProcessorThreads = 512;
-constexpr int64_t kSumsLeast = 128 * 512;  // threads of a launch: fewer do not keep memory busy, and larger blocks find
-                                           // no place beside a model
+// Threads of a launch: fewer do not keep memory busy, and larger blocks find no place beside a model.
+constexpr int64_t kSumsLeast = 128 * 512;
 
 // As a kernel of pages.cu takes its arguments; the last two only where it takes checksums.
 struct KernelArguments {
@@ -167,8 +167,8 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
     const auto spans = static_cast<uint64_t>(up(tiles, 8));
     const int64_t sharing = std::min<int64_t>(threads / 32, int64_t{1} << std::bit_width(spans - 1));
     arguments.team = sharing < 4 ? 1 : static_cast<uint32_t>(sharing);
-    arguments.digests = reinterpret_cast<uint64_t>(transfer.queued.digests.memory) +
-                        static_cast<uint64_t>(chunk.first * layers) * 8;
+    arguments.digests =
+        reinterpret_cast<uint64_t>(transfer.queued.digests.memory) + static_cast<uint64_t>(chunk.first * layers) * 8;
     const int64_t most = (blocks ? 2 * blocks : kernels_.processors) * (1024 / threads);
     const bool scatter = copies.load && !look;
     cuda_.launch(scatter ? kernels_.scatter_sums : kernels_.gather_sums,

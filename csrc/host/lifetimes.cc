@@ -157,8 +157,7 @@ void LifetimeOrder::enter(std::span<const New> run, int64_t size) {
             group = static_cast<uint64_t>(std::bit_width(used));
             if (used >= kUses) lot = own_lot(bits);
         }
-        const int64_t number =
-            uses ? used_class(uses, kGaps - 1) : static_cast<int64_t>(group) * kSizes + size;
+        const int64_t number = uses ? used_class(uses, kGaps - 1) : static_cast<int64_t>(group) * kSizes + size;
         before = &page.key;
         used = uses;
         const uint64_t state = static_cast<uint64_t>(stored_) << kWhen | lot << kLot | group << kGroup | uses;

@@ -125,8 +125,7 @@ void check(const Pool& pool) {
         const __int128 across = static_cast<__int128>(pool.blocks - 1) * plane.block_stride;
         const __int128 along = static_cast<__int128>(pool.block_tokens - 1) * plane.token_stride;
         const __int128 low = there + std::min<__int128>(across, 0) + std::min<__int128>(along, 0);
-        const __int128 high =
-            there + std::max<__int128>(across, 0) + std::max<__int128>(along, 0) + plane.row_bytes;
+        const __int128 high = there + std::max<__int128>(across, 0) + std::max<__int128>(along, 0) + plane.row_bytes;
         refuse_if(low <= 0 || high > static_cast<__int128>(1) << 63, "a plane's strides leave the address space");
     }
     refuse_if(total > kMost, "no sound number of bytes a page");
@@ -145,15 +144,15 @@ void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last
         Mover mover(arm, sums, store);
         for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
             each_run<true>(pool.planes[n], pool, blocks,
-                     [&](const uint8_t* run, size_t size) { mover.gather(run, size, part); });
+                           [&](const uint8_t* run, size_t size) { mover.gather(run, size, part); });
         }
         mover.finish(part);
         if (sums) *sums++ = mover.digest();
     }
 }
 
-void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
-             uint64_t* sums, Store store) {
+void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums,
+             Store store) {
     const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
         Mover mover(arm, sums, store);

@@ -46,7 +46,7 @@ void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last
             Store store);
 
 // The inverse: out of `part` into the planes. `sums` are of the bytes that were written to the planes.
-void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
-             uint64_t* sums, Store store);
+void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums,
+             Store store);
 
 }  // namespace gdscache

@@ -194,7 +194,7 @@ private:
     const char* const name_;
     const MakeCaller make_;
     size_t pending_ = 0;  // the owner's
-    std::mutex mutex_;    // guards what follows
+    std::mutex mutex_;  // guards what follows
     std::condition_variable work_, told_;
     bool woken_ = false;
     std::deque<Piece> queue_;

@@ -142,8 +142,8 @@ void add_copy_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* o
 
 constexpr Arm kScalar{"scalar", add_scalar, add_copy_scalar, add_copy_scalar};
 
-constexpr Lanes kStart{
-    {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1}, 0};
+constexpr Lanes kStart{{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1},
+                       0};
 
 // The hash of a long input, of which all stripes but the last 64 bytes were added.
 uint64_t of_lanes(const Lanes& lanes, const uint8_t* last, uint64_t size) {

@@ -24,9 +24,7 @@ inline void add_quarter(Quarter& sums, const uint8_t* in, const uint8_t* key, ui
     sums.words = vaddq_u64(sums.words, data);
 }
 
-inline uint64x2_t joined(const Quarter& sums) {
-    return vaddq_u64(sums.products, vextq_u64(sums.words, sums.words, 1));
-}
+inline uint64x2_t joined(const Quarter& sums) { return vaddq_u64(sums.products, vextq_u64(sums.words, sums.words, 1)); }
 
 inline uint64x2_t scrambled(uint64x2_t value, const uint8_t* key) {
     value = veorq_u64(value, vshrq_n_u64(value, 47));

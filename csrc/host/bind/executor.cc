@@ -55,19 +55,18 @@ struct Means {
     nb::object transport;  // of Python's, which gives files numbers of its own; or none
 };
 
-nb::object range_of(int64_t start, int64_t stop) {
-    return nb::module_::import_("builtins").attr("range")(start, stop);
-}
+nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
 
 }  // namespace
 
-OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks,
-                           const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
-                           const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
+OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
+                           const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool,
+                           const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
-    Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
-                 {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
-                 bytes("foreign_copy")};
+    Limits sizes{extent_bytes,    static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)),
+                 page_blocks,     {bounds.data(), bounds.data() + bounds.size()},
+                 bytes("flying"), bytes("io"),
+                 bytes("copy"),   bytes("foreign_copy")};
     check(sizes);
     refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
