@@ -1,7 +1,7 @@
 // cuFile: which files and which memory of a GPU it knows.
 
-#include "../bare.h"
-#include "handles.h"
+#include "bind/handles.h"
+#include "disk/bare.h"
 
 namespace gdscache {
 namespace {

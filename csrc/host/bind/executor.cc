@@ -1,6 +1,6 @@
 // The executor: moves are handed over whole, and their ends come back in lists.
 
-#include "executor.h"
+#include "bind/executor.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../checks.h"
-#include "disk.h"
+#include "bind/checks.h"
+#include "bind/disk.h"
 
 namespace gdscache {
 namespace {

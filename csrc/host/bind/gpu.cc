@@ -1,10 +1,10 @@
 // Copies to and from a GPU, behind checks of what comes from outside.
 
-#include "../gpu.h"
+#include "gpu/gpu.h"
 
-#include "../checks.h"
-#include "../executor.h"
-#include "handles.h"
+#include "bind/checks.h"
+#include "bind/handles.h"
+#include "moves/executor.h"
 
 namespace gdscache {
 namespace {

@@ -11,11 +11,11 @@
 #include <optional>
 #include <thread>
 
-#include "../cufile.h"
-#include "../disk.h"
-#include "../gpu.h"
-#include "../pages.h"
-#include "bind.h"
+#include "bind/bind.h"
+#include "cuda/cufile.h"
+#include "disk/disk.h"
+#include "gpu/gpu.h"
+#include "moves/pages.h"
 
 namespace gdscache {
 

@@ -1,9 +1,9 @@
 // Checksums, and pages between planes and extents in host memory.
 
-#include "../pages.h"
+#include "moves/pages.h"
 
-#include "../xxh3.h"
-#include "handles.h"
+#include "bind/handles.h"
+#include "hash/xxh3.h"
 
 namespace gdscache {
 namespace {

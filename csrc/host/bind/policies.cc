@@ -6,10 +6,10 @@
 #include <memory>
 #include <span>
 
-#include "../lifetimes.h"
-#include "../reuse.h"
-#include "../shadow.h"
-#include "bind.h"
+#include "bind/bind.h"
+#include "policies/lifetimes.h"
+#include "policies/reuse.h"
+#include "policies/shadow.h"
 
 namespace gdscache {
 namespace {

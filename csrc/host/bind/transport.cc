@@ -1,11 +1,11 @@
 // A transport of Python's as what a disk of threads moves bytes by.
 
-#include "disk.h"
+#include "bind/disk.h"
 
 #include <algorithm>
 
-#include "../moves.h"
-#include "../threads_disk.h"
+#include "disk/threads_disk.h"
+#include "moves/moves.h"
 
 namespace gdscache {
 namespace {

@@ -1,14 +1,14 @@
 // A CUDA driver for tests, as a library that `Cuda` opens. See fake_cuda.h.
 
-#include "fake_cuda.h"
+#include "tests/fake_cuda.h"
 
 #include <cstddef>
 #include <deque>
 #include <string>
 
-#include "fake_kernels.h"
-#include "fake_memory.h"
-#include "fake_streams.h"
+#include "tests/fake_kernels.h"
+#include "tests/fake_memory.h"
+#include "tests/fake_streams.h"
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
 // The call is counted, and may be one that fails. Most need a context.

@@ -1,6 +1,6 @@
 // A libcufile for tests, which is opened in place of the real one. See fake_cufile.h.
 
-#include "fake_cufile.h"
+#include "tests/fake_cufile.h"
 
 #include <sys/types.h>
 #include <time.h>

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../xxh3.h"
-#include "fake_cuda.h"
-#include "fake_memory.h"
+#include "hash/xxh3.h"
+#include "tests/fake_cuda.h"
+#include "tests/fake_memory.h"
 
 namespace gdscache::test {
 

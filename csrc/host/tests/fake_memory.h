@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-#include "fake_cuda.h"
+#include "tests/fake_cuda.h"
 
 #define MUST(what)                                                                                                     \
     do {                                                                                                               \

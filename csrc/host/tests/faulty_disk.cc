@@ -1,6 +1,6 @@
 // For tests: a disk that fails on order. See faulty_disk.h.
 
-#include "faulty_disk.h"
+#include "tests/faulty_disk.h"
 
 #include <algorithm>
 #include <atomic>

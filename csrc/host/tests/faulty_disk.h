@@ -4,7 +4,7 @@
 
 #include <functional>
 
-#include "../disk.h"
+#include "disk/disk.h"
 
 namespace gdscache {
 

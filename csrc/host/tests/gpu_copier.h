@@ -4,9 +4,9 @@
 
 #include <optional>
 
-#include "../gpu_server.h"
-#include "executor_caller.h"
-#include "gpu_rig.h"
+#include "gpu/gpu_server.h"
+#include "tests/executor_caller.h"
+#include "tests/gpu_rig.h"
 
 namespace gdscache::test {
 

@@ -4,9 +4,9 @@
 
 #include <numeric>
 
-#include "../gpu.h"
-#include "../pages.h"
-#include "gpu_rig.h"
+#include "gpu/gpu.h"
+#include "moves/pages.h"
+#include "tests/gpu_rig.h"
 
 namespace gdscache::test {
 

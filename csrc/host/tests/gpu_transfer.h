@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "gpu_pool.h"
+#include "tests/gpu_pool.h"
 
 namespace gdscache::test {
 

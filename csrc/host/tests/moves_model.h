@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "moves_books.h"
+#include "tests/moves_books.h"
 
 namespace gdscache::test {
 

@@ -20,10 +20,10 @@
 #include <string>
 #include <thread>
 
-#include "../disk.h"
-#include "../threads_disk.h"
-#include "check.h"
-#include "faulty_disk.h"
+#include "disk/disk.h"
+#include "disk/threads_disk.h"
+#include "tests/check.h"
+#include "tests/faulty_disk.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "executor_caller.h"
-#include "faulty_disk.h"
+#include "tests/executor_caller.h"
+#include "tests/faulty_disk.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

@@ -3,7 +3,7 @@
 #include <optional>
 #include <thread>
 
-#include "gpu_transfer.h"
+#include "tests/gpu_transfer.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

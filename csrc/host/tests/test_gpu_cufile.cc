@@ -5,7 +5,7 @@
 #include <chrono>
 #include <thread>
 
-#include "cufile_rig.h"
+#include "tests/cufile_rig.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

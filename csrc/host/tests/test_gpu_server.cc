@@ -1,8 +1,8 @@
 // The executor whose foreign copies a GPU does: round trips by all routes, copies that fail, moves that are cancelled or
 // abandoned while their copies are under way.
 
-#include "faulty_disk.h"
-#include "gpu_copier.h"
+#include "tests/faulty_disk.h"
+#include "tests/gpu_copier.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

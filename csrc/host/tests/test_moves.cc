@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "moves_model.h"
+#include "tests/moves_model.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

@@ -7,9 +7,9 @@
 #include <cstring>
 #include <memory>
 
-#include "../threads_disk.h"
-#include "../xxh3.h"
-#include "check.h"
+#include "disk/threads_disk.h"
+#include "hash/xxh3.h"
+#include "tests/check.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../xxh3.h"
-#include "check.h"
+#include "hash/xxh3.h"
+#include "tests/check.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

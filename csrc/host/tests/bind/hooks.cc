@@ -6,10 +6,10 @@
 #include <map>
 #include <mutex>
 
-#include "../../bind/disk.h"
-#include "../../bind/executor.h"
-#include "../../xxh3.h"
-#include "../faulty_disk.h"
+#include "bind/disk.h"
+#include "bind/executor.h"
+#include "hash/xxh3.h"
+#include "tests/faulty_disk.h"
 
 namespace gdscache {
 
