@@ -185,8 +185,8 @@ __device__ __forceinline__ void transfer(const Call& c) {
     u64 s##_k, u64 s##_v, u32 s##_token_stride, u32 s##_page_gap, u32 s##_layer_step, u32 s##_head_step,               \
         u32 s##_reciprocal, u32 s##_shift, u32 s##_tokens, u32 s##_table
 #define SIDE_OF(s)                                                                                                     \
-    {s##_k,          s##_v,     s##_token_stride, s##_page_gap, s##_layer_step, s##_head_step,                         \
-     s##_reciprocal, s##_shift, s##_tokens,       s##_table}
+    {s##_k,         s##_v,          s##_token_stride, s##_page_gap, s##_layer_step,                                    \
+     s##_head_step, s##_reciprocal, s##_shift,        s##_tokens,   s##_table}
 #define KERNEL(name, Index)                                                                                            \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         name(SIDE(src), SIDE(dst), const void* src_indices, const void* dst_indices, u32 items, u32 per_warp,          \

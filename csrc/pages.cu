@@ -53,7 +53,7 @@ struct Call {
     const Layer* layers;
     const Plane* planes;
     const void* blocks;  // [pages][blocks_per_page]; in the call's arguments null for those listed there
-    const void* rows;    // [pages], null for 0, 1, 2, ...
+    const void* rows;  // [pages], null for 0, 1, 2, ...
     char* extents;
     long long stride, origin, slots, pool_blocks;
     u32 pages, n_layers, first_plane, n_planes, tiles, blocks_per_page, wide;
@@ -80,7 +80,8 @@ __device__ __forceinline__ Word load(const char* p) {
 }
 // Volatile too, so that the compiler keeps all loads of a span before its first store.
 __device__ __forceinline__ void store(char* p, Word w) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                 : "memory");
 }
 #else
 __device__ __forceinline__ Word load(const char* p) { return __ldg((const Word*)p); }
@@ -149,8 +150,8 @@ __device__ __forceinline__ u32 chunk_at(u32 step, u32 lane) {
 
 // Move one span, from byte `begin` of a layer to `end` at most; `data` has what passed by, zeros for what is skipped.
 template <bool GATHER, bool SUMS>
-__device__ __forceinline__ void move_span(
-    const Call& c, const Layer& layer, u32 page, char* extent, bool there, u32 begin, u32 end, u32 lane, Chunk* data) {
+__device__ __forceinline__ void move_span(const Call& c, const Layer& layer, u32 page, char* extent, bool there,
+                                          u32 begin, u32 end, u32 lane, Chunk* data) {
 #pragma unroll
     for (u32 s = 0; s < STEPS; ++s) data[s].halves[0] = data[s].halves[1] = 0;
 #if VECTOR == 16
@@ -221,8 +222,8 @@ __device__ __forceinline__ void move(Call c) {
 
 // What a warp holds of a span, as eight sums a tile and eight for the last stripe of the layer, in shared memory. `keys`
 // are this lane's words of the secret in shared memory.
-__device__ __forceinline__ void sum_span(
-    const Chunk* data, u32 begin, u32 bytes, u32 lane, const u64* keys, u64* tiles, u64* last) {
+__device__ __forceinline__ void sum_span(const Chunk* data, u32 begin, u32 bytes, u32 lane, const u64* keys, u64* tiles,
+                                         u64* last) {
     const u32 whole = (bytes - 1) / XXH_STRIPE * XXH_STRIPE;  // the last 64 bytes are a stripe of their own
     u64 even = 0, odd = 0;
 #pragma unroll
@@ -275,9 +276,8 @@ __device__ __forceinline__ u64 finish(u64 value, const u64* last, u32 bytes, con
 }
 
 // Add the block sums of tiles `from` to `to` of a layer to its accumulators; after its last tile, its digest.
-__device__ __forceinline__ void fold(
-    const u64* tiles, const u64* last, u32 from, u32 to, u32 bytes, const char* extent, u32 lane, u64 key, u64& value,
-    u64* digest) {
+__device__ __forceinline__ void fold(const u64* tiles, const u64* last, u32 from, u32 to, u32 bytes, const char* extent,
+                                     u32 lane, u64 key, u64& value, u64* digest) {
     const u32 full = (bytes - 1) / TILE, end = min(to, full + 1);
     if (from > full) return;
 #pragma unroll 4
@@ -366,9 +366,11 @@ __device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
         long long origin, long long slots, long long pool_blocks, u32 pages, u32 n_layers, u32 first_plane,            \
         u32 n_planes, u32 tiles, u32 blocks_per_page, u32 wide, unsigned long long *skipped,                           \
         const __grid_constant__ Listed listed
-#define CALL                                                                                                           \
-    {layers, planes, blocks ? blocks : listed.words, rows, extents, stride, origin, slots, pool_blocks, pages, n_layers, first_plane,          \
-     n_planes, tiles, blocks_per_page, wide, skipped}
+// clang-format off
+#define CALL \
+    {layers, planes, blocks ? blocks : listed.words, rows, extents, stride, origin, slots, pool_blocks, pages, n_layers, \
+     first_plane, n_planes, tiles, blocks_per_page, wide, skipped}
+// clang-format on
 
 extern "C" __global__ void __launch_bounds__(1024) gather(ARGUMENTS) {
     const Call call = CALL;

@@ -24,11 +24,10 @@ typedef unsigned long long u64;
 
 // The default secret, 192 bytes as little-endian words.
 __constant__ u64 xxh_secret[24] = {
-    0xbe4ba423396cfeb8ULL, 0x1cad21f72c81017cULL, 0xdb979083e96dd4deULL, 0x1f67b3b7a4a44072ULL,
-    0x78e5c0cc4ee679cbULL, 0x2172ffcc7dd05a82ULL, 0x8e2443f7744608b8ULL, 0x4c263a81e69035e0ULL,
-    0xcb00c391bb52283cULL, 0xa32e531b8b65d088ULL, 0x4ef90da297486471ULL, 0xd8acdea946ef1938ULL,
-    0x3f349ce33f76faa8ULL, 0x1d4f0bc7c7bbdcf9ULL, 0x3159b4cd4be0518aULL, 0x647378d9c97e9fc8ULL,
-    0xc3ebd33483acc5eaULL, 0xeb6313faffa081c5ULL, 0x49daf0b751dd0d17ULL, 0x9e68d429265516d3ULL,
+    0xbe4ba423396cfeb8ULL, 0x1cad21f72c81017cULL, 0xdb979083e96dd4deULL, 0x1f67b3b7a4a44072ULL, 0x78e5c0cc4ee679cbULL,
+    0x2172ffcc7dd05a82ULL, 0x8e2443f7744608b8ULL, 0x4c263a81e69035e0ULL, 0xcb00c391bb52283cULL, 0xa32e531b8b65d088ULL,
+    0x4ef90da297486471ULL, 0xd8acdea946ef1938ULL, 0x3f349ce33f76faa8ULL, 0x1d4f0bc7c7bbdcf9ULL, 0x3159b4cd4be0518aULL,
+    0x647378d9c97e9fc8ULL, 0xc3ebd33483acc5eaULL, 0xeb6313faffa081c5ULL, 0x49daf0b751dd0d17ULL, 0x9e68d429265516d3ULL,
     0xfca1477d58be162bULL, 0xce31d07ad1b8f88fULL, 0x280416958f3acb45ULL, 0x7e404bbbcafbd7afULL};
 
 // A word of the secret at any byte.
@@ -49,7 +48,9 @@ __constant__ u64 xxh_start[8] = {XXH_PRIME32_3, XXH_PRIME64_1, XXH_PRIME64_2, XX
                                  XXH_PRIME64_4, XXH_PRIME32_2, XXH_PRIME64_5, XXH_PRIME32_1};
 
 // The scramble of accumulator `i` at the end of a block.
-__device__ __forceinline__ u64 xxh_scramble(u64 value, u64 key) { return ((value ^ (value >> 47)) ^ key) * XXH_PRIME32_1; }
+__device__ __forceinline__ u64 xxh_scramble(u64 value, u64 key) {
+    return ((value ^ (value >> 47)) ^ key) * XXH_PRIME32_1;
+}
 
 __device__ __forceinline__ u64 xxh_fold(u64 a, u64 b) { return (a * b) ^ __umul64hi(a, b); }
 

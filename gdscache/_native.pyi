@@ -1,4 +1,4 @@
-"""The native library (csrc/host). Arrays are contiguous; a wrong type of theirs is a `TypeError`.
+"""The native library (csrc/host has the headers named here). Arrays are contiguous; a wrong type is a `TypeError`.
 
 All that a call refuses is a `NativeCallError` with an errno, and has changed nothing. A call that may wait gives up the
 interpreter's lock, and hears signals every 100 ms.
@@ -72,7 +72,7 @@ def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
 
 class ReuseSample:
-    """When watched keys were used last, and at which ages keys of each class were used again: csrc/host/reuse.h.
+    """When watched keys were used last, and at which ages keys of each class were used again: policies/reuse.h.
 
     `most`: keys that are known at a time; `round`: pages stored between two conclusions, at least.
     """
@@ -97,7 +97,7 @@ class ReuseSample:
         stored; int64 (classes, ages), uses of pages of a class."""
 
 class LifetimeOrder:
-    """The eviction order by lifetimes: `policies.lifetime`, and csrc/host/lifetimes.h. Keys have 32 bytes, parents up
+    """The eviction order by lifetimes: `policies.lifetime`, and policies/lifetimes.h. Keys have 32 bytes, parents up
     to 32; others are an `InvalidValueError`. Pages are given as tuples that begin with the key and the other key."""
 
     STEPS: int  # of a period
@@ -132,7 +132,7 @@ class LifetimeKeys:
     """What `LifetimeOrder.walk` returns."""
 
 class LruShadow:
-    """LRU in the shadow of another order: csrc/host/shadow.h. Keys and pages as for `LifetimeOrder`.
+    """LRU in the shadow of another order: policies/shadow.h. Keys and pages as for `LifetimeOrder`.
 
     `keys`: pages that the tier has, the least recently used first. `shift`: of which it is shown one of 2 ** shift.
     """
@@ -254,12 +254,12 @@ class Disk:
         """Wait for what is under way; again is fine."""
 
 class CuFiles:
-    """cuFile (cufile.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
+    """cuFile (cuda/cufile.h): which files and which memory of a GPU it knows, for disks and executors. Thread-safe.
 
     Opens cuFile's driver, which may never answer, no more than `add_file` and `add_memory`. `driver`: the name of
     CUDA's; `context`: of the device whose memory it is; `library`: the path of libcufile; `log_folder`: where its log
     goes, None leaves that to its configuration; `batched`: bytes of what goes through batches at most, below 0 as
-    measured (disk.h). What a library refuses is told in its words.
+    measured (disk/disk.h). What a library refuses is told in its words.
     """
 
     def __init__(
@@ -275,13 +275,13 @@ class CuFiles:
         """Bytes that one call has moved to or from known memory, or an error (`error_text`) below 0."""
 
     def run_bare(self, file: int, address: int, nbytes: int, piece_bytes: int, threads: int, *, write: bool) -> float:
-        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see bare.h."""
+        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see disk/bare.h."""
 
     def close(self) -> None:
         """Nobody uses it any more but disks and executors that are open; again is fine."""
 
 class Gpu:
-    """Copies to and from a GPU (gpu.h). `library`: the driver's name; `spec`: see `kernels.gpu.GpuSpec`. Thread-safe.
+    """To and from a GPU (gpu/gpu.h). `library`: the driver's name; `spec`: see `kernels.gpu.GpuSpec`. Thread-safe.
 
     What the driver refuses is a `DeviceError`. Points are numbers; behind `close` the GPU is past all of them.
     """
@@ -334,7 +334,7 @@ class Gpu:
         """Wait for what is queued; no executor has it any more. Again is fine."""
 
 class Executor:
-    """Moves between spaces (executor.h). See `moves.library.NativeMoves`."""
+    """Moves between spaces (moves/executor.h). See `moves.library.NativeMoves`."""
 
     def __init__(
         self,

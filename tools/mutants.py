@@ -4,7 +4,7 @@
 
 1. The tests of `make test` run once, with coverage.py, which keeps which test enters which line; tests that fail go.
 2. Checks are found in Python (`gdscache/disk`, `tiers`, `index`: tests of `if`, of conditional expressions and
-   comprehensions, operands of `and` and `or`) and in C++ (`csrc/host/moves*`: tests of `if`).
+   comprehensions, operands of `and` and `or`) and in C++ (`csrc/host/moves/moves*`: tests of `if`).
 3. Each mutant is a copy of the tree with one of them taken out. Its tests run from the fastest on, until one fails or
    `--seconds` of them have run. Of C++ the line's tests are not known: the tests in C++ and of `tests/unit/moves` run.
 
@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ("gdscache/disk", "gdscache/tiers", "gdscache/index")
-CPP = "csrc/host/moves*.cc"
+CPP = "csrc/host/moves/moves*.cc"
 CPP_SHARE = 5  # one of so many mutants is in C++
 CPP_TESTS = ("tests/unit/moves",)
 DURATIONS = "GDSCACHE_DURATIONS"  # the file in which `pytest_runtest_logreport` writes them

@@ -6,7 +6,7 @@
 
 Setuptools compiles by the same functions (pyproject.toml names the commands below): beside the sources for an editable
 install, into the wheel otherwise. From CPython 3.12 on, one module by the stable ABI serves every version; 3.11 has one
-of its own. csrc/host itself knows nothing of Python: csrc/host/bind does, with nanobind, whose own source goes in.
+of its own. Of csrc/host only bind/ knows Python, by nanobind, whose own source goes in.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc" / "host"
 BINDINGS = SOURCES / "bind"
-HOOKS = SOURCES / "tests" / "bind"  # beside the sources alone: no wheel has them
+TESTS = SOURCES / "tests"
+HOOKS = TESTS / "bind"  # beside the sources alone: no wheel has them
 MODULE = "_native"
 ZIG = "ziglang>=0.17"
 NANOBIND = "nanobind>=3.1,<4"
 GLIBC = "2.28"  # of the wheels that `make wheels` builds: RHEL 8, Debian 10, Ubuntu 20.04
 WHEELS = {f"manylinux_{GLIBC.replace('.', '_')}_{machine}": machine for machine in ("x86_64", "aarch64")}
 
-_COMPILE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+INCLUDE = f"-I{SOURCES}"
+_COMPILE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", INCLUDE)
 _NANOBIND = ("-DNDEBUG", "-DNB_COMPACT_ASSERTIONS")
 _STABLE = ("-DPy_LIMITED_API=0x030C0000", "-include", "stdio.h")  # which Python.h leaves out then, and nanobind needs
 _THEIRS = ("-w", "-fno-strict-aliasing")  # of nanobind's own source
 _LINK = ("-shared", "-pthread", "-Wl,-s")
-_WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see memory.cc
+_WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see base/memory.cc
 _PROBE = "#include <atomic>\n#include <span>\nint f(std::span<const int> s) { return std::atomic<int>(s[0]); }\n"
 
 
@@ -150,6 +152,11 @@ def bindings(of: Python) -> tuple[Path, tuple[str, ...]]:
     return folder / "src" / "nb_combined.cpp", (*flags, *_NANOBIND, *(_STABLE if of.stable else ()))
 
 
+def plain_sources() -> list[Path]:
+    """What is compiled into the module without Python's headers."""
+    return [source for source in sorted(SOURCES.glob("*/*.cc")) if source.parent not in (BINDINGS, TESTS)]
+
+
 def build(library: Path, machine: str | None = None, of: Python | None = None) -> None:
     """Compile all sources, a file a process and as many at a time as there are processors, and link them."""
     of = of or python()
@@ -159,9 +166,9 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
             known = (*known, "-isystem", str(_debian_headers(of, machine, Path(work))))
         # The longest first.
         sources = [(theirs, (*known, *_THEIRS)), *((source, known) for source in sorted(BINDINGS.glob("*.cc")))]
-        sources += [(source, ()) for source in sorted(SOURCES.glob("*.cc"))]
+        sources += [(source, ()) for source in plain_sources()]
         if library.parent == ROOT / "gdscache" and (hooks := sorted(HOOKS.glob("*.cc"))):
-            sources += [*((source, known) for source in hooks), (SOURCES / "tests" / "faulty_disk.cc", ())]
+            sources += [*((source, known) for source in hooks), (TESTS / "faulty_disk.cc", ())]
         jobs, plain, bound = [], list[str](), list[str]()
         for n, (source, flags) in enumerate(sources):
             made = str(Path(work, f"{n}.o"))
@@ -214,7 +221,7 @@ def _check_glibc(library: Path) -> None:
 
 def is_fresh(library: Path = LIBRARY) -> bool:
     """Whether the library beside the sources is newer than all of them."""
-    inputs = [Path(__file__), *(file for folder in (SOURCES, BINDINGS, HOOKS) for file in folder.glob("*.*"))]
+    inputs = [Path(__file__), *SOURCES.glob("*/*.*"), *HOOKS.glob("*.*")]
     return library.exists() and library.stat().st_mtime > max(file.stat().st_mtime for file in inputs)
 
 

@@ -22,12 +22,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from native_build import SOURCES, system_compiler
+from native_build import INCLUDE, SOURCES, TESTS, plain_sources, system_compiler
 
-TESTS = sorted((SOURCES / "tests").glob("test_*.cc"))
+UNITS = sorted(TESTS.glob("test_*.cc"))
 # A CUDA driver and a cuFile, which tests of a GPU open where they lie.
-LIBRARIES = tuple(SOURCES / "tests" / name for name in ("fake_cuda.cc", "fake_cufile.cc"))
-WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror")
+LIBRARIES = tuple(TESTS / name for name in ("fake_cuda.cc", "fake_cufile.cc"))
+WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror", INCLUDE)
 # GCC warns that its sanitizer does not know fences; ours orders stores that it does not see either.
 KINDS = {
     "plain": ("-O1", "-g0"),
@@ -79,19 +79,19 @@ def build(kind: str, work: Path) -> list[Path]:
         probe = [*command, str(work / "probe.cc"), "-o", str(work / "probe")]
         if subprocess.run(probe, capture_output=True, check=False).returncode:
             raise SkipError(f"{command[0]} has no {kind} sanitizer")
-    tests = TESTS
+    tests = UNITS
     if "-static" in command:
         print(f"{kind}: no tests of a GPU, which open a driver: a static binary opens nothing")
-        tests = [test for test in TESTS if "gpu" not in test.stem]
-    sources = [*sorted(SOURCES.glob("*.cc")), SOURCES / "tests" / "faulty_disk.cc", *tests]
+        tests = [test for test in UNITS if "gpu" not in test.stem]
+    sources = [*plain_sources(), TESTS / "faulty_disk.cc", *tests]
     objects = [work / f"{source.stem}.o" for source in sources]
     command = [*command, *standard_headers(command, sources, work)]
     jobs = [[*command, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
     shared = [str(o) for o in objects if not o.stem.startswith("test_")]
     binaries = [work / source.stem for source in tests]
     links = [[*command, f"{binary}.o", *shared, "-o", str(binary)] for binary in binaries]
-    if tests is TESTS:
-        sums = [str(work / f"{source.stem}.o") for source in SOURCES.glob("xxh3*.cc")]
+    if tests is UNITS:
+        sums = [str(work / f"{source.stem}.o") for source in (SOURCES / "hash").glob("*.cc")]
         own = ("-shared", "-Wl,-Bsymbolic")
         links += [[*command, *own, str(one), *sums, "-o", str(work / f"lib{one.stem}.so")] for one in LIBRARIES]
     for commands in (jobs, links):

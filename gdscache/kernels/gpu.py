@@ -1,4 +1,4 @@
-"""Copies between extents and the planes of a GPU by csrc/host (gpu.h), and the points in what its streams are given."""
+"""Copies between extents and the planes of a GPU by csrc/host/gpu, and the points in what its streams are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mover for a GPU: the native library's lanes (csrc/host/gpu.h), by the way that suits the size of the pieces.
+"""The mover for a GPU: the native library's lanes (csrc/host/gpu/gpu.h), by the way that suits the size of the pieces.
 
 The copy engine between page-locked extents and a ring in GPU memory, kernels between ring and planes; or one kernel
 that reads and writes host memory itself; or the copy engine alone, into and out of the planes, which needs no kernels.

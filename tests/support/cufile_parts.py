@@ -20,7 +20,8 @@ from typing import Any, Self, TypeVar
 from tests.support.places import ROOT, SUPPORT
 
 SOURCES = SUPPORT / "stand_ins"
-CUFILE = ROOT / "csrc" / "host" / "tests" / "fake_cufile.cc"
+_HOST = ROOT / "csrc" / "host"
+CUFILE = _HOST / "tests" / "fake_cufile.cc"
 ANY = -1  # offset
 
 
@@ -71,7 +72,7 @@ def build(folder: Path) -> None:
     for name, source, options in (
         ("libcuda.so.1", SOURCES / "libcuda.c", ["-DSTAND_IN_GPU"]),
         ("libcudart.so.13", SOURCES / "libcudart.c", [f"-Wl,--version-script={SOURCES / 'libcudart.map'}"]),
-        ("libcufile.so.0", CUFILE, ["-std=c++20", "-pthread"]),
+        ("libcufile.so.0", CUFILE, ["-std=c++20", "-pthread", f"-I{_HOST}"]),
     ):
         compiler = _compiler("c++" if source.suffix == ".cc" else "cc")
         assert compiler is not None

@@ -36,7 +36,7 @@ _STAGING = 64 << 10  # so that segments are used again
 
 def built(name: str) -> ctypes.CDLL:
     """A library of csrc/host/tests, built once for these sources."""
-    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*.h")), *sorted(_SOURCES.glob("xxh3*.cc"))]
+    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *sorted(_SOURCES.glob("hash/*.cc"))]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
     if not path.exists():
@@ -45,7 +45,7 @@ def built(name: str) -> ctypes.CDLL:
         spec.loader.exec_module(tool)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        sources = [str(_TESTS / f"{name}.cc"), *map(str, sorted(_SOURCES.glob("xxh3*.cc")))]
+        sources = [str(_TESTS / f"{name}.cc"), *map(str, sorted(_SOURCES.glob("hash/*.cc")))]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
         subprocess.run([*tool.compiler(), *flags, *sources, "-o", str(fresh)], check=True)
         fresh.replace(path)

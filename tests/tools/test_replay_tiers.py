@@ -114,7 +114,7 @@ def test_machines_that_are_none_are_refused(bad: dict[str, float]) -> None:
 
 
 def test_what_is_said_twice_is_the_same() -> None:
-    library = (ROOT / "csrc" / "host" / "moves_io.cc").read_text()
+    library = (ROOT / "csrc" / "host" / "moves" / "moves_io.cc").read_text()
     assert f"kReadsPerWrite = {clock.READS_PER_WRITE};" in library
 
 

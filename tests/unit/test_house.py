@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import gdscache
 
 ROOT = Path(gdscache.__file__).parent
+HOST = ROOT.parent / "csrc" / "host"
 BASICS = (
     "arrays",
     "errors",
@@ -66,6 +68,19 @@ MAY_IMPORT = {
         "config cuda engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
     ),
     "testing": "cuda pages storage",
+}
+
+# The same of the rooms of csrc/host. Its tests include any of them.
+MAY_INCLUDE = {
+    "base": "",
+    "hash": "",
+    "cuda": "base",
+    "disk": "base cuda hash",
+    "moves": "base disk hash",
+    "gpu": "base cuda hash moves",
+    "policies": "base",
+    "bind": "base cuda disk gpu hash moves policies",
+    "tests": "base bind cuda disk gpu hash moves policies",
 }
 
 
@@ -125,12 +140,24 @@ def test_a_package_imports_what_the_table_allows(name: str) -> None:
     assert not allowed - used - {name, *BASICS}, "the table allows what nobody needs"
 
 
-def test_the_table_names_every_package_once_and_has_no_circle() -> None:
+def test_the_tables_name_everything_once_and_have_no_circle() -> None:
     assert {"_native", *map(package, imported())} == {*MAY_IMPORT, *BASICS, *TOOLS, "__main__"}
-    above: set[str] = set()
-    for name, allowed in MAY_IMPORT.items():
-        assert set(allowed.split()) <= above, f"{name} stands before what it imports"
-        above.add(name)
+    assert {path.name for path in HOST.iterdir()} == MAY_INCLUDE.keys()
+    for table in (MAY_IMPORT, MAY_INCLUDE):
+        above: set[str] = set()
+        for name, allowed in table.items():
+            assert set(allowed.split()) <= above, f"{name} stands before what it imports"
+            above.add(name)
+
+
+@pytest.mark.parametrize("room", MAY_INCLUDE)
+def test_a_room_of_the_library_includes_what_the_table_allows(room: str) -> None:
+    used = {
+        other
+        for path in (HOST / room).rglob("*.*")
+        for other in re.findall(r'^#include "([^"/]*)', path.read_text(), re.MULTILINE)
+    }
+    assert used - {room} == set(MAY_INCLUDE[room].split())
 
 
 def test_no_modules_import_each_other() -> None:

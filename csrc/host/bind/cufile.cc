@@ -1,7 +1,7 @@
 // cuFile: which files and which memory of a GPU it knows.
 
-#include "../bare.h"
-#include "handles.h"
+#include "bind/handles.h"
+#include "disk/bare.h"
 
 namespace gdscache {
 namespace {
@@ -65,8 +65,8 @@ void bind_cufile(nb::module_& module) {
     module.attr("CUFILE_ERRORS") = kCuFileErrors;
     module.def("error_text", &cufile_text, "error"_a);
     nb::class_<OpenCuFiles>(module, "CuFiles")
-        .def(nb::init<const char*, uint64_t, const char*, const Text&, int64_t>(), "driver"_a, "context"_a,
-             "library"_a, "log_folder"_a.none() = nb::none(), "batched"_a = -1)
+        .def(nb::init<const char*, uint64_t, const char*, const Text&, int64_t>(), "driver"_a, "context"_a, "library"_a,
+             "log_folder"_a.none() = nb::none(), "batched"_a = -1)
         .def("add_file", &add_file, "file"_a)
         .def("remove_file", &remove_file, "file"_a)
         .def("add_memory", &add_memory, "address"_a, "nbytes"_a)
@@ -75,10 +75,10 @@ void bind_cufile(nb::module_& module) {
         .def("run_bare", &run_bare, "file"_a, "address"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, nb::kw_only(),
              "write"_a)
         .def("close", [](OpenCuFiles& self) {
-            std::shared_ptr<CuFiles> ended = std::move(self.files);
-            const nb::gil_scoped_release others;
-            ended.reset();
-        });
+        std::shared_ptr<CuFiles> ended = std::move(self.files);
+        const nb::gil_scoped_release others;
+        ended.reset();
+    });
 }
 
 }  // namespace gdscache

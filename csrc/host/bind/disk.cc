@@ -1,8 +1,8 @@
 // Disks as Python asks for them, and the bare loop.
 
-#include "disk.h"
+#include "bind/disk.h"
 
-#include "../bare.h"
+#include "disk/bare.h"
 
 namespace gdscache {
 

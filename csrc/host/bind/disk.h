@@ -5,9 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "../memory.h"
-#include "bind.h"
-#include "handles.h"
+#include "base/memory.h"
+#include "bind/bind.h"
+#include "bind/handles.h"
 
 namespace gdscache {
 

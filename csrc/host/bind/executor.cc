@@ -1,6 +1,6 @@
 // The executor: moves are handed over whole, and their ends come back in lists.
 
-#include "executor.h"
+#include "bind/executor.h"
 
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -9,8 +9,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../checks.h"
-#include "disk.h"
+#include "bind/checks.h"
+#include "bind/disk.h"
 
 namespace gdscache {
 namespace {
@@ -55,19 +55,18 @@ struct Means {
     nb::object transport;  // of Python's, which gives files numbers of its own; or none
 };
 
-nb::object range_of(int64_t start, int64_t stop) {
-    return nb::module_::import_("builtins").attr("range")(start, stop);
-}
+nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
 
 }  // namespace
 
-OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks,
-                           const nb::dict& spaces, const nb::object& limits, const nb::object& reserve, int64_t fence,
-                           const HostPool* pool, const OpenGpu* gpu, const nb::sequence& disks, int threads) {
+OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
+                           const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool,
+                           const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
-    Limits sizes{extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
-                 {bounds.data(), bounds.data() + bounds.size()}, bytes("flying"), bytes("io"), bytes("copy"),
-                 bytes("foreign_copy")};
+    Limits sizes{extent_bytes,    static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)),
+                 page_blocks,     {bounds.data(), bounds.data() + bounds.size()},
+                 bytes("flying"), bytes("io"),
+                 bytes("copy"),   bytes("foreign_copy")};
     check(sizes);
     refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "../executor.h"
-#include "../gpu_server.h"
-#include "handles.h"
+#include "bind/handles.h"
+#include "gpu/gpu_server.h"
+#include "moves/executor.h"
 
 namespace gdscache {
 

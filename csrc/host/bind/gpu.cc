@@ -1,10 +1,10 @@
 // Copies to and from a GPU, behind checks of what comes from outside.
 
-#include "../gpu.h"
+#include "gpu/gpu.h"
 
-#include "../checks.h"
-#include "../executor.h"
-#include "handles.h"
+#include "bind/checks.h"
+#include "bind/handles.h"
+#include "moves/executor.h"
 
 namespace gdscache {
 namespace {
@@ -39,7 +39,10 @@ std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t addres
     require(blocks.size() == slots.size() * planes.page_blocks, "blocks for other pages");
     const ExtentSlots memory{address, stride, 0, extents, device, pinned, fence};
     const auto first = static_cast<int32_t>(range.start), last = static_cast<int32_t>(range.stop);
-    const PageCopies asked{load, static_cast<Route>(route), sums, first, last, slots.size(), memory, slots.data(),
+    const PageCopies asked{load,          static_cast<Route>(route),
+                           sums,          first,
+                           last,          slots.size(),
+                           memory,        slots.data(),
                            blocks.data(), {after.data(), static_cast<size_t>(after.size())}};
     check(asked, planes);
     const nb::gil_scoped_release others;
@@ -131,10 +134,15 @@ OpenGpu::OpenGpu(const char* library, const nb::object& spec) {
     for (const int64_t* row = rows.data(); row != rows.data() + rows.size(); row += 7) {
         planes.planes.push_back({row[0], row[1], row[2], row[3], row[4], row[5], row[6]});
     }
-    const PageKernels kernels{function("gather"),      function("scatter"),
-                              function("gather_sums"), function("scatter_sums"),
-                              field<uint64_t>(spec, "table"), count("vector"), count("processors"),
-                              field<bool>(spec, "sums"), field<bool>(spec, "looks")};
+    const PageKernels kernels{function("gather"),
+                              function("scatter"),
+                              function("gather_sums"),
+                              function("scatter_sums"),
+                              field<uint64_t>(spec, "table"),
+                              count("vector"),
+                              count("processors"),
+                              field<bool>(spec, "sums"),
+                              field<bool>(spec, "looks")};
     const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
     const int64_t staging = number("staging");
     check(planes, kernels, sizes, staging);

@@ -11,11 +11,11 @@
 #include <optional>
 #include <thread>
 
-#include "../cufile.h"
-#include "../disk.h"
-#include "../gpu.h"
-#include "../pages.h"
-#include "bind.h"
+#include "bind/bind.h"
+#include "cuda/cufile.h"
+#include "disk/disk.h"
+#include "gpu/gpu.h"
+#include "moves/pages.h"
 
 namespace gdscache {
 
@@ -58,8 +58,8 @@ struct OpenCuFiles {
 
 // Planes in host memory, for as long as Python or an executor has them.
 struct HostPool {
-    HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
-             int64_t block_tokens, int64_t page_blocks);
+    HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks, int64_t block_tokens,
+             int64_t page_blocks);
 
     std::shared_ptr<const Pool> pool;  // none behind `close`
 };

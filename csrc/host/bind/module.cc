@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "../cuda.h"
-#include "../memory.h"
-#include "bind.h"
+#include "base/memory.h"
+#include "bind/bind.h"
+#include "cuda/cuda.h"
 
 namespace gdscache {
 namespace {

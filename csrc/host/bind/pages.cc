@@ -1,9 +1,9 @@
 // Checksums, and pages between planes and extents in host memory.
 
-#include "../pages.h"
+#include "moves/pages.h"
 
-#include "../xxh3.h"
-#include "handles.h"
+#include "bind/handles.h"
+#include "hash/xxh3.h"
 
 namespace gdscache {
 namespace {
@@ -29,8 +29,8 @@ nb::object layer_sums(const UInt64s& extents, const Int64s& bounds) {
 
 // `kMove`: `gather` or `scatter`. The checksums, uint64 (pages, layers); (0, layers) where nobody wants them.
 template <typename Part, auto kMove>
-nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s& parts,
-                      const nb::object& layers, bool streamed, bool summed) {
+nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
+                      bool streamed, bool summed) {
     const std::shared_ptr<const Pool> kept = from.pool;
     const Pool& pool = open(kept, "the pool");
     const Range range(layers);
@@ -52,8 +52,8 @@ nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s&
 
 }  // namespace
 
-HostPool::HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
-                   int64_t block_tokens, int64_t page_blocks) {
+HostPool::HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks, int64_t block_tokens,
+                   int64_t page_blocks) {
     const int64_t count = planes.shape(0), layers = first_plane.size() - 1;
     refuse_if(!planes.has(count, 4) || count < 1 || count > 1 << 24, "no sound number of planes");
     refuse_if(layers < 1 || layers > count, "no sound number of layers");
@@ -71,8 +71,8 @@ void bind_pages(nb::module_& module) {
     module.def("layer_sums", &layer_sums, "extents"_a, "bounds"_a);
 
     nb::class_<HostPool>(module, "Pool")
-        .def(nb::init<const Int64s&, const Array<const int32_t>&, int64_t, int64_t, int64_t>(),
-             "planes"_a, "first_plane"_a, "blocks"_a, "block_tokens"_a, "page_blocks"_a)
+        .def(nb::init<const Int64s&, const Array<const int32_t>&, int64_t, int64_t, int64_t>(), "planes"_a,
+             "first_plane"_a, "blocks"_a, "block_tokens"_a, "page_blocks"_a)
         .def("gather", &move_pages<uint8_t, gather>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),
              "streamed"_a = true, "sums"_a = true)
         .def("scatter", &move_pages<const uint8_t, scatter>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),

@@ -6,10 +6,10 @@
 #include <memory>
 #include <span>
 
-#include "../lifetimes.h"
-#include "../reuse.h"
-#include "../shadow.h"
-#include "bind.h"
+#include "bind/bind.h"
+#include "policies/lifetimes.h"
+#include "policies/reuse.h"
+#include "policies/shadow.h"
 
 namespace gdscache {
 namespace {
@@ -136,11 +136,11 @@ void begin(LifetimeOrder& order, nb::handle keys, const nb::object& places, std:
     using Answer = std::optional<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
     order.begin(keys_at(keys, places), std::move(sample),
                 [learn](int64_t pages, int64_t stored) -> std::optional<LifetimeOrder::Lifetimes> {
-                    auto answer = nb::cast<Answer>(learn(pages, stored));
-                    if (!answer) return {};
-                    auto& [share, less, more] = *answer;
-                    return LifetimeOrder::Lifetimes{share, std::move(less), std::move(more)};
-                });
+        auto answer = nb::cast<Answer>(learn(pages, stored));
+        if (!answer) return {};
+        auto& [share, less, more] = *answer;
+        return LifetimeOrder::Lifetimes{share, std::move(less), std::move(more)};
+    });
 }
 
 nb::object key_or_none(const Key* key) { return key ? bytes_of(*key) : nb::none(); }
@@ -161,49 +161,51 @@ void bind_policies(nb::module_& module) {
     nb::class_<LifetimeOrder> order(module, "LifetimeOrder");
     order.def(nb::init<>())
         .def("begin", &begin, "keys"_a, "order"_a, "sample"_a, "learn"_a)
-        .def("insert", [](LifetimeOrder& self, nb::handle key, nb::handle parent) {
-            const LifetimeOrder::New page{key_of(key.ptr()), key_of(parent.ptr(), false)};
-            self.insert({&page, 1});
-        }, "key"_a, "parent"_a = nb::bytes("", 0))
-        .def("insert_all", [](LifetimeOrder& self, nb::handle pages) {
-            self.insert(pairs_of<LifetimeOrder::New>(pages));
-        }, "pages"_a)
-        .def("touch", [](LifetimeOrder& self, nb::handle key) {
-            const Key one = key_of(key.ptr());
-            self.touch({&one, 1});
-        }, "key"_a)
+        .def("insert",
+             [](LifetimeOrder& self, nb::handle key, nb::handle parent) {
+        const LifetimeOrder::New page{key_of(key.ptr()), key_of(parent.ptr(), false)};
+        self.insert({&page, 1});
+    }, "key"_a, "parent"_a = nb::bytes("", 0))
+        .def("insert_all",
+             [](LifetimeOrder& self, nb::handle pages) { self.insert(pairs_of<LifetimeOrder::New>(pages)); }, "pages"_a)
+        .def("touch",
+             [](LifetimeOrder& self, nb::handle key) {
+        const Key one = key_of(key.ptr());
+        self.touch({&one, 1});
+    }, "key"_a)
         .def("touch_all", [](LifetimeOrder& self, nb::handle keys) { self.touch(keys_of(keys)); }, "keys"_a)
-        .def("remove", [](LifetimeOrder& self, nb::handle key) {
-            const LifetimeOrder::Gone one{key_of(key.ptr()), {}};
-            self.evict({&one, 1});
-        }, "key"_a)
-        .def("evict_all", [](LifetimeOrder& self, nb::handle gone) {
-            self.evict(pairs_of<LifetimeOrder::Gone>(gone));
-        }, "gone"_a)
+        .def("remove",
+             [](LifetimeOrder& self, nb::handle key) {
+        const LifetimeOrder::Gone one{key_of(key.ptr()), {}};
+        self.evict({&one, 1});
+    }, "key"_a)
+        .def("evict_all", [](LifetimeOrder& self, nb::handle gone) { self.evict(pairs_of<LifetimeOrder::Gone>(gone)); },
+             "gone"_a)
         .def("defer", [](LifetimeOrder& self, nb::handle key) { self.defer(key_of(key.ptr())); }, "key"_a)
         .def("hasten", [](LifetimeOrder& self, nb::handle key) { self.hasten(key_of(key.ptr(), false)); }, "key"_a)
-        .def("is_deferred", [](const LifetimeOrder& self, nb::handle key) {
-            return self.is_deferred(key_of(key.ptr(), false));
-        }, "key"_a)
+        .def("is_deferred",
+             [](const LifetimeOrder& self, nb::handle key) { return self.is_deferred(key_of(key.ptr(), false)); },
+             "key"_a)
         .def("walk", [](LifetimeOrder& self) { return new LifetimeKeys(self); }, nb::keep_alive<0, 1>(),
              nb::rv_policy::take_ownership)
         .def_prop_ro("rows", &LifetimeOrder::rows)
         .def_prop_ro("levels", &LifetimeOrder::levels);
     order.attr("STEPS") = LifetimeOrder::kSteps;
     order.attr("LOTS") = LifetimeOrder::kLots;
-    order.attr("SHAPE") = nb::make_tuple(LifetimeOrder::kGroups, LifetimeOrder::kSizes, LifetimeOrder::kUsed,
-                                         LifetimeOrder::kGaps);
+    order.attr("SHAPE") =
+        nb::make_tuple(LifetimeOrder::kGroups, LifetimeOrder::kSizes, LifetimeOrder::kUsed, LifetimeOrder::kGaps);
 
     nb::class_<ShadowKeys>(module, "ShadowKeys").def("__call__", &ShadowKeys::next);
     nb::class_<LruShadow>(module, "LruShadow")
-        .def("__init__", [](LruShadow* self, nb::handle keys, int shift) {
-            new (self) LruShadow(keys_of(keys), shift);
-        }, "keys"_a = nb::make_tuple(), "shift"_a = 0)
+        .def("__init__",
+             [](LruShadow* self, nb::handle keys, int shift) { new (self) LruShadow(keys_of(keys), shift); },
+             "keys"_a = nb::make_tuple(), "shift"_a = 0)
         .def("thinned", [](const LruShadow& self, int more) { return new LruShadow(self, more); }, "more"_a,
              nb::rv_policy::take_ownership)
-        .def("insert", [](LruShadow& self, nb::handle pages, int64_t most) {
-            return self.insert(pairs_of<LruShadow::New>(pages), most);
-        }, "pages"_a, "most"_a = INT64_MAX)
+        .def("insert",
+             [](LruShadow& self, nb::handle pages, int64_t most) {
+        return self.insert(pairs_of<LruShadow::New>(pages), most);
+    }, "pages"_a, "most"_a = INT64_MAX)
         .def("touch", [](LruShadow& self, nb::handle keys) { self.touch(keys_of(keys)); }, "keys"_a)
         .def("evict", [](LruShadow& self, nb::handle keys) { self.evict(keys_of(keys)); }, "keys"_a)
         .def("drop", [](LruShadow& self, nb::handle key) { self.drop(key_of(key.ptr())); }, "key"_a)

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "bind.h"
+#include "bind/bind.h"
 
 namespace gdscache {
 namespace {

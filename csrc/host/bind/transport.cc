@@ -1,11 +1,11 @@
 // A transport of Python's as what a disk of threads moves bytes by.
 
-#include "disk.h"
+#include "bind/disk.h"
 
 #include <algorithm>
 
-#include "../moves.h"
-#include "../threads_disk.h"
+#include "disk/threads_disk.h"
+#include "moves/moves.h"
 
 namespace gdscache {
 namespace {
@@ -83,8 +83,8 @@ private:
         try {
             if (device) return ask(piece, shared_->device_memory(address, bytes, device->device), bytes, offset);
             const int access = piece.op == Op::kRead ? PyBUF_WRITE : PyBUF_READ;
-            const nb::object view = nb::steal(PyMemoryView_FromMemory(
-                reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), access));
+            const nb::object view = nb::steal(
+                PyMemoryView_FromMemory(reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), access));
             if (!view.is_valid()) throw nb::python_error();
             const int64_t answer = ask(piece, view, bytes, offset);
             view.attr("release")();  // who has kept it gets an error, and no memory

@@ -7,12 +7,12 @@
 #include <cstdlib>
 #include <vector>
 
-#define CHECK(what)                                                             \
-    do {                                                                        \
-        if (!(what)) {                                                          \
-            std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #what); \
-            std::abort();                                                       \
-        }                                                                       \
+#define CHECK(what)                                                                                                    \
+    do {                                                                                                               \
+        if (!(what)) {                                                                                                 \
+            std::fprintf(stderr, "%s:%d: not %s\n", __FILE__, __LINE__, #what);                                        \
+            std::abort();                                                                                              \
+        }                                                                                                              \
     } while (0)
 
 namespace gdscache::test {

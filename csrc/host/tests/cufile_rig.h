@@ -8,10 +8,10 @@
 #include <map>
 #include <utility>
 
-#include "../cufile.h"
-#include "../disk.h"
-#include "fake_cufile.h"
-#include "gpu_rig.h"
+#include "cuda/cufile.h"
+#include "disk/disk.h"
+#include "tests/fake_cufile.h"
+#include "tests/gpu_rig.h"
 
 namespace gdscache::test {
 

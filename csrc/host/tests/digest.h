@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../pages.h"
-#include "../xxh3.h"
+#include "hash/xxh3.h"
+#include "moves/pages.h"
 
 namespace gdscache {
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "executor_rig.h"
+#include "tests/executor_rig.h"
 
 namespace gdscache::test {
 

@@ -16,13 +16,13 @@
 #include <set>
 #include <thread>
 
-#include "../executor.h"
-#include "../threads_disk.h"
-#include "../xxh3.h"
-#include "check.h"
-#include "digest.h"
-#include "fake_cuda.h"
-#include "foreign_copies.h"
+#include "disk/threads_disk.h"
+#include "hash/xxh3.h"
+#include "moves/executor.h"
+#include "tests/check.h"
+#include "tests/digest.h"
+#include "tests/fake_cuda.h"
+#include "tests/foreign_copies.h"
 
 namespace gdscache::test {
 

@@ -1,22 +1,22 @@
 // A CUDA driver for tests, as a library that `Cuda` opens. See fake_cuda.h.
 
-#include "fake_cuda.h"
+#include "tests/fake_cuda.h"
 
 #include <cstddef>
 #include <deque>
 #include <string>
 
-#include "fake_kernels.h"
-#include "fake_memory.h"
-#include "fake_streams.h"
+#include "tests/fake_kernels.h"
+#include "tests/fake_memory.h"
+#include "tests/fake_streams.h"
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
 // The call is counted, and may be one that fails. Most need a context.
-#define CALLED(name)                                       \
-    static Counter& counter_of = counter(name);            \
+#define CALLED(name)                                                                                                   \
+    static Counter& counter_of = counter(name);                                                                        \
     if (const int code = counter_of.called()) return code
-#define CALLED_WITHIN(name) \
-    CALLED(name);           \
+#define CALLED_WITHIN(name)                                                                                            \
+    CALLED(name);                                                                                                      \
     if (contexts.empty()) return kNoContext
 
 using namespace gdscache::test;
@@ -319,8 +319,8 @@ DRIVER int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
     return 0;
 }
 
-DRIVER int cuLaunchKernel(void* kernel, unsigned grid, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
-                          void* stream, void** parameters, void** extra) {
+DRIVER int cuLaunchKernel(void* kernel, unsigned grid, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                          unsigned, void* stream, void** parameters, void** extra) {
     CALLED_WITHIN("cuLaunchKernel");
     const int32_t which = *static_cast<int32_t*>(kernel);
     MUST(grid > 0 && !parameters && extra[0] == reinterpret_cast<void*>(1) && extra[2] == reinterpret_cast<void*>(2));

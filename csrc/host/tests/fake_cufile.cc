@@ -1,6 +1,6 @@
 // A libcufile for tests, which is opened in place of the real one. See fake_cufile.h.
 
-#include "fake_cufile.h"
+#include "tests/fake_cufile.h"
 
 #include <sys/types.h>
 #include <time.h>
@@ -23,12 +23,12 @@
 #include <vector>
 
 #define CUFILE extern "C" __attribute__((visibility("default")))
-#define MUST(what)                                                                         \
-    do {                                                                                   \
-        if (!(what)) {                                                                     \
-            std::fprintf(stderr, "%s:%d: cuFile: not %s\n", __FILE__, __LINE__, #what);    \
-            std::abort();                                                                  \
-        }                                                                                  \
+#define MUST(what)                                                                                                     \
+    do {                                                                                                               \
+        if (!(what)) {                                                                                                 \
+            std::fprintf(stderr, "%s:%d: cuFile: not %s\n", __FILE__, __LINE__, #what);                                \
+            std::abort();                                                                                              \
+        }                                                                                                              \
     } while (0)
 
 using namespace gdscache::test;
@@ -135,7 +135,8 @@ ssize_t everything(int op, int fd, char* memory, size_t bytes, off_t offset) {
     size_t done = 0;
     while (done < bytes) {
         const off_t at = offset + static_cast<off_t>(done);
-        const ssize_t moved = op == 0 ? pread(fd, memory + done, bytes - done, at) : pwrite(fd, memory + done, bytes - done, at);
+        const ssize_t moved =
+            op == 0 ? pread(fd, memory + done, bytes - done, at) : pwrite(fd, memory + done, bytes - done, at);
         if (moved < 0) return -1;
         if (moved == 0) break;
         done += static_cast<size_t>(moved);
@@ -163,7 +164,8 @@ ssize_t move(int op, void* file, char* base, size_t bytes, off_t offset, off_t a
         std::unique_lock held(all.lock);
         MUST(all.files.contains(fd));
         for (Fault& one : all.faults) {
-            const bool meets = one.offset < 0 || (offset <= one.offset && one.offset < offset + static_cast<off_t>(bytes));
+            const bool meets =
+                one.offset < 0 || (offset <= one.offset && one.offset < offset + static_cast<off_t>(bytes));
             if (!one.times || one.op != op || !meets) continue;
             one.times--;
             fault = one;

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../xxh3.h"
-#include "fake_cuda.h"
-#include "fake_memory.h"
+#include "hash/xxh3.h"
+#include "tests/fake_cuda.h"
+#include "tests/fake_memory.h"
 
 namespace gdscache::test {
 
@@ -32,7 +32,10 @@ struct PlaneWords {
 class KernelRun {
 public:
     KernelRun(int32_t which, const Arguments& arguments, uint32_t threads, int64_t vector)
-        : a_(arguments), gather_(which == kGather || which == kGatherSums), sums_(which >= kGatherSums), vector_(vector) {
+        : a_(arguments),
+          gather_(which == kGather || which == kGatherSums),
+          sums_(which >= kGatherSums),
+          vector_(vector) {
         MUST(a_.pages > 0 && a_.n_layers > 0 && a_.skipped == 0);
         MUST(threads % 32 == 0 && threads >= 32 && threads <= 1024);
         if (sums_) MUST(a_.team >= 1 && threads / 32 % a_.team == 0);

@@ -12,14 +12,14 @@
 #include <mutex>
 #include <vector>
 
-#include "fake_cuda.h"
+#include "tests/fake_cuda.h"
 
-#define MUST(what)                                                                             \
-    do {                                                                                       \
-        if (!(what)) {                                                                         \
-            std::fprintf(stderr, "%s:%d: the driver: not %s\n", __FILE__, __LINE__, #what);    \
-            std::abort();                                                                      \
-        }                                                                                      \
+#define MUST(what)                                                                                                     \
+    do {                                                                                                               \
+        if (!(what)) {                                                                                                 \
+            std::fprintf(stderr, "%s:%d: the driver: not %s\n", __FILE__, __LINE__, #what);                            \
+            std::abort();                                                                                              \
+        }                                                                                                              \
     } while (0)
 
 namespace gdscache::test {
@@ -42,7 +42,8 @@ public:
     bool remove(uint64_t address, uint8_t** own) {
         const std::lock_guard held(lock_);
         auto next = std::make_unique<std::vector<Region>>(now());
-        const auto found = std::find_if(next->begin(), next->end(), [&](const Region& r) { return r.begin == address; });
+        const auto found =
+            std::find_if(next->begin(), next->end(), [&](const Region& r) { return r.begin == address; });
         if (found == next->end()) return false;
         *own = found->own;
         if (found->own) check_margins(*found);
@@ -60,9 +61,8 @@ public:
     // The same, of memory that may be the host's alone.
     uint8_t* any(uint64_t address, size_t bytes) const {
         const std::vector<Region>& all = now();
-        const bool touched = std::any_of(all.begin(), all.end(), [&](const Region& r) {
-            return address < r.end && r.begin < address + bytes;
-        });
+        const bool touched = std::any_of(all.begin(), all.end(),
+                                         [&](const Region& r) { return address < r.end && r.begin < address + bytes; });
         MUST(touched || !(address & kDeviceBit));
         MUST(!touched || one(address, bytes));
         return real(address);
@@ -93,9 +93,8 @@ private:
 
     bool one(uint64_t address, size_t bytes) const {
         const std::vector<Region>& all = now();
-        return std::any_of(all.begin(), all.end(), [&](const Region& r) {
-            return r.begin <= address && address + bytes <= r.end;
-        });
+        return std::any_of(all.begin(), all.end(),
+                           [&](const Region& r) { return r.begin <= address && address + bytes <= r.end; });
     }
 
     void publish(std::unique_ptr<std::vector<Region>> next) {

@@ -11,7 +11,7 @@
 #include <mutex>
 #include <thread>
 
-#include "fake_memory.h"
+#include "tests/fake_memory.h"
 
 namespace gdscache::test {
 

@@ -1,6 +1,6 @@
 // For tests: a disk that fails on order. See faulty_disk.h.
 
-#include "faulty_disk.h"
+#include "tests/faulty_disk.h"
 
 #include <algorithm>
 #include <atomic>
@@ -115,7 +115,7 @@ private:
                     return (some.fd == -1 || some.fd == piece.fd) && some.begin < stop && at < some.end;
                 });
                 if (place != places_.end()) {
-                    const bool counts = place->what == Failing::kShort || place->what == Failing::kTorn ||
+                    const bool counts = place->what == Failing::kShortMove || place->what == Failing::kTorn ||
                                         place->what == Failing::kFlip;
                     fault = {0, place->what, counts ? std::max<int64_t>(0, place->begin - at) : place->value};
                     met = true;
@@ -173,7 +173,7 @@ private:
         told.first += passed.some.first;
         if (what == Failing::kTorn) {
             if (over) tell_all(passed.some, INT64_MAX);
-        } else if (what == Failing::kShort) {
+        } else if (what == Failing::kShortMove) {
             if (over) tell_all(passed.some, value);
         } else if (what == Failing::kLate) {
             late_.emplace_back(Clock::now() + std::chrono::milliseconds(value), told);

@@ -4,13 +4,13 @@
 
 #include <functional>
 
-#include "../disk.h"
+#include "disk/disk.h"
 
 namespace gdscache {
 
 enum class Failing : uint8_t {
     kError = 1,  // ends with the errno `value`; no byte is moved
-    kShort = 2,  // says that only `value` bytes were moved, though all were
+    kShortMove = 2,  // says that only `value` bytes were moved, though all were
     kTorn = 3,   // moves only the first `value` bytes, and says that all were moved
     kFlip = 4,   // a read: flips a bit of the byte `value` when it has ended
     kLate = 5,   // is answered `value` milliseconds after it has ended

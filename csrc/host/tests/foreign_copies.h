@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "../executor.h"
-#include "check.h"
+#include "moves/executor.h"
+#include "tests/check.h"
 
 namespace gdscache::test {
 

@@ -4,9 +4,9 @@
 
 #include <optional>
 
-#include "../gpu_server.h"
-#include "executor_caller.h"
-#include "gpu_rig.h"
+#include "gpu/gpu_server.h"
+#include "tests/executor_caller.h"
+#include "tests/gpu_rig.h"
 
 namespace gdscache::test {
 
@@ -14,7 +14,8 @@ class GpuCopier : public Copier {
 public:
     static constexpr int64_t kFence = 4;  // slots of a registration, as the rig's reserve has it
 
-    GpuCopier(const Driver& driver, Kernels kernels, bool pinned) : driver_(driver), wanted_(kernels), pinned_(pinned) {}
+    GpuCopier(const Driver& driver, Kernels kernels, bool pinned)
+        : driver_(driver), wanted_(kernels), pinned_(pinned) {}
     ~GpuCopier() override { end(); }
 
     void prepare(Rig& rig, std::vector<Place>& places) override {
@@ -42,9 +43,15 @@ public:
         const uint64_t table = table_->give_to_device(driver_);
         driver_.vector(4);
         if (wanted_ != Kernels::kNone) {
-            kernels = {driver_.kernel(kGather),     driver_.kernel(kScatter), driver_.kernel(kGatherSums),
-                       driver_.kernel(kScatterSums), table,                    4,
-                       3,                            wanted_ >= Kernels::kSums, wanted_ == Kernels::kLooks};
+            kernels = {driver_.kernel(kGather),
+                       driver_.kernel(kScatter),
+                       driver_.kernel(kGatherSums),
+                       driver_.kernel(kScatterSums),
+                       table,
+                       4,
+                       3,
+                       wanted_ >= Kernels::kSums,
+                       wanted_ == Kernels::kLooks};
         }
         for (const int32_t space : {kCpu, kBounce}) {
             if (!pinned_) continue;

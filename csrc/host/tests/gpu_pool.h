@@ -4,9 +4,9 @@
 
 #include <numeric>
 
-#include "../gpu.h"
-#include "../pages.h"
-#include "gpu_rig.h"
+#include "gpu/gpu.h"
+#include "moves/pages.h"
+#include "tests/gpu_rig.h"
 
 namespace gdscache::test {
 
@@ -47,7 +47,8 @@ struct GpuPool {
                 planes.planes.push_back({static_cast<int64_t>(base), block, token, together ? row * tokens : row,
                                          together ? 1 : tokens, at, end});
                 const PlaneRuns& made = planes.planes.back();
-                plane_words.insert(plane_words.end(), {made.base, block, token, made.run_bytes, made.runs_per_block, end});
+                plane_words.insert(plane_words.end(),
+                                   {made.base, block, token, made.run_bytes, made.runs_per_block, end});
                 there.push_back({memory.back()->data() + first + offset, block, token, row});
                 mirrored.push_back({mirror.back().data() + first + offset, block, token, row});
                 at = end;

@@ -11,8 +11,8 @@
 #include <string>
 #include <type_traits>
 
-#include "check.h"
-#include "fake_cuda.h"
+#include "tests/check.h"
+#include "tests/fake_cuda.h"
 
 namespace gdscache::test {
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "gpu_pool.h"
+#include "tests/gpu_pool.h"
 
 namespace gdscache::test {
 
@@ -25,8 +25,8 @@ public:
         if (!tidy) shuffle(random_, chosen);
         if (random_.below(3) == 0) std::sort(chosen.begin(), chosen.end());
         const bool few = !tidy && random_.below(2) == 0;
-        chosen.resize(static_cast<size_t>(between(random_, random_.below(30) ? 1 : 0,
-                                                  few ? 1 : static_cast<int64_t>(chosen.size()))));
+        chosen.resize(static_cast<size_t>(
+            between(random_, random_.below(30) ? 1 : 0, few ? 1 : static_cast<int64_t>(chosen.size()))));
         for (const int64_t page : chosen) {
             std::vector<int64_t> some(static_cast<size_t>(planes.page_blocks));
             std::iota(some.begin(), some.end(), page * planes.page_blocks);
@@ -62,8 +62,8 @@ public:
     }
 
     PageCopies copies() const {
-        const ExtentSlots extents{address, stride, origin, told_slots, kind == Extents::kDevice,
-                                  kind == Extents::kPinned, fence};
+        const ExtentSlots extents{
+            address, stride, origin, told_slots, kind == Extents::kDevice, kind == Extents::kPinned, fence};
         return {load, route, sums, first, last, count, extents, slots.data(), blocks.data(), after};
     }
 

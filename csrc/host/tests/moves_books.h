@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "../moves.h"
-#include "check.h"
+#include "moves/moves.h"
+#include "tests/check.h"
 
 namespace gdscache::test {
 

@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "moves_books.h"
+#include "tests/moves_books.h"
 
 namespace gdscache::test {
 
@@ -89,22 +89,20 @@ public:
         CHECK(job.first == layers.first && job.last == layers.last && world.spaces[job.files].disk == disk);
         const int64_t part = job.stop - job.start, bytes = part * static_cast<int64_t>(job.pages.size());
         const int64_t extent = world.limits.extent_bytes, usual = io_bytes(job.files);
-        const bool fills = !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
+        const bool fills =
+            !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
         CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
         CHECK(job.write ? fits_write(bytes, job.files) : fits(bytes));
         for (const auto& [id, other] : books) {  // whoever goes before it could not go
             if (!(other.key() < book.key())) continue;
             CHECK(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
         }
-        const bool write_waits = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_write(entry.second, disk, false);
-        });
-        const bool write_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_write(entry.second, disk, true);
-        });
-        const bool read_could = std::any_of(books.begin(), books.end(), [&](const auto& entry) {
-            return can_read(entry.second, disk);
-        });
+        const bool write_waits = std::any_of(books.begin(), books.end(),
+                                             [&](const auto& entry) { return can_write(entry.second, disk, false); });
+        const bool write_could = std::any_of(books.begin(), books.end(),
+                                             [&](const auto& entry) { return can_write(entry.second, disk, true); });
+        const bool read_could =
+            std::any_of(books.begin(), books.end(), [&](const auto& entry) { return can_read(entry.second, disk); });
         if (book.store) {
             CHECK(!read_could || write_due());
             reads_in_row_ = reads_beside_ = 0;
@@ -193,7 +191,9 @@ public:
                                              : Status::kIoError);
             } else if (sure(row) && way(book, row).sums.empty() && !passes(way(book, row))) {  // they came with it
                 const Way& of = way(book, row);
-                const auto at = [&](int32_t space, int64_t slot) { return world.sums[space].data() + slot * world.limits.layers; };
+                const auto at = [&](int32_t space, int64_t slot) {
+                    return world.sums[space].data() + slot * world.limits.layers;
+                };
                 const uint64_t* const came = at(of.source, of.sources[row.page]);
                 const int32_t memory = of.places.empty() ? of.target : of.through;
                 CHECK(std::equal(came, came + world.limits.layers, at(memory, lying(of)[row.page])));

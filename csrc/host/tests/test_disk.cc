@@ -20,10 +20,10 @@
 #include <string>
 #include <thread>
 
-#include "../disk.h"
-#include "faulty_disk.h"
-#include "../threads_disk.h"
-#include "check.h"
+#include "disk/disk.h"
+#include "disk/threads_disk.h"
+#include "tests/check.h"
+#include "tests/faulty_disk.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -193,9 +193,12 @@ void odd(Open open) {
 void faults(Open open) {
     const std::vector<uint8_t> content = Random(4).bytes(1 << 16);
     const int file = temporary(content);
-    const auto disk = open_faulty_disk(
-        open(4), {{0, Failing::kError, EIO}, {1, Failing::kShort, 100}, {2, Failing::kTorn, 4096},
-                  {3, Failing::kFlip, 5}, {4, Failing::kLate, 5}, {5, Failing::kHang, 0}});
+    const auto disk = open_faulty_disk(open(4), {{0, Failing::kError, EIO},
+                                                 {1, Failing::kShortMove, 100},
+                                                 {2, Failing::kTorn, 4096},
+                                                 {3, Failing::kFlip, 5},
+                                                 {4, Failing::kLate, 5},
+                                                 {5, Failing::kHang, 0}});
     std::vector<uint8_t> memory(7 * 8192);
     iovec fragments[14];
     std::vector<Piece> pieces;
@@ -263,8 +266,8 @@ void turns() {
         const int files[2] = {temporary({1}), temporary({1})};
         const int wanted = copied ? 5 : 8;  // at a time, at most: of 3 + 3 writes and of 3 reads by eight threads
         Meeting meeting;
-        const auto disk = open_threads_disk(
-            8, "meeting", [&] { return std::make_unique<MeetingCaller>(meeting, wanted); });
+        const auto disk =
+            open_threads_disk(8, "meeting", [&] { return std::make_unique<MeetingCaller>(meeting, wanted); });
         CHECK(disk != nullptr);
         uint8_t memory[16];
         iovec fragment{memory, sizeof memory};
@@ -287,9 +290,7 @@ void turns() {
     }
 }
 
-std::unique_ptr<Disk> ring(int depth) {
-    return open_ring_disk(2, depth);
-}
+std::unique_ptr<Disk> ring(int depth) { return open_ring_disk(2, depth); }
 
 // The descriptors of this process's rings.
 std::vector<int> rings() {
@@ -372,9 +373,7 @@ void ring_that_fails() {
     close(file);
 }
 
-std::unique_ptr<Disk> threads(int depth) {
-    return open_threads_disk(std::min(depth, 6));
-}
+std::unique_ptr<Disk> threads(int depth) { return open_threads_disk(std::min(depth, 6)); }
 
 }  // namespace
 

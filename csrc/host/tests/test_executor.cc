@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "faulty_disk.h"
-#include "executor_caller.h"
+#include "tests/executor_caller.h"
+#include "tests/faulty_disk.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -13,27 +13,26 @@ namespace {
 
 using Open = std::unique_ptr<Disk> (*)();
 
-std::unique_ptr<Disk> threads() {
-    return open_threads_disk(3);
-}
+std::unique_ptr<Disk> threads() { return open_threads_disk(3); }
 
-std::unique_ptr<Disk> ring() {
-    return open_ring_disk(3, 8);
-}
+std::unique_ptr<Disk> ring() { return open_ring_disk(3, 8); }
 
 // Each fault of a disk costs its own page, and a page that hangs is told when it has ended, not before.
 void faults(Open open) {
-    auto disk = open_faulty_disk(
-        open(), {{0, Failing::kError, EIO}, {1, Failing::kShort, 100}, {2, Failing::kFlip, 5}, {3, Failing::kHang, 0},
-                 {4, Failing::kLate, 5}, {7, Failing::kError, ENOSPC}});
+    auto disk = open_faulty_disk(open(), {{0, Failing::kError, EIO},
+                                          {1, Failing::kShortMove, 100},
+                                          {2, Failing::kFlip, 5},
+                                          {3, Failing::kHang, 0},
+                                          {4, Failing::kLate, 5},
+                                          {7, Failing::kError, ENOSPC}});
     FaultyDisk* const faulty = disk.get();
     Rig rig(std::move(disk), 1);
     const Way way = reads(rig, 6);
     const std::vector<Group> whole = groups_of(rig.limits, {0});
     const int64_t move = rig.begin(Priority::kLoad, after(0.5), {way}, whole);
     CHECK(rig.executor->wait(move, -1, after(60)) == 0);
-    const Status expected[] = {Status::kIoError, Status::kShortRead, Status::kChecksum,
-                               Status::kDeadline, Status::kLoaded, Status::kLoaded};
+    const Status expected[] = {Status::kIoError,  Status::kShortRead, Status::kChecksum,
+                               Status::kDeadline, Status::kLoaded,    Status::kLoaded};
     const Outcome* const outcome = rig.executor->outcome(move);
     CHECK(std::equal(expected, expected + 6, outcome->statuses.begin()));
     CHECK(outcome->late == std::vector<int32_t>{3} && rig.executor->held_slots() == 1);

@@ -3,7 +3,7 @@
 #include <optional>
 #include <thread>
 
-#include "gpu_transfer.h"
+#include "tests/gpu_transfer.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -187,14 +187,13 @@ void check_pool(const Driver& driver, uint64_t seed) {
         const bool mixed = random.below(2) == 0;  // or each has neighbours
         for (int64_t page = 0; page < pool.pages; page++) {
             const auto n = parts.size();
-            parts[mixed ? random.below(n) : static_cast<size_t>(page) * n / static_cast<size_t>(pool.pages)].push_back(page);
+            parts[mixed ? random.below(n) : static_cast<size_t>(page) * n / static_cast<size_t>(pool.pages)].push_back(
+                page);
         }
         std::vector<std::thread> threads;
         for (size_t n = 0; n < parts.size(); n++) {
             if (parts[n].empty()) continue;
-            threads.emplace_back([&, n] {
-                Caller(driver, pool, *gpu, parts[n], seed * 7 + n).transfers(6, traced);
-            });
+            threads.emplace_back([&, n] { Caller(driver, pool, *gpu, parts[n], seed * 7 + n).transfers(6, traced); });
         }
         for (std::thread& thread : threads) thread.join();
         CHECK(pool.matches());

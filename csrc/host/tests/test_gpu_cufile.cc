@@ -5,7 +5,7 @@
 #include <chrono>
 #include <thread>
 
-#include "cufile_rig.h"
+#include "tests/cufile_rig.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -112,9 +112,9 @@ void faults(const Driver& driver, const FakeCuFile& fake) {
         int32_t error;
         int64_t moved;
     } const kinds[] = {
-        {kError, 5011, 5011, 0},       {kErrno, EIO, EIO, 0},      {kErrno, ENOSPC, ENOSPC, 0}, {kErrno, 0, EIO, 0},
-        {kShort, 0, 0, 0},             {kShort, 100, 0, 100},      {kMore, 1, EIO, 0},          {kMore, kUnit, EIO, 0},
-        {kSaysDone, ENOMEM, ENOMEM, 0},
+        {kError, 5011, 5011, 0}, {kErrno, EIO, EIO, 0},  {kErrno, ENOSPC, ENOSPC, 0},
+        {kErrno, 0, EIO, 0},     {kShort, 0, 0, 0},      {kShort, 100, 0, 100},
+        {kMore, 1, EIO, 0},      {kMore, kUnit, EIO, 0}, {kSaysDone, ENOMEM, ENOMEM, 0},
     };
     constexpr size_t kBad = 7;
     for (const int64_t batched : {int64_t{0}, int64_t{2 * kUnit}}) {
@@ -139,7 +139,8 @@ void faults(const Driver& driver, const FakeCuFile& fake) {
                     fake.release();
                     if (op == Op::kRead) check_same(rig, all, kBad);
                     rig.disk->submit(pieces);
-                    for (const auto& [which, answer] : rig.finish(pieces)) CHECK(answer == std::pair(0, int64_t{kUnit}));
+                    for (const auto& [which, answer] : rig.finish(pieces))
+                        CHECK(answer == std::pair(0, int64_t{kUnit}));
                 }
             }
             check_same(rig, all);
@@ -214,7 +215,8 @@ void strangers(const Driver& driver, const FakeCuFile& fake) {
                                     {3, beyond.data(), 1, rig.file, 0, Op::kRead, false}};
     rig.disk->submit(pieces);
     const CuFileRig::Answers answers = rig.finish(pieces);
-    CHECK((answers.at({1, 0}).first == EBADF && answers.at({2, 0}).first == EFAULT && answers.at({3, 0}).first == EFAULT));
+    CHECK((answers.at({1, 0}).first == EBADF && answers.at({2, 0}).first == EFAULT &&
+           answers.at({3, 0}).first == EFAULT));
     const auto refused = [](auto call, const char* said) {
         try {
             call();

@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "gpu_transfer.h"
+#include "tests/gpu_transfer.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -12,10 +12,22 @@ namespace {
 
 // Those that end something have nobody to tell, and what they keep goes with the process.
 constexpr const char* kFunctions[] = {
-    "cuCtxPushCurrent_v2", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority", "cuStreamSynchronize",
-    "cuStreamWaitEvent",   "cuEventCreate",               "cuEventRecord",              "cuEventQuery",
-    "cuEventSynchronize",  "cuEventElapsedTime",          "cuMemAlloc_v2",              "cuMemHostAlloc",
-    "cuMemcpyBatchAsync",  "cuMemcpyAsync",               "cuMemcpy2DAsync_v2",         "cuMemcpyDtoH_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxGetStreamPriorityRange",
+    "cuStreamCreateWithPriority",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuEventElapsedTime",
+    "cuMemAlloc_v2",
+    "cuMemHostAlloc",
+    "cuMemcpyBatchAsync",
+    "cuMemcpyAsync",
+    "cuMemcpy2DAsync_v2",
+    "cuMemcpyDtoH_v2",
     "cuLaunchKernel",
 };
 
@@ -119,7 +131,9 @@ int64_t fail_each(const Driver& driver, const Shape& shape, Random& random, uint
         Scenario(driver, shape);
         driver.check_empty();
         const int64_t calls = driver.calls(function) - before;
-        const auto step = [&] { return static_cast<int64_t>(random.below(static_cast<uint64_t>(calls) * 2 / most + 1)); };
+        const auto step = [&] {
+            return static_cast<int64_t>(random.below(static_cast<uint64_t>(calls) * 2 / most + 1));
+        };
         for (int64_t nth = step() / 2; nth < calls; nth += 1 + step()) {
             driver.fail(function, nth);
             const int failed = Scenario(driver, shape).failed();

@@ -1,17 +1,15 @@
 // The executor whose foreign copies a GPU does: round trips by all routes, copies that fail, moves that are cancelled or
 // abandoned while their copies are under way.
 
-#include "faulty_disk.h"
-#include "gpu_copier.h"
+#include "tests/faulty_disk.h"
+#include "tests/gpu_copier.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
 
 namespace {
 
-std::unique_ptr<Disk> disk() {
-    return open_threads_disk(3);
-}
+std::unique_ptr<Disk> disk() { return open_threads_disk(3); }
 
 struct GpuRig {
     GpuRig(const Driver& driver, Kernels kernels, bool pinned, std::unique_ptr<Disk> by = disk(),
@@ -73,8 +71,8 @@ bool is_in_planes(Rig& rig, const Way& way, int64_t page) {
 
 // What the driver refuses breaks its move, which says so, and no other.
 void broken(const Driver& driver) {
-    constexpr const char* kRefused[] = {"cuLaunchKernel", "cuEventSynchronize", "cuStreamWaitEvent", "cuMemcpyBatchAsync",
-                                        "cuEventRecord"};
+    constexpr const char* kRefused[] = {"cuLaunchKernel", "cuEventSynchronize", "cuStreamWaitEvent",
+                                        "cuMemcpyBatchAsync", "cuEventRecord"};
     driver.batches(13);
     GpuRig of(driver, Kernels::kSums, true);
     const Way way = out_of_memory(of.rig, 8);
@@ -149,8 +147,8 @@ void events(const Driver& driver) {
     };
     driver.call(stream, spoil, &rig);
     cuda.record(event, stream);
-    CHECK(rig.executor->begin({1000, Priority::kLoad, kForever, {way}, groups_of(rig.limits, {0, 2}),
-                               {reinterpret_cast<uint64_t>(event)}}));
+    CHECK(rig.executor->begin(
+        {1000, Priority::kLoad, kForever, {way}, groups_of(rig.limits, {0, 2}), {reinterpret_cast<uint64_t>(event)}}));
     CHECK(!rig.finish(1000).broken);
     for (int64_t page = 0; page < way.pages; page++) CHECK(is_in_planes(rig, way, page));
     cuda.close_event(event);

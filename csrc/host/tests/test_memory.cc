@@ -1,6 +1,6 @@
 // Memory for what cannot fail: the reserve against a model, and `new` where the system has no memory.
 
-#include "../memory.h"
+#include "base/memory.h"
 
 #include <sys/resource.h>
 
@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "check.h"
+#include "tests/check.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

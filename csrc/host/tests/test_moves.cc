@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include "moves_model.h"
+#include "tests/moves_model.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -242,8 +242,8 @@ private:
             ends.push_back({page, error});
             if (coin(20)) ends.push_back({page, 28});  // a page that is told again is as it was
         }
-        const std::vector<uint64_t> sums = found->second.job.sums && coin(2) ? sums_of(found->second.job, calm)
-                                                                                 : std::vector<uint64_t>();
+        const std::vector<uint64_t> sums =
+            found->second.job.sums && coin(2) ? sums_of(found->second.job, calm) : std::vector<uint64_t>();
         const uint64_t* const all_sums = sums.empty() ? nullptr : sums.data();
         const IoEnd none{static_cast<int32_t>(pages), 0};
         CHECK(!moves_.io_ended(id, &none, 1) && !moves_.io_ended(id + 1000000, ends.data(), 0));
@@ -263,7 +263,8 @@ private:
             const Row& row = book.rows[page.row];
             const auto stored = book.spec.ways[row.way].sums.begin() + row.page * world_.limits.layers;
             sums.insert(sums.end(), stored, stored + world_.limits.layers);
-            if (!calm && coin(8)) sums[sums.size() - 1 - random_.below(static_cast<uint64_t>(world_.limits.layers))] ^= 1;
+            if (!calm && coin(8))
+                sums[sums.size() - 1 - random_.below(static_cast<uint64_t>(world_.limits.layers))] ^= 1;
         }
         looked += job.pages.size();
         return sums;
@@ -316,13 +317,29 @@ private:
 
     void event(uint64_t most, bool calm) {
         switch (random_.below(calm ? 13 : 17)) {
-            case 0: case 1: if (model_.books.size() < most) begin(); break;
-            case 12: if (!model_.books.empty()) extend_any(); break;
-            case 2: case 3: case 4: take_io(coin(2) ? 1 : 0); break;
-            case 5: case 6: if (!model_.ios.empty()) end_io(calm); break;
-            case 7: case 8: take_copy(random_.pick(kHands)); break;
-            case 9: case 10: if (!model_.copies.empty()) end_copy(calm); break;
-            case 11: if (!model_.books.empty()) forget(any(model_.books)->second); break;
+            case 0:
+            case 1:
+                if (model_.books.size() < most) begin();
+                break;
+            case 12:
+                if (!model_.books.empty()) extend_any();
+                break;
+            case 2:
+            case 3:
+            case 4: take_io(coin(2) ? 1 : 0); break;
+            case 5:
+            case 6:
+                if (!model_.ios.empty()) end_io(calm);
+                break;
+            case 7:
+            case 8: take_copy(random_.pick(kHands)); break;
+            case 9:
+            case 10:
+                if (!model_.copies.empty()) end_copy(calm);
+                break;
+            case 11:
+                if (!model_.books.empty()) forget(any(model_.books)->second);
+                break;
             case 13:
                 if (const auto found = model_.books.empty() ? model_.books.end() : any(model_.books);
                     found != model_.books.end() && moves_.knows(found->first) && coin(4)) {

@@ -4,10 +4,10 @@
 #include <cstring>
 #include <numeric>
 
-#include "../pages.h"
-#include "../xxh3.h"
-#include "check.h"
-#include "digest.h"
+#include "hash/xxh3.h"
+#include "moves/pages.h"
+#include "tests/check.h"
+#include "tests/digest.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

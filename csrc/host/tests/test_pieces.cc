@@ -5,8 +5,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "../disk.h"
-#include "check.h"
+#include "disk/disk.h"
+#include "tests/check.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

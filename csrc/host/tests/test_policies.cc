@@ -7,11 +7,11 @@
 #include <memory>
 #include <vector>
 
-#include "../error.h"
-#include "../lifetimes.h"
-#include "../reuse.h"
-#include "../shadow.h"
-#include "check.h"
+#include "base/error.h"
+#include "policies/lifetimes.h"
+#include "policies/reuse.h"
+#include "policies/shadow.h"
+#include "tests/check.h"
 
 using namespace gdscache;
 using namespace gdscache::test;

@@ -7,9 +7,9 @@
 #include <cstring>
 #include <memory>
 
-#include "../threads_disk.h"
-#include "../xxh3.h"
-#include "check.h"
+#include "disk/threads_disk.h"
+#include "hash/xxh3.h"
+#include "tests/check.h"
 
 using namespace gdscache;
 using namespace gdscache::test;
@@ -18,8 +18,8 @@ namespace {
 
 struct File {
     std::vector<uint8_t> content;
-    int64_t bad = -1;     // where it answers EIO
-    bool whims = false;   // one call in four is interrupted, is to be tried again, or moves a few sectors
+    int64_t bad = -1;  // where it answers EIO
+    bool whims = false;  // one call in four is interrupted, is to be tried again, or moves a few sectors
     std::atomic<int> calls{0};
     std::atomic<int64_t> largest{0};
 };
@@ -86,8 +86,7 @@ Read drawn(Random& random, const File& file) {
 
 void check(File& file, Read& read, bool copied) {
     std::atomic<uint64_t> seed{7};
-    const auto disk =
-        open_threads_disk(2, "file", [&] { return std::make_unique<FileCaller>(file, seed++); });
+    const auto disk = open_threads_disk(2, "file", [&] { return std::make_unique<FileCaller>(file, seed++); });
     CHECK(disk != nullptr);
     file.calls = 0, file.largest = 0;
     const auto count = static_cast<uint32_t>(read.fragments.size());

@@ -31,7 +31,7 @@ from tests.support.small_executor import EXTENT, PAGES, Small, a_load
 WARM = 50  # executors, after which the memory of the process has its size
 GROWTH_KIB = 8 << 10  # tables of the interpreter double once in some thousands of executors
 HEAP_KIB = 1 << 10  # some 100 bytes of each of the 10,000 would be more
-LATE, HANG = 5, 6  # of csrc/host/faulty_disk.h
+LATE, HANG = 5, 6  # of csrc/host/tests/faulty_disk.h
 RING = pytest.mark.skipif(not has_ring(), reason="io_uring is not allowed here")
 DISKS = [pytest.param(False, id="threads"), pytest.param(True, id="uring", marks=RING)]
 

@@ -171,14 +171,13 @@ def test_an_interpreter_is_asked_what_its_module_is_called(build: ModuleType, tm
 def test_a_library_is_old_where_any_source_is_newer(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / "host", tmp_path / "host" / "bind"]
-    monkeypatch.setattr(build, "SOURCES", folders[0])
-    monkeypatch.setattr(build, "BINDINGS", folders[1])
+    folders = [tmp_path / "host" / "moves", tmp_path / "host" / "bind"]
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "host")
     library = tmp_path / "_native.abi3.so"
     assert not build.is_fresh(library)
     library.touch()
     for folder in folders:
-        folder.mkdir()
+        folder.mkdir(parents=True)
         for name in ("a.cc", "a.h"):
             assert build.is_fresh(library)
             (folder / name).touch()

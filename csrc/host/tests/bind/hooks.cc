@@ -6,10 +6,10 @@
 #include <map>
 #include <mutex>
 
-#include "../faulty_disk.h"
-#include "../../bind/disk.h"
-#include "../../bind/executor.h"
-#include "../../xxh3.h"
+#include "bind/disk.h"
+#include "bind/executor.h"
+#include "hash/xxh3.h"
+#include "tests/faulty_disk.h"
 
 namespace gdscache {
 
@@ -51,10 +51,11 @@ std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk) {
 class DiskHooks {
 public:
     static void fail(OpenDisk& self, const Int64s& faults) {
-        self.disk_ = open_faulty_disk(std::move(self.disk_), faults_of<Fault>(faults, 3, [](auto row, auto what, int64_t value) {
-                                          require(row[0] >= 0, "no such fault");
-                                          return Fault{static_cast<uint64_t>(row[0]), what, value};
-                                      }));
+        self.disk_ =
+            open_faulty_disk(std::move(self.disk_), faults_of<Fault>(faults, 3, [](auto row, auto what, int64_t value) {
+            require(row[0] >= 0, "no such fault");
+            return Fault{static_cast<uint64_t>(row[0]), what, value};
+        }));
     }
     static void release(OpenDisk& self) {
         auto* const disk = dynamic_cast<FaultyDisk*>(self.disk_.get());
@@ -88,9 +89,7 @@ void fill_pages(Job& job, const std::vector<Transfer>& pages) {
     job.rows = rows.array, job.slots = slots.array, job.at = places.array;
 }
 
-nb::object range_of(int64_t start, int64_t stop) {
-    return nb::module_::import_("builtins").attr("range")(start, stop);
-}
+nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
 
 }  // namespace
 
@@ -118,8 +117,19 @@ public:
         Executor& executor = self.executor();
         const IoJob* const found = Executor::Held(executor)->take_io(disk);
         if (!found) return nb::none();
-        Job job{found->id, found->move, found->write, found->sums, self.name_of(found->files),
-                self.name_of(found->memory), range_of(found->first, found->last), {}, {}, {}, {}, {}, found->start,
+        Job job{found->id,
+                found->move,
+                found->write,
+                found->sums,
+                self.name_of(found->files),
+                self.name_of(found->memory),
+                range_of(found->first, found->last),
+                {},
+                {},
+                {},
+                {},
+                {},
+                found->start,
                 found->stop};
         fill_pages(job, found->pages);
         return nb::cast(std::move(job));
@@ -134,17 +144,26 @@ public:
         const bool known = Executor::Held(self.executor())->io_ended(job, ends.data(), rows.size());
         require(known, "no pages of a job that is under way");
     }
-    static void expire(const OpenExecutor& self, Nanoseconds time) {
-        Executor::Held(self.executor())->expire(time);
-    }
+    static void expire(const OpenExecutor& self, Nanoseconds time) { Executor::Held(self.executor())->expire(time); }
 
     static nb::object take_copy(const OpenExecutor& self) {
         Executor& executor = of(self);
         const CopyJob* const found = executor.take_copy(Hands::kForeign, 0);
         if (!found) return nb::none();
-        Job job{found->id, found->move, static_cast<int>(found->copy), found->sums, {}, self.name_of(found->memory),
-                range_of(found->first, found->last), range_of(found->window, found->window + found->window_slots),
-                {}, {}, {}, {}, 0, 0};
+        Job job{found->id,
+                found->move,
+                static_cast<int>(found->copy),
+                found->sums,
+                {},
+                self.name_of(found->memory),
+                range_of(found->first, found->last),
+                range_of(found->window, found->window + found->window_slots),
+                {},
+                {},
+                {},
+                {},
+                0,
+                0};
         fill_pages(job, found->pages);
         const int64_t page_blocks = executor.limits().page_blocks;
         const Fresh<int64_t> blocks(static_cast<int64_t>(found->blocks.size()) / page_blocks, page_blocks);
@@ -156,7 +175,8 @@ public:
         require(point >= 0 && of(self).copy_queued(job, point), "no copy that is under way");
     }
     static void copy_ended(const OpenExecutor& self, int64_t job, const UInt64s& sums, const Text& broken) {
-        const bool known = of(self).copy_ended(job, sums.data(), broken && !broken->empty() ? broken->c_str() : nullptr);
+        const bool known =
+            of(self).copy_ended(job, sums.data(), broken && !broken->empty() ? broken->c_str() : nullptr);
         require(known, "no copy that is under way");
     }
 
@@ -191,8 +211,8 @@ uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
 }
 
 // Of chunks that follow each other, through the stream; copied to `out` on the way.
-uint64_t sum_of_chunks(const Array<const std::byte>& data, const Int64s& sizes,
-                       const Array<std::byte>& out, bool stream, const Text& arm) {
+uint64_t sum_of_chunks(const Array<const std::byte>& data, const Int64s& sizes, const Array<std::byte>& out,
+                       bool stream, const Text& arm) {
     const Arm& of = arm_of(arm);
     int64_t left = data.bytes();
     for (int64_t n = 0; n < sizes.size(); ++n) {
@@ -224,7 +244,8 @@ nb::tuple cut(const Int64s& requests, int64_t limit, int64_t most) {
     int64_t parts = 0;
     for (int64_t n = 0; n < count; n++) {
         const int64_t* const row = requests.data() + 4 * n;
-        const bool sound = row[0] >= 0 && row[0] <= INT32_MAX && row[1] >= 0 && row[3] >= 1 && row[1] <= INT64_MAX - row[3];
+        const bool sound =
+            row[0] >= 0 && row[0] <= INT32_MAX && row[1] >= 0 && row[3] >= 1 && row[1] <= INT64_MAX - row[3];
         require(sound && (parts += row[3] / limit + 1) <= kMostRows, "a request that makes no sense");
         given.push_back({static_cast<int32_t>(row[0]), row[1], static_cast<uint64_t>(row[2]), row[3]});
     }
@@ -277,8 +298,7 @@ void bind_hooks(nb::module_& module) {
         .def_ro("start", &Job::start)
         .def_ro("stop", &Job::stop);
     hooks.def("take_io", &ExecutorHooks::take_io, "executor"_a, "disk"_a);
-    hooks.def("io_ended", &ExecutorHooks::io_ended, "executor"_a, "job"_a, "pages"_a,
-              "error"_a = 0);
+    hooks.def("io_ended", &ExecutorHooks::io_ended, "executor"_a, "job"_a, "pages"_a, "error"_a = 0);
     hooks.def("expire", &ExecutorHooks::expire, "executor"_a, "now"_a);
     hooks.def("take_copy", &ExecutorHooks::take_copy, "executor"_a);
     hooks.def("copy_queued", &ExecutorHooks::copy_queued, "executor"_a, "job"_a, "point"_a);
@@ -288,8 +308,8 @@ void bind_hooks(nb::module_& module) {
     hooks.def("cut_and_merge", &cut, "requests"_a, "limit"_a, "most"_a = kMostFragments);
     hooks.def("has_arm", [](const std::string& name) { return find_arm(name) != nullptr; }, "name"_a);
     hooks.def("xxh3", &sum_of, "data"_a, "arm"_a.none() = nb::none());
-    hooks.def("xxh3_chunks", &sum_of_chunks, "data"_a, "sizes"_a, "out"_a.none() = nb::none(),
-              "stream"_a = false, "arm"_a.none() = nb::none());
+    hooks.def("xxh3_chunks", &sum_of_chunks, "data"_a, "sizes"_a, "out"_a.none() = nb::none(), "stream"_a = false,
+              "arm"_a.none() = nb::none());
 }
 
 }  // namespace gdscache

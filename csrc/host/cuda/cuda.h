@@ -1,0 +1,208 @@
+// The CUDA driver, loaded at run time: no toolkit is needed to build, and no GPU to load the library.
+
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+
+namespace gdscache {
+
+// What a function of the driver refused; or that there is none.
+struct CudaError : Error {
+    explicit CudaError(const std::string& why) : Error(EIO, why, "see what the CUDA driver says") {}
+};
+
+using CudaStream = void*;    // CUstream
+using CudaEvent = void*;     // CUevent
+using CudaFunction = void*;  // CUfunction
+
+// What an event is for, besides the order of streams: a thread sleeps until it happened, and keeps no core from those
+// that read; or it keeps the time, for `seconds`.
+enum class EventUse { kOrder, kSleep, kTime };
+
+// A list of copies: entry i goes from `from[i]` to `to[i]`, `most` bytes at most.
+struct CopyList {
+    std::vector<uint64_t> to, from;
+    std::vector<size_t> bytes;
+    size_t most = SIZE_MAX;
+
+    // `apart`: it is not joined with the entry before, though it may follow that on both sides.
+    void add(uint64_t target, uint64_t source, size_t size, bool apart) {
+        const bool follows = !to.empty() && to.back() + bytes.back() == target && from.back() + bytes.back() == source;
+        if (!apart && follows && size <= most - bytes.back()) {
+            bytes.back() += size;
+            return;
+        }
+        for (size_t at = 0; at < size; at += bytes.back()) {
+            to.push_back(target + at);
+            from.push_back(source + at);
+            bytes.push_back(std::min(most, size - at));
+        }
+    }
+    size_t size() const { return to.size(); }
+    void clear() { to.clear(), from.clear(), bytes.clear(); }
+};
+
+// Copies of `bytes` each, every one behind the one before by `to_step` and `from_step` bytes, which are no fewer.
+struct CopyRows {
+    uint64_t to, from;
+    size_t bytes, to_step, from_step, rows;
+};
+
+// CUDA_MEMCPY2D; the driver finds out what an address is of.
+struct CudaCopy2D {
+    struct End {
+        size_t x = 0, y = 0;
+        int type = 4;  // unified
+        void* host = nullptr;
+        uint64_t address = 0;
+        void* array = nullptr;
+        size_t pitch = 0;
+    };
+    End from, to;
+    size_t width = 0, height = 0;
+};
+
+// The driver's own.
+struct CudaFunctions {
+    const Library<CudaError> driver;
+    int (*push)(void*) = driver["cuCtxPushCurrent_v2"];
+    int (*pop)(void**) = driver["cuCtxPopCurrent_v2"];
+    int (*priorities)(int*, int*) = driver["cuCtxGetStreamPriorityRange"];
+    int (*stream_create)(CudaStream*, unsigned, int) = driver["cuStreamCreateWithPriority"];
+    int (*stream_destroy)(CudaStream) = driver["cuStreamDestroy_v2"];
+    int (*stream_synchronize)(CudaStream) = driver["cuStreamSynchronize"];
+    int (*stream_wait)(CudaStream, CudaEvent, unsigned) = driver["cuStreamWaitEvent"];
+    int (*event_create)(CudaEvent*, unsigned) = driver["cuEventCreate"];
+    int (*event_destroy)(CudaEvent) = driver["cuEventDestroy_v2"];
+    int (*event_record)(CudaEvent, CudaStream) = driver["cuEventRecord"];
+    int (*event_query)(CudaEvent) = driver["cuEventQuery"];
+    int (*event_synchronize)(CudaEvent) = driver["cuEventSynchronize"];
+    int (*event_elapsed)(float*, CudaEvent, CudaEvent) = driver["cuEventElapsedTime"];
+    int (*allocate)(uint64_t*, size_t) = driver["cuMemAlloc_v2"];
+    int (*free)(uint64_t) = driver["cuMemFree_v2"];
+    int (*host_allocate)(void**, size_t, unsigned) = driver["cuMemHostAlloc"];
+    int (*host_free)(void*) = driver["cuMemFreeHost"];
+    int (*copy)(uint64_t, uint64_t, size_t, CudaStream) = driver["cuMemcpyAsync"];
+    int (*copy_rows)(const CudaCopy2D*, CudaStream) = driver["cuMemcpy2DAsync_v2"];
+    int (*copy_to_host)(void*, uint64_t, size_t) = driver["cuMemcpyDtoH_v2"];
+    int (*launch)(CudaFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CudaStream,
+                  void**, void**) = driver["cuLaunchKernel"];
+    int (*address)(const char*, void**, int, uint64_t, int*) = driver.find("cuGetProcAddress_v2");  // since CUDA 12
+    int (*error_name)(int, const char**) = driver["cuGetErrorName"];
+    int (*capture_mode)(int*) = driver["cuThreadExchangeStreamCaptureMode"];
+};
+
+// Calls for one device. They throw `CudaError`, but for those that end something, and need its context to be current.
+class Cuda {
+public:
+    // `library`: of the driver; `context`: the device's primary one, which stays the caller's.
+    Cuda(const char* library, void* context);
+    Cuda(Cuda&&) = delete;
+
+    // While this lives the context is the calling thread's current one.
+    class Entered {
+    public:
+        explicit Entered(const Cuda& cuda) : cuda_(cuda) {
+            cuda.check("cuCtxPushCurrent", cuda.functions_->push(cuda.context_));
+        }
+        ~Entered() {
+            void* popped = nullptr;
+            cuda_.functions_->pop(&popped);
+        }
+        Entered(Entered&&) = delete;
+
+    private:
+        const Cuda& cuda_;
+    };
+
+    // What the calling thread does is none of the business of graphs that other threads record.
+    void leave_captures_alone() const {
+        int mode = 2;  // relaxed
+        check("cuThreadExchangeStreamCaptureMode", functions_->capture_mode(&mode));
+    }
+
+    // That waits for no other stream by itself. `urgent`: its kernels go before others.
+    CudaStream open_stream(bool urgent) const;
+    // What a broken context does not give back goes with the process.
+    void close_stream(CudaStream stream) const noexcept { functions_->stream_destroy(stream); }
+    void synchronize(CudaStream stream) const { check("cuStreamSynchronize", functions_->stream_synchronize(stream)); }
+
+    // One that was never recorded has happened.
+    CudaEvent open_event(EventUse use) const;
+    void close_event(CudaEvent event) const noexcept { functions_->event_destroy(event); }
+    void record(CudaEvent event, CudaStream stream) const {
+        check("cuEventRecord", functions_->event_record(event, stream));
+    }
+    void follow(CudaStream stream, CudaEvent event) const {
+        check("cuStreamWaitEvent", functions_->stream_wait(stream, event, 0));
+    }
+    bool happened(CudaEvent event) const {
+        constexpr int kNotReady = 600;
+        const int code = functions_->event_query(event);
+        if (code != kNotReady) check("cuEventQuery", code);
+        return code == 0;
+    }
+    void await(CudaEvent event) const { check("cuEventSynchronize", functions_->event_synchronize(event)); }
+    double seconds(CudaEvent from, CudaEvent to) const {
+        float milliseconds = 0;
+        check("cuEventElapsedTime", functions_->event_elapsed(&milliseconds, from, to));
+        return static_cast<double>(milliseconds) / 1e3;
+    }
+
+    uint64_t allocate(size_t bytes) const {  // of the device
+        uint64_t address = 0;
+        check("cuMemAlloc", functions_->allocate(&address, bytes));
+        return address;
+    }
+    void free(uint64_t address) const noexcept { functions_->free(address); }
+    void* allocate_host(size_t bytes) const {  // page-locked, for every context
+        void* memory = nullptr;
+        check("cuMemHostAlloc", functions_->host_allocate(&memory, bytes, 1));
+        return memory;
+    }
+    void free_host(void* memory) const noexcept { functions_->host_free(memory); }
+
+    // Entries [first, last) of a list, by one call where the driver has such batches and `pinned` says that it may.
+    void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const;
+    // Between page-locked memory and the GPU's, or within that: one call, whatever the number of rows.
+    void copy(const CopyRows& rows, CudaStream stream) const;
+    void copy_to_host(void* to, uint64_t from, size_t bytes) const {  // and wait for it
+        check("cuMemcpyDtoH", functions_->copy_to_host(to, from, bytes));
+    }
+    void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
+                CudaStream stream) const;
+
+    // How `copy` asks for batches: "batch_13", "batch_12_8" or "single".
+    const char* api() const { return api_; }
+
+private:
+    void check(const char* name, int code) const;
+
+    void* const context_;
+    std::unique_ptr<const CudaFunctions> functions_;
+    void* batch_ = nullptr;
+    const char* api_ = "single";
+};
+
+// What is closed when nobody has it any more, within its context.
+template <typename T, void (Cuda::*kClose)(T) const noexcept>
+struct CudaClose {
+    using pointer = T;
+    void operator()(T one) const noexcept { (cuda->*kClose)(one); }
+    const Cuda* cuda = nullptr;
+};
+using OwnStream = std::unique_ptr<void, CudaClose<CudaStream, &Cuda::close_stream>>;
+using OwnEvent = std::unique_ptr<void, CudaClose<CudaEvent, &Cuda::close_event>>;
+using OwnHostMemory = std::unique_ptr<void, CudaClose<void*, &Cuda::free_host>>;
+
+inline OwnStream own_stream(const Cuda& cuda, bool urgent) { return {cuda.open_stream(urgent), {&cuda}}; }
+inline OwnEvent own_event(const Cuda& cuda, EventUse use) { return {cuda.open_event(use), {&cuda}}; }
+
+}  // namespace gdscache

@@ -1,0 +1,292 @@
+#include <fcntl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <deque>
+
+#include "disk/disk.h"
+#include "disk/ring.h"
+
+namespace gdscache {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kWake = ~uint64_t{0};
+constexpr int kMostDepth = 16384;
+constexpr int kTries = 16;  // of a call that fails as it should not: the kernel may be short of memory
+constexpr timespec kPause{0, 200'000};
+constexpr auto kOpenAgain = std::chrono::milliseconds(100);
+constexpr double kLook = 0.001;  // seconds between looks at what a ring that failed still does
+constexpr auto kLastWait = std::chrono::seconds(5);
+
+class RingDisk final : public Disk {
+public:
+    RingDisk(int workers, int depth)
+        : workers_(static_cast<unsigned>(workers)), flights_(static_cast<size_t>(depth)), ring_(open_ring()) {
+        free_.reserve(flights_.size());
+        for (size_t n = flights_.size(); n-- > 0;) free_.push_back(static_cast<uint32_t>(n));
+    }
+
+    ~RingDisk() override {
+        // What the kernel has may write to memory until it has ended, so it is waited for; what waits here is dropped.
+        std::vector<Ended> ended;
+        const Clock::time_point until = Clock::now() + kLastWait;
+        while (free_.size() < flights_.size() && (old_.empty() || Clock::now() < until)) {
+            queue_.clear();
+            again_.clear();
+            if (reap(ended, old_.empty() ? -1 : kLook) < 0) nanosleep(&kPause, nullptr);
+            ended.clear();
+        }
+        // One that does not say that it is at rest stays, so that nothing of it is used again.
+        for (Old& old : old_) (void)old.ring.release();
+        while (ring_ && listening_) {
+            wake();
+            if (enter(1, -1) < 0) break;
+            take(*ring_, false, ended);
+        }
+    }
+
+    void submit(std::span<const Piece> pieces) override {
+        for (const Piece& piece : pieces) {
+            pending_++;
+            if (!is_sound(piece)) {
+                refused_.push_back({piece.tag, 0, piece.count, EINVAL, 0});
+                continue;
+            }
+            uint32_t number = static_cast<uint32_t>(left_.size());
+            if (unused_.empty()) {
+                left_.push_back(0);
+            } else {
+                number = unused_.back();
+                unused_.pop_back();
+            }
+            left_[number] = piece.count;
+            parts_.clear();
+            begin(piece, parts_);
+            for (const Part& part : parts_) queue_.push_back({piece, part, number});
+        }
+        fill();
+        if (ring_ && ring_->has_queued()) ring_->enter(0, 0);  // what it answers, the next `reap` sees too
+    }
+
+    int reap(std::vector<Ended>& ended, double seconds) override {
+        const size_t before = ended.size();
+        const Clock::time_point began = Clock::now();
+        for (;;) {
+            pending_ -= refused_.size();
+            ended.insert(ended.end(), refused_.begin(), refused_.end());
+            refused_.clear();
+            take(ended);
+            if (!open_again()) {
+                give_up(ended);
+                if (ended.size() == before) return -error_;
+                break;
+            }
+            fill();
+            if (!listening_) listen();
+            double left = seconds;
+            if (seconds > 0) {
+                left = std::max(0.0, seconds - std::chrono::duration<double>(Clock::now() - began).count());
+            }
+            const bool over = ended.size() > before || woken_ || left == 0;
+            if (!over || ring_->has_queued()) {
+                const double wait = old_.empty() || (left >= 0 && left < kLook) ? left : kLook;
+                if (const int answer = enter(over ? 0 : 1, wait); answer < 0) {
+                    failed(-answer);
+                    continue;
+                }
+            }
+            if (over) break;
+        }
+        if (ended.size() == before) take(ended);
+        if (ended.size() == before) woken_ = false;
+        return static_cast<int>(ended.size() - before);
+    }
+
+    void wake() override { event_.signal(); }
+    size_t pending() const override { return pending_; }
+    size_t depth() const override { return flights_.size(); }
+    size_t room() const override { return 2 * flights_.size(); }
+    const char* name() const override { return error_ ? "ring (failed)" : "ring"; }
+
+private:
+    struct Waiting {
+        Piece piece;
+        Part part;
+        uint32_t number;  // of the piece, in `left_`
+    };
+    struct Flight : Waiting {
+        iovec one;
+    };
+
+    // A ring that failed, while the kernel still has something of it.
+    struct Old {
+        std::unique_ptr<Ring> ring;
+        size_t flights;
+    };
+
+    std::unique_ptr<Ring> open_ring() const { return Ring::open(static_cast<unsigned>(flights_.size()) + 1, workers_); }
+
+    void listen() {
+        ring_->put(Code::kRead, event_.fd, 0, &signal_, sizeof signal_, kWake, false);
+        listening_ = true;
+    }
+
+    // Begin what waits while there is room: first what was begun before.
+    void fill() {
+        while (ring_ && !free_.empty() && (!again_.empty() || !queue_.empty())) {
+            std::deque<Waiting>& from = again_.empty() ? queue_ : again_;
+            begin_one(from.front());
+            from.pop_front();
+        }
+    }
+
+    void begin_one(const Waiting& next) {
+        const uint32_t slot = free_.back();
+        free_.pop_back();
+        Flight& flight = flights_[slot];
+        flight = {next, {}};
+        const Call call = next_call(flight.piece, flight.part, flight.one);
+        const bool reads = flight.piece.op == Op::kRead;
+        // What would have had to wait is not tried again on this thread.
+        const bool worker = flight.piece.copied || flight.part.tries;
+        const int fd = flight.piece.fd;
+        if (call.count == 1) {
+            ring_->put(reads ? Code::kRead : Code::kWrite, fd, call.offset, call.vectors->iov_base,
+                       static_cast<uint32_t>(call.bytes), slot, worker);
+        } else {
+            const Code code = reads ? Code::kReadv : Code::kWritev;
+            ring_->put(code, fd, call.offset, call.vectors, call.count, slot, worker);
+        }
+    }
+
+    // Take all completions that there are.
+    void take(std::vector<Ended>& ended) {
+        if (ring_) take(*ring_, false, ended);
+        for (Old& old : old_) old.flights -= take(*old.ring, true, ended);
+        std::erase_if(old_, [](const Old& old) { return old.flights == 0; });
+    }
+
+    // How many were flights.
+    size_t take(Ring& ring, bool old, std::vector<Ended>& ended) {
+        size_t flights = 0;
+        while (const Completion* const completion = ring.front()) {
+            const Completion got = *completion;
+            ring.pop();
+            if (got.data == kWake) {
+                if (!old) listening_ = false;
+                woken_ = true;
+                continue;
+            }
+            flights++;
+            const Flight flight = flights_[got.data];
+            free_.push_back(static_cast<uint32_t>(got.data));
+            const size_t from = ended.size();
+            parts_.clear();
+            advance(flight.piece, flight.part, got.result, ended, parts_);
+            for (const Part& part : parts_) again_.push_back({flight.piece, part, flight.number});
+            answered(flight.number, ended, from);
+        }
+        return flights;
+    }
+
+    void answered(uint32_t number, std::vector<Ended>& ended, size_t from) {
+        for (size_t n = from; n < ended.size(); n++) left_[number] -= ended[n].count;
+        if (left_[number] || from == ended.size()) return;
+        unused_.push_back(number);
+        pending_--;
+    }
+
+    // The ring does not work any more. What the kernel does not have is begun again, by another ring.
+    void failed(int error) {
+        size_t flights = flights_.size() - free_.size();
+        for (const Old& old : old_) flights -= old.flights;
+        while (const uint64_t* const data = ring_->take_back()) {
+            if (*data == kWake) continue;
+            const Flight& flight = flights_[*data];
+            again_.push_front(flight);
+            free_.push_back(static_cast<uint32_t>(*data));
+            flights--;
+        }
+        old_.push_back({std::move(ring_), flights});
+        listening_ = false;
+        woken_ = true;  // perhaps, and nobody would hear of it
+        error_ = error;
+        next_try_ = {};
+    }
+
+    // Another ring, if it can be had by now.
+    bool open_again() {
+        if (ring_) return true;
+        const Clock::time_point now = Clock::now();
+        if (now < next_try_) return false;
+        next_try_ = now + kOpenAgain;
+        try {
+            const Event event(0);  // the old ring reads the other one
+            auto ring = open_ring();
+            if (dup3(event.fd, event_.fd, O_CLOEXEC) < 0) return false;
+            ring_ = std::move(ring);
+        } catch (const Error&) {
+            return false;
+        }
+        error_ = 0;
+        return true;
+    }
+
+    // Nothing can be begun: what waits has failed.
+    void give_up(std::vector<Ended>& ended) {
+        for (std::deque<Waiting>* const from : {&again_, &queue_}) {
+            for (const Waiting& next : *from) {
+                const size_t at = ended.size();
+                ended.push_back({next.piece.tag, next.part.first, next.part.count, error_, 0});
+                answered(next.number, ended, at);
+            }
+            from->clear();
+        }
+    }
+
+    // Hand over and wait. An error that the kernel should not answer may be gone soon; then only is it the ring's.
+    int enter(unsigned wait, double seconds) {
+        for (int tries = 0;; tries++) {
+            const int answer = ring_->enter(wait, seconds);
+            if (answer == -EAGAIN && !ring_->front()) {
+                nanosleep(&kPause, nullptr);  // the kernel is short of memory
+                return 0;
+            }
+            if (answer >= 0 || answer == -ETIME || answer == -EINTR || answer == -EBUSY || answer == -EAGAIN) return 0;
+            if (tries == kTries) return answer;
+            nanosleep(&kPause, nullptr);
+            if (ring_->front()) return 0;
+        }
+    }
+
+    const Event event_{0};
+    const unsigned workers_;
+    std::vector<Flight> flights_;
+    std::unique_ptr<Ring> ring_;  // null: it failed, and no other can be had
+    std::vector<Old> old_;
+    uint64_t signal_ = 0;  // what the read of `event_` writes to
+    bool listening_ = false, woken_ = false;
+    std::atomic<int> error_{0};  // why there is no ring
+    Clock::time_point next_try_{};
+    std::vector<uint32_t> free_;  // of `flights_`
+    std::deque<Waiting> queue_, again_;
+    std::vector<uint32_t> left_;    // fragments that have not ended, by the number of a piece
+    std::vector<uint32_t> unused_;  // numbers of pieces
+    size_t pending_ = 0;
+    std::vector<Ended> refused_;  // pieces that made no sense
+    std::vector<Part> parts_;
+};
+
+}  // namespace
+
+std::unique_ptr<Disk> open_ring_disk(int workers, int depth) {
+    require(workers >= 1 && depth >= 1 && depth <= kMostDepth, "no sound number of workers, or of requests");
+    return std::make_unique<RingDisk>(workers, depth);
+}
+
+}  // namespace gdscache

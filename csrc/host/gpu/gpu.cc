@@ -1,0 +1,198 @@
+#include "gpu/gpu.h"
+
+#include <cstring>
+#include <ranges>
+#include <utility>
+
+#include "gpu/gpu_chunks.h"
+#include "hash/xxh3.h"
+#include "moves/move.h"
+
+namespace gdscache {
+namespace {
+
+constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that every GPU takes
+constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: then events give milliseconds that are 0.5 us apart
+
+LaneSizes lane_sizes(const GpuPlanes& planes, const ChunkSizes& sizes, size_t share) {
+    const auto row = static_cast<size_t>(8 * (planes.page_blocks + 1));
+    return {share, static_cast<size_t>(planes.extent_bytes), std::max<size_t>({64 << 10, share / 3 / 64, row}),
+            static_cast<size_t>(sizes.unbroken)};
+}
+
+}  // namespace
+
+Gpu::Gpu(const Cuda& cuda, GpuPlanes planes, const PageKernels& kernels, const ChunkSizes& sizes, size_t staging)
+    : cuda_(cuda),
+      planes_(std::move(planes)),
+      kernels_(kernels),
+      sizes_(sizes),
+      buffers_(cuda),
+      loads_(cuda, lane_sizes(planes_, sizes_, staging / 2), true),
+      stores_(cuda, lane_sizes(planes_, sizes_, staging / 2), false) {}
+
+void Gpu::leave_captures_alone() const noexcept {
+    try {
+        const Cuda::Entered entered(cuda_);
+        cuda_.leave_captures_alone();
+    } catch (const CudaError&) {  // then a copy that meets a graph says so
+    }
+}
+
+QueuedCopies Gpu::queue(const PageCopies& asked) {
+    QueuedCopies queued;
+    queued.pages = asked.pages, queued.first = asked.first, queued.last = asked.last;
+    queued.sums = asked.sums, queued.device = asked.extents.device;
+    if (asked.pages == 0 || asked.first == asked.last) return queued;
+    const Cuda::Entered entered(cuda_);
+    PageCopies copies = asked;
+    if (copies.extents.device) copies.route = Route::kDevice;
+    else if (!copies.extents.pinned) copies.route = Route::kStaged;
+    if (kernels_.gather == nullptr) copies.route = Route::kCopyEngine;
+    const bool alone = copies.route == Route::kCopyEngine;
+    const int64_t origin = planes_.bounds[copies.first], span = planes_.bounds[copies.last] - origin;
+    const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
+    const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
+    const bool on_gpu = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
+    Transfer transfer{copies,
+                      queued,
+                      origin,
+                      span,
+                      up(span, 16) * 16,
+                      wide,
+                      on_gpu,
+                      kMostStep / copies.extents.stride,
+                      least > 0 ? kMostStep / largest : 0};
+    Lane& lane = copies.load ? loads_ : stores_;
+    const std::lock_guard held(lane.lock);
+    const bool traced = traced_;
+    ++lane.turn;
+    try {
+        const size_t layers = static_cast<size_t>(copies.last - copies.first);
+        if (transfer.on_gpu) queued.digests = buffers_.take(static_cast<size_t>(copies.pages) * layers * 8);
+        for (const uint64_t one : copies.after) {
+            const auto event = reinterpret_cast<CudaEvent>(one);
+            if (!alone || transfer.on_gpu) cuda_.follow(lane.kernels, event);
+            if (alone) cuda_.follow(lane.copies, event);
+        }
+        if (copies.sums && !transfer.on_gpu) {
+            for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
+        }
+        if (traced) mark(transfer, lane, 0);
+        run(lane, transfer);
+        if (traced) mark(transfer, lane, 1);
+        if (!alone) queued.read = lane.read.record(lane.kernels, lane.turn);
+        queued.point = lane.join();
+        if (alone) queued.read = queued.point;
+    } catch (...) {
+        try {
+            queued.point = lane.join();
+            lane.done.await(queued.point);
+        } catch (const CudaError&) {  // nothing runs in a broken context
+        }
+        give_back(queued);
+        throw;
+    }
+    return queued;
+}
+
+void Gpu::give_back(QueuedCopies& queued) {
+    for (const HostBuffers::Buffer& table : std::exchange(queued.tables, {})) buffers_.give(table);
+    buffers_.give(std::exchange(queued.digests, {}));
+    const std::lock_guard held(times_lock_);
+    for (CudaEvent& event : queued.times) {
+        if (event != nullptr) timed_.push_back(std::exchange(event, nullptr));
+    }
+}
+
+StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
+    StreamTimes times;
+    if (queued.point == 0) return times;
+    const Cuda::Entered entered(cuda_);
+    await(queued.point);
+    const size_t layers = static_cast<size_t>(queued.last - queued.first);
+    if (sums != nullptr && queued.digests.memory != nullptr) {
+        std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);
+    }
+    try {
+        times = times_of(queued);
+    } catch (...) {
+        give_back(queued);
+        throw;
+    }
+    give_back(queued);
+    if (sums == nullptr) return times;
+    const int64_t origin = planes_.bounds[queued.first], span = planes_.bounds[queued.last] - origin;
+    std::vector<uint8_t> fetched(queued.device && !queued.parts.empty() ? static_cast<size_t>(span) : 0);
+    for (size_t page = 0; page < queued.parts.size(); ++page) {
+        const auto* part = reinterpret_cast<const uint8_t*>(queued.parts[page]);
+        if (queued.device) {
+            cuda_.copy_to_host(fetched.data(), queued.parts[page], fetched.size());
+            part = fetched.data();
+        }
+        for (int32_t layer = queued.first; layer < queued.last; ++layer) {
+            const int64_t at = planes_.bounds[layer];
+            const auto size = static_cast<size_t>(planes_.bounds[layer + 1] - at);
+            sums[page * layers + static_cast<size_t>(layer - queued.first)] = xxh3(part + (at - origin), size);
+        }
+    }
+    return times;
+}
+
+// --- times
+
+CudaEvent Gpu::timed_event() {
+    const std::lock_guard held(times_lock_);
+    if (timed_.empty()) {
+        all_timed_.push_back(own_event(cuda_, EventUse::kTime));
+        return all_timed_.back().get();
+    }
+    const CudaEvent event = timed_.back();
+    timed_.pop_back();
+    return event;
+}
+
+// Before (`which` 0) and behind (1) what a transfer queues on the streams that it needs.
+void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
+    const Route route = transfer.copies.route;
+    const bool alone = route == Route::kCopyEngine;
+    const bool needed[] = {transfer.copies.load || alone || route == Route::kStaged, !alone || transfer.on_gpu};
+    for (const int stream : {0, 1}) {
+        if (!needed[stream]) continue;
+        CudaEvent& event = transfer.queued.times[2 * stream + which];
+        event = timed_event();
+        cuda_.record(event, stream == 0 ? lane.copies : lane.kernels);
+    }
+}
+
+StreamTimes Gpu::times_of(const QueuedCopies& queued) {
+    StreamTimes times;
+    if (queued.times[1] == nullptr && queued.times[3] == nullptr) return times;
+    const std::lock_guard held(times_lock_);
+    if (anchored_ == 0 || now() - anchored_ > kAnchorAge) {
+        if (!anchor_) anchor_ = own_event(cuda_, EventUse::kTime);
+        if (!anchors_) anchors_ = own_stream(cuda_, true);
+        const Nanoseconds before = now();
+        cuda_.record(anchor_.get(), anchors_.get());
+        cuda_.await(anchor_.get());
+        anchored_ = (before + now()) / 2;
+    }
+    for (const int stream : {0, 1}) {
+        if (queued.times[2 * stream] == nullptr) continue;
+        const auto at = [&](int which) {
+            const double seconds = cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]);
+            return anchored_ + static_cast<int64_t>(seconds * 1e9);
+        };
+        times[stream] = {at(0), std::max(at(0), at(1))};
+    }
+    return times;
+}
+
+// --- points
+
+Points& Gpu::points_of(int64_t point) {
+    Points* const all[] = {&loads_.done, &stores_.done, &loads_.read, &stores_.read};
+    return *all[point % Points::kStep];
+}
+
+}  // namespace gdscache

@@ -1,0 +1,179 @@
+// What a transfer queues, chunk by chunk: see gpu.h.
+
+#include "gpu/gpu_chunks.h"
+
+#include <bit>
+#include <cstddef>
+#include <string>
+
+namespace gdscache {
+namespace {
+
+// Of csrc/pages.cu.
+constexpr int64_t kTile = 1024;
+constexpr int64_t kListedBytes = 3520;  // of block indices that fit among a kernel's arguments
+constexpr int64_t kLaunchTiles = 1 << 30;
+constexpr int64_t kLayerWords = 4;  // of the table
+
+constexpr int64_t kFirstStore = 4;  // a store's first chunk is smaller by so much: its copies wait for its kernel
+
+constexpr int32_t kStagedThreads = 256;
+constexpr int32_t kZeroCopyThreads = 1024;
+constexpr int64_t kZeroCopyBlocks = 6;
+constexpr int32_t kProcessorThreads = 512;
+// Threads of a launch: fewer do not keep memory busy, and larger blocks find no place beside a model.
+constexpr int64_t kSumsLeast = 128 * 512;
+
+// As a kernel of pages.cu takes its arguments; the last two only where it takes checksums.
+struct KernelArguments {
+    uint64_t layers, planes, blocks, rows, extents;
+    int64_t stride, origin, slots, pool_blocks;
+    uint32_t pages, n_layers, first_plane, n_planes, tiles, page_blocks, wide;
+    uint64_t skipped;
+    uint8_t listed[kListedBytes];
+    uint32_t team;
+    uint64_t digests;
+};
+
+}  // namespace
+
+// --- chunks
+
+void Gpu::run(Lane& lane, Transfer& transfer) {
+    const bool alone = transfer.copies.route == Route::kCopyEngine;
+    if (alone && !transfer.on_gpu) {
+        copy_pieces(lane, transfer, 0, transfer.copies.pages);
+        return;
+    }
+    for (Chunk chunk; cut(lane, transfer, &chunk);) {
+        transfer.copies.load ? load_chunk(lane, transfer, chunk) : store_chunk(lane, transfer, chunk);
+    }
+}
+
+// The next pages of a transfer, with a segment of their own; false behind the last.
+bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
+    const PageCopies& copies = transfer.copies;
+    const int64_t left = copies.pages - transfer.at;
+    if (left == 0) return false;
+    const bool staged = copies.route == Route::kStaged, alone = copies.route == Route::kCopyEngine;
+    const int64_t row = planes_.page_blocks + 1;
+    const int64_t bytes = staged ? static_cast<int64_t>(lane.segment_bytes) : alone ? sizes_.looked : sizes_.moved;
+    int64_t most = std::clamp<int64_t>(bytes / transfer.stride, 1, static_cast<int64_t>(lane.table_bytes) / (8 * row));
+    const int64_t listed = kListedBytes / (planes_.page_blocks * transfer.item());
+    const bool listable = (staged || alone) && listed > 0;
+    if (listable && listed >= std::min(copies.pages, most / 2)) most = std::min(most, listed);
+    int64_t pages = std::min(left, !transfer.begun && !copies.load ? up(most, kFirstStore) : most);
+    const int64_t last = std::max<int64_t>(1, sizes_.looked_last / transfer.stride);
+    if (alone && last < pages && pages == left) pages -= last;
+    *chunk = {transfer.at, pages, &lane.take(), nullptr, 0, 0};
+    if (!listable || pages > listed) {
+        chunk->table_bytes = pages * row * transfer.item();
+        const HostBuffers::Buffer table = buffers_.take(static_cast<size_t>(chunk->table_bytes));
+        transfer.queued.tables.push_back(table);
+        transfer.write(table.memory, transfer.at, pages, planes_.page_blocks, true);
+        chunk->table = table.memory;
+        chunk->rows = chunk->segment->table + static_cast<uint64_t>(pages * planes_.page_blocks * transfer.item());
+    }
+    transfer.at += pages;
+    transfer.begun = true;
+    return true;
+}
+
+// Where the copy engine alone moves the bytes, a kernel looks at the planes: at what a load has brought there, and at
+// what a store takes while it does.
+void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
+    const Route route = transfer.copies.route;
+    cuda_.follow(lane.copies, chunk.segment->done);
+    if (route == Route::kStaged) stage(lane, transfer, chunk);
+    else bring_table(chunk, lane.copies);
+    if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
+    cuda_.record(chunk.segment->copied, lane.copies);
+    cuda_.follow(lane.kernels, chunk.segment->copied);
+    launch(lane, transfer, chunk);
+    cuda_.record(chunk.segment->done, lane.kernels);
+}
+
+void Gpu::store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
+    const Route route = transfer.copies.route;
+    if (route != Route::kCopyEngine) cuda_.follow(lane.kernels, chunk.segment->copied);
+    bring_table(chunk, lane.kernels);
+    launch(lane, transfer, chunk);
+    cuda_.record(chunk.segment->done, lane.kernels);
+    if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
+    if (route != Route::kStaged) return;
+    cuda_.follow(lane.copies, chunk.segment->done);
+    stage(lane, transfer, chunk);
+    cuda_.record(chunk.segment->copied, lane.copies);
+}
+
+// --- kernels
+
+void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
+    const PageCopies& copies = transfer.copies;
+    const bool staged = copies.route == Route::kStaged, look = copies.route == Route::kCopyEngine;
+    const int32_t layers = copies.last - copies.first;
+    int64_t widest = 0, filled = 0;
+    for (int32_t layer = copies.first; layer < copies.last; ++layer) {
+        const int64_t bytes = planes_.bounds[layer + 1] - planes_.bounds[layer];
+        widest = std::max(widest, bytes);
+        filled += std::min(bytes, 2 * kTile);
+    }
+    const int64_t tiles = up(widest, kTile), work = chunk.pages * layers * tiles;
+    if (work >= kLaunchTiles) throw CudaError(std::to_string(chunk.pages) + " pages are too many for one launch");
+    KernelArguments arguments;
+    arguments.layers = kernels_.table + static_cast<uint64_t>(copies.first) * kLayerWords * 8;
+    arguments.planes = kernels_.table + static_cast<uint64_t>(planes_.layers) * kLayerWords * 8;
+    arguments.blocks = chunk.table == nullptr ? 0 : chunk.segment->table;
+    arguments.rows = staged || look ? 0 : chunk.rows;
+    arguments.extents = look ? 0 : staged ? chunk.segment->data : copies.extents.address;
+    arguments.stride = look ? 0 : staged ? transfer.stride : copies.extents.stride;
+    arguments.origin = look ? 0 : staged ? transfer.origin : copies.extents.origin;
+    arguments.slots = staged || look ? chunk.pages : copies.extents.slots;
+    if (!look) {
+        const int64_t steps[] = {static_cast<int64_t>(arguments.extents % 16), arguments.stride,
+                                 transfer.origin - arguments.origin};
+        for (const int64_t step : steps) {
+            if (step % kernels_.vector != 0) throw CudaError("extents that the kernels' accesses do not fit");
+        }
+    }
+    arguments.pool_blocks = planes_.blocks;
+    arguments.pages = static_cast<uint32_t>(chunk.pages);
+    arguments.n_layers = static_cast<uint32_t>(layers);
+    arguments.first_plane = static_cast<uint32_t>(planes_.first_plane[copies.first]);
+    arguments.n_planes = static_cast<uint32_t>(planes_.first_plane[copies.last]) - arguments.first_plane;
+    arguments.tiles = static_cast<uint32_t>(tiles);
+    arguments.page_blocks = static_cast<uint32_t>(planes_.page_blocks);
+    arguments.wide = transfer.wide;
+    arguments.skipped = 0;  // every index was checked before
+    void* const listed = arguments.listed;
+    if (chunk.table == nullptr) transfer.write(listed, chunk.first, chunk.pages, planes_.page_blocks, false);
+    // Fewer processors for a kernel that only the bus keeps busy; more where layers leave half of a warp empty.
+    const double share = static_cast<double>(filled) / static_cast<double>(2 * kTile * layers);
+    const auto wanted = static_cast<int64_t>(static_cast<double>(kZeroCopyBlocks) / std::max(share, 0.25) + 0.999999);
+    const int64_t blocks = copies.route == Route::kZeroCopy ? std::min(4 * kZeroCopyBlocks, wanted) : 0;
+    if (!transfer.on_gpu) {
+        const int32_t threads = blocks ? kZeroCopyThreads : kStagedThreads;
+        const int64_t most = blocks ? blocks : kernels_.processors * (kProcessorThreads / threads);
+        cuda_.launch(copies.load ? kernels_.scatter : kernels_.gather,
+                     static_cast<uint32_t>(std::min(most, up(work * 16, threads))), static_cast<uint32_t>(threads),
+                     &arguments, offsetof(KernelArguments, team), lane.kernels);
+        return;
+    }
+    // As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be
+    // half idle: one of them only folds.
+    const int64_t pieces = chunk.pages * layers;
+    int32_t threads = 256;
+    while (threads < 1024 && pieces * threads < kSumsLeast) threads *= 2;
+    const auto spans = static_cast<uint64_t>(up(tiles, 8));
+    const int64_t sharing = std::min<int64_t>(threads / 32, int64_t{1} << std::bit_width(spans - 1));
+    arguments.team = sharing < 4 ? 1 : static_cast<uint32_t>(sharing);
+    arguments.digests =
+        reinterpret_cast<uint64_t>(transfer.queued.digests.memory) + static_cast<uint64_t>(chunk.first * layers) * 8;
+    const int64_t most = (blocks ? 2 * blocks : kernels_.processors) * (1024 / threads);
+    const bool scatter = copies.load && !look;
+    cuda_.launch(scatter ? kernels_.scatter_sums : kernels_.gather_sums,
+                 static_cast<uint32_t>(std::min(most, up(pieces * arguments.team * 32, threads))),
+                 static_cast<uint32_t>(threads), &arguments, sizeof arguments, lane.kernels);
+}
+
+}  // namespace gdscache

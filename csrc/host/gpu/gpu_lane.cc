@@ -1,0 +1,168 @@
+#include "gpu/gpu_lane.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+namespace gdscache {
+namespace {
+
+constexpr size_t kAlignment = 4096;
+constexpr size_t kSegments = 3;
+constexpr size_t kSmallest = 4096;  // bytes of a host buffer
+
+}  // namespace
+
+// --- points
+
+int64_t Points::record(CudaStream stream, int64_t turn) {
+    const std::lock_guard held(lock_);
+    look();
+    if (free_.empty()) {
+        events_.push_back(own_event(cuda_, EventUse::kSleep));
+        free_.push_back(events_.back().get());
+    }
+    cuda_.record(free_.back(), stream);
+    last_ = turn * kStep + which_;
+    marks_.push_back({last_, free_.back(), 0});
+    free_.pop_back();
+    return last_;
+}
+
+void Points::look() {
+    while (!marks_.empty() && marks_.front().waiting == 0 && cuda_.happened(marks_.front().event)) {
+        reached_ = marks_.front().number;
+        free_.push_back(marks_.front().event);
+        marks_.pop_front();
+    }
+}
+
+Points::Mark* Points::find(int64_t point) {
+    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
+    return point <= reached_ || mark == marks_.end() ? nullptr : &*mark;
+}
+
+bool Points::reached(int64_t point) {
+    const std::lock_guard held(lock_);
+    const Mark* const mark = find(point);
+    if (!mark) return true;
+    const Cuda::Entered entered(cuda_);
+    return cuda_.happened(mark->event);
+}
+
+void Points::await(int64_t point) {
+    std::unique_lock held(lock_);
+    Mark* const mark = find(point);
+    if (!mark) return;
+    const Cuda::Entered entered(cuda_);
+    ++mark->waiting;  // nobody takes its event meanwhile; a deque's ends leave the others where they are
+    held.unlock();
+    try {
+        cuda_.await(mark->event);
+    } catch (...) {
+        held.lock();
+        --mark->waiting;
+        throw;
+    }
+    held.lock();
+    --mark->waiting;
+    look();
+}
+
+void Points::follow(CudaStream stream, int64_t point) {
+    const std::lock_guard held(lock_);
+    const Mark* const mark = find(point);
+    if (!mark) return;
+    const Cuda::Entered entered(cuda_);
+    cuda_.follow(stream, mark->event);
+}
+
+// --- host memory
+
+HostBuffers::Buffer HostBuffers::take(size_t bytes) {
+    const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
+    const auto power = static_cast<size_t>(std::countr_zero(size));
+    {
+        const std::lock_guard held(lock_);
+        if (free_.size() <= power) free_.resize(power + 1);
+        if (!free_[power].empty()) {
+            void* const memory = free_[power].back();
+            free_[power].pop_back();
+            return {memory, size};
+        }
+    }
+    OwnHostMemory memory(cuda_.allocate_host(size), {&cuda_});
+    const std::lock_guard held(lock_);
+    all_.push_back(std::move(memory));
+    return {all_.back().get(), size};
+}
+
+void HostBuffers::give(Buffer buffer) {
+    if (buffer.memory == nullptr) return;
+    const std::lock_guard held(lock_);
+    free_[static_cast<size_t>(std::countr_zero(buffer.bytes))].push_back(buffer.memory);
+}
+
+// --- lanes
+
+Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
+    : loads(for_loads),
+      unbroken(sizes.unbroken),
+      done(cuda, for_loads ? 0 : 1),
+      read(cuda, for_loads ? 2 : 3),
+      cuda_(cuda),
+      streams_{own_stream(cuda, false), own_stream(cuda, false), own_stream(cuda, for_loads)},
+      resting_(streams_[1].get()),
+      joint_(event()),
+      turned_(event()) {
+    copies = streams_[0].get(), kernels = streams_[2].get();
+    const size_t smallest = (sizes.least + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t count = std::clamp<size_t>(sizes.share / smallest, 1, kSegments);
+    segment_bytes = std::max(smallest, sizes.share / count / kAlignment * kAlignment);
+    table_bytes = (sizes.table + kAlignment - 1) / kAlignment * kAlignment;
+    for (size_t n = 0; n < count; ++n) {
+        segments_.push_back({n * segment_bytes, count * segment_bytes + n * table_bytes, event(), event()});
+    }
+    memory_ = cuda.allocate(count * (segment_bytes + table_bytes));  // and nothing fails behind it
+    for (Segment& segment : segments_) segment.data += memory_, segment.table += memory_;
+}
+
+Lane::~Lane() {
+    for (const OwnStream& stream : streams_) {
+        try {
+            cuda_.synchronize(stream.get());
+        } catch (const CudaError&) {  // its context is broken: nothing runs there any more
+        }
+    }
+    cuda_.free(memory_);
+}
+
+CudaEvent Lane::event() {
+    events_.push_back(own_event(cuda_, EventUse::kOrder));
+    return events_.back().get();
+}
+
+Segment& Lane::take() {
+    Segment& segment = segments_[next_];
+    next_ = (next_ + 1) % segments_.size();
+    return segment;
+}
+
+void Lane::make_way(size_t bytes) {
+    if (gone_ > 0 && gone_ + bytes > unbroken) {
+        cuda_.record(turned_, copies);
+        cuda_.follow(resting_, turned_);
+        std::swap(copies, resting_);
+        gone_ = 0;
+    }
+    gone_ += bytes;
+}
+
+int64_t Lane::join() {
+    const CudaStream last = loads ? kernels : copies, other = loads ? copies : kernels;
+    cuda_.record(joint_, other);
+    cuda_.follow(last, joint_);
+    return done.record(last, turn);
+}
+
+}  // namespace gdscache

@@ -1,0 +1,127 @@
+#include "gpu/gpu_server.h"
+
+#include <exception>
+#include <functional>
+#include <limits>
+#include <utility>
+
+#include "base/memory.h"
+#include "base/quiet.h"
+
+namespace gdscache {
+namespace {
+
+constexpr Span::Kind kStreams[2][2] = {{Span::Kind::kLoadCopies, Span::Kind::kLoadKernels},
+                                       {Span::Kind::kStoreCopies, Span::Kind::kStoreKernels}};
+
+}  // namespace
+
+Span GpuServer::span(Span::Kind kind, int64_t move, const QueuedCopies& copies, StreamTime time) const {
+    const std::vector<int64_t>& bounds = gpu_.planes().bounds;
+    const int64_t bytes = copies.pages * (bounds[copies.last] - bounds[copies.first]);
+    return {kind, copies.first, copies.last, move, copies.pages, bytes, time.begin, time.end};
+}
+
+GpuServer::GpuServer(Executor& executor, Gpu& gpu) : executor_(executor), gpu_(gpu) {
+    try {
+        start(threads_, "gds-load", 0, &GpuServer::queue, this, Hands::kForeignLoads, std::ref(loads_));
+        start(threads_, "gds-load", 1, &GpuServer::end, this, std::ref(loads_));
+        start(threads_, "gds-store", 0, &GpuServer::queue, this, Hands::kForeignStores, std::ref(stores_));
+        start(threads_, "gds-store", 1, &GpuServer::end, this, std::ref(stores_));
+    } catch (...) {
+        join();
+        throw;
+    }
+}
+
+GpuServer::~GpuServer() { join(); }
+
+void GpuServer::join() {
+    executor_.stop();
+    for (size_t n = 0; n < threads_.size(); n += 2) threads_[n].join();  // nothing is queued any more
+    for (Direction* const direction : {&loads_, &stores_}) {
+        const std::lock_guard held(direction->lock);
+        direction->over = true;
+        direction->changed.notify_all();
+    }
+    for (size_t n = 1; n < threads_.size(); n += 2) threads_[n].join();
+}
+
+PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) const {
+    const Place& place = executor_.places()[job.memory];
+    slots->clear();
+    for (const Transfer& page : job.pages) slots->push_back(page.slot);
+    const int64_t base = job.window * executor_.limits().extent_bytes;
+    const bool part = job.window_slots != 0;
+    const int64_t count = part ? job.window_slots * executor_.limits().extent_bytes / job.stride : place.slots;
+    const ExtentSlots extents{reinterpret_cast<uint64_t>(place.memory) + static_cast<uint64_t>(base),
+                              job.stride,
+                              job.origin,
+                              count,
+                              place.foreign,
+                              place.pinned,
+                              part ? 0 : place.fence};
+    const auto pages = static_cast<int64_t>(job.pages.size());
+    return {job.copy == Copy::kScatter,
+            static_cast<Route>(job.route),
+            job.sums,
+            job.first,
+            job.last,
+            pages,
+            extents,
+            slots->data(),
+            job.blocks.data(),
+            job.after};
+}
+
+void GpuServer::queue(Hands hands, Direction& direction) {
+    const MustNotFail reserve;
+    std::vector<int64_t> slots;
+    gpu_.leave_captures_alone();
+    while (const CopyJob* const job = executor_.take_copy(hands, std::numeric_limits<Nanoseconds>::max())) {
+        const int64_t number = job->id, move = job->move;
+        try {
+            if (job->copy == Copy::kDigest) throw CudaError("a look at memory of a GPU, which nothing asks for");
+            const bool load = job->copy == Copy::kScatter;
+            const Nanoseconds begin = now();
+            QueuedCopies queued = gpu_.queue(copies(*job, &slots));
+            executor_.tell(span(load ? Span::Kind::kScatter : Span::Kind::kGather, move, queued, {begin, now()}));
+            executor_.copy_queued(number, load ? queued.point : queued.read);
+            const std::lock_guard held(direction.lock);
+            direction.queued.push_back({number, move, load, std::move(queued)});
+            direction.changed.notify_one();
+        } catch (const std::exception& error) {
+            executor_.copy_ended(number, nullptr, error.what());
+        }
+    }
+}
+
+void GpuServer::end(Direction& direction) {
+    const MustNotFail reserve;
+    std::vector<uint64_t> sums;
+    gpu_.leave_captures_alone();
+    while (true) {
+        std::unique_lock held(direction.lock);
+        direction.changed.wait(held, [&] { return direction.over || !direction.queued.empty(); });
+        if (direction.queued.empty()) return;
+        Queued queued = std::move(direction.queued.front());
+        direction.queued.pop_front();
+        held.unlock();
+        QueuedCopies& copies = queued.copies;
+        try {
+            const Nanoseconds begin = now();
+            sums.resize(static_cast<size_t>(copies.pages * (copies.last - copies.first)));
+            const StreamTimes times = gpu_.finish(copies, copies.sums ? sums.data() : nullptr);
+            executor_.tell(span(Span::Kind::kDigest, queued.move, copies, {begin, now()}));
+            for (const int stream : {0, 1}) {
+                if (times[stream].begin == times[stream].end) continue;
+                executor_.tell(span(kStreams[queued.load ? 0 : 1][stream], queued.move, copies, times[stream]));
+            }
+            executor_.copy_ended(queued.job, copies.sums ? sums.data() : nullptr, nullptr);
+        } catch (const std::exception& error) {
+            executor_.copy_ended(queued.job, nullptr, error.what());
+        }
+    }
+}
+
+}  // namespace gdscache

@@ -1,0 +1,242 @@
+#include "hash/xxh3.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "hash/xxh3_arms.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the words of inputs are read as they lie");
+
+namespace gdscache {
+
+using namespace xxh3_detail;
+
+namespace {
+
+constexpr size_t kShort = 240;  // inputs of up to so many bytes have forms of their own
+
+uint64_t word(const uint8_t* at) {
+    uint64_t value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+uint64_t half_word(const uint8_t* at) {
+    uint32_t value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
+uint64_t key(size_t byte) { return word(secret() + byte); }
+
+uint64_t rotated(uint64_t value, int bits) { return value << bits | value >> (64 - bits); }
+
+// Both halves of the product of 128 bits, one over the other.
+uint64_t folded(uint64_t a, uint64_t b) {
+    const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
+    return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+// The last step of most forms.
+uint64_t finished(uint64_t value) {
+    value = (value ^ value >> 37) * 0x165667919E3779F9u;
+    return value ^ value >> 32;
+}
+
+// The last step of XXH64, which the shortest forms take over.
+uint64_t finished_as_xxh64(uint64_t value) {
+    value = (value ^ value >> 33) * kPrime64_2;
+    value = (value ^ value >> 29) * kPrime64_3;
+    return value ^ value >> 32;
+}
+
+uint64_t up_to_3(const uint8_t* in, size_t size) {
+    const uint64_t spread =
+        uint64_t{in[0]} << 16 | uint64_t{in[size / 2]} << 24 | uint64_t{in[size - 1]} | uint64_t{size} << 8;
+    return finished_as_xxh64(spread ^ half_word(secret()) ^ half_word(secret() + 4));
+}
+
+uint64_t from_4_to_8(const uint8_t* in, size_t size) {
+    const uint64_t both = half_word(in) << 32 | half_word(in + size - 4);
+    uint64_t value = both ^ key(8) ^ key(16);
+    value ^= rotated(value, 49) ^ rotated(value, 24);
+    value *= 0x9FB21C651E98DF25u;
+    value ^= (value >> 35) + size;
+    value *= 0x9FB21C651E98DF25u;
+    return value ^ value >> 28;
+}
+
+uint64_t from_9_to_16(const uint8_t* in, size_t size) {
+    const uint64_t low = word(in) ^ key(24) ^ key(32);
+    const uint64_t high = word(in + size - 8) ^ key(40) ^ key(48);
+    return finished(size + __builtin_bswap64(low) + high + folded(low, high));
+}
+
+uint64_t pair(const uint8_t* in, size_t secret_byte) {
+    return folded(word(in) ^ key(secret_byte), word(in + 8) ^ key(secret_byte + 8));
+}
+
+// Sixteen bytes at a time from both ends towards the middle.
+uint64_t from_17_to_128(const uint8_t* in, size_t size) {
+    uint64_t sum = size * kPrime64_1;
+    for (size_t n = 0; n <= (size - 1) / 32; n++) {
+        sum += pair(in + 16 * n, 32 * n) + pair(in + size - 16 * (n + 1), 32 * n + 16);
+    }
+    return finished(sum);
+}
+
+uint64_t from_129_to_240(const uint8_t* in, size_t size) {
+    uint64_t sum = size * kPrime64_1;
+    for (size_t n = 0; n < 8; n++) sum += pair(in + 16 * n, 16 * n);
+    sum = finished(sum);
+    for (size_t n = 8; n < size / 16; n++) sum += pair(in + 16 * n, 16 * (n - 8) + 3);
+    return finished(sum + pair(in + size - 16, 119));
+}
+
+uint64_t of_short(const uint8_t* in, size_t size) {
+    if (size > 128) return from_129_to_240(in, size);
+    if (size > 16) return from_17_to_128(in, size);
+    if (size > 8) return from_9_to_16(in, size);
+    if (size > 3) return from_4_to_8(in, size);
+    if (size > 0) return up_to_3(in, size);
+    return finished_as_xxh64(key(56) ^ key(64));
+}
+
+void add_stripe(uint64_t* sum, const uint8_t* in, const uint8_t* keys) {
+    for (size_t i = 0; i < 8; i++) {
+        const uint64_t data = word(in + 8 * i), mixed = data ^ word(keys + 8 * i);
+        sum[i ^ 1] += data;
+        sum[i] += (mixed & 0xFFFFFFFFu) * (mixed >> 32);
+    }
+}
+
+void add_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t*) {
+    for (; stripes; stripes--, in += kStripe) {
+        add_stripe(lanes.sum, in, secret() + 8 * lanes.stripes);
+        if (++lanes.stripes < kBlockStripes) continue;
+        for (size_t i = 0; i < 8; i++) {
+            const uint64_t value = lanes.sum[i];
+            lanes.sum[i] = (value ^ value >> 47 ^ key(kScrambleSecret + 8 * i)) * kPrime32_1;
+        }
+        lanes.stripes = 0;
+    }
+}
+
+// Copied first, and added from a copy that nobody else writes to.
+void add_copy_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out) {
+    uint8_t block[kBlockStripes * kStripe];
+    while (stripes) {
+        const size_t some = std::min(stripes, kBlockStripes);
+        std::memcpy(block, in, some * kStripe);
+        std::memcpy(out, block, some * kStripe);
+        add_scalar(lanes, block, some, nullptr);
+        stripes -= some;
+        in += some * kStripe;
+        out += some * kStripe;
+    }
+}
+
+constexpr Arm kScalar{"scalar", add_scalar, add_copy_scalar, add_copy_scalar};
+
+constexpr Lanes kStart{{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1},
+                       0};
+
+// The hash of a long input, of which all stripes but the last 64 bytes were added.
+uint64_t of_lanes(const Lanes& lanes, const uint8_t* last, uint64_t size) {
+    uint64_t sum[8];
+    std::memcpy(sum, lanes.sum, sizeof sum);
+    add_stripe(sum, last, secret() + kLastSecret);
+    uint64_t value = size * kPrime64_1;
+    for (size_t i = 0; i < 8; i += 2) value += folded(sum[i] ^ key(11 + 8 * i), sum[i + 1] ^ key(19 + 8 * i));
+    return finished(value);
+}
+
+}  // namespace
+
+void stream_fence() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+std::vector<const Arm*> arms() {
+    std::vector<const Arm*> all{avx512_arm(), avx2_arm(), neon_arm(), &kScalar};
+    std::erase(all, nullptr);
+    return all;
+}
+
+const Arm& best_arm() {
+    static const Arm& arm = *arms().front();
+    return arm;
+}
+
+uint64_t xxh3(const void* data, size_t size, const Arm& arm) {
+    const uint8_t* const in = static_cast<const uint8_t*>(data);
+    if (size <= kShort) return of_short(in, size);
+    Lanes lanes = kStart;
+    arm.add(lanes, in, (size - 1) / kStripe, nullptr);
+    return of_lanes(lanes, in + size - kStripe, size);
+}
+
+uint64_t xxh3(const void* data, size_t size) { return xxh3(data, size, best_arm()); }
+
+Xxh3::Xxh3(const Arm& arm) : arm_(&arm), total_(0), held_(0), lanes_(kStart) {}
+
+// Add what is held, which is whole stripes and not the end of the input.
+void Xxh3::flush() {
+    arm_->add(lanes_, hold_, held_ / kStripe, nullptr);
+    std::memcpy(last_, hold_ + held_ - kStripe, kStripe);
+    held_ = 0;
+}
+
+void Xxh3::update_copy(void* to, const void* data, size_t size, bool stream) {
+    if (size == 0) return;
+    auto* out = static_cast<uint8_t*>(to);
+    auto* in = static_cast<const uint8_t*>(data);
+    const auto pass = [&](size_t some) { in += some, out += some, size -= some; };
+    const auto hold = [&](size_t some) {
+        std::memcpy(hold_ + held_, in, some);
+        std::memcpy(out, hold_ + held_, some);
+        held_ += some;
+        pass(some);
+    };
+    const bool begun = total_ > kHeld;
+    total_ += size;
+    // Before the input is known to be long, all of it is held; later, only what fills the last stripe.
+    const size_t full = begun ? (held_ + kStripe - 1) / kStripe * kStripe : kHeld;
+    hold(std::min(size, full - held_));
+    if (size == 0) return;
+    if (held_) flush();
+    // At least one byte stays: whatever is last is never added here.
+    size_t stripes = (size - 1) / kStripe;
+    if (stripes && stream && reinterpret_cast<uintptr_t>(out) % kStripe == 0) {
+        // All but one: to read back what went past the caches would cost more than all the rest.
+        arm_->add_stream(lanes_, in, --stripes, out);
+        pass(stripes * kStripe);
+        stripes = 1;
+    }
+    if (stripes) {
+        arm_->add_copy(lanes_, in, stripes, out);
+        pass(stripes * kStripe);
+        std::memcpy(last_, out - kStripe, kStripe);
+    }
+    hold(size);
+}
+
+uint64_t Xxh3::digest() const {
+    if (total_ <= kShort) return of_short(hold_, static_cast<size_t>(total_));
+    Lanes lanes = lanes_;
+    const size_t stripes = (held_ - 1) / kStripe;
+    arm_->add(lanes, hold_, stripes, nullptr);
+    if (held_ >= kStripe) return of_lanes(lanes, hold_ + held_ - kStripe, total_);
+    uint8_t last[kStripe];
+    std::memcpy(last, last_ + held_, kStripe - held_);
+    std::memcpy(last + kStripe - held_, hold_, held_);
+    return of_lanes(lanes, last, total_);
+}
+
+}  // namespace gdscache

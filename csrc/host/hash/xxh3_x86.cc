@@ -1,0 +1,193 @@
+// The arms of XXH3 for x86-64: AVX-512F and AVX2, compiled for their instructions whatever the rest is compiled for.
+//
+// A stripe adds two things to the sums: a product of each word with the secret, and the word itself, to the sum beside
+// it. The words are added up as they lie and change places once a block: two chains of additions, and no shuffle a
+// stripe.
+
+#include "hash/xxh3_arms.h"
+
+#if defined(__x86_64__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own headers begin an undefined vector with itself.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include <cpuid.h>
+#include <immintrin.h>
+
+// Each function names its instructions itself; a lambda or a template without them could not be inlined.
+#define AVX512 __attribute__((target("avx512f")))
+#define AVX2 __attribute__((target("avx2")))
+#define INLINE __attribute__((always_inline)) inline
+
+namespace gdscache::xxh3_detail {
+namespace {
+
+constexpr int kSwap = 0x4E;  // the two words of each 16 bytes change places
+constexpr uintptr_t kAhead = 1024;
+
+// Ask for bytes ahead of time. It helps where there is a second stream, of what is written, and hurts where there is
+// none: the processor then sees well enough what comes.
+template <Out kOut>
+INLINE void fetch(const uint8_t* in) {
+    if constexpr (kOut != Out::kNone) {
+        _mm_prefetch(reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(in) + kAhead), _MM_HINT_T0);
+    }
+}
+
+// --- AVX-512F: a stripe is a register
+
+struct Wide {
+    __m512i products, words;
+};
+
+template <Out kOut>
+AVX512 INLINE void add_stripe(Wide& sums, const uint8_t* in, const uint8_t* key, uint8_t* out) {
+    const __m512i data = _mm512_loadu_si512(in);
+    if constexpr (kOut == Out::kCopy) _mm512_storeu_si512(out, data);
+    if constexpr (kOut == Out::kStream) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), data);
+    const __m512i mixed = _mm512_xor_si512(data, _mm512_loadu_si512(key));
+    sums.products = _mm512_add_epi64(sums.products, _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32)));
+    sums.words = _mm512_add_epi64(sums.words, data);
+}
+
+AVX512 INLINE __m512i joined(const Wide& sums) {
+    const __m512i words = _mm512_shuffle_epi32(sums.words, static_cast<_MM_PERM_ENUM>(kSwap));
+    return _mm512_add_epi64(sums.products, words);
+}
+
+AVX512 INLINE __m512i scrambled(__m512i value) {
+    const __m512i prime = _mm512_set1_epi64(static_cast<long long>(kPrime32_1));
+    const __m512i key = _mm512_loadu_si512(secret() + kScrambleSecret);
+    value = _mm512_xor_si512(_mm512_xor_si512(value, _mm512_srli_epi64(value, 47)), key);
+    const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(value, 32), prime);
+    return _mm512_add_epi64(_mm512_mul_epu32(value, prime), _mm512_slli_epi64(high, 32));
+}
+
+template <Out kOut>
+AVX512 void walk_wide(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out) {
+    const uint8_t* const keys = secret();
+    Wide sums{_mm512_load_si512(lanes.sum), _mm512_setzero_si512()};
+    size_t at = lanes.stripes;
+    while (stripes) {
+        if (at == 0 && stripes >= kBlockStripes) {
+#pragma GCC unroll 16
+            for (size_t n = 0; n < kBlockStripes; n++) {
+                fetch<kOut>(in + n * kStripe);
+                add_stripe<kOut>(sums, in + n * kStripe, keys + 8 * n, out + n * kStripe);
+            }
+            at = kBlockStripes;
+            stripes -= kBlockStripes;
+            in += kBlockStripes * kStripe;
+            if constexpr (kOut != Out::kNone) out += kBlockStripes * kStripe;
+        } else {
+            add_stripe<kOut>(sums, in, keys + 8 * at, out);
+            at++;
+            stripes--;
+            in += kStripe;
+            if constexpr (kOut != Out::kNone) out += kStripe;
+        }
+        if (at == kBlockStripes) {
+            sums = {scrambled(joined(sums)), _mm512_setzero_si512()};
+            at = 0;
+        }
+    }
+    _mm512_store_si512(lanes.sum, joined(sums));
+    lanes.stripes = static_cast<uint32_t>(at);
+}
+
+// --- AVX2: a stripe is two registers
+
+struct Half {
+    __m256i products, words;
+};
+
+template <Out kOut>
+AVX2 INLINE void add_half(Half& sums, const uint8_t* in, const uint8_t* key, uint8_t* out) {
+    const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in));
+    if constexpr (kOut == Out::kCopy) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), data);
+    if constexpr (kOut == Out::kStream) _mm256_stream_si256(reinterpret_cast<__m256i*>(out), data);
+    const __m256i mixed = _mm256_xor_si256(data, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key)));
+    sums.products = _mm256_add_epi64(sums.products, _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32)));
+    sums.words = _mm256_add_epi64(sums.words, data);
+}
+
+AVX2 INLINE __m256i joined(const Half& sums) {
+    return _mm256_add_epi64(sums.products, _mm256_shuffle_epi32(sums.words, kSwap));
+}
+
+AVX2 INLINE __m256i scrambled(__m256i value, const uint8_t* key) {
+    const __m256i prime = _mm256_set1_epi64x(static_cast<long long>(kPrime32_1));
+    value = _mm256_xor_si256(value, _mm256_srli_epi64(value, 47));
+    value = _mm256_xor_si256(value, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key)));
+    const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(value, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(value, prime), _mm256_slli_epi64(high, 32));
+}
+
+template <Out kOut>
+AVX2 void walk_halves(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out) {
+    const uint8_t* const keys = secret();
+    __m256i* const kept = reinterpret_cast<__m256i*>(lanes.sum);
+    Half low{_mm256_load_si256(kept), _mm256_setzero_si256()};
+    Half high{_mm256_load_si256(kept + 1), _mm256_setzero_si256()};
+    size_t at = lanes.stripes;
+    while (stripes) {
+        const size_t some = stripes < kBlockStripes - at ? stripes : kBlockStripes - at;
+#pragma GCC unroll 4
+        for (size_t n = 0; n < some; n++) {
+            fetch<kOut>(in + n * kStripe);
+            const uint8_t* const key = keys + 8 * (at + n);
+            add_half<kOut>(low, in + n * kStripe, key, out + n * kStripe);
+            add_half<kOut>(high, in + n * kStripe + 32, key + 32, out + n * kStripe + 32);
+        }
+        at += some;
+        stripes -= some;
+        in += some * kStripe;
+        if constexpr (kOut != Out::kNone) out += some * kStripe;
+        if (at == kBlockStripes) {
+            low = {scrambled(joined(low), keys + kScrambleSecret), _mm256_setzero_si256()};
+            high = {scrambled(joined(high), keys + kScrambleSecret + 32), _mm256_setzero_si256()};
+            at = 0;
+        }
+    }
+    _mm256_store_si256(kept, joined(low));
+    _mm256_store_si256(kept + 1, joined(high));
+    lanes.stripes = static_cast<uint32_t>(at);
+}
+
+constexpr Arm kAvx512{"avx512", walk_wide<Out::kNone>, walk_wide<Out::kCopy>, walk_wide<Out::kStream>};
+constexpr Arm kAvx2{"avx2", walk_halves<Out::kNone>, walk_halves<Out::kCopy>, walk_halves<Out::kStream>};
+
+// Whether the processor has an instruction set of leaf 7 (`bit` of EBX), and the system saves its registers (`state`,
+// bits of XCR0). Not by __builtin_cpu_supports, which says no in what zig links.
+bool has(unsigned bit, unsigned state) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & state) != state) return false;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit);
+}
+
+constexpr unsigned kYmm = 0x06, kZmm = 0xE6;
+
+}  // namespace
+
+// Asked once: in a virtual machine each cpuid costs some ten microseconds.
+const Arm* avx512_arm() {
+    static const bool here = has(bit_AVX512F, kZmm);
+    return here ? &kAvx512 : nullptr;
+}
+
+const Arm* avx2_arm() {
+    static const bool here = has(bit_AVX2, kYmm);
+    return here ? &kAvx2 : nullptr;
+}
+
+const Arm* neon_arm() { return nullptr; }
+
+}  // namespace gdscache::xxh3_detail
+
+#endif

@@ -1,0 +1,188 @@
+// The moves of an executor: what is to be read, written and copied next, and what has become of each page.
+//
+// A monitor without threads, clock or I/O. Whoever moves bytes takes a job, does it, and says what came of it; whoever
+// waits asks what has happened. So the same code runs under threads in an engine, and under a test that tries every
+// order of events. Not thread-safe: an `Executor` holds a lock around each call.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "disk/disk.h"
+#include "moves/move.h"
+#include "moves/reserve.h"
+
+namespace gdscache {
+
+// What became of one page of an I/O job: 0, an errno, or one of these.
+constexpr int32_t kShort = kMostErrno + 1;
+constexpr int32_t kGone = kMostErrno + 2;   // the page is not where its files keep it
+constexpr int32_t kWrong = kMostErrno + 3;  // what came is not what was stored
+
+struct IoEnd {
+    int32_t page;  // its place in the job
+    int32_t error;
+};
+
+// What calls have brought about that others may wait for. To ask for a job may do that, too, and give none.
+struct News {
+    bool io = false;      // files: a new move, one that reads no further, or one whose next I/O is another disk's
+    bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
+    int64_t copies = 0;   // bytes that threads of ours may copy, about; at least 1 where one has to look
+    bool loads = false;   // foreign copies into planes
+    bool stores = false;  // ... and out of them
+    bool ended = false;   // a group of layers is ready, or a move has ended
+    bool late = false;    // late I/O has ended
+};
+
+// A group of layers that is ready, or never will be.
+struct ReadyGroup {
+    int64_t move;
+    int32_t first, last;
+};
+
+// What a move's end says.
+struct Outcome {
+    std::vector<Status> statuses;              // of loads and prefetches, by row
+    std::vector<std::pair<int32_t, int32_t>> errors;  // rows whose I/O failed, and how
+    std::vector<int32_t> late;                 // rows whose I/O had not ended
+    bool broken = false;                       // a copy failed: pages may have no verdict
+    std::string why;                           // ... what it said
+};
+
+class Moves {
+public:
+    Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve);
+    ~Moves();
+
+    // --- for who wants bytes moved
+
+    void begin(MoveSpec spec);
+    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is
+    // there no group is ready, and it does not end. False where it is not open.
+    bool extend(int64_t move, std::vector<Way> ways, bool last);
+    // Copy no further into the planes; what is being read comes to its end. False for a move that nobody knows.
+    bool cancel(int64_t move);
+    // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
+    void refuse(Status status);
+    bool knows(int64_t move) const { return moves_.contains(move); }
+    int32_t groups(int64_t move) const;
+    int64_t rows(int64_t move) const;
+    bool ended(int64_t move) const;
+    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the
+    // last of them was queued with, else 0. Of a move that has ended every group is ready.
+    bool ready(int64_t move, int32_t group, int64_t* point) const;
+    // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
+    void watch() { watched_ = true; }
+    std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
+    const Outcome& outcome(int64_t move) const;
+    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`. False for a move that
+    // has not ended, or that nobody knows.
+    bool forget(int64_t move);
+    // Late pages whose I/O has ended at last: (move, row).
+    std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
+    bool has_ended_late() const { return !ended_late_.empty(); }
+    // Slots of the reserve that late reads hold.
+    int64_t held_slots() const { return held_slots_; }
+    int64_t free_slots() const { return reserve_.free(); }
+
+    // --- for who moves them
+
+    // The next I/O of a disk, which is kept until all of its pages have ended; null where none may begin now.
+    const IoJob* take_io(int32_t disk);
+    // The disks, a bit each, whose I/O waits for other I/O, or for copies, to end.
+    uint64_t crowded() const { return crowded_; }
+    // Some pages of a job have ended. False, and nothing was done, where it is not under way, or has no such pages.
+    // `sums`: (pages of the job, layers), of the bytes of those that have ended; none where nobody took them.
+    bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
+    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory. It
+    // is kept until it has ended; null where there is none.
+    const CopyJob* take_copy(Hands hands);
+    // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
+    // greater. False where it is not under way.
+    bool copy_queued(int64_t job, int64_t point);
+    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
+    // null. False, and nothing was done, where it is not under way, or lacks what it asked for.
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
+    // Since the last time.
+    News take_news() { return std::exchange(news_, {}); }
+    // When `expire` has something to do next; the largest number where it never will.
+    Nanoseconds deadline() const;
+    // What has not ended by its deadline is late.
+    void expire(Nanoseconds now);
+
+private:
+    enum class Work : uint8_t;
+    enum class Cell : uint8_t;
+    struct Move;
+    struct Reading;
+    struct Copying;
+
+    using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // of one priority, as they came
+
+    Move& at(int64_t move) const { return *moves_.at(move); }
+    void add(Move& move, std::vector<Way> ways);
+    bool goes_on(const Move& move, const Way& way) const;
+    bool reads(const Way& way) const;
+    bool passes(const Way& way) const;
+    void call_off(Move& move, int32_t way);
+    const IoJob* next_of(Work work, int32_t disk);
+    const IoJob* next_read(Move& move, int32_t disk);
+    const IoJob* next_write(Move& move, int32_t disk);
+    void read_no_further(Move& move, Status status);
+    bool take_slots(Reading& reading, int32_t disk);
+    bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
+    bool crowds(int32_t disk);
+    int64_t io_bytes(int32_t files) const;
+    const IoJob* issue(Move& move, std::unique_ptr<Reading> reading);
+    bool looked_at(const Move& move, const Way& way) const;
+    bool fits(int64_t bytes, int32_t disk);
+    bool fits_write(int64_t bytes, int32_t files);
+    int32_t memory(const Way& way) const;
+    bool foreign(const Move& move, const Way& way) const;
+    void tell(const Move& move, const Way& way, int64_t bytes);
+    void tell_all(const Move& move);
+    void landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums = nullptr);
+    void may_be_copied(Move& move, int32_t group, int32_t way);
+    bool too_few(const Move& move, int32_t group, int32_t way) const;
+    const CopyJob* next_copy(Move& move, bool foreign);
+    void announce(Move& move, int32_t group);
+    const CopyJob* fill_copy(Move& move, int32_t group, int32_t way, bool foreign);
+    void judge(Move& move, int32_t row, Status status);
+    void copied(Move& move, int32_t row, int32_t group);
+    void end_cell(Move& move, int32_t row, int32_t group);
+    void end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums);
+    void end_late(Move& move, int32_t row);
+    void let_go(Reading& reading);
+    void pass_deadline(Move& move);
+    void settle(Move& move);
+    void drop_forgotten(Move& move);
+
+    Limits limits_;
+    std::vector<Space> spaces_;
+    int32_t reserve_space_;
+    Reserve reserve_;
+    Status refusal_ = Status::kPending;
+    int64_t begun_ = 0, next_job_ = 1;
+    int64_t flying_ = 0;        // bytes of I/O that is not late
+    int64_t writing_ = 0;       // ... of writes
+    int64_t held_slots_ = 0;
+    int32_t reads_in_row_ = 0;  // while writes wait
+    uint64_t crowded_ = 0;      // see `crowded`
+    bool owed_ = false;         // the next room in flight is a write's
+    bool watched_ = false;
+    News news_;
+    std::map<int64_t, std::unique_ptr<Move>> moves_;
+    Order open_;                // that have not ended, in the order in which they are served
+    std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
+    std::map<int64_t, std::unique_ptr<Copying>> copies_;
+    std::vector<std::pair<int64_t, int32_t>> ended_late_;
+    std::vector<ReadyGroup> ready_;
+};
+
+}  // namespace gdscache

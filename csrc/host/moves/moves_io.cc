@@ -1,0 +1,305 @@
+// Reads and writes of moves: which is next, and what came of it.
+
+#include "moves/moves_inside.h"
+
+namespace gdscache {
+namespace {
+
+constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait and none is in flight
+constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
+
+Status verdict_on(int32_t error) {
+    switch (error) {
+        case kShort: return Status::kShortRead;
+        case kGone: return Status::kGone;
+        case kWrong: return Status::kChecksum;
+        default: return Status::kIoError;
+    }
+}
+
+}  // namespace
+
+const IoJob* Moves::take_io(int32_t disk) {
+    crowded_ &= ~(uint64_t{1} << disk);
+    owed_ = false;
+    const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
+        return entry.second->work == Work::kWrite && !entry.second->all_issued();
+    });
+    const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
+    const IoJob* job = write_first ? next_of(Work::kWrite, disk) : nullptr;
+    if (!job) {
+        owed_ = write_first && (crowded_ >> disk & 1) != 0;
+        job = next_of(Work::kLoad, disk);
+    }
+    if (!job && writes_wait && !write_first) job = next_of(Work::kWrite, disk);
+    if (job) reads_in_row_ = writes_wait && !job->write ? reads_in_row_ + 1 : 0;
+    return job;
+}
+
+const IoJob* Moves::next_of(Work work, int32_t disk) {
+    for (auto next = open_.begin(); next != open_.end();) {
+        Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
+        if (move.work != work) continue;
+        const IoJob* const job = work == Work::kLoad ? next_read(move, disk) : next_write(move, disk);
+        if (job) return job;
+    }
+    return nullptr;
+}
+
+// No read of a load begins any more. Pages with layers that nobody has begun to read get this verdict.
+void Moves::read_no_further(Move& move, Status status) {
+    for (int32_t way = 0; way < move.ways(); ++way) {
+        const auto [group, page] = std::exchange(move.cursors[way], {move.groups(), 0});
+        if (group == move.groups() || move.broken) continue;
+        const int64_t first = move.first_row[way] + (group + 1 < move.groups() ? 0 : page);
+        for (int64_t row = first; row < move.first_row[way + 1]; ++row) judge(move, static_cast<int32_t>(row), status);
+    }
+}
+
+// The next part of a load that is to be read: groups in their order, of each the ways in theirs.
+const IoJob* Moves::next_read(Move& move, int32_t disk) {
+    if (move.all_issued()) return nullptr;
+    if (refusal_ != Status::kPending || move.broken) read_no_further(move, refusal_);
+    for (int32_t number; (number = move.next_way()) != move.ways();) {
+        const Way& way = move.spec.ways[number];
+        const Move::Cursor& cursor = move.cursors[number];
+        const bool passes = this->passes(way);
+        const Group& group = move.spec.groups[cursor.group];
+        const int64_t part = group.bytes(passes);
+        // What passes through the reserve fills the slots that it takes.
+        const int64_t extent = passes ? limits_.extent_bytes : 1;
+        const int64_t whole = (io_bytes(way.source) + extent - 1) / extent * extent;
+        const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
+        auto reading = std::make_unique<Reading>();
+        IoJob& job = reading->job;
+        int64_t page = cursor.page;
+        for (; page < way.pages && static_cast<int64_t>(job.pages.size()) < most; ++page) {
+            const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
+            if (move.pending(row)) job.pages.push_back({row, way.sources[page], 0});
+        }
+        reading->way = number;
+        reading->group = cursor.group;
+        reading->part = part;
+        if (part == 0 || job.pages.empty()) {  // what there is of these layers came with the group before
+            move.go_on(number, page);
+            for (size_t i = 0; i < job.pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
+            continue;
+        }
+        if (others_turn(move, number, way.source, disk)) return nullptr;
+        if (!fits(static_cast<int64_t>(job.pages.size()) * part, disk)) return nullptr;
+        if (passes) {
+            const size_t wanted = job.pages.size();
+            if (!take_slots(*reading, disk)) return nullptr;
+            if (job.pages.size() < wanted) page = job.pages.back().row - move.first_row[number] + 1;
+        } else {
+            const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
+            for (Transfer& one : job.pages) {
+                one.at = places[one.row - move.first_row[number]] * limits_.extent_bytes + group.start;
+            }
+        }
+        job.memory = memory(way);
+        job.files = way.source;
+        job.start = passes ? group.alone_start : group.start;
+        job.stop = passes ? group.alone_stop : group.stop;
+        job.sums = looked_at(move, way);
+        move.go_on(number, page);
+        return issue(move, std::move(reading));
+    }
+    settle(move);
+    return nullptr;
+}
+
+// Slots of the reserve for what is read, or for as many of its pages as find room. False where none is free.
+bool Moves::take_slots(Reading& reading, int32_t disk) {
+    std::vector<Transfer>& pages = reading.job.pages;
+    const int64_t wanted = static_cast<int64_t>(pages.size()) * reading.part;
+    const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
+    const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
+    reading.slots = reserve_.take(std::min(extents, share), &reading.slot);
+    if (reading.slots == 0) return crowds(disk);
+    pages.resize(std::min(pages.size(), static_cast<size_t>(reading.slots * limits_.extent_bytes / reading.part)));
+    int64_t at = reading.slot * limits_.extent_bytes;
+    for (Transfer& page : pages) page.at = std::exchange(at, at + reading.part);
+    return true;
+}
+
+// Whether pages that were read go no further, and only their checksums are wanted: then who reads them may take these.
+bool Moves::looked_at(const Move& move, const Way& way) const {
+    const bool stays = spaces_[way.target].kind != Space::Kind::kPlanes;
+    return stays && move.groups() == 1 && !way.sums.empty() && !foreign(move, way);
+}
+
+int64_t Moves::io_bytes(int32_t files) const {
+    return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes;
+}
+
+// Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
+bool Moves::fits(int64_t bytes, int32_t disk) {
+    return flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
+}
+
+// The I/O of a disk waits for room: false.
+bool Moves::crowds(int32_t disk) {
+    crowded_ |= uint64_t{1} << disk;
+    return false;
+}
+
+// The same for a write. Who reads is waited for, and finds half of the room, unless two writes need more than the rest.
+bool Moves::fits_write(int64_t bytes, int32_t files) {
+    const int64_t job = std::max(io_bytes(files), limits_.extent_bytes);
+    const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);
+    return share ? fits(bytes, spaces_[files].disk) : crowds(spaces_[files].disk);
+}
+
+// Whether the next I/O of a move is not for the disk that asks: then it may be for one that found nothing before.
+bool Moves::others_turn(Move& move, int32_t way, int32_t files, int32_t disk) {
+    if (spaces_[files].disk == disk) return false;
+    const std::pair turn{move.cursors[way].group, way};
+    if (std::exchange(move.turn, turn) != turn) news_.io = true;
+    return true;
+}
+
+const IoJob* Moves::next_write(Move& move, int32_t disk) {
+    const int32_t number = move.next_way();
+    if (number == move.ways()) return nullptr;
+    const Way& way = move.spec.ways[number];
+    if (others_turn(move, number, way.target, disk)) return nullptr;
+    const int64_t most = std::max<int64_t>(1, io_bytes(way.target) / limits_.extent_bytes);
+    int64_t page = move.cursors[number].page;
+    const int64_t end = std::min(way.pages, page + most);
+    if (!fits_write((end - page) * limits_.extent_bytes, way.target)) return nullptr;
+    auto writing = std::make_unique<Reading>();
+    IoJob& job = writing->job;
+    for (; page < end; ++page) {
+        const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
+        job.pages.push_back({row, way.targets[page], way.sources[page] * limits_.extent_bytes});
+    }
+    writing->way = number;
+    writing->part = limits_.extent_bytes;
+    job.write = true;
+    job.memory = way.source;
+    job.files = way.target;
+    job.stop = limits_.extent_bytes;
+    move.go_on(number, end);
+    return issue(move, std::move(writing));
+}
+
+const IoJob* Moves::issue(Move& move, std::unique_ptr<Reading> reading) {
+    // The next may be for another disk, which found nothing before.
+    if (move.cursors[reading->way].page == 0) news_.io = news_.io || move.ways() > 1;
+    IoJob& job = reading->job;
+    job.id = next_job_++;
+    job.move = move.id;
+    job.first = job.write ? 0 : move.spec.groups[reading->group].first;
+    job.last = job.write ? limits_.layers : move.spec.groups[reading->group].last;
+    reading->move = &move;
+    reading->left = static_cast<int32_t>(job.pages.size());
+    reading->over.assign(job.pages.size(), false);
+    flying_ += reading->part * reading->left;
+    if (job.write) writing_ += reading->part * reading->left;
+    ++move.ios;
+    readings_.emplace(job.id, std::move(reading));
+    return &job;
+}
+
+bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums) {
+    const auto found = readings_.find(job);
+    if (found == readings_.end()) return false;
+    Reading& reading = *found->second;
+    Move& move = *reading.move;
+    const auto pages = static_cast<int32_t>(reading.over.size());
+    const auto known = [&](const IoEnd& end) { return end.page >= 0 && end.page < pages; };
+    if (!std::all_of(ends, ends + count, known)) return false;
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t page = ends[i].page;
+        if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);
+    }
+    if (reading.left == 0) {
+        --(reading.late ? move.late_ios : move.ios);
+        if (move.ios == 0) tell_all(move);  // as few as there are
+        else if (reading.copies != 0) may_be_copied(move, reading.group, reading.way);  // a window is whole
+        let_go(reading);
+    }
+    settle(move);
+    drop_forgotten(move);
+    return true;
+}
+
+void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums) {
+    Move& move = *reading.move;
+    const int32_t row = reading.job.pages[page].row;
+    reading.over[page] = true;
+    --reading.left;
+    if (reading.late) {
+        if (--move.row[row].late == 0) end_late(move, row);
+        return;
+    }
+    flying_ -= reading.part;
+    news_.room = true;
+    if (reading.job.write) {
+        writing_ -= reading.part;
+        if (error != 0) move.outcome.errors.emplace_back(row, error);
+        --move.group[0].todo;
+    } else if (error == 0) {
+        landed(move, reading, page, sums);
+    } else {
+        judge(move, row, verdict_on(error));
+    }
+}
+
+void Moves::end_late(Move& move, int32_t row) {
+    ended_late_.emplace_back(move.id, row);
+    news_.late = true;
+}
+
+// A page's layers are in memory. Where it stays, they may be copied when those before them are there, too. With `sums`
+// nothing is left to do but to compare them: see `looked_at`.
+void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums) {
+    const Transfer& one = reading.job.pages[page];
+    if (!move.pending(one.row)) return;
+    move.there[move.cell(one.row, reading.group)] = 1;
+    if (reading.slots != 0) {
+        const Group& group = move.spec.groups[reading.group];
+        --move.group[reading.group].unread;
+        move.copies(reading.group, reading.way)
+            .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
+        ++reading.copies;
+        may_be_copied(move, reading.group, reading.way);
+        return;
+    }
+    const Way& way = move.spec.ways[reading.way];
+    const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
+    const int64_t number = one.row - move.first_row[reading.way];
+    if (sums != nullptr) {
+        move.row[one.row].next = move.groups();
+        --move.group[0].unread;
+        const bool right = std::equal(sums, sums + limits_.layers, way.sums.data() + number * limits_.layers);
+        if (right) copied(move, one.row, 0);
+        else judge(move, one.row, Status::kChecksum);
+        return;
+    }
+    const int64_t slot = places[number], extent = slot * limits_.extent_bytes;
+    if (const uint64_t* const came = spaces_[way.source].sums; way.sums.empty() && came != nullptr) {
+        uint64_t* const kept = spaces_[memory(way)].sums + slot * limits_.layers;
+        std::copy_n(came + one.slot * limits_.layers, limits_.layers, kept);
+    }
+    for (int32_t& next = move.row[one.row].next; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
+        --move.group[next].unread;
+        const int64_t at = extent + move.spec.groups[next].begin;
+        move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
+        may_be_copied(move, next, reading.way);
+    }
+}
+
+// Nothing needs what was read any more, where that is so: its slots are free, and the reading is gone.
+void Moves::let_go(Reading& reading) {
+    if (reading.left != 0 || reading.copies != 0) return;
+    if (reading.slots != 0) {
+        reserve_.give(reading.slot, reading.slots);
+        news_.room = true;
+        if (reading.late) held_slots_ -= reading.slots;
+    }
+    readings_.erase(reading.job.id);
+}
+
+}  // namespace gdscache

@@ -1,0 +1,53 @@
+// Ages at which watched pages of each class are used again: counted here, concluded from in policies/reuse.py.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "policies/keys.h"
+
+namespace gdscache {
+
+class ReuseSample {
+public:
+    static constexpr int64_t kAges = 54;  // ranges of ages: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15, ...
+
+    // `most`: keys that are known at a time; `round`: pages stored between two conclusions, at least.
+    ReuseSample(int64_t classes, int64_t most, int64_t round);
+    ReuseSample(ReuseSample&&) = delete;
+
+    int64_t classes() const { return static_cast<int64_t>(arrived_.size()) - 1; }
+    bool watches(uint64_t bits) const { return static_cast<int64_t>(bits >> 36 & 0xFFFF) < limit; }
+    // When to conclude, in a tier of so many pages.
+    int64_t due(int64_t pages) const;
+    // A page is used, or `stored`. `bits`: 64 of its key's, watched; `number`: its class from now on.
+    void see(uint64_t bits, int64_t number, int64_t now, bool stored);
+    int64_t known() const { return recent_.size(); }
+
+    int64_t limit = 0;  // keys with 16 bits below this are watched
+    int64_t last = 0;   // time of the last conclusion
+
+    // Counted since then. Who concludes clears them.
+    std::vector<int64_t> arrived_;  // uses that made a page one of a class; behind these: pages stored
+    std::vector<int64_t> hits_;     // (classes, kAges): uses of pages of a class
+    void clear();
+
+private:
+    struct Bits {
+        uint64_t word = 0;
+        bool operator==(const Bits&) const = default;
+        uint64_t hash() const { return word * 0x9E3779B97F4A7C15u; }
+    };
+    struct Seen {
+        Bits key;
+        uint32_t before = 0, after = 0;
+        int64_t time = 0, number = 0;  // of the last use
+    };
+
+    const int64_t most_, round_;
+    Table<Seen> rows_;
+    List<Seen> recent_;
+};
+
+}  // namespace gdscache
