@@ -244,7 +244,7 @@ class Sequence:
             blocks = np.array(self._held.slots[self._shared : self._shared + len(rest)], np.int64).reshape(-1, 1)
             start = self._shared * self._engine.layout.page_tokens
             after = [record(self._gpu.pool.device)]
-            load = self._engine.loader.start([(rest, blocks, start)], "sequence", after, here=False)
+            load = self._engine.loader.queue([(rest, blocks, start)], "sequence", after)
             self._held.load = load if load.tokens else None
 
     def _take(self, n: int) -> list[int]:

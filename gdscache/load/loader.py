@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 
-from gdscache.arrays import Int64Array
 from gdscache.config import LoadConfig
 from gdscache.cuda.streams import Event
 from gdscache.errors import EngineClosedError
@@ -73,50 +70,67 @@ class Loader:
         return len(self._running)
 
     def start(
-        self,
-        requests: Sequence[_Request],
-        owner: str,
-        after: Iterable[Event] = (),
-        *,
-        here: bool = True,
-        checked: bool = False,
+        self, requests: Sequence[_Request], owner: str, after: Iterable[Event] = (), *, checked: bool = False
     ) -> LayerwiseLoad:
-        """Start moving pages into planes.
+        """Start moving pages into planes. The first copies or reads are begun in this thread, which does not hold the
+        manager's lock.
 
         A request is its pages, their blocks, int64 (pages, blocks_per_page), and the token that its first page begins
-        with. `here`: the first copies or reads are begun in this thread; not for who holds the manager's lock.
-        `checked`: only pages that are complete in the landing tier, without a second look and without a deadline.
+        with. `checked`: only pages that are complete in the landing tier, without a second look and without a deadline.
         What is begun waits for nothing; ask the load whether it has `begun`, which may.
         """
-        first = self._first_part(sum(len(pages) for pages, _, _ in requests)) if here else None
-        # Plans and the order of execution agree, so that waiting for another load ends.
-        with self.order if here else contextlib.nullcontext():
+        first = self._first_part(sum(len(pages) for pages, _, _ in requests))
+        with self.order:  # in which plans are carried out too, so that waiting for another load ends
             with self.manager.lock:
-                self._check_open()
-                asked = [some for some, _, _ in requests]
-                plan = self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=first)
+                plan = self._plan(requests, owner, checked=checked, most=first)
                 try:
-                    load = LayerwiseLoad(
-                        [LoadPart(0, start) for _, _, start in requests],
-                        self.layout,
-                        self.deadline,
-                        timeline=self.manager.timeline,
-                        device=self._device,
-                        calls=self.manager.calls,
-                        checked=checked,
-                        orders=self.executor.orders,
-                        waited=self.manager.measures.waited,
-                    )
-                    run = self._run(load, plan, _grown(load, plan, requests), tuple(after), checked=checked)
-                    begins = here and run.brief
-                    if not begins:
-                        self._leave(load, run, plan, requests)
+                    load, run = self._load(plan, requests, after, checked=checked)
+                    brief = run.brief
+                    if not brief:
+                        self._leave(load, run)
                 except BaseException:
                     self.planner.abandon(plan)
                     raise
-            if begins:
-                self._begin(load, run, plan, requests, first)
+            if brief:
+                self._begin(load, run, first)
         return load
+
+    def queue(self, requests: Sequence[_Request], owner: str, after: Iterable[Event] = ()) -> LayerwiseLoad:
+        """`start`, for a caller that holds the manager's lock: a thread of the lane begins the load."""
+        with self.manager.lock:
+            plan = self._plan(requests, owner)
+            try:
+                load, run = self._load(plan, requests, after)
+                self._leave(load, run)
+            except BaseException:
+                self.planner.abandon(plan)
+                raise
+        return load
+
+    def _plan(
+        self, requests: Sequence[_Request], owner: str, *, checked: bool = False, most: int | None = None
+    ) -> LoadPlan:
+        if self._closed:
+            raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
+        asked = [pages for pages, _, _ in requests]
+        return self.planner.plan(asked, owner, keep=self.keep, checked=checked, most=most)
+
+    def _load(
+        self, plan: LoadPlan, requests: Sequence[_Request], after: Iterable[Event], *, checked: bool = False
+    ) -> tuple[LayerwiseLoad, LoadRun]:
+        manager = self.manager
+        load = LayerwiseLoad(
+            [LoadPart(0, start) for _, _, start in requests],
+            self.layout,
+            self.deadline,
+            timeline=manager.timeline,
+            device=self._device,
+            calls=manager.calls,
+            checked=checked,
+            orders=self.executor.orders,
+            waited=manager.measures.waited,
+        )
+        return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after), checked=checked)
 
     def _first_part(self, pages: int) -> int | None:
         """How many pages are planned before the first of them moves; None: all of them."""
@@ -128,36 +142,34 @@ class Loader:
         at least."""
         return part * max(2, self.layout.page_bytes // PLANNED_BYTES)
 
-    def _begin(
-        self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request], part: int | None
-    ) -> None:
+    def _begin(self, load: LayerwiseLoad, run: LoadRun, part: int | None) -> None:
         """Begin in this thread, part by part of a large load, each as much larger than the one before as is planned
         while that is on the bus. The rest is left to a thread of the lane: the end too, where that breaks off."""
         try:
             run.begin()
-            while part is not None and not plan.whole:
+            while part is not None and not run.plan.whole:
                 part = self._next_part(part)
                 with self.manager.lock:
-                    self.planner.go_on(plan, part if plan.asked.left >= 2 * part else None)
-                    run.grow(_grown(load, plan, requests))
+                    run.grow(part if run.plan.asked.left >= 2 * part else None)
                     brief = run.brief
                 if not brief:
                     break
                 run.begin()
             with self.manager.lock:
-                self._leave(load, run, plan, requests)
+                self._leave(load, run)
         except BaseException as error:
             self._lane.start(self._lost(load, run))
             if not isinstance(error, Exception):  # which ends the engine
                 raise
             load.broken_off(error)  # `LayerwiseLoad.begun` raises it
 
-    def _leave(self, load: LayerwiseLoad, run: LoadRun, plan: LoadPlan, requests: Sequence[_Request]) -> None:
+    def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
         """To a thread of the lane, with a plan that is whole. The manager's lock is held."""
-        if not plan.whole:
-            self.planner.go_on(plan)
-            run.grow(_grown(load, plan, requests))
-        self._submit(load, run)
+        if not run.plan.whole:
+            run.grow()
+        if load.tokens and not load.checked:
+            self._running.add(load)
+        self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 
     def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
         """Read pages into the slots of the landing tier that the plan has for them, and no further. Ends the plan.
@@ -178,22 +190,13 @@ class Loader:
         self,
         load: LayerwiseLoad,
         plan: LoadPlan,
-        blocks: Int64Array | None,
+        tables: Sequence[Blocks] | None,
         after: Sequence[Event],
         *,
         checked: bool = False,
     ) -> LoadRun:
         parts = self.planner, self.executor, self.layout, self.config, self.deadline
-        return LoadRun(*parts, load, plan, blocks, after, self.sizes, checked=checked)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError("the engine was closed meanwhile", "open a new one with CacheEngine.from_config")
-
-    def _submit(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        if load.tokens and not load.checked:
-            self._running.add(load)
-        self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
+        return LoadRun(*parts, load, plan, tables, after, self.sizes, checked=checked)
 
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         with self.manager.timeline.span(kind, load=load.number, pages=sum(part.pages for part in load.parts)):
@@ -223,13 +226,3 @@ class Loader:
         with self.order, self.manager.lock:
             self._closed = True
         self._lane.close()
-
-
-def _grown(load: LayerwiseLoad, plan: LoadPlan, requests: Sequence[_Request]) -> Blocks:
-    """Tell a load how many pages its plan has by now; their blocks, and perhaps more behind them."""
-    for part, rows in zip(load.parts, plan.requests, strict=False):
-        part.pages = len(rows)
-    tables = [blocks[: len(rows)] for rows, (_, blocks, _) in zip(plan.requests, requests, strict=False)]
-    if len(tables) == 1:
-        return requests[0][1]
-    return np.concatenate(tables) if tables else np.empty((0, 1), np.int64)

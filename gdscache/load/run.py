@@ -6,6 +6,7 @@ pages in the landing tier. Pages that another load brings come last: they are wa
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
@@ -34,6 +35,16 @@ GROUP_SIZES = GroupSizes()  # layers that are read at a time
 _NONE = np.empty(0, np.int64)
 
 
+class Stage(enum.Enum):
+    """How much of a load's plan its move has."""
+
+    NONE = enum.auto()
+    OPEN = enum.auto()  # a part, and the move takes more
+    SHARED = enum.auto()  # all but the pages that other loads bring, which come behind the move
+    WHOLE = enum.auto()  # all: nothing comes behind the move
+    ENDED = enum.auto()  # the move has ended
+
+
 class LoadObserver(Protocol):
     """Who is told how a load gets on: the caller's handle, for one."""
 
@@ -58,7 +69,8 @@ class LoadRun:
     """The execution of one load, which hears itself how its move gets on. Drive `steps` once, and `abort` where they
     raise.
 
-    `blocks`: of the planes, int64 (pages, blocks_per_page); None for a prefetch, whose pages stay in the landing tier.
+    `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, perhaps for more pages than are
+    planned; None for a prefetch, whose pages stay in the landing tier.
     `sizes`: of the groups of layers that are read. `checked`: the pages lie in memory and are good; they are not hashed
     again, and have all the time that they take.
     """
@@ -72,7 +84,7 @@ class LoadRun:
         deadline: float,
         load: LoadObserver,
         plan: LoadPlan,
-        blocks: Int64Array | None,
+        tables: Sequence[Int64Array] | None,
         after: Sequence[Event] = (),
         sizes: GroupSizes | None = None,
         *,
@@ -87,41 +99,49 @@ class LoadRun:
         self._start = executor.now()
         self._until = math.inf if checked else self._start + deadline
         self._load = load
-        self._plan = plan
-        self._blocks = blocks
+        self.plan = plan
+        self._tables = tables
+        self._blocks: Int64Array | None = None
         self._after = after
         self._shared: list[TierRun] = []
         self._begun = 0  # runs of the plan
-        self._all_begun = False
-        self._open = False  # more ways come to the move
+        self._stage = Stage.NONE
         self._moving: Moving | None = None
-        self._kept: Moving | None = None  # the move whose late pages are in quarantine
         self._parts: list[Int64Array] = []  # the row in the plan of each row of the move
-        self._last = False  # nothing comes behind the move
         self._busy = ""  # the tier whose speed is measured
         self._spent: Spent | None = None  # what ranks say of the move
+        self._grow()
 
     # -- the moves -----------------------------------------------------------------------------------------------------
 
     @property
     def brief(self) -> bool:
         """Whether `begin` waits for nothing: no checksum has to be read first."""
-        plan = self._plan
+        plan = self.plan
         durable = [(run.tier, run.rows) for run in plan.runs[self._begun :] if isinstance(run.tier, DurableTier)]
         return all(tier.at_hand(plan.entries(rows)) for tier, rows in durable)
 
-    def grow(self, blocks: Int64Array) -> None:
-        """The plan has more pages. `blocks`: of all of them."""
-        self._blocks = blocks
+    def grow(self, most: int | None = None) -> None:
+        """Plan `most` pages more, or all that are left."""
+        self._planner.go_on(self.plan, most)
+        self._grow()
+
+    def _grow(self) -> None:
+        """Tell the load how many pages are planned, and take their blocks."""
+        for part, rows in zip(self._load.parts, self.plan.requests, strict=False):
+            part.pages = len(rows)
+        if self._tables is not None and len(self._tables) == 1:
+            self._blocks = self._tables[0]
+        elif self._tables is not None:
+            cut = [table[: len(rows)] for table, rows in zip(self._tables, self.plan.requests, strict=False)]
+            self._blocks = np.concatenate(cut) if cut else np.empty((0, 1), np.int64)
 
     def begin(self) -> None:
         """Begin what is planned and not begun yet, perhaps in the caller's thread. Raises what breaks it off, which
         `abort` then ends."""
-        plan = self._plan
+        plan = self.plan
         runs, self._begun = plan.runs[self._begun :], len(plan.runs)
         self._shared += [run for run in runs if run.filling is not None]
-        self._all_begun = plan.whole
-        self._last = plan.whole and not self._shared
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
             order: list[Int64Array] = []
@@ -136,15 +156,17 @@ class LoadRun:
 
     def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
         """Begin the move, or let it go on: until the plan is whole it is open."""
-        if self._open:
-            assert self._moving is not None, "nothing is open"
+        stage = Stage.OPEN if not self.plan.whole else Stage.SHARED if self._shared else Stage.WHOLE
+        if self._moving is not None:
             self._parts += order
-            self._moving.extend(ways, last=self._plan.whole)
-            self._open = not self._plan.whole
-            if self._last:
+            self._moving.extend(ways, last=self.plan.whole)
+            self._stage = stage
+            if stage is Stage.WHOLE:
                 self._load.carried_by(self._moving, last=True)
         elif ways:
-            self._move(ways, order, open_=not self._plan.whole)
+            self._move(ways, order, stage)
+        else:
+            self._stage = stage
 
     def _time(self) -> None:
         """Measure the slowest tier. Not where it is memory and the blocks are still used, perhaps by a forward pass
@@ -152,8 +174,8 @@ class LoadRun:
         come to the load, and whether it waits there, they say at its end."""
         waits = self._by_ranks or any(event is not None and not event.query() for event in self._after)
         if waits:
-            self._planner.waits(self._plan)
-        if not self._plan.whole:
+            self._planner.waits(self.plan)
+        if not self.plan.whole:
             return
         tier = self._slowest()
         if self._by_ranks:
@@ -168,7 +190,7 @@ class LoadRun:
 
     def _slowest(self) -> str:
         """The slowest tier that the move has pages of."""
-        found = {run.tier.name for run in self._plan.runs if run.filling is None}
+        found = {run.tier.name for run in self.plan.runs if run.filling is None}
         return [name for name in self._manager.tiers if name in found][-1]
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
@@ -176,13 +198,13 @@ class LoadRun:
         if not isinstance(tier, DurableTier):
             return [self._out_of_memory(tier, runs)]
         rows = [*itertools.chain.from_iterable(runs)]
-        if not tier.at_hand(self._plan.entries(rows)):
+        if not tier.at_hand(self.plan.entries(rows)):
             rows = self._learned(tier, rows)
             if not rows:
                 return []
-        numbers, slots = integers(rows), integers([*map(self._plan.slots.__getitem__, rows)])
-        tables = numbers, slots, checked_sums(tier, self._plan.entries(rows), self._layout.n_sums)
-        targets = [*map(self._plan.targets.__getitem__, rows)]
+        numbers, slots = integers(rows), integers([*map(self.plan.slots.__getitem__, rows)])
+        tables = numbers, slots, checked_sums(tier, self.plan.entries(rows), self._layout.n_sums)
+        targets = [*map(self.plan.targets.__getitem__, rows)]
         places = [target.slot for target in targets if target is not None]
         found = []
         if places:
@@ -199,15 +221,15 @@ class LoadRun:
         """Those of the rows whose checksums are at hand, now that the tier was told to read them; of the others nobody
         could say whether their bytes are right. Asked before the checksums are taken: another load may read them
         meanwhile."""
-        tier.learn(self._plan.entries(rows))
-        there = [row for row in rows if tier.at_hand(self._plan.entries((row,)))]
+        tier.learn(self.plan.entries(rows))
+        there = [row for row in rows if tier.at_hand(self.plan.entries((row,)))]
         unread = sorted({*rows} - {*there})
-        self._planner.finish(self._plan, integers(unread), PageStatus.IO_ERROR)
+        self._planner.finish(self.plan, integers(unread), PageStatus.IO_ERROR)
         return there
 
     def _out_of_memory(self, tier: Tier, runs: list[range]) -> tuple[Int64Array, Way]:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
-        rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self._plan.slots
+        rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self.plan.slots
         slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
         sums = self._executor.checksums(tier.name, slots) if self._always else None
         return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
@@ -227,16 +249,15 @@ class LoadRun:
             return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
         return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
-    def _move(self, ways: Sequence[Way], order: Sequence[Int64Array], *, open_: bool = False) -> None:
+    def _move(self, ways: Sequence[Way], order: Sequence[Int64Array], stage: Stage) -> None:
         """Begin a move."""
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
-        self._parts = [*order]
-        groups = self._groups(ways) if open_ or self._last else ()
-        move = Move(priority, tuple(ways), seconds, groups, self._load.number, open_)
+        self._stage, self._moving, self._parts = stage, None, [*order]
+        groups = () if stage is Stage.SHARED else self._groups(ways)
+        move = Move(priority, tuple(ways), seconds, groups, self._load.number, stage is Stage.OPEN)
         self._moving = moving = self._executor.begin(move, self._after, self)
-        self._open = open_
-        self._load.carried_by(moving, last=self._last)
+        self._load.carried_by(moving, last=stage is Stage.WHOLE)
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
         """The layers that move together, when so many pages are there or read; of a part, when all that are asked for
@@ -246,7 +267,7 @@ class LoadRun:
         tiers = self._manager.tiers
         read = [way for way in ways if isinstance(tiers[way.source], DurableTier)]
         files = read[-1].source if read else self._files_ahead()
-        ahead = self._plan.asked.left
+        ahead = self.plan.asked.left
         if not files:
             return copy_groups(self._layout, sum(map(len, ways)) + ahead)
         speed = self._manager.costs.bandwidths().get(files)
@@ -255,7 +276,7 @@ class LoadRun:
     def _files_ahead(self) -> str:
         """The tier that the last page asked for has to be read from, which goes first where room is needed; "" where
         it is in memory, or planned already."""
-        asked = self._plan.asked
+        asked = self.plan.asked
         if asked.left:
             key = asked.requests[-1][-1].key if asked.requests[-1] else b""
             with self._manager.lock:
@@ -265,7 +286,7 @@ class LoadRun:
 
     def steps(self) -> Steps[None]:
         """Everything, to the verdict. Raises what broke the load off; then drive `abort`."""
-        if not self._all_begun:
+        if self._stage in (Stage.NONE, Stage.OPEN):
             self.begin()
         yield from self._end_move()
         self._measure()
@@ -275,15 +296,17 @@ class LoadRun:
 
     def _end_move(self) -> Steps[None]:
         moving = self._moving
-        if moving is not None:
-            if self._open:  # its plan broke off
-                moving.extend((), last=True)
-                self._open = False
-            end = yield from moving.end()
-            self._spent = end.spent
-            self._keep_late(moving, end.late)
-            if end.error is not None:
-                raise end.error
+        if moving is None or self._stage is Stage.ENDED:
+            return
+        if self._stage is Stage.OPEN:  # its plan broke off
+            moving.extend((), last=True)
+            self._stage = Stage.SHARED
+        end = yield from moving.end()
+        self._stage, self._spent = Stage.ENDED, end.spent
+        if end.late:  # reads that keep what they may still touch, until they end
+            self._manager.quarantine.hold(moving, {row: self._late(int(self.rows[row])) for row in end.late})
+        if end.error is not None:
+            raise end.error
 
     def _share(self) -> Steps[None]:
         """Pages that another load, planned before this one, is bringing. Waits only for earlier loads, so it ends."""
@@ -297,12 +320,11 @@ class LoadRun:
                 there.append(run.rows)
             else:
                 late = status is PageStatus.PENDING
-                planner.finish(self._plan, np.array(run.rows), PageStatus.DEADLINE if late else status)
-        self._last, self._moving = True, None
+                planner.finish(self.plan, np.array(run.rows), PageStatus.DEADLINE if late else status)
         if there:
             assert planner.landing is not None, "nowhere to land"
             rows, way = self._out_of_memory(planner.landing, there)
-            self._move([way], [rows])
+            self._move([way], [rows], Stage.WHOLE)
             yield from self._end_move()
 
     def abort(self) -> Steps[None]:
@@ -322,23 +344,17 @@ class LoadRun:
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         if status is PageStatus.LOADED and self._load.cancelled:
             status = PageStatus.CANCELLED
-        self._planner.finish(self._plan, self.rows[rows], status)
+        self._planner.finish(self.plan, self.rows[rows], status)
 
     def ready(self, layers: range, event: Event) -> None:
-        if self._last:
+        if self._stage is Stage.WHOLE:
             for layer in layers:
                 self._load.signal(layer, event)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _keep_late(self, moving: Moving, late: Sequence[int]) -> None:
-        """Late reads keep what they may still touch, until they end."""
-        if late and self._kept is not moving:
-            self._kept = moving
-            self._manager.quarantine.hold(moving, {row: self._late(int(self.rows[row])) for row in late})
-
     def _late(self, row: int) -> Late:
-        plan, manager, landing = self._plan, self._manager, self._planner.landing
+        plan, manager, landing = self.plan, self._manager, self._planner.landing
         source, target = plan.sources[row], plan.targets[row]
         tier = plan.tier_of(row)
         with manager.lock:
@@ -359,14 +375,14 @@ class LoadRun:
                 return
             self._manager.busy.begin(tier, self._executor.now() - spent.seconds)
         if tier:
-            rows = [run.rows for run in self._plan.runs if run.tier.name == tier and run.filling is None]
-            good = not any(0 in self._plan.loaded(some) for some in rows)
+            rows = [run.rows for run in self.plan.runs if run.tier.name == tier and run.filling is None]
+            good = not any(0 in self.plan.loaded(some) for some in rows)
             nbytes = sum(map(len, rows)) * self._layout.page_bytes
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
     def _finish(self) -> None:
         """The last word on everything; again is fine."""
-        plan, planner = self._plan, self._planner
+        plan, planner = self.plan, self._planner
         in_turn(
             lambda: planner.finish(plan, plan.pending(), PageStatus.ABORTED),
             self._all_ready,  # nobody waits for a layer any more
@@ -386,14 +402,14 @@ class LoadRun:
     def _report(self) -> None:
         seconds = self._executor.now() - self._start
         first = any(part.report is None for part in self._load.parts)
-        for number, (part, rows) in enumerate(zip(self._load.parts, self._plan.requests, strict=True)):
+        for number, (part, rows) in enumerate(zip(self._load.parts, self.plan.requests, strict=True)):
             part.report = part.report or self._report_on(number, rows, part.start, seconds)
         if first:
             self._tell(seconds)
 
     def _tell(self, seconds: float) -> None:
         """Have it measured what the load took, by its slowest tier, and which ways its pages went."""
-        plan, manager, landing = self._plan, self._manager, self._planner.landing
+        plan, manager, landing = self.plan, self._manager, self._planner.landing
         good = plan.loaded()
         found = plan.by_tier(good)
         if not found:
@@ -416,7 +432,7 @@ class LoadRun:
                     moved(landing.name, PLANES, through)
 
     def _report_on(self, number: int, rows: range, start: int, seconds: float) -> LoadReport:
-        plan, good = self._plan, self._plan.loaded()
+        plan, good = self.plan, self.plan.loaded()
         nbytes = {name: pages * self._layout.page_bytes for name, pages in plan.by_tier(good, rows).items()}
         for name, moved in nbytes.items():
             self._manager.count("bytes_loaded", name, moved)
@@ -429,7 +445,7 @@ class LoadRun:
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
 
     def _commit_deletions(self) -> None:
-        if 0 in self._plan.loaded():
+        if 0 in self.plan.loaded():
             for tier in self._manager.files:
                 tier.commit_deletions()
 

@@ -223,7 +223,7 @@ class Hierarchy:
         blocks = np.empty((len(plan), 0), dtype=np.int64)
         handle = _Handle([LoadPart(len(plan))])
         how = self.config.load, self.config.deadline
-        run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, blocks)
+        run = LoadRun(self.loads, self.executor, self.layout, *how, handle, plan, [blocks])
         yield from cast(Process, run.steps())
         if self._waiting:
             self._waiting.popleft().fire()

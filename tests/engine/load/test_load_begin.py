@@ -227,7 +227,7 @@ def test_reads_begin_before_the_plan_is_whole(
 
     def look(run: load_run.LoadRun) -> None:
         begin(run)
-        if run._plan.whole:
+        if run.plan.whole:
             return
         until(lambda: len(PLAN.moved[Op.READ]) > 0, "a read begins")
         other = threading.Thread(target=lambda: looked.append(host.engine.lookup(tokens).tokens))
