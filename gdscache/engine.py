@@ -542,7 +542,7 @@ class CacheEngine:
         manager = self.manager
         return {
             "device": str(self._parts.planes.device),
-            "copies": None if self._parts.mover is None else self._parts.mover.describe(),
+            "copies": None if self._parts.copies is None else self._parts.copies.describe(),
             "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
             "page_bytes": self.layout.page_bytes,
             "page_tokens": self.layout.page_tokens,

@@ -31,11 +31,10 @@ from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.gate.costs_file import CostsFile
+from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.planner import LoadPlanner
-from gdscache.movers import open_mover
-from gdscache.movers.base import Mover
 from gdscache.moves import PageStatus
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
@@ -80,7 +79,7 @@ class Parts:
     concerns: tuple[str, ...]
     planes: PagedPlanes | RemotePlanes
     manager: TierManager
-    mover: Mover | None
+    copies: PageCopies | None
     bounce: Bounce | None
     loader: Loader
     prefetcher: Prefetcher
@@ -106,8 +105,8 @@ class Parts:
                 last_to_first.callback(self.status.close)
             if self.history is not None:
                 last_to_first.callback(self.history.hurry)
-            if self.mover is not None:
-                last_to_first.callback(self.mover.close)
+            if self.copies is not None:
+                last_to_first.callback(self.copies.close)
             last_to_first.callback(self._end_lost)
             last_to_first.callback(self.loader.close)
             last_to_first.callback(self.storer.close, drain=drain)
@@ -195,16 +194,16 @@ def build(
         lines = {"summary": config.log.summary, "requests": config.log.requests}
         journal = Journal(manager, name, layout.page_bytes, **lines)
         manager.tell = journal.tick
-        mover = None
+        copies = None
         if isinstance(planes, PagedPlanes):
-            mover = open_mover(planes, config.gpu, timeline)
-            undo.callback(mover.close)
+            copies = open_copies(planes, config.gpu)
+            undo.callback(copies.close)
         planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned)
-        if mover is None:
+        if copies is None:
             assert ranks is not None, "planes that are nowhere"
             executor: NativeExecutor | RanksExecutor = _ranks_executor(ranks, layout, manager, bounce)
         else:
-            executor = _executor(mover, manager, bounce)
+            executor = _executor(copies, manager, bounce)
         undo.callback(executor.close)
         held = held_pages(manager, limits)
         writers = {}
@@ -248,7 +247,7 @@ def build(
         said,
         planes,
         manager,
-        mover,
+        copies,
         bounce,
         loader,
         prefetcher,
@@ -363,7 +362,7 @@ def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
     return tuple(RankState(one["pid"], state if one["state"] == "running" else "stopped") for one in told)
 
 
-def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:
+def _executor(copies: PageCopies, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:
     """What moves bytes between the spaces of an engine."""
     memories: dict[str, Extents] = {}
     if manager.cpu is not None:
@@ -379,7 +378,7 @@ def _executor(mover: Mover, manager: TierManager, bounce: Bounce | None) -> Nati
 
     files = {tier.name: tier.io for tier in manager.files}
     slots = {tier.name: tier.index.slots for tier in manager.files}
-    executor = NativeExecutor(Machine(mover, memories, files, slots, reserve, refusal, manager.timeline))
+    executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline))
     manager.quarantine.on_switch(executor.look)
     if bounce is not None:
         manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.held_slots)

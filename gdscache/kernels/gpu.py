@@ -144,26 +144,26 @@ class NativeGpu(Gpu):
     def copy(
         self,
         extents: Extents,
-        slots: Sequence[int] | Int64Array,
-        blocks: torch.Tensor,
+        slots: Int64Array,
+        blocks: Int64Array,
         layers: range,
-        after: Sequence[int],
+        after: Sequence[Event],
         route: CopyRoute,
         *,
         load: bool,
-        sums: bool,
-    ) -> tuple[StreamPoint, StreamPoint, int]:
-        """Queue copies: points behind them and behind the last look at their source, and a number for `finish`.
+        sums: bool = False,
+    ) -> tuple[StreamPoint, int]:
+        """Queue copies outside of any move: the point behind them, and a number for `finish`.
 
-        `blocks`: host int64 (pages, blocks a page); `after`: CUevents. With `sums`, `finish` has to be called.
+        `slots`: int64 (pages,); `blocks`: int64 (pages, blocks a page). With `sums`, `finish` has to be called.
         """
         rows = extents.rows
-        point, read, ticket = self.queue(
+        point, _, ticket = self.queue(
             *(rows.data_ptr(), rows.stride(0), extents.slots, extents.fence_slots, rows.is_cuda, extents.pinned),
-            *(integers(slots), integers(blocks.numpy()), np.array(after, np.uint64), layers),
+            *(integers(slots), integers(blocks), np.array(events_of(after), np.uint64), layers),
             *(ROUTES.index(route) % 3, load, sums),
         )
-        return self.point(point), self.point(read), ticket
+        return self.point(point), ticket
 
     def last_point(self, *, loads: bool) -> StreamPoint:
         """The point behind all loads, or stores, that were queued so far."""

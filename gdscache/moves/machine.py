@@ -1,4 +1,4 @@
-"""What a machine has to move pages with: memories, files, the mover of its planes."""
+"""What a machine has to move pages with: memories, files, what copies pages of its planes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gdscache.tracing import OFF, Timeline
 
 if TYPE_CHECKING:
     from gdscache.extents.base import Extents
-    from gdscache.movers.base import Mover
+    from gdscache.kernels.copies import PageCopies
     from gdscache.native import CuFiles
     from gdscache.pages.checksum import Checksums
     from gdscache.storage.base import Transport
@@ -59,12 +59,12 @@ class Reserve:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """What moves bytes: the planes' mover, memories and files by the names of their spaces, the bounce reserve.
+    """What moves bytes: copies of the planes' pages, memories and files by the names of their spaces, the reserve.
 
     `slots`: of each of the files. `refusal`: why no further read may begin, or None. It may cost a system call.
     """
 
-    mover: Mover
+    copies: PageCopies
     memories: Mapping[str, Extents]
     files: Mapping[str, Files]
     slots: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -55,14 +55,14 @@ class NativeExecutor(ThreadDriver):
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.moves: NativeMoves
-        mover = machine.mover
+        planes = machine.copies.planes
         self._numbers = itertools.count(1)
         self._under_way: dict[int, tuple[NativeMoving, Listener | None, Sequence[Event]]] = {}
         self._closed = False
-        self._gpu = mover.on_gpu
+        self._gpu = machine.copies.gpu
         on_host = self._gpu is None
         with contextlib.ExitStack() as undo:
-            self._pool = NativePool(mover.planes) if on_host else None
+            self._pool = NativePool(planes) if on_host else None
             if self._pool is not None:
                 undo.callback(self._pool.close)
             spaces, disks = self._spaces(on_host=on_host)
@@ -71,9 +71,9 @@ class NativeExecutor(ThreadDriver):
                 reserve = ("bounce", machine.bounce.loads.start, len(machine.bounce.loads))
                 fence = machine.bounce.extents.fence_slots
             self.moves = NativeMoves(
-                mover.layout,
+                planes.layout,
                 spaces,
-                mover.planes.blocks_per_page,
+                planes.blocks_per_page,
                 limits=LIMITS,
                 reserve=reserve,
                 fence=fence,
@@ -91,7 +91,7 @@ class NativeExecutor(ThreadDriver):
 
     def _spaces(self, *, on_host: bool) -> tuple[dict[str, Space], list[Descriptors]]:
         machine = self.machine
-        spaces = {PLANES: Space("planes", machine.mover.planes.blocks, foreign=not on_host)}
+        spaces = {PLANES: Space("planes", machine.copies.planes.blocks, foreign=not on_host)}
         for name, extents in machine.memories.items():
             flat = extents.flat
             memory = np.frombuffer(flat, np.uint8) if isinstance(flat, memoryview) else None
@@ -126,7 +126,7 @@ class NativeExecutor(ThreadDriver):
             if self._gpu is None:
                 self.moves.start(moving.number, move, ends)
             else:
-                routes = functools.partial(self.machine.mover.routes, "load" if moving.into_planes else "store")
+                routes = functools.partial(self.machine.copies.routes, "load" if moving.into_planes else "store")
                 self.moves.start(moving.number, move, ends, events_of(after), routes)
         except BaseException:
             if self.moves.wait(moving.number, 0) is not None:  # else an interrupt came when it had begun
@@ -150,7 +150,7 @@ class NativeExecutor(ThreadDriver):
                 put_rows(self.machine.memories[space].checksums, places, way.sums)
 
     def behind(self, after: object) -> Event:
-        return given(after, self.machine.mover.planes.device)
+        return given(after, self.machine.copies.planes.device)
 
     mark = behind
 
@@ -162,7 +162,7 @@ class NativeExecutor(ThreadDriver):
         return self.moves.held_slots()
 
     def reads_queued(self) -> Event:
-        return self.machine.mover.mark_stores()
+        return None if self._gpu is None else self._gpu.last_point(loads=False)
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         return take_rows(self.machine.memories[space].checksums, slots)

@@ -28,9 +28,8 @@ from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import GdsCacheError, LockLostError, RankMismatchError, ShortIOError, StorageError
 from gdscache.extents.host import HostExtents
+from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
-from gdscache.movers import open_mover
-from gdscache.movers.base import Mover
 from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
@@ -107,7 +106,7 @@ class Service:
         self._slots: dict[str, int] = {}
         self._locks: list[FileLock] = []
         self._files: SlabIO | None = None
-        self._mover: Mover | None = None
+        self._copies: PageCopies | None = None
         self._executor: NativeExecutor | None = None
         self._moving: dict[int, Moving | None] = {}  # None: it is just being begun
         self._refused: set[int] = set()  # moves that the leader gave up before they were begun here
@@ -263,13 +262,13 @@ class Service:
             lock.close()
 
     def _start(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        self._mover = open_mover(self._planes, self._gpu)
+        self._copies = open_copies(self._planes, self._gpu)
         bounce = self._memories.get("bounce")
         reserve = None if bounce is None else Reserve(bounce, range(*fields["loads"]))
         if self._files is not None and bounce is not None:
             self._files.register(bounce.buffer.view)
         files = {} if self._files is None else {"ssd": self._files}
-        self._executor = NativeExecutor(Machine(self._mover, self._memories, files, self._slots, reserve))
+        self._executor = NativeExecutor(Machine(self._copies, self._memories, files, self._slots, reserve))
         return {}
 
     def _flush(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
@@ -468,8 +467,8 @@ class Service:
                 last_to_first.callback(extents.close)
             if self._files is not None:
                 last_to_first.callback(self._files.close)
-            if self._mover is not None:
-                last_to_first.callback(self._mover.close)
+            if self._copies is not None:
+                last_to_first.callback(self._copies.close)
             if self._executor is not None:
                 last_to_first.callback(self._executor.close)
 

@@ -1,7 +1,7 @@
 """Which way pages go between SSD and planes: straight through GPU memory, or through host memory.
 
 `direct`: the transport reads into the bounce reserve on the GPU, a kernel scatters from there. `via_cpu`: it reads into
-slots of the CPU tier, where the page stays (or the bounce reserve in host memory), and the mover brings it up. Where a
+slots of the CPU tier, where the page stays (or the bounce reserve in host memory), and is copied from there. Where a
 transport can do both, the faster is taken, as measured with the engine's own files when it opens.
 """
 

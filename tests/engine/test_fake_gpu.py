@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from gdscache import PageStatus
 from gdscache.errors import DeviceError
+from gdscache.extents.host import HostExtents
 from gdscache.kernels.gpu import CopyRoute
+from gdscache.pages.checksum import layer_checksums
+from gdscache.pages.planes import PagedPlanes
 from tests.support import fake_gpu
-from tests.support.helpers import EXTRA, MHA, WAIT, OpenHost, drop_from, kept, prompt, settle
+from tests.support.helpers import EXTRA, MHA, WAIT, OpenHost, drop_from, kept, layout_of, prompt, settle
 
 ROUTES: list[CopyRoute] = ["staged", "zero_copy", "copy_engine"]
 
@@ -104,3 +109,32 @@ def test_an_engine_closes_with_copies_under_way(open_host: OpenHost, monkeypatch
         driver.fake_delay(0)
     assert load.done()
     assert load.release_event.done()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_copies_outside_of_moves_bring_bytes_and_checksums(route: CopyRoute) -> None:
+    """Those of the calibration and of `bench copy`: into extents and back, of all pages and of none."""
+    layout = layout_of(MHA)
+    layers, slots, blocks = range(layout.n_layers), np.array([2, 0, 1]), np.array([[3], [1], [0]])
+    planes = PagedPlanes.allocate(layout, 4, torch.device("cpu"))
+    bytes_of = [tensor.view(torch.uint8) for some in planes.tensors for tensor in some]
+    for plane in bytes_of:
+        plane.random_(0, 256)
+    before = [plane.clone() for plane in bytes_of]
+    fake_gpu.driver()
+    copies, extents = fake_gpu.FakeGpuCopies(planes, route), HostExtents(layout, 3 * layout.extent_bytes, "off")
+    try:
+        for load in (False, True):
+            point, ticket = copies.gpu.copy(extents, slots, blocks, layers, (), route, load=load, sums=True)
+            point.synchronize()
+            expected = [layer_checksums(extents.memory(slot), layout.layer_bounds) for slot in slots.tolist()]
+            assert np.array_equal(copies.gpu.finish(ticket), expected)
+            for plane in bytes_of if not load else ():
+                plane.zero_()
+        for plane, was in zip(bytes_of, before, strict=True):
+            assert torch.equal(plane[blocks[:, 0]], was[blocks[:, 0]])
+        _, ticket = copies.gpu.copy(extents, slots[:0], blocks[:0], layers, (), route, load=True, sums=True)
+        assert copies.gpu.finish(ticket).shape == (0, layout.n_layers)
+    finally:
+        copies.close()
+        extents.close()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.movers import choice as paths
-from gdscache.movers.choice import Calibration
+from gdscache.kernels import choice as paths
+from gdscache.kernels.choice import Calibration
 from gdscache.pages.keys import PageNames, as_tokens, namespace_digest, page_keys
 from tests.support.doctor_facts import KEY, MEASURED
 

@@ -8,7 +8,7 @@ from typing import Any
 from gdscache.commands.doctor import Facts
 from gdscache.commands.doctor.facts import Gpu, Kept, NvidiaDriver
 from gdscache.commands.doctor.report import Found
-from gdscache.movers.choice import Calibration
+from gdscache.kernels.choice import Calibration
 from tests.support.rates import DOWN, UP
 
 KEY = {"gpu": "H200", "gpu_uuid": "GPU-1", "driver": "13000", "copy_engine": "batch_13", "kernels": "0123456789abcdef"}

@@ -20,8 +20,7 @@ from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import NativeCallError
 from gdscache.extents.base import Reserved
 from gdscache.extents.host import HostExtents
-from gdscache.movers.base import Mover
-from gdscache.movers.host import HostMover
+from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PageStatus
 from gdscache.moves import native as native_module
 from gdscache.moves.library import MoveLimits
@@ -37,7 +36,7 @@ from gdscache.tiers.quarantine import Quarantine
 from tests.support import fake_cufile
 from tests.support.executor_cases import STRETCH, Case, Spaces
 from tests.support.fake_cufile import FakeDeviceExtents
-from tests.support.fake_gpu import FakeGpuMover
+from tests.support.fake_gpu import FakeGpuCopies
 from tests.support.faulty import PLAN, FaultyTransport
 from tests.support.faulty import Fault as Injected
 from tests.support.hooks import hooks
@@ -97,8 +96,8 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
             for pairs in (zip(some, shapes, strict=True) for some, shapes in zip(planes, layout.layers, strict=True))
         ]
         pool = PagedPlanes(layout, tensors)
-        mover: Mover = FakeGpuMover(pool) if "GPU" in mode or mode == "direct" else HostMover(pool)
-        undo.callback(mover.close)
+        copies = FakeGpuCopies(pool) if "GPU" in mode or mode == "direct" else PageCopies(pool)
+        undo.callback(copies.close)
         on_gpu = {"bounce"} if mode == "direct" else set()
         extents = {name: _memory(layout, some, undo, name in on_gpu) for name, some in case.spaces.memories.items()}
         memories = {name: _bytes(some).reshape(some.slots, -1) for name, some in extents.items()}
@@ -121,7 +120,7 @@ def opened(case: Case, mode: Mode, directory: Path) -> Iterator[Real]:
         if shared is not None and not python:
             shared.register(extents["bounce"].rows)
         counts = {name: slab.slots for name, slab in slabs.items()}
-        machine = Machine(mover, extents, files, counts, bounce, lambda: case.refusal)
+        machine = Machine(copies, extents, files, counts, bounce, lambda: case.refusal)
         executor = undo.enter_context(_executor(machine, case))
         if python:
             for fault in case.faults:

@@ -20,13 +20,11 @@ import pytest
 import torch
 
 from gdscache import opening as build
-from gdscache.cuda.streams import Event
+from gdscache.kernels.choice import Direction
+from gdscache.kernels.copies import PageCopies
 from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs
 from gdscache.kernels.gpu import ROUTES, CopyRoute, NativeGpu, StreamPoint
-from gdscache.movers.base import Mover, QueuedCopies
-from gdscache.movers.choice import Direction
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tracing import OFF
 from tests.support.places import ROOT
 
 _SOURCES = ROOT / "csrc" / "host"
@@ -134,7 +132,7 @@ class _Gpu(NativeGpu):
         return _Point(self, number)
 
 
-class FakeGpuMover(Mover):
+class FakeGpuCopies(PageCopies):
     """Planes of host memory as if a GPU had them. `route`: of every copy; without `kernels`, the copy engine's."""
 
     name = "cuda"
@@ -142,8 +140,7 @@ class FakeGpuMover(Mover):
     def __init__(
         self, planes: PagedPlanes, route: CopyRoute = "staged", *, kernels: bool = True, staging: int = _STAGING
     ) -> None:
-        self.planes = planes
-        self.layout = planes.layout
+        super().__init__(planes)
         self._route = route
         self._kept: dict[int, Any] = {}  # what the driver knows
         runs = [
@@ -152,7 +149,7 @@ class FakeGpuMover(Mover):
         ]
         built: Any = _Kernels(planes, runs, self._kept) if kernels else None
         fake: Any = FakeDriver()
-        self.gpu = _Gpu(planes, fake, runs, built, max(staging, 6 * self.layout.extent_bytes))
+        self.gpu = _Gpu(planes, fake, runs, built, max(staging, 6 * planes.layout.extent_bytes))
 
     def _on_gpu(self, runs: PlaneRuns, tensor: torch.Tensor) -> PlaneRuns:
         storage = tensor.untyped_storage()
@@ -162,18 +159,8 @@ class FakeGpuMover(Mover):
         values = [getattr(runs, name) for name in PlaneRuns.__slots__]
         return PlaneRuns(values[0] | (1 << 56), *values[1:])
 
-    @property
-    def on_gpu(self) -> NativeGpu:
-        return self.gpu
-
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
         return ROUTES.index(self._route), ROUTES.index(self._route)
-
-    def _move(self, *_: Any) -> QueuedCopies:
-        raise AssertionError("an executor asks the GPU itself")
-
-    def mark_stores(self) -> Event:
-        return self.gpu.last_point(loads=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "cause": "a test", "copy_engine": self.gpu.api}
@@ -191,11 +178,11 @@ def use(
     """Engines that are opened from now on, with planes in host memory, copy as on a GPU."""
     driver()
 
-    real = build.open_mover
+    real = build.open_copies
 
-    def opened(planes: PagedPlanes, config: Any, timeline: Any = OFF) -> Mover:
+    def opened(planes: PagedPlanes, config: Any) -> PageCopies:
         if planes.device.type != "cpu":
-            return real(planes, config, timeline)
-        return FakeGpuMover(planes, route, kernels=kernels, staging=staging)
+            return real(planes, config)
+        return FakeGpuCopies(planes, route, kernels=kernels, staging=staging)
 
-    monkeypatch.setattr(build, "open_mover", opened)
+    monkeypatch.setattr(build, "open_copies", opened)

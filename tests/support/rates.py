@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdscache.movers.choice import COPY_ENGINE_FROM, Rates
+from gdscache.kernels.choice import COPY_ENGINE_FROM, Rates
 
 UP = Rates(
     {4096: 3.0, 16384: 12.0, 65536: 40.0, 262144: 50.0, 1048576: 54.0},

@@ -11,7 +11,7 @@ import torch
 
 from gdscache.arrays import integers
 from gdscache.extents.host import HostExtents
-from gdscache.movers.host import HostMover
+from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, Priority, Way
 from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.native import NativeExecutor
@@ -44,13 +44,13 @@ class Small:
     """An executor over planes, a memory, a reserve and a file, opened anew: all of it goes with `close`."""
 
     def __init__(self, path: Path, *, uring: bool, faulty: bool = False) -> None:
-        self.mover = HostMover(PagedPlanes.allocate(LAYOUT, PAGES, torch.device("cpu")))
+        self.copies = PageCopies(PagedPlanes.allocate(LAYOUT, PAGES, torch.device("cpu")))
         self.memory = HostExtents(LAYOUT, PAGES * EXTENT, "off")
         self.reserve = HostExtents(LAYOUT, 2 * PAGES * EXTENT, "off")
         self.file = OpenFile(path, uring=uring)
         bounce = Bounce(self.reserve, Quarantine(threading.RLock()))
         memories = {"cpu": self.memory, "bounce": self.reserve}
-        machine = Machine(self.mover, memories, {"ssd": self.file}, {"ssd": PAGES}, bounce)
+        machine = Machine(self.copies, memories, {"ssd": self.file}, {"ssd": PAGES}, bounce)
         hooks.set_faulty_disks(faulty)
         try:
             self.executor = NativeExecutor(machine)
@@ -63,7 +63,6 @@ class Small:
     def close(self) -> None:
         self.executor.close()
         os.close(self.file.file)
-        self.mover.close()
         self.memory.close()
         self.reserve.close()
 

@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from gdscache.extents.base import Extents
 from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
 from gdscache.tiers.bounce import Bounce
 from tests.support.hooks import Job, hooks
+from tests.support.host_copies import HostCopies
 from tests.support.window import Window
 
 if TYPE_CHECKING:
     from gdscache.extents.host import HostExtents
-    from gdscache.movers.host import HostMover
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
+    from gdscache.pages.planes import PagedPlanes
 
 LATE_S = 1000.0  # further than any deadline
 NS = 1_000_000_000
@@ -74,7 +74,7 @@ class SteppedMachine:
 
     def __init__(
         self,
-        mover: HostMover,
+        planes: PagedPlanes,
         memories: Mapping[str, HostExtents],
         content: Mapping[str, Mapping[int, bytes]],
         bounce: Bounce,
@@ -87,20 +87,21 @@ class SteppedMachine:
         self.files = {name: SteppedFiles(self, name, some) for name, some in content.items()}
         self.done = 0  # copies
         self.copies: deque[tuple[Job, Extents, list[int]]] = deque()  # that are under way
-        self._mover = mover
+        self._layout = planes.layout
+        self._copies = HostCopies(planes)
         self._bounce = bounce
         self._breaks = breaks
         self._asked = 0
         self._io: Job | None = None
-        layout: PageLayout = mover.layout
+        layout: PageLayout = planes.layout
         extents = {**memories, "bounce": bounce.extents}
-        spaces = {"planes": Space("planes", mover.planes.blocks)}
+        spaces = {"planes": Space("planes", planes.blocks)}
         spaces |= {name: Space("memory", some.slots, sums=some.checksums) for name, some in extents.items()}
         spaces |= {name: Space("files", 1 << 20) for name in content}  # of a disk that is ours
         self.moves = NativeMoves(
             layout,
             spaces,
-            mover.planes.blocks_per_page,
+            planes.blocks_per_page,
             reserve=("bounce", bounce.loads.start, len(bounce.loads)),
             limits=limits or MoveLimits(),
             disks=(None,),
@@ -136,7 +137,7 @@ class SteppedMachine:
             return
         extents: Extents = self._bounce.extents if job.memory == "bounce" else self.memories[job.memory]
         if job.window:
-            extents = Window(self._bounce.extents, job.window, self._mover.layout.read_span(job.layers, alone=True))
+            extents = Window(self._bounce.extents, job.window, self._layout.read_span(job.layers, alone=True))
         self.copies.append((job, extents, job.slots.tolist()))
         hooks.copy_queued(self.moves, job.number, self.done + len(self.copies))
 
@@ -147,8 +148,7 @@ class SteppedMachine:
         if job.kind == DIGEST:
             sums = np.stack([extents.digest(place, job.layers) for place in places])
         else:
-            blocks = torch.from_numpy(job.blocks.copy())
-            sums = self._mover.scatter(extents, places, blocks, job.layers, sums=True).checksums()
+            sums = self._copies.copy(extents, places, job.blocks, job.layers, sums=True)
         hooks.copy_ended(self.moves, job.number, sums if job.sums else None)
 
     def _pass(self) -> None:

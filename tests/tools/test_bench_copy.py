@@ -20,18 +20,17 @@ from gdscache.commands import console
 from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_startup, measure
 from gdscache.commands.bench.copy_beside import Beside, Neighbour
 from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
-from gdscache.commands.bench.copy_gpu import Gpu, Queued, timed
+from gdscache.commands.bench.copy_gpu import Gpu, Moved, Queued, timed
 from gdscache.commands.bench.copy_pool import Copies, Pool
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
-from gdscache.movers.base import QueuedCopies
-from gdscache.movers.host import HostMover
 from gdscache.pages.planes import PagedPlanes
+from tests.support.host_copies import HostCopies
 
 pytestmark = pytest.mark.suite
 
 MIB = 1 << 20
 PLAIN = 50e9  # bytes a second of the plain copies of the stand-in
-RATE = 49e9  # of the mover
+RATE = 49e9  # of ours
 PIECE = 1e-5  # seconds of a neighbour's piece of work
 
 
@@ -67,18 +66,35 @@ class Stand(Gpu):
     def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
         return [way() for way in ways]
 
-    def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+    def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
         self.opened += 1
-        self.path = path
-        return StandMover(self, planes)
+        return StandCopies(self, planes, path)
 
-    def route(self, mover: Any, direction: str, extents: Any, layers: range, *, sums: bool) -> str:
-        return "staged" if self.path == "auto" else str(self.path)
+    def move(
+        self,
+        copies: Any,
+        direction: str,
+        extents: Any,
+        slots: Any,
+        blocks: Any,
+        layers: range,
+        after: Any,
+        *,
+        sums: bool,
+    ) -> Moved:
+        assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
+        bounds = copies.planes.layout.layer_bounds
+        nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
+        self.queued.append((direction, layers, slots.tolist(), blocks.reshape(-1).tolist()))
+        if not after and not copies.broken:
+            copies.copy(extents, slots, blocks, layers, load=direction == "load")
+        event: Any = self.take(direction, nbytes, RATE * (0.99 if sums else 1.0), after)
+        return Moved(event, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
 
-    def thread_blocks(self, mover: Any, route: str) -> int:
+    def thread_blocks(self, copies: Any, route: str) -> int:
         return {"copy_engine": 0, "zero_copy": 4}.get(route, 132)
 
-    def describe(self, mover: Any) -> dict[str, Any]:
+    def describe(self, copies: Any) -> dict[str, Any]:
         return {"driver": 13000, "copy_engine": "batch_13", "calibration": None}
 
     def now(self) -> float:
@@ -110,33 +126,16 @@ class Stand(Gpu):
         self.released += 1
 
 
-class StandMover(HostMover):
-    """numpy's mover, timed by the stand-in. What waits for an event is timed and not moved; `broken` moves nothing."""
+class StandCopies(HostCopies):
+    """Copies in host memory, timed by the stand-in. What waits for an event is timed and not moved; `broken` moves
+    nothing."""
 
-    def __init__(self, gpu: Stand, planes: PagedPlanes, *, broken: bool = False) -> None:
+    def __init__(self, gpu: Stand, planes: PagedPlanes, path: str = "auto", *, broken: bool = False) -> None:
         super().__init__(planes)
-        self.gpu, self.broken, self.closed = gpu, broken, False
+        self.planes, self.path, self.broken, self.closed = planes, path, broken, False
 
-    def _timed(
-        self, direction: str, extents: Any, slots: Any, blocks: Any, layers: range, after: Any, sums: bool
-    ) -> QueuedCopies:
-        assert isinstance(slots, np.ndarray)  # a list would be converted within the time that counts
-        bounds = self.layout.layer_bounds
-        nbytes = len(slots) * (bounds[layers.stop - 1][1] - bounds[layers.start][0])
-        self.gpu.queued.append((direction, layers, slots.tolist(), blocks.view(-1).tolist()))
-        if not after and not self.broken:
-            (super().scatter if direction == "load" else super().gather)(extents, slots, blocks, layers)
-        rate = RATE * (0.99 if sums else 1.0)
-        event: Any = self.gpu.take(direction, nbytes, rate, after)
-        return QueuedCopies(event, None, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
-
-    def scatter(
-        self, extents: Any, slots: Any, blocks: Any, layers: Any = None, after: Any = (), *, sums: bool = False
-    ):
-        return self._timed("load", extents, slots, blocks, layers, after, sums)
-
-    def gather(self, extents: Any, slots: Any, blocks: Any, layers: Any = None, after: Any = (), *, sums: bool = False):
-        return self._timed("store", extents, slots, blocks, layers, after, sums)
+    def route(self, direction: str, layers: range, *, sums: bool) -> str:
+        return "staged" if self.path == "auto" else self.path
 
     def close(self) -> None:
         self.closed = True
@@ -227,8 +226,8 @@ def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> Non
 @pytest.mark.parametrize("part", ["one", "all"])
 def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: Pool, part: str, direction: str) -> None:
     cell = cell_of(part, direction)
-    copies, mover = Copies(pool, cell), StandMover(gpu, pool.planes)
-    ours, plain = timed(gpu, copies.ours(mover)), timed(gpu, copies.plain())
+    copies, by = Copies(pool, cell), StandCopies(gpu, pool.planes)
+    ours, plain = timed(gpu, copies.ours(by)), timed(gpu, copies.plain())
     both = 2 if direction == "both" else 1
     assert copies.moved_bytes == both * copies.nbytes == both * 2 * MIB
     assert ours.seconds == pytest.approx(copies.nbytes / 49e9, rel=0.15)  # two directions at once take no longer
@@ -240,13 +239,13 @@ def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: Pool, part
 
 def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, pool: Pool) -> None:
     copies = Copies(pool, cell_of("one", "load"))
-    copies.ours(StandMover(gpu, pool.planes))(())
+    copies.ours(StandCopies(gpu, pool.planes))(())
     assert [layers for _, layers, _, _ in gpu.queued] == [range(i, i + 1) for i in (0, 1, 2, 3)]
     assert {len(slots) for _, _, slots, _ in gpu.queued} == {8}  # half of the pool's 16
 
 
 def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: Pool) -> None:
-    Copies(pool, cell_of("one", "both")).ours(StandMover(gpu, pool.planes))(())
+    Copies(pool, cell_of("one", "both")).ours(StandCopies(gpu, pool.planes))(())
     (up, _, *load), (down, _, *store) = gpu.queued[0], gpu.queued[-1]
     assert (up, down) == ("load", "store")
     for taken, other in zip(load, store, strict=True):
@@ -278,17 +277,16 @@ def test_entries_are_what_the_copy_engine_gets(pool: Pool, route: str, part: str
 @pytest.mark.parametrize("part", ["one", "all"])
 def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: Pool, part: str, direction: str) -> None:
     copies = Copies(pool, cell_of(part, direction))
-    copies.check(StandMover(gpu, pool.planes))
+    copies.check(StandCopies(gpu, pool.planes))
     with pytest.raises(IOFailedError, match="other bytes"):
-        copies.check(StandMover(gpu, pool.planes, broken=True))
+        copies.check(StandCopies(gpu, pool.planes, broken=True))
 
 
 def test_one_wrong_byte_is_found(gpu: Stand, pool: Pool) -> None:
-    class OffByOne(StandMover):
-        def scatter(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> QueuedCopies:
-            moved = super().scatter(extents, slots, blocks, *rest, **options)
+    class OffByOne(StandCopies):
+        def copy(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> None:
+            super().copy(extents, slots, blocks, *rest, **options)
             self.planes.tensors[3][1].view(torch.uint8)[blocks[-1], 15, 7, 255] ^= 1
-            return moved
 
     with pytest.raises(IOFailedError, match="load of layer 3"):
         Copies(pool, cell_of("all", "load")).check(OffByOne(gpu, pool.planes))
@@ -567,10 +565,10 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
 class Interrupted(Stand):
     """Ctrl-C in the second pool."""
 
-    def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+    def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
         if self.opened == 1:
             raise KeyboardInterrupt
-        return super().open_mover(planes, path)
+        return super().open_copies(planes, path)
 
 
 def test_a_path_can_be_forced() -> None:
@@ -599,9 +597,9 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) ->
 
 def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> None:
     class Wrong(Stand):
-        def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
-            super().open_mover(planes, path)
-            return StandMover(self, planes, broken=self.opened == 2)
+        def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
+            super().open_copies(planes, path)
+            return StandCopies(self, planes, broken=self.opened == 2)
 
     bad = copy.bench(Wrong(), startup=False).run(settings(pairs=1))
     wrong = {row["what"] for row in bad["failed"]}
@@ -611,12 +609,12 @@ def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> Non
     assert bad["left"] == 0
 
 
-def test_what_was_measured_is_kept_when_no_mover_opens() -> None:
+def test_what_was_measured_is_kept_when_no_copies_open() -> None:
     class Broken(Stand):
-        def open_mover(self, planes: PagedPlanes, path: Any) -> Any:
+        def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
             if self.opened:
                 raise RuntimeError("an illegal memory access")
-            return super().open_mover(planes, path)
+            return super().open_copies(planes, path)
 
     kept: list[int] = []
     with pytest.raises(RuntimeError, match="illegal"):

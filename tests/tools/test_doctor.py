@@ -21,8 +21,8 @@ from gdscache.commands.doctor.report import Found, attempt
 from gdscache.config import Config
 from gdscache.cuda.numa import Placement
 from gdscache.errors import DeviceError, PinnedMemoryError
-from gdscache.movers import calibration as calibrate
-from gdscache.movers import choice as paths
+from gdscache.kernels import calibration as calibrate
+from gdscache.kernels import choice as paths
 from gdscache.sizes import about
 from tests.support.doctor_facts import HINT, KEY, MEASURED, PLAIN, WHOLE, changed, lacking
 from tests.support.places import ROOT

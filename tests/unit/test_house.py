@@ -38,10 +38,9 @@ MAY_IMPORT = {
     "cuda": "runtime",
     "index": "pages policies",
     "extents": "cuda pages runtime",
-    "kernels": "cuda native pages runtime",
+    "kernels": "cuda extents native pages runtime",
     "storage": "cuda native pages runtime",
     "moves": "cuda kernels native pages runtime storage tracing",
-    "movers": "cuda extents kernels pages runtime tracing",
     "disk": "moves pages policies runtime storage",
     "events": "pages runtime",
     "gate": "disk",
@@ -49,12 +48,12 @@ MAY_IMPORT = {
     "tiers": "config cuda disk extents gate index moves native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages runtime tiers tracing",
     "prefetch": "load moves pages runtime",
-    "ranks": "config cuda disk extents load movers moves native pages runtime storage",
+    "ranks": "config cuda disk extents kernels load moves native pages runtime storage",
     "store": "cuda index moves native pages runtime tiers",
     "metrics": "moves policies prefetch tiers",
     "sequence": "cuda index load pages store tiers",
     "opening": (
-        "config cuda disk events extents gate load movers moves pages policies prefetch ranks runtime store "
+        "config cuda disk events extents gate kernels load moves pages policies prefetch ranks runtime store "
         "tiers tracing"
     ),
     "closing": "metrics opening runtime",

@@ -20,7 +20,7 @@ from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, t
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, duration, figure, verdict
 from gdscache.errors import InvalidValueError
-from gdscache.movers.base import Mover
+from gdscache.kernels.copies import GpuCopies
 from gdscache.sizes import GIB, MIB, about
 
 MEMCPY = "cudaMemcpyAsync"
@@ -75,7 +75,7 @@ def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
-    """Every cell, with one pool and one mover a layout.
+    """Every cell, with one pool and one `GpuCopies` a layout.
 
     Raises `KernelUnavailableError` where the kernels cannot be built, and `CapacityError` and `PinnedMemoryError` where
     memory is short. A case fails where copies give other bytes.
@@ -94,33 +94,35 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
 
 def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Sequence[Cell]) -> None:
     with contextlib.closing(
-        gpu.open_mover(pool.planes, settings.path)
-    ) as mover:  # its kernels hold the planes, until this returns
-        run.found["mover"] = run.found["mover"] or gpu.describe(mover)
+        gpu.open_copies(pool.planes, settings.path)
+    ) as by:  # its kernels hold the planes, until this returns
+        run.found["mover"] = run.found["mover"] or gpu.describe(by)
         for cell in some:
-            run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, mover, cell))
+            run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, by, cell))
 
 
-def measure_cell(settings: Settings, gpu: Gpu, pool: Pool, mover: Mover, cell: Cell) -> dict[str, list[dict[str, Any]]]:
+def measure_cell(
+    settings: Settings, gpu: Gpu, pool: Pool, by: GpuCopies, cell: Cell
+) -> dict[str, list[dict[str, Any]]]:
     """The rows of one cell: against a plain copy; with checksums against without; and for one layout also beside a
     model's work."""
     copies, limit = Copies(pool, cell), cell.target
     assert limit is not None, "a cell has a target"
-    copies.check(mover)
-    compare = functools.partial(_row, settings, gpu, mover, cell, copies)
-    ours, with_sums = copies.ours(mover), copies.ours(mover, sums=True)
+    copies.check(by)
+    compare = functools.partial(_row, settings, gpu, by, cell, copies)
+    ours, with_sums = copies.ours(by), copies.ours(by, sums=True)
     here = (cell.geometry.name, cell.page_tokens, cell.parts[-1], cell.direction) == BESIDE_CELL
     return {
         "copies": [compare(ours, copies.plain(), MEMCPY, limit, sums=False)],
         "checksums": [compare(with_sums, ours, NO_SUMS, SUMS_TARGET, sums=True)],
-        "beside": _beside(settings, gpu, mover, cell, copies) if here else [],
+        "beside": _beside(settings, gpu, by, cell, copies) if here else [],
     }
 
 
 def _row(
     settings: Settings,
     gpu: Gpu,
-    mover: Mover,
+    by: GpuCopies,
     cell: Cell,
     copies: Copies,
     ours: Way,
@@ -134,7 +136,7 @@ def _row(
     for way in (ours, other):  # the first run warms up
         timed(gpu, way)
     mine, others = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
-    routes, nbytes = copies.routes(mover, sums=sums), copies.moved_bytes
+    routes, nbytes = copies.routes(by, sums=sums), copies.moved_bytes
     entries = sum(copies.entries(route) for route in routes.values())
     submit = statistics.median(run.submit_seconds for run in mine)
     found = paired([run.seconds for run in others], [run.seconds for run in mine])
@@ -143,7 +145,7 @@ def _row(
         "path": settings.path,
         "sums": sums,
         "routes": routes,
-        "thread_blocks": {d: gpu.thread_blocks(mover, route) for d, route in routes.items()},
+        "thread_blocks": {d: gpu.thread_blocks(by, route) for d, route in routes.items()},
         "pages": copies.pages,
         "calls": len(copies.calls),
         "bytes": nbytes,
@@ -163,18 +165,18 @@ def _rates(nbytes: int, runs: Iterable[Timing]) -> dict[str, Any]:
     return Series(tuple(rate(nbytes, run.seconds) for run in runs)).describe()
 
 
-def _beside(settings: Settings, gpu: Gpu, mover: Mover, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
+def _beside(settings: Settings, gpu: Gpu, by: GpuCopies, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
     """A load beside matrix products and beside attention: against a plain copy, and with checksums or without."""
     rows, least = [], max(1, settings.beside_total // copies.nbytes)
     for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
-        beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(mover, repeat=n), least)
+        beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(by, repeat=n), least)
         n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
-        plain, ours = copies.plain(repeat=n), copies.ours(mover, repeat=n)
-        with_sums = copies.ours(mover, sums=True, repeat=n)
+        plain, ours = copies.plain(repeat=n), copies.ours(by, repeat=n)
+        with_sums = copies.ours(by, sums=True, repeat=n)
         compared = ((MEMCPY, False, ours, plain, COPY_TARGET), (NO_SUMS, True, with_sums, ours, SUMS_TARGET))
         for against, sums, mine, other, limit in compared:
             found = beside.compare(mine, other, nbytes, settings.pairs, limit, WORK_TARGET)
-            routes = copies.routes(mover, sums=sums)
+            routes = copies.routes(by, sums=sums)
             own = {"path": settings.path, "sums": sums, "routes": routes, "against": against}
             rows.append({**cell.describe(), **own, **found})
     return rows

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 from typing import Any
 
+from gdscache.kernels.choice import Direction
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.sizes import MIB
 
 PATHS = ("auto", "staged", "zero_copy", "copy_engine")
 PAGE_TOKENS = (64, 1, 256, 16)  # in the order of measuring
-DIRECTIONS = ("load", "store", "both")
+BOTH: tuple[Direction, ...] = ("load", "store")
+DIRECTIONS = (*BOTH, "both")
 PARTS = ("one", "group", "all")  # layers a call
 GROUP_BYTES = 1 * MIB  # of a page's layer group, where the page has as much
 
@@ -63,8 +65,8 @@ class Cell:
         return self.layout.layer_bounds[self.layers - 1][1]
 
     @property
-    def directions(self) -> tuple[str, ...]:
-        return ("load", "store") if self.direction == "both" else (self.direction,)
+    def directions(self) -> tuple[Direction, ...]:
+        return tuple(d for d in BOTH if self.direction in (d, "both"))
 
     @property
     def target(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from gdscache.arrays import Int64Array
 from gdscache.config import GpuConfig
 from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.streams import Event, record_on
 from gdscache.errors import CapacityError, DeviceError
 from gdscache.extents.base import Extents
-from gdscache.movers.base import Mover
+from gdscache.kernels.choice import Direction
+from gdscache.kernels.copies import GpuCopies
+from gdscache.kernels.cuda import PageKernels
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
 
@@ -32,6 +36,14 @@ def require_gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise DeviceError("bench copy needs a CUDA GPU", "run it where torch.cuda.is_available() is true")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """Copies of ours that are queued. `event` is behind them; `sums()` are their checksums then."""
+
+    event: Event
+    sums: Callable[[], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,32 +85,40 @@ class Gpu:
         self._copies = {"load": up, "store": down}
         self._threads = ThreadPoolExecutor(2, "gdscache-bench-copy")
 
-    # -- movers --------------------------------------------------------------------------------------------------------
+    # -- an engine's copies --------------------------------------------------------------------------------------------
 
-    def open_mover(self, planes: PagedPlanes, path: Any) -> Mover:
-        """The mover that an engine has, with one path for both directions."""
-        from gdscache.kernels.cuda import PageKernels
-        from gdscache.movers.calibration import calibrated_if_possible
-        from gdscache.movers.cuda import CudaMover
+    def open_copies(self, planes: PagedPlanes, path: Any) -> GpuCopies:
+        """What copies pages in an engine, with one path for both directions."""
+        return GpuCopies(planes, STAGING, path, path, PageKernels(planes))
 
-        kernels = PageKernels(planes)
-        return CudaMover(planes, STAGING, path, path, kernels, calibrate=calibrated_if_possible)
+    def move(
+        self,
+        copies: GpuCopies,
+        direction: Direction,
+        extents: Extents,
+        slots: Int64Array,
+        blocks: Int64Array,
+        layers: range,
+        after: Sequence[Event],
+        *,
+        sums: bool,
+    ) -> Moved:
+        """Queue copies of some layers of pages, in slots int64 (pages,) and blocks int64 (pages, 1)."""
+        route, load = copies.route(direction, layers, sums=sums), direction == "load"
+        point, ticket = copies.gpu.copy(extents, slots, blocks, layers, after, route, load=load, sums=sums)
+        return Moved(point, functools.partial(copies.gpu.finish, ticket))
 
-    def route(self, mover: Any, direction: str, extents: Extents, layers: range, *, sums: bool) -> str:
-        """The way that a mover takes for these layers of pages."""
-        return str(mover.path(direction, extents, layers, sums=sums))
-
-    def thread_blocks(self, mover: Any, route: str) -> int:
+    def thread_blocks(self, copies: GpuCopies, route: str) -> int:
         """The most thread blocks of one kernel of a route, without checksums."""
-        kernels = mover.kernels
-        if route == "copy_engine":
+        kernels = copies.kernels
+        if route == "copy_engine" or kernels is None:
             return 0
-        every = range(mover.layout.n_layers)
-        return int(kernels.zero_copy_blocks(every) if route == "zero_copy" else kernels.most_blocks)
+        every = range(copies.planes.layout.n_layers)
+        return kernels.zero_copy_blocks(every) if route == "zero_copy" else kernels.most_blocks
 
-    def describe(self, mover: Any) -> dict[str, Any]:
-        """The driver, and what a mover says of itself: the copy engine's interface, the calibration."""
-        return {"driver": mover.driver.version, "staging_bytes": STAGING, **mover.describe()}
+    def describe(self, copies: GpuCopies) -> dict[str, Any]:
+        """The driver, the copy engine's interface, the calibration."""
+        return {"driver": copies.driver.version, "staging_bytes": STAGING, **copies.describe()}
 
     def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
         """Call all of them, at once where there are several; what they return."""
@@ -135,7 +155,7 @@ class Gpu:
         """Wait for everything on the device."""
         torch.cuda.synchronize(self.device)
 
-    # -- what movers are compared with ---------------------------------------------------------------------------------
+    # -- what they are compared with -----------------------------------------------------------------------------------
 
     def copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
         """One cudaMemcpyAsync between page-locked and GPU memory, uint8 of shape (n,), on the direction's stream."""

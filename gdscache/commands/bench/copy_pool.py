@@ -1,4 +1,4 @@
-"""Pools of one layout, and the copies that are timed between them: the mover's, and plain ones of as many bytes."""
+"""Pools of one layout, and the copies that are timed between them: an engine's, and plain ones of as many bytes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from gdscache.commands.bench.copy_cells import Cell, layers_of
-from gdscache.commands.bench.copy_gpu import Gpu, Mark, Queued, Way
+from gdscache.commands.bench.copy_gpu import Gpu, Mark, Moved, Queued, Way
 from gdscache.commands.bench.measure import Closeable
 from gdscache.cuda.host_memory import MAX_REGISTRATION
 from gdscache.cuda.streams import Event
 from gdscache.errors import CapacityError, IOFailedError
 from gdscache.extents.host import HostExtents
-from gdscache.movers.base import Mover, QueuedCopies
+from gdscache.kernels.choice import Direction
+from gdscache.kernels.copies import GpuCopies
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import GIB, about
@@ -57,7 +58,7 @@ class Pool(Closeable):
         half = self.extents.slots // 2
         slots, blocks = (rng.permutation(self.extents.slots) for _ in range(2))
         self.slots = {"load": slots[:half], "store": slots[half:]}
-        self.blocks = {"load": torch.from_numpy(blocks[:half]), "store": torch.from_numpy(blocks[half:])}
+        self.blocks = {"load": blocks[:half].reshape(-1, 1), "store": blocks[half:].reshape(-1, 1)}
 
     def _fill(self) -> None:
         """Noise everywhere; the host's is drawn on the GPU, which is faster."""
@@ -106,7 +107,7 @@ class Copies:
         self.calls = [range(i % whole * layers, (i % whole + 1) * layers) for i in range(count)]
         self.nbytes = count * self.pages * cell.span_bytes
         self._slots = {d: pool.slots[d][: self.pages] for d in self.directions}
-        self._blocks = {d: pool.blocks[d][: self.pages].view(-1, 1) for d in self.directions}
+        self._blocks = {d: pool.blocks[d][: self.pages] for d in self.directions}
 
     @property
     def moved_bytes(self) -> int:
@@ -118,12 +119,11 @@ class Copies:
         pieces = sum(len(self.pool.layout.layers[layer]) for layers in self.calls for layer in layers)
         return self.pages * (pieces if route == "copy_engine" else len(self.calls))
 
-    def routes(self, mover: Mover, *, sums: bool = False) -> dict[str, str]:
-        """The way that the mover takes, by direction."""
-        gpu, extents = self.pool.gpu, self.pool.extents
-        return {d: gpu.route(mover, d, extents, self.calls[0], sums=sums) for d in self.directions}
+    def routes(self, by: GpuCopies, *, sums: bool = False) -> dict[str, str]:
+        """The way that they take, by direction."""
+        return {d: by.route(d, self.calls[0], sums=sums) for d in self.directions}
 
-    def ours(self, mover: Mover, *, sums: bool = False, repeat: int = 1) -> Way:
+    def ours(self, by: GpuCopies, *, sums: bool = False, repeat: int = 1) -> Way:
         """All calls, `repeat` times; with `sums` the checksums of all pages are there at the end.
 
         Loads and stores are queued by a thread each, as in an engine.
@@ -132,19 +132,18 @@ class Copies:
         def queue(after: Sequence[Event]) -> Queued:
             marks: list[Mark] = []
 
-            def one_way(direction: str) -> list[QueuedCopies]:
-                move = mover.scatter if direction == "load" else mover.gather
-                slots, blocks = self._slots[direction], self._blocks[direction]
+            def one_way(direction: Direction) -> list[Moved]:
+                gpu, pages = self.pool.gpu, (self.pool.extents, self._slots[direction], self._blocks[direction])
                 moved = []
                 for layers in self.calls * repeat:
-                    moved.append(move(self.pool.extents, slots, blocks, layers, after, sums=sums))
+                    moved.append(gpu.move(by, direction, *pages, layers, after, sums=sums))
                     if not marks:
-                        marks.append(self.pool.gpu.mark())
+                        marks.append(gpu.mark())
                 return moved
 
             ways = [functools.partial(one_way, direction) for direction in self.directions]
             moved = list(itertools.chain(*self.pool.gpu.together(ways)))
-            finish = (lambda: [m.checksums() for m in moved]) if sums else (lambda: None)
+            finish = (lambda: [m.sums() for m in moved]) if sums else (lambda: None)
             return Queued([m.event for m in moved], marks[0], finish)
 
         return queue
@@ -166,9 +165,9 @@ class Copies:
 
         return queue
 
-    def check(self, mover: Mover) -> None:
+    def check(self, by: GpuCopies) -> None:
         """Run once and compare bytes of a few pages. Raises `IOFailedError` when they differ."""
-        ends = {d: (self._slots[d][-SAMPLE:], self._blocks[d][-SAMPLE:, 0]) for d in self.directions}
+        ends = {d: (self._slots[d][-SAMPLE:], torch.from_numpy(self._blocks[d][-SAMPLE:, 0])) for d in self.directions}
         pool, moved = self.pool, {layer for layers in self.calls for layer in layers}
         tensors = [(layer, i, t) for layer in moved for i, t in enumerate(pool.planes.tensors[layer])]
         for direction, (slots, blocks) in ends.items():
@@ -177,7 +176,7 @@ class Copies:
             for _, _, tensor in tensors if direction == "load" else ():
                 tensor.view(torch.uint8)[blocks.to(tensor.device)] = 0
         pool.gpu.idle()
-        self.ours(mover)(())
+        self.ours(by)(())
         pool.gpu.idle()
         for direction, (slots, blocks) in ends.items():
             for layer, i, tensor in tensors:

@@ -12,10 +12,10 @@ from gdscache.commands.doctor.facts import Asked, Facts, Kept
 from gdscache.commands.doctor.report import Row, Verdict, answer, attempt
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
+from gdscache.kernels import calibration as calibrate
+from gdscache.kernels import choice as paths
+from gdscache.kernels.choice import Direction
 from gdscache.kernels.copy_engine import CopyEngine
-from gdscache.movers import calibration as calibrate
-from gdscache.movers import choice as paths
-from gdscache.movers.choice import Direction
 from gdscache.sizes import about
 
 PINNED_BYTES = 64 << 20

@@ -9,7 +9,7 @@ from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.trial import Moved
 from gdscache.config import Config
 from gdscache.cuda.numa import Placement
-from gdscache.movers.choice import Calibration
+from gdscache.kernels.choice import Calibration
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from gdscache.commands.doctor.facts import Asked, Facts
 from gdscache.commands.doctor.report import Row, Verdict, answer, comes_to
 from gdscache.kernels import jit
 from gdscache.kernels.compilers import Compiler
+from gdscache.kernels.copies import open_copies
 from gdscache.kernels.cuda import FORMS, SOURCE
-from gdscache.movers import open_mover
 from gdscache.pages.planes import PagedPlanes
 
 
@@ -33,9 +33,8 @@ def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
     """What an engine would copy this model's pages with, and why not with something faster: it is opened for a moment,
     for a pool of one page."""
     planes = PagedPlanes.allocate(asked.config.model.layout(), 1, device)
-    mover = open_mover(planes, asked.config.gpu)
-    with contextlib.closing(mover):
-        found = mover.describe()
+    with contextlib.closing(open_copies(planes, asked.config.gpu)) as copies:
+        found = copies.describe()
     return found["name"], found["cause"]
 
 

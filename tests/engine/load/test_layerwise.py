@@ -505,7 +505,7 @@ def test_who_waits_for_another_loads_page_waits_for_all_of_its_groups(
 
 
 @pytest.mark.parametrize("call", range(5))
-def test_a_mover_that_raises_in_any_group_leaves_nothing_behind(
+def test_a_copy_that_raises_in_any_group_leaves_nothing_behind(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     fake_gpu.use(monkeypatch)

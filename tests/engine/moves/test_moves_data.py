@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gdscache.extents.host import HostExtents
-from gdscache.movers.host import HostMover
+from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
 from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
@@ -45,7 +45,7 @@ def machine() -> tuple[Machine, HostExtents]:
         memory.memory(slot)[:] = draw.integers(0, 256, LAYOUT.extent_bytes, dtype=np.uint8).tobytes()
         memory.sign(slot)
     planes = PagedPlanes.allocate(LAYOUT, SLOTS, torch.device("cpu"))
-    return Machine(HostMover(planes), {"cpu": memory}, {}), memory
+    return Machine(PageCopies(planes), {"cpu": memory}, {}), memory
 
 
 def carry_out(pickled: bytes) -> tuple[dict[int, str], list[int], str]:
@@ -57,7 +57,7 @@ def carry_out(pickled: bytes) -> tuple[dict[int, str], list[int], str]:
     finally:
         executor.close()
     assert end.error is None
-    planes = b"".join(t.view(torch.uint8).numpy().tobytes() for some in parts.mover.planes.tensors for t in some)
+    planes = b"".join(t.view(torch.uint8).numpy().tobytes() for some in parts.copies.planes.tensors for t in some)
     return heard.statuses, sorted(heard.layers), hashlib.sha256(planes).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """The production executor does what the reference does: the same moves, the same faults, the same verdicts and bytes.
 
 What is drawn, and what goes wrong: executor_cases.py. How bytes move: by the library's own disk, threads or io_uring,
-by a transport of Python, and with planes that a mover copies.
+by a transport of Python, and with planes of a GPU.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def every_span(layout: PageLayout) -> list[tuple[range, tuple[int, int]]]:
 
 
 def test_parts_of_pages_lie_side_by_side_in_the_slots_they_are_cut_from(bounce: Bounce) -> None:
-    """For every group of layers and every run of slots: what a transport writes is what a mover reads, and nothing
+    """For every group of layers and every run of slots: what a transport writes is what copies read, and nothing
     lies elsewhere than in the slots."""
     layout = bounce.extents.layout
     extent, memory = layout.extent_bytes, bounce.extents.rows.view(-1)

@@ -1,4 +1,4 @@
-"""Gather and scatter of the native library against the numpy mover, and its checksums against `xxhash`."""
+"""Gather and scatter of the native library against numpy's, and its checksums against `xxhash`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def raw(planes: PagedPlanes) -> list[bytes]:
 
 @settings(max_examples=60)
 @given(pools(), st.data(), st.booleans())
-def test_moves_like_the_numpy_mover(
+def test_moves_like_the_reference(
     made: tuple[PagedPlanes, np.random.Generator], data: st.DataObject, streamed: bool
 ) -> None:
     planes, rng = made

@@ -29,7 +29,6 @@ from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
-from gdscache.movers.host import HostMover
 from gdscache.moves import PageStatus, Priority, Steps, failure
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.keys import Page
@@ -173,8 +172,7 @@ class Run(Order):
         stored = self._stored()
         planes = pool()
         self.planes = planes.tensors
-        mover = HostMover(planes)
-        self.machine = SteppedMachine(mover, memories, {"ssd": stored}, self.bounce, breaks=small.breaks)
+        self.machine = SteppedMachine(planes, memories, {"ssd": stored}, self.bounce, breaks=small.breaks)
         self.files = self.machine.files["ssd"]
         self.files.begins = self._read_begins
         self.executor = SteppedExecutor(self.choose, self.machine)

@@ -1,8 +1,9 @@
-"""The movers on a GPU: every path gives the same bytes and checksums as the host, in any order of pages and layers."""
+"""Copies of pages on a GPU: every path gives the bytes and checksums of the host, in any order of pages and layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,9 @@ from gdscache.errors import CapacityError
 from gdscache.extents.base import Extents
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
+from gdscache.kernels.copies import GpuCopies
 from gdscache.kernels.cuda import PageKernels
-from gdscache.kernels.gpu import ChunkSizes
-from gdscache.movers.calibration import calibrated_if_possible
-from gdscache.movers.cuda import CudaMover
+from gdscache.kernels.gpu import ChunkSizes, CopyRoute, StreamPoint
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
@@ -50,8 +50,21 @@ def page(number: int) -> bytes:
     return number.to_bytes(8, "little") + bytes(24)
 
 
+@dataclasses.dataclass
+class Moved:
+    """Copies that are queued."""
+
+    rig: Rig
+    point: StreamPoint
+    ticket: int
+
+    def checksums(self) -> Any:
+        self.point.synchronize()
+        return self.rig.copies.gpu.finish(self.ticket)
+
+
 class Rig:
-    """A mover, planes in shuffled blocks, extents in shuffled slots."""
+    """Copies of planes in shuffled blocks and extents in shuffled slots."""
 
     def __init__(
         self,
@@ -70,7 +83,7 @@ class Rig:
         choice: Any = path if path in ("staged", "zero_copy", "copy_engine") else "auto"
         nbytes = staging or 64 * (layout.extent_bytes + 4096)
         kernels = None if "no kernels" in path else PageKernels(planes)
-        self.mover = CudaMover(planes, nbytes, choice, choice, kernels, "a test", sizes, calibrated_if_possible)
+        self.copies = GpuCopies(planes, nbytes, choice, choice, kernels, "a test", sizes)
         capacity = (pages + 2) * layout.extent_bytes
         self.extents: Extents = (
             DeviceExtents(layout, capacity, torch.device("cuda", 0))
@@ -79,12 +92,28 @@ class Rig:
         )
         self.extents.rows.fill_(SENTINEL)
         rng = np.random.default_rng(5)
-        self.blocks = torch.from_numpy(rng.permutation(pages * per_page + 2)[: pages * per_page]).view(pages, per_page)
+        self.blocks = rng.permutation(pages * per_page + 2)[: pages * per_page].reshape(pages, per_page)
         self.slots = rng.permutation(pages + 2)[:pages].tolist()
         self.data = [expected(layout, page(i)) for i in range(pages)]
 
+    def move(self, layers: range | None = None, after: Sequence[Any] = (), *, load: bool, sums: bool = False) -> Moved:
+        """Queue copies of all pages, by the way that an engine takes."""
+        layers = range(self.layout.n_layers) if layers is None else layers
+        route: CopyRoute = "device" if self.extents.rows.is_cuda else "staged"
+        if self.extents.pinned and not self.extents.rows.is_cuda:
+            route = self.copies.route("load" if load else "store", layers, sums=sums)
+        given = self.extents, np.array(self.slots, np.int64), self.blocks, layers, after, route
+        point, ticket = self.copies.gpu.copy(*given, load=load, sums=sums)
+        return Moved(self, point, ticket)
+
+    def scatter(self, *given: Any, **options: Any) -> Moved:
+        return self.move(*given, load=True, **options)
+
+    def gather(self, *given: Any, **options: Any) -> Moved:
+        return self.move(*given, load=False, **options)
+
     def close(self) -> None:
-        self.mover.close()
+        self.copies.close()
         self.extents.close()
 
     def fill_planes(self) -> None:
@@ -104,7 +133,7 @@ class Rig:
     def assert_planes(self) -> None:
         for blocks, data in zip(self.blocks.tolist(), self.data, strict=True):
             assert np.array_equal(read_page(self.pool, self.layout, blocks), data)
-        assert untouched(self.pool, set(range(self.mover.planes.blocks)) - set(self.blocks.view(-1).tolist()))
+        assert untouched(self.pool, set(range(self.copies.planes.blocks)) - set(self.blocks.reshape(-1).tolist()))
 
     def assert_extents(self) -> None:
         rows = self.extents.rows.cpu()
@@ -134,14 +163,12 @@ def test_there_and_back_with_checksums(rigs: Any, name: str, path: str) -> None:
     for tokens in sorted({1, layout.page_tokens}):
         rig = rigs(layout, path, block_tokens=tokens)
         rig.fill_planes()
-        moved = rig.mover.gather(
-            rig.extents, rig.slots, rig.blocks, None, (record(torch.device("cuda", 0)),), sums=True
-        )
+        moved = rig.gather(None, (record(torch.device("cuda", 0)),), sums=True)
         assert np.array_equal(moved.checksums(), rig.sums())
         rig.assert_extents()
         rig = rigs(layout, path, block_tokens=tokens)
         rig.fill_extents()
-        moved = rig.mover.scatter(rig.extents, rig.slots, rig.blocks, sums=True)
+        moved = rig.scatter(sums=True)
         assert np.array_equal(moved.checksums(), rig.sums())
         rig.assert_planes()
 
@@ -154,7 +181,7 @@ def test_some_layers_leave_the_others_alone(rigs: Any, path: str, layers: range,
     start, end = layout.layer_bounds[layers.start][0], layout.layer_bounds[layers.stop - 1][1]
     rig = rigs(layout, path)
     rig.fill_extents()
-    moved = rig.mover.scatter(rig.extents, rig.slots, rig.blocks, layers, sums=True)
+    moved = rig.scatter(layers, sums=True)
     assert np.array_equal(moved.checksums(), rig.sums(layers))
     for blocks, data in zip(rig.blocks.tolist(), rig.data, strict=True):
         got = read_page(rig.pool, layout, blocks)
@@ -162,7 +189,7 @@ def test_some_layers_leave_the_others_alone(rigs: Any, path: str, layers: range,
         assert (np.delete(got, np.s_[start:end]) == SENTINEL).all()
     rig.extents.rows.fill_(SENTINEL)
     torch.cuda.synchronize()
-    rig.mover.gather(rig.extents, rig.slots, rig.blocks, layers).synchronize()
+    rig.gather(layers).point.synchronize()
     rows = rig.extents.rows.cpu().numpy()
     for slot, data in zip(rig.slots, rig.data, strict=True):
         assert np.array_equal(rows[slot, start:end], data[start:end])
@@ -179,8 +206,8 @@ def test_more_pages_than_the_ring_holds(rigs: Any, path: str, pages: int) -> Non
     other = rigs(layout, path, pages=pages, staging=20 * (layout.extent_bytes + 8192))
     other.fill_planes()
     torch.cuda.synchronize()
-    up = rig.mover.scatter(rig.extents, rig.slots, rig.blocks, sums=True)
-    down = other.mover.gather(other.extents, other.slots, other.blocks, sums=True)
+    up = rig.scatter(sums=True)
+    down = other.gather(sums=True)
     assert np.array_equal(up.checksums(), rig.sums())
     assert np.array_equal(down.checksums(), other.sums())
     rig.assert_planes()
@@ -195,13 +222,13 @@ def test_page_maps(rigs: Any, path: str, order: str) -> None:
     slots = list(range(12))
     maps = {"identity": slots, "reversed": slots[::-1], "runs": [8, 9, 10, 3, 4, 0, 1, 2, 11, 12, 13, 7]}
     rig.slots = maps[order]
-    rig.blocks = torch.tensor(maps["identity" if order == "runs" else order]).view(12, 1)
+    rig.blocks = np.array(maps["identity" if order == "runs" else order]).reshape(12, 1)
     rig.fill_extents()
-    rig.mover.scatter(rig.extents, rig.slots, rig.blocks).synchronize()
+    rig.scatter().point.synchronize()
     rig.assert_planes()
     rig.extents.rows.fill_(SENTINEL)
     torch.cuda.synchronize()
-    rig.mover.gather(rig.extents, rig.slots, rig.blocks).synchronize()
+    rig.gather().point.synchronize()
     rig.assert_extents()
 
 
@@ -228,9 +255,9 @@ def test_the_copy_engine_alone_leaves_checksums_to_a_look_at_the_planes(
     for load in (False, True):
         rig = rigs(layout, "copy_engine", pages, block_tokens, sizes=sizes)
         (rig.fill_extents if load else rig.fill_planes)()
-        move = rig.mover.scatter if load else rig.mover.gather
+        move = rig.scatter if load else rig.gather
         after = (record(torch.device("cuda", 0)),)
-        moves = [move(rig.extents, rig.slots, rig.blocks, None, after, sums=True) for _ in range(2)]
+        moves = [move(None, after, sums=True) for _ in range(2)]
         for moved in moves:
             assert np.array_equal(moved.checksums(), rig.sums())
         (rig.assert_planes if load else rig.assert_extents)()
@@ -240,7 +267,7 @@ def test_some_layers_are_looked_at_alone(rigs: Any) -> None:
     rig = rigs(ROW, "copy_engine", 40, sizes=ChunkSizes(looked=8 * 656))
     rig.fill_extents()
     layers = [range(layer, layer + 1) for layer in range(ROW.n_layers)]
-    moves = [rig.mover.scatter(rig.extents, rig.slots, rig.blocks, layer, sums=True) for layer in layers]
+    moves = [rig.scatter(layer, sums=True) for layer in layers]
     for layer, moved in zip(layers, moves, strict=True):
         assert np.array_equal(moved.checksums(), rig.sums(layer))
     rig.assert_planes()
@@ -250,18 +277,18 @@ def test_some_layers_are_looked_at_alone(rigs: Any) -> None:
 def test_layers_that_cannot_be_looked_at_are_summed_on_the_host(rigs: Any, layout: PageLayout) -> None:
     for load in (False, True):
         rig = rigs(layout, "copy_engine", 20)
-        assert not rig.mover.kernels.can_look
+        assert not rig.copies.kernels.can_look
         (rig.fill_extents if load else rig.fill_planes)()
         after = (record(torch.device("cuda", 0)),)
-        move = rig.mover.scatter if load else rig.mover.gather
-        assert np.array_equal(move(rig.extents, rig.slots, rig.blocks, None, after, sums=True).checksums(), rig.sums())
+        move = rig.scatter if load else rig.gather
+        assert np.array_equal(move(None, after, sums=True).checksums(), rig.sums())
         (rig.assert_planes if load else rig.assert_extents)()
 
 
 def test_short_layers_are_summed_on_the_host(rigs: Any) -> None:
     rig = rigs(SHORT, "staged")
     rig.fill_extents()
-    moved = rig.mover.scatter(rig.extents, rig.slots, rig.blocks, sums=True)
+    moved = rig.scatter(sums=True)
     assert np.array_equal(moved.checksums(), rig.sums())
     rig.assert_planes()
 
@@ -277,8 +304,8 @@ def test_copies_wait_for_the_events_given(rigs: Any, path: str) -> None:
         for tensors in rig.pool:
             for t in tensors:
                 t.view(torch.uint8).fill_(SENTINEL)
-    moved = rig.mover.scatter(rig.extents, rig.slots, rig.blocks, None, (record_on_side(side),))
-    moved.synchronize()
+    moved = rig.scatter(None, (record_on_side(side),))
+    moved.point.synchronize()
     rig.assert_planes()
 
 
@@ -294,29 +321,20 @@ def test_a_model_s_own_copies_pass_the_pages_that_are_queued(rigs: Any, path: st
     """The inputs of a step pass loads, its tokens pass stores. A copy engine would work off 1.3 GiB before them."""
     rig = rigs(LARGE, path, 4, staging=8 * LARGE.extent_bytes)
     (rig.fill_extents if way == "loads" else rig.fill_planes)()
-    move = rig.mover.scatter if way == "loads" else rig.mover.gather
+    move = rig.scatter if way == "loads" else rig.gather
     step = torch.arange(1 << 15)  # 256 KiB: what is far smaller goes to the GPU without the copy engine
     source = step.pin_memory() if way == "loads" else step.cuda()
     target = torch.zeros_like(step, device="cuda") if way == "loads" else torch.zeros_like(step).pin_memory()
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
-    moves = [move(rig.extents, rig.slots, rig.blocks) for _ in range(40)]
+    moves = [move() for _ in range(40)]
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
     record_on_side(side).synchronize()
-    assert not moves[-1].event.query()
+    assert not moves[-1].point.query()
     assert torch.equal(target.cpu(), step)
-    moves[-1].synchronize()
+    moves[-1].point.synchronize()
     (rig.assert_planes if way == "loads" else rig.assert_extents)()
-
-
-def test_no_pages_are_no_work(rigs: Any) -> None:
-    rig = rigs(LAYOUTS["mha"], "auto")
-    nothing = rig.blocks[:0]
-    for move in (rig.mover.scatter, rig.mover.gather):
-        moved = move(rig.extents, [], nothing, sums=True)
-        assert moved.checksums().shape == (0, rig.layout.n_layers)
-    assert untouched(rig.pool, range(rig.mover.planes.blocks))
 
 
 def test_a_ring_that_holds_no_page_is_refused(rigs: Any) -> None:
@@ -332,9 +350,9 @@ def test_close_gives_the_ring_back_and_twice_is_fine() -> None:
     free = torch.cuda.mem_get_info()[0]
     for _ in range(3):
         rig = Rig(layout, "staged", staging=256 << 20)
-        rig.mover.scatter(rig.extents, rig.slots, rig.blocks)
+        rig.scatter()
         rig.close()
-        rig.mover.close()
+        rig.copies.close()
     del rig
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)

@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdscache.movers import calibration as calibrate
-from gdscache.movers import choice as paths
-from gdscache.movers.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
+from gdscache.kernels import calibration as calibrate
+from gdscache.kernels import choice as paths
+from gdscache.kernels.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
 from gdscache.runtime import user_cache
 from tests.support.rates import DOWN, UP
 

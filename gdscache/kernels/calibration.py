@@ -1,7 +1,7 @@
 """The calibration of one GPU's bus: staged copies and the copy engine alone by piece size, and a zero-copy kernel, each
 way. Under a second.
 
-What is measured is the mover itself, with pages of one plane in random order, so that all that it costs is in it.
+What is measured are an engine's own copies, with pages of one plane in random order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from gdscache.cuda.driver import Driver
 from gdscache.errors import GdsCacheError
 from gdscache.extents.host import HostExtents
+from gdscache.kernels import choice as paths
 from gdscache.kernels import jit
+from gdscache.kernels.choice import Calibration, Direction, Path, Rates
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.kernels.cuda import PageKernels
-from gdscache.movers import choice as paths
-from gdscache.movers.choice import Calibration, Choice, Direction, Rates
-from gdscache.movers.cuda import CudaMover
+from gdscache.kernels.gpu import NativeGpu
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 
@@ -77,38 +77,37 @@ def measure(driver: Driver, key: dict[str, str]) -> Calibration:
     staged: dict[Direction, dict[int, float]] = {"load": {}, "store": {}}
     alone: dict[Direction, dict[int, float]] = {"load": {}, "store": {}}
     kernels: PageKernels | None = None
-    plan: tuple[tuple[Choice, dict[Direction, dict[int, float]], tuple[int, ...]], ...]
+    plan: tuple[tuple[Path, dict[Direction, dict[int, float]], tuple[int, ...]], ...]
     plan = (("staged", staged, PIECES), ("copy_engine", alone, ENGINE_PIECES))
     for path, found, pieces in plan:
         for piece in pieces:
-            kernels, rates = _rates(driver.device, piece, path, kernels)
+            kernels, rates = _rates(driver, piece, path, kernels)
             for direction in _DIRECTIONS:
                 found[direction][piece] = rates[direction]
-    _, zero_copy = _rates(driver.device, _ZERO_COPY_PIECE, "zero_copy", kernels)
+    _, zero_copy = _rates(driver, _ZERO_COPY_PIECE, "zero_copy", kernels)
     load, store = (Rates(staged[direction], alone[direction], zero_copy[direction]) for direction in _DIRECTIONS)
     return Calibration(load, store, key, time.perf_counter() - began)
 
 
 def _rates(
-    device: torch.device, piece: int, path: Choice, like: PageKernels | None
+    driver: Driver, piece: int, path: Path, like: PageKernels | None
 ) -> tuple[PageKernels, dict[Direction, float]]:
     """GB/s each way of one path for pages of `piece` bytes: the best of a few runs after one that does not count."""
     layout = PageLayout.uniform([Plane("bytes", (piece,), "uint8")], 1, 1)
     pages = _BUFFER // piece
-    planes = PagedPlanes.allocate(layout, pages, device)
+    planes = PagedPlanes.allocate(layout, pages, driver.device)
     kernels = PageKernels(planes, like)
     with contextlib.ExitStack() as stack:
         extents = HostExtents(layout, pages * piece, "on")
         stack.callback(extents.close)
-        mover = CudaMover(planes, max(2 * piece, _BUFFER), path, path, kernels)
-        stack.callback(mover.close)
+        gpu = NativeGpu(planes, driver, kernels.runs, kernels, max(2 * piece, _BUFFER))
+        stack.callback(gpu.close)
         slots, blocks = (np.random.default_rng(n).permutation(pages) for n in (piece, piece + 1))
-        table, found = torch.from_numpy(blocks).view(-1, 1), dict.fromkeys(_DIRECTIONS, 0.0)
+        table, found = blocks.reshape(-1, 1), dict.fromkeys(_DIRECTIONS, 0.0)
         for direction in _DIRECTIONS:
-            move = mover.scatter if direction == "load" else mover.gather
             for _ in range(1 + _REPEATS):
                 start = time.perf_counter()
-                move(extents, slots, table).synchronize()
+                gpu.copy(extents, slots, table, range(1), (), path, load=direction == "load")[0].synchronize()
                 found[direction] = max(found[direction], pages * piece / (time.perf_counter() - start) / 1e9)
         return kernels, found
 

@@ -1,0 +1,136 @@
+"""What copies pages between memory and planes: the native library on the host, or on a GPU by the way that is fastest.
+
+On a GPU (csrc/host/gpu) a way is one of three. The copy engine copies between page-locked extents and a ring in GPU
+memory, and kernels between ring and planes; or one kernel reads and writes host memory itself; or the copy engine
+copies straight into and out of the planes, which needs no kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gdscache.cuda.driver import Driver
+from gdscache.errors import CapacityError, KernelUnavailableError
+from gdscache.kernels.calibration import calibrated_if_possible
+from gdscache.kernels.choice import Calibration, Choice, Direction, Path, Paths
+from gdscache.kernels.cuda import PageKernels, plane_runs
+from gdscache.kernels.gpu import ROUTES, ChunkSizes, NativeGpu
+from gdscache.pages.planes import PagedPlanes
+from gdscache.runtime.allocation import allocating
+
+if TYPE_CHECKING:
+    from gdscache.config import GpuConfig
+
+_log = logging.getLogger("gdscache")
+
+
+class PageCopies:
+    """Planes in host memory, whose pages the library copies itself. `gpu`: what copies planes of a GPU."""
+
+    name = "native"
+    gpu: NativeGpu | None = None
+
+    def __init__(self, planes: PagedPlanes) -> None:
+        self.planes = planes
+
+    def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
+        """The numbers that the library has for the way of these layers of a page, without checksums and with."""
+        return 0, 0
+
+    def describe(self) -> dict[str, Any]:
+        """What copies pages and why, as plain data for `stats()`."""
+        return {"name": self.name, "cause": "the planes are in host memory"}
+
+    def close(self) -> None:
+        """Wait for everything queued here and give streams and buffers back; again is fine."""
+
+
+class GpuCopies(PageCopies):
+    """`staging_bytes` of GPU memory are the ring: half for loads, half for stores, and neither borrows.
+
+    `load_path` and `store_path` force a path; `auto` takes the one that `calibrate` found fastest on this machine for
+    pieces of that size. `kernels`: None where there are none, as `cause` says; then the copy engine does it alone, and
+    checksums are taken on the host. Raises `CapacityError` when a share of the ring holds no page, `DeviceError` where
+    the driver refuses.
+    """
+
+    gpu: NativeGpu
+
+    def __init__(
+        self,
+        planes: PagedPlanes,
+        staging_bytes: int,
+        load_path: Choice,
+        store_path: Choice,
+        kernels: PageKernels | None,
+        cause: str = "",
+        sizes: ChunkSizes | None = None,
+        calibrate: Callable[[Driver], Calibration | None] = calibrated_if_possible,
+    ) -> None:
+        super().__init__(planes)
+        self.name = "cuda" if kernels is not None else "copy_engine"
+        self.kernels = kernels
+        self.driver = Driver(planes.device)
+        self._cause = cause
+        share, extent = staging_bytes // 2, planes.layout.extent_bytes
+        if share < extent:
+            raise CapacityError(
+                f"half of gpu.staging is {share} bytes, a page has {extent}",
+                f"set gpu.staging to at least {2 * extent}",
+            )
+        self._runs = plane_runs(planes) if kernels is None else kernels.runs
+        if kernels is None:
+            for choice in (load_path, store_path):
+                if choice not in ("auto", "copy_engine"):
+                    raise KernelUnavailableError(f"a path is {choice}, and {cause}", "set gpu.kernels to auto")
+            load_path = store_path = "copy_engine"
+        self.paths = Paths(load_path, store_path, functools.partial(calibrate, self.driver))
+        self._routes: dict[tuple[Direction, range, bool], Path] = {}
+        self.gpu = NativeGpu(planes, self.driver, self._runs, kernels, staging_bytes, sizes)
+
+    def route(self, direction: Direction, layers: range, *, sums: bool) -> Path:
+        """The way of these layers of a page between the planes and page-locked memory."""
+        key = direction, layers, sums
+        found = self._routes.get(key)
+        if found is None:
+            bounds = self.planes.layout.layer_bounds
+            span = bounds[layers.stop - 1][1] - bounds[layers.start][0]
+            run = min(runs.run_bytes for layer in layers for runs in self._runs[layer])
+            on_gpu = sums and self.kernels is not None and self.kernels.has_sums
+            fused = self.kernels is not None and not self.kernels.can_look
+            found = self._routes[key] = self.paths.choose(direction, span, run, sums=on_gpu, fused=fused)
+        return found
+
+    def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
+        plain, summed = (ROUTES.index(self.route(direction, layers, sums=sums)) for sums in (False, True))
+        return plain, summed
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cause": self._cause, "copy_engine": self.gpu.api, **self.paths.describe()}
+
+    def close(self) -> None:
+        self.gpu.close()
+
+
+def open_copies(planes: PagedPlanes, config: GpuConfig) -> PageCopies:
+    """What copies the pages of these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
+    if planes.device.type == "cpu":
+        if config.kernels == "on":
+            raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
+        return PageCopies(planes)
+    cause, kernels = "gpu.kernels is off", None
+    if config.kernels != "off":
+        try:
+            kernels, cause = PageKernels(planes), ""
+        except KernelUnavailableError as error:
+            if config.kernels == "on":
+                raise
+            cause = error.message
+            _log.warning(
+                "pages are copied by the copy engine alone, and their checksums are taken on the host: %s", error
+            )
+    with allocating("gpu.staging", config.staging, planes.device):
+        return GpuCopies(planes, config.staging, "auto", "auto", kernels, cause)

@@ -1,0 +1,28 @@
+"""Copies between extents and planes in host memory, at once, by the native library and outside of any move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gdscache.kernels.host import NativePool
+from gdscache.pages.planes import PagedPlanes
+
+
+class HostCopies:
+    """Copies of these planes' pages."""
+
+    def __init__(self, planes: PagedPlanes) -> None:
+        self._layout = planes.layout
+        self._pool = NativePool(planes)
+
+    def copy(
+        self, extents: Any, slots: Any, blocks: Any, layers: range, *, load: bool = True, sums: bool = False
+    ) -> Any:
+        """Copy `layers` of pages, and return their checksums, if they are wanted: uint64 (pages, layers). `blocks`:
+        int64 (pages, blocks a page)."""
+        places, rows = np.asarray(slots, dtype=np.uint64), extents.rows
+        begin = self._layout.layer_bounds[layers.start][0]
+        parts = np.uint64(rows.data_ptr() + begin) + places * np.uint64(rows.stride(0))
+        return (self._pool.scatter if load else self._pool.gather)(blocks, parts, layers, streamed=False, sums=sums)
