@@ -631,7 +631,7 @@ def _opened(
     limits: EngineLimits,
 ) -> tuple[Parts, EngineClosing]:
     """The parts of an engine, and what closes them."""
-    parts = build(config, planes, timeline, calls, limits, ranks)
+    parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
     closing = EngineClosing(parts, calls, config.deadline)
     calls.closing = functools.partial(closing.run, False)
     if config.load.gate == "enforcing":

@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -122,9 +122,29 @@ def _nothing() -> None:
     pass
 
 
+class _Pool(NamedTuple):
+    """The planes that pages are copied to and from, and whose they are: an engine's own tier's, or its ranks'."""
+
+    layout: PageLayout
+    planes: PagedPlanes | RemotePlanes
+    gpu: GpuTier | None = None
+    ranks: RankSet | None = None
+
+
+class _Below(NamedTuple):
+    """The tiers below the planes. `direct`: pages go between the SSD and the planes past host memory."""
+
+    cpu: CpuTier | None
+    ssd: SsdTier | None
+    files: list[DurableTier]
+    bounce: Bounce | None
+    direct: bool
+
+
 def build(
     config: Config,
     attached: Sequence[Sequence[torch.Tensor]] | None,
+    *,
     timeline: Timeline = OFF,
     calls: Caller | None = None,
     limits: EngineLimits = LIMITS,
@@ -133,53 +153,16 @@ def build(
     """Open everything, or raise and leave nothing open. `addresses`: of the ranks that have the planes."""
     # A tensor that is made in the caller's inference mode could not be written to outside of it.
     with torch.inference_mode(mode=False), contextlib.ExitStack() as placed, contextlib.ExitStack() as undo:
-        lock, log = threading.RLock(), LimitedLog()
-        layout, ranks, gpu = config.model.layout(), None, None
-        planes: PagedPlanes | RemotePlanes
-        if addresses is not None:
-            ranks = _ranks(config, addresses)
-            undo.callback(ranks.close)
-            layout = dataclasses.replace(layout, shards=ranks.shards)
-            planes = RemotePlanes(layout, ranks)
-        elif attached is None:
-            gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
-            undo.callback(gpu.close)
-            planes = gpu.pool
-        else:
-            planes = PagedPlanes(layout, attached)
-        placed.enter_context(near(planes.device))
-        cpu = None
-        if config.cpu is not None:
-            cpu = CpuTier(_memory(layout, planes.device, ranks, "cpu", config.cpu.capacity), config.eviction)
-            undo.callback(cpu.close)
-        ssd, clock = None, _clock(config)
-        if config.ssd is not None:
-            ssd = SsdTier(
-                *(layout, config.ssd, str(planes.device), lock),
-                eviction=config.eviction,
-                reserve=limits.ssd_reserve,
-                wall_clock=clock,
-                open_slab=None if ranks is None else functools.partial(RemoteSlab, layout, config.ssd, ranks),
-                log=log,
-            )
-            undo.callback(ssd.close)
-            if isinstance(ssd.io, SlabIO):
-                asked = layout, planes.device, config.ssd
-                ssd.route = ssd_route.choose(*asked, ssd.io, ssd.index, keep=cpu is not None)
-        further = [open_tier(tier, layout, lock) for tier in config.tiers]
-        for tier in further:
-            undo.callback(tier.close)
-        _check_served(further, cpu)
+        lock, log, clock = threading.RLock(), LimitedLog(), _clock(config)
         quarantine = Quarantine(lock, log=log)
-        files = [*([] if ssd is None else [ssd]), *further]
-        direct = ssd is not None and ssd.direct
-        bounce = _bounce(config, layout, planes.device, cpu, files, direct, quarantine, ranks)
-        if bounce is not None:
-            undo.callback(bounce.close)
-        chain: list[Tier | None] = [gpu, cpu, ssd, *further]
-        outlets = _outlets(config, layout.extent_bytes, files, limits.admission_offers, log)
-        index = None if cpu is None else cpu.index
+        pool = _open_pool(config, attached, addresses, undo)
+        layout, device, extent, deadline = pool.layout, pool.planes.device, pool.layout.extent_bytes, config.deadline
+        placed.enter_context(near(device))
+        below = _open_below(config, pool, limits.ssd_reserve, lock, quarantine, clock, log, undo)
+        outlets = _outlets(config, extent, below.files, limits.admission_offers, log)
+        index = None if below.cpu is None else below.cpu.index
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
+        chain: list[Tier | None] = [pool.gpu, below.cpu, *below.files]
         manager = TierManager(
             lock,
             [tier for tier in chain if tier is not None],
@@ -190,75 +173,135 @@ def build(
             on_use=earned.used,
             log=log,
         )
-        name = str(config.ssd.path) if config.ssd else config.model.name
-        lines = {"summary": config.log.summary, "requests": config.log.requests}
-        journal = Journal(manager, name, layout.page_bytes, **lines)
+        name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
+        journal = Journal(manager, name, layout.page_bytes, summary=said.summary, requests=said.requests)
         manager.tell = journal.tick
-        copies = None
-        if isinstance(planes, PagedPlanes):
-            copies = open_copies(planes, config.gpu)
+        copies = open_copies(pool.planes, config.gpu) if isinstance(pool.planes, PagedPlanes) else None
+        if copies is not None:
             undo.callback(copies.close)
-        planner = StorePlanner(manager, config.store, layout.extent_bytes, outlets, earned)
-        if copies is None:
-            assert ranks is not None, "planes that are nowhere"
-            executor: NativeExecutor | RanksExecutor = _ranks_executor(ranks, layout, manager, bounce)
-        else:
-            executor = _executor(copies, manager, bounce)
+        executor = _executor(pool, copies, manager, below.bounce)
         undo.callback(executor.close)
-        held = held_pages(manager, limits)
         writers = {}
         for tier in manager.files if config.store.write_policy != "never" else ():
-            writers[tier.name] = writer = TierWriter(manager, tier, executor, layout.extent_bytes)
+            writers[tier.name] = writer = TierWriter(manager, tier, executor, extent)
             undo.callback(writer.close, drain=False)
-        spare = None if bounce is None else bounce.stores
-        parts = manager, planner, executor, spare, writers, layout.extent_bytes
-        storer = Storer(*parts, config.store, config.deadline)
+        planner = StorePlanner(manager, config.store, extent, outlets, earned)
+        spare = None if below.bounce is None else below.bounce.stores
+        storer = Storer(manager, planner, executor, spare, writers, extent, config.store, deadline)
         undo.callback(storer.close, drain=False)
+        held = held_pages(manager, limits)
         loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held)
-        how = config.load, config.deadline, planes.device
-        loader = Loader(loads, executor, layout, *how, threads=limits.load_threads, keep=not direct)
+        threads, keep = limits.load_threads, not below.direct
+        loader = Loader(loads, executor, layout, config.load, deadline, device, threads=threads, keep=keep)
         undo.callback(loader.close)
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
-        said = tuple(concerns(config, planes.blocks // planes.blocks_per_page, on_gpu=planes.device.type == "cuda"))
         status = history = None
-        if ssd is not None:
-            costs = CostsFile(ssd.path, manager.costs, _about(config, layout, planes.device))
-            costs.restore()
-            figures = functools.partial(_figures, manager, ssd, ranks, journal)
-            history = HistoryFile(ssd.path, manager.fates.evicted, manager.fates.bad)
+        if below.ssd is not None:
+            history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
             history.restore()
-            save = functools.partial(_save, costs, history, ssd)
-            names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=layout.shards))
-            beside = functools.partial(_describe, names, ssd)
-            status = StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
+            status = _open_status(config, pool, below.ssd, manager, journal, history)
         events = None
         if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)
             undo.callback(events.close)
-            _name_groups(events, config, ssd)
+            _name_groups(events, config, below.ssd)
             with lock:
                 events.watch(manager.tiers.values())
+        pages = pool.planes.blocks // pool.planes.blocks_per_page
+        parts = Parts(
+            concerns=tuple(concerns(config, pages, on_gpu=device.type == "cuda")),
+            planes=pool.planes,
+            manager=manager,
+            copies=copies,
+            bounce=below.bounce,
+            loader=loader,
+            prefetcher=prefetcher,
+            storer=storer,
+            executor=executor,
+            status=status,
+            events=events,
+            ranks=pool.ranks,
+            journal=journal,
+            history=history,
+        )
         undo.pop_all()
-    for concern in said:
+    for concern in parts.concerns:
         _config_log.warning("%s", concern)
-    _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, planes.device)
-    return Parts(
-        said,
-        planes,
-        manager,
-        copies,
-        bounce,
-        loader,
-        prefetcher,
-        storer,
-        executor,
-        status,
-        events,
-        ranks,
-        journal,
-        history,
-    )
+    _log.info("tiers %s, pages of %d bytes, device %s", " -> ".join(manager.tiers), layout.page_bytes, device)
+    return parts
+
+
+def _open_pool(
+    config: Config,
+    attached: Sequence[Sequence[torch.Tensor]] | None,
+    addresses: Sequence[RankAddress] | None,
+    undo: contextlib.ExitStack,
+) -> _Pool:
+    layout = config.model.layout()
+    if addresses is not None:
+        ranks = _ranks(config, addresses)
+        undo.callback(ranks.close)
+        layout = dataclasses.replace(layout, shards=ranks.shards)
+        return _Pool(layout, RemotePlanes(layout, ranks), ranks=ranks)
+    if attached is not None:
+        return _Pool(layout, PagedPlanes(layout, attached))
+    gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
+    undo.callback(gpu.close)
+    return _Pool(layout, gpu.pool, gpu=gpu)
+
+
+def _open_below(
+    config: Config,
+    pool: _Pool,
+    reserve: int,
+    lock: threading.RLock,
+    quarantine: Quarantine,
+    clock: Callable[[], float],
+    log: LimitedLog,
+    undo: contextlib.ExitStack,
+) -> _Below:
+    layout, device, cpu, ssd = pool.layout, pool.planes.device, None, None
+    if config.cpu is not None:
+        cpu = CpuTier(_memory(pool, "cpu", config.cpu.capacity), config.eviction)
+        undo.callback(cpu.close)
+    if config.ssd is not None:
+        ssd = SsdTier(
+            layout,
+            config.ssd,
+            str(device),
+            lock,
+            eviction=config.eviction,
+            reserve=reserve,
+            wall_clock=clock,
+            open_slab=None if pool.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, pool.ranks),
+            log=log,
+        )
+        undo.callback(ssd.close)
+        if isinstance(ssd.io, SlabIO):
+            ssd.route = ssd_route.choose(layout, device, config.ssd, ssd.io, ssd.index, keep=cpu is not None)
+    further = [open_tier(tier, layout, lock) for tier in config.tiers]
+    for tier in further:
+        undo.callback(tier.close)
+    _check_served(further, cpu)
+    files = [*([] if ssd is None else [ssd]), *further]
+    direct = ssd is not None and ssd.direct
+    bounce = _bounce(config, pool, cpu, files, direct, quarantine)
+    if bounce is not None:
+        undo.callback(bounce.close)
+    return _Below(cpu, ssd, files, bounce, direct)
+
+
+def _open_status(
+    config: Config, pool: _Pool, ssd: SsdTier, manager: TierManager, journal: Journal, history: HistoryFile
+) -> StatusWriter:
+    """What writes the small files beside the SSD's catalogue."""
+    costs = CostsFile(ssd.path, manager.costs, _about(config, pool.layout, pool.planes.device))
+    costs.restore()
+    figures = functools.partial(_figures, manager, ssd, pool.ranks, journal)
+    names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=pool.layout.shards))
+    save, beside = functools.partial(_save, costs, history, ssd), functools.partial(_describe, names, ssd)
+    return StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
 
 
 def _clock(config: Config) -> Callable[[], float]:
@@ -362,8 +405,13 @@ def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
     return tuple(RankState(one["pid"], state if one["state"] == "running" else "stopped") for one in told)
 
 
-def _executor(copies: PageCopies, manager: TierManager, bounce: Bounce | None) -> NativeExecutor:
-    """What moves bytes between the spaces of an engine."""
+def _executor(
+    pool: _Pool, copies: PageCopies | None, manager: TierManager, bounce: Bounce | None
+) -> NativeExecutor | RanksExecutor:
+    """What moves bytes between the spaces of an engine: this process, or its ranks."""
+    if pool.ranks is not None:
+        return _ranks_executor(pool.ranks, pool.layout, manager, bounce)
+    assert copies is not None, "planes that are nowhere"
     memories: dict[str, Extents] = {}
     if manager.cpu is not None:
         memories["cpu"] = cast("Extents", manager.cpu.extents)
@@ -408,14 +456,12 @@ def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bo
     return RanksExecutor(ranks, memories, layout.n_layers, manager.quarantine.stop)
 
 
-def _memory(
-    layout: PageLayout, device: torch.device, ranks: RankSet | None, space: str, capacity: int
-) -> HostExtents | RemoteMemory:
+def _memory(pool: _Pool, space: str, capacity: int) -> HostExtents | RemoteMemory:
     """A memory of extents: here, page-locked where a GPU copies from it, or on all ranks."""
     setting = "cpu.capacity" if space == "cpu" else "host_buffer"
-    if ranks is None:
-        return HostExtents(layout, capacity, _pin(device), setting)
-    return RemoteMemory(layout, capacity, ranks, space, setting)
+    if pool.ranks is None:
+        return HostExtents(pool.layout, capacity, _pin(pool.planes.device), setting)
+    return RemoteMemory(pool.layout, capacity, pool.ranks, space, setting)
 
 
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
@@ -434,13 +480,11 @@ def _pin(device: torch.device) -> Pin:
 
 def _bounce(
     config: Config,
-    layout: PageLayout,
-    device: torch.device,
+    pool: _Pool,
     cpu: CpuTier | None,
     files: Sequence[DurableTier],
     direct: bool,
     quarantine: Quarantine,
-    ranks: RankSet | None,
 ) -> Bounce | None:
     """The bounce reserve: on the device where pages go straight there, else in host memory."""
     if not files:
@@ -449,11 +493,11 @@ def _bounce(
         for tier in files:
             tier.register(cpu.extents.buffer.view)
     if direct:
-        on_device = DeviceExtents(layout, config.host_buffer, device)
+        on_device = DeviceExtents(pool.layout, config.host_buffer, pool.planes.device)
         for tier in files:
             tier.register(on_device.rows.view(-1))
         return Bounce(on_device, quarantine)
-    memory = _memory(layout, device, ranks, "bounce", config.host_buffer)
+    memory = _memory(pool, "bounce", config.host_buffer)
     if isinstance(memory, HostExtents):
         for tier in files:
             tier.register(memory.buffer.view)
