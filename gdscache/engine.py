@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -26,6 +26,7 @@ from gdscache.errors import (
     SlotCountError,
 )
 from gdscache.events.base import GroupFacts, KVEventBatch
+from gdscache.events.names import NamedEvents
 from gdscache.gate.gate import Gate, PoolLoad
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of
@@ -39,6 +40,7 @@ from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import Blocks
+from gdscache.pages.reasons import Told
 from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.trial import try_files
 from gdscache.ranks.address import RankAddress, StoreMark
@@ -177,6 +179,11 @@ class CacheEngine:
         return gpu
 
     @property
+    def tiers(self) -> dict[str, str]:
+        """What the tiers keep pages in, by their names, the fastest first: `planes`, `memory` or `files`."""
+        return {name: tier.kind for name, tier in self.manager.tiers.items()}
+
+    @property
     def blocks(self) -> int:
         """Blocks of the planes."""
         return self._parts.planes.blocks
@@ -271,6 +278,36 @@ class CacheEngine:
                 manager.sample = hit.words
             return hit
 
+    def peek(self, tokens: Any, salt: str = "") -> int:
+        """How many tokens of the full pages of `tokens` are cached, from the first on. Unlike `lookup` it counts
+        nothing, not even a use."""
+        with self.calls:
+            return len(self.manager.peek(self.pages(tokens, salt))) * self.layout.page_tokens
+
+    def told(self, pages: Sequence[Page]) -> list[Told]:
+        """What is known of pages: where each is, or what became of it. Counts nothing."""
+        return self.manager.told([page.key for page in pages])
+
+    def asks(self, pages: Sequence[Page]) -> bool:
+        """Whether a tier beyond this machine, which lookups do not see, may have these pages: `prefetch` asks it."""
+        return any(tier.asks(pages) for tier in self.manager.files)
+
+    @contextlib.contextmanager
+    def telling(self, request: str) -> Iterator[None]:
+        """A block in which a request is looked up: a line of the log on pages that it misses says its name."""
+        manager = self.manager
+        before = manager.sample
+        try:
+            yield
+        finally:
+            sample = manager.sample
+            if sample is not None and sample is not before:
+                manager.sample = lambda: f"request {request}, {sample()}"
+
+    def tell(self, words: Callable[[], str]) -> None:
+        """Have the next line of the log on missing pages say this, in place of what the last lookup missed."""
+        self.manager.sample = words
+
     def observe_prefill(
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
     ) -> None:
@@ -309,6 +346,15 @@ class CacheEngine:
         took = arguments.span(seconds, "seconds", MAX_SECONDS)
         with self.calls:
             costs.observe_load(tier, moved, took)
+
+    def observe_wait(self, seconds: float) -> None:
+        """Tell the metrics that a request waited so many seconds for its pages before it ran."""
+        self.manager.measures.waited("pages", seconds)
+
+    def load_seconds(self, tier: str, pages: int) -> float | None:
+        """Seconds that a load of `pages` pages from a tier should take; None before there was one."""
+        price = self.manager.costs.load_price(tier)
+        return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
@@ -388,13 +434,28 @@ class CacheEngine:
         *,
         priority: int = 0,
         ttl: float | None = None,
+        epoch: int | None = None,
     ) -> StoreHandle:
-        """`store`, of pages of this salt that are named already, in this order."""
+        """`store`, of pages of this salt that are named already, in this order. `epoch`: see `epoch()`; now."""
         with self.calls:
             self._check_attached()
             retention = Retention.of(priority, ttl, self.manager.expiry.clock)
-            epoch = self.manager.clearing.epoch(self.namespaces(salt)[0] if not pages else pages[0].namespace)
+            epoch = self.epoch(salt) if epoch is None else epoch
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
+
+    def epoch(self, salt: str = "") -> int:
+        """What `store_pages` is given later, when pages of this salt are computed now: then none is stored that a
+        `clear` or `invalidate` between the two was to drop."""
+        return self.manager.clearing.epoch(self.namespaces(salt)[0])
+
+    def mark(self, after: Event = None) -> Event:
+        """A point in the order of steps, behind the current stream's work so far (or behind `after`); with ranks, one
+        that they come to. It goes to `store_pages` as `after`, or to `passed`."""
+        return self._parts.executor.mark(after)
+
+    def passed(self, mark: Event) -> None:
+        """No store takes this mark."""
+        self._parts.executor.passed(mark)
 
     def submit_store(
         self,
@@ -488,6 +549,12 @@ class CacheEngine:
         if self._parts.events is None:
             raise InvalidValueError("there are no events", "add the section events to the configuration: events: {}")
         return self._parts.events.add(callback)
+
+    def named_events(self) -> tuple[NamedEvents, Callable[[], None]]:
+        """KV events in the names that an inference engine has for its blocks; and what ends them. Raises as
+        `on_events` does."""
+        events = NamedEvents(self.manager.tiers.values(), self.manager.lock)
+        return events, self.on_events(events.heard)
 
     def clear(self) -> dict[str, int]:
         """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""

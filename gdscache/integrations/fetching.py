@@ -13,6 +13,7 @@ import select
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gdscache.errors import GdsCacheError, LoadOrderError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
     from gdscache.hybrid_handles import HybridPrefetch
     from gdscache.prefetch.handle import Prefetch
-    from gdscache.tiers.manager import TierManager
 
 
 ENDING_S = 5.0  # pins that end so soon are too old to begin a load from
@@ -120,7 +120,7 @@ class PinnedFetch(Pinned):
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
         """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
         super().__init__(seconds)
-        self._told_of = engine.manager.told
+        self._told_of = engine.told
         self._page_tokens = size = engine.layout.page_tokens
         self._found: Hit = engine.lookup(hashes, salt=salt)
         self._cached = (self._found.tokens + self._found.declined) // size
@@ -130,11 +130,11 @@ class PinnedFetch(Pinned):
         self._beyond = False
         if engine.config.cpu is not None and self._here == self._cached < pages:
             names = tuple(engine.pages(hashes, salt)[:pages])
-            self._beyond = any(tier.asks(names[self._here :]) for tier in engine.manager.files)
+            self._beyond = engine.asks(names[self._here :])
             useful = dataclasses.replace(useful, pages=names) if self._beyond else useful
         begun = bool(useful.pages) and engine.config.cpu is not None
         self._prefetch = engine.prefetch(useful, pin=seconds) if begun else None
-        self._gate, self._files = engine.gate, {tier.name for tier in engine.manager.files}
+        self._gate, self._files = engine.gate, {name for name, kind in engine.tiers.items() if kind == "files"}
         self._slow: list[int] = []  # of the first pages, those that only files had; once that is known
 
     @property
@@ -188,8 +188,8 @@ class PinnedFetch(Pinned):
 
     def unused(self, first: int) -> str:
         """What is known now of its pages from page `first` on, for a line of the log."""
-        keys, size = [page.key for page in self._found.pages[first:]], self._page_tokens
-        return words(joined(first * size, size, self._told_of(keys)))
+        pages, size = self._found.pages[first:], self._page_tokens
+        return words(joined(first * size, size, self._told_of(pages)))
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
         """How many of `pages` pages from page `first` on each tier had when it began."""
@@ -218,23 +218,6 @@ def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
     return dataclasses.replace(hit, start=first * page_tokens, tokens=tokens, pages=names, tiers=tiers, pays=tokens)
 
 
-class _Telling:
-    """A block in which one request is looked up: see `PinningCache.telling`."""
-
-    __slots__ = ("_before", "_manager", "_request")
-
-    def __init__(self, manager: TierManager, request: str) -> None:
-        self._manager, self._request = manager, request
-
-    def __enter__(self) -> None:
-        self._before = self._manager.sample
-
-    def __exit__(self, *error: object) -> None:
-        sample, request = self._manager.sample, self._request
-        if sample is not None and sample is not self._before:
-            self._manager.sample = lambda: f"request {request}, {sample()}"
-
-
 class PinningCache:
     """An engine as the `Cache` of a table of requests. `pin_seconds`: how long what was brought is kept at most.
 
@@ -254,19 +237,19 @@ class PinningCache:
 
     def cached(self, hashes: PageHashes) -> int:
         """How many of the first pages are cached, on any tier. Counts as no use of them."""
-        return len(self.engine.manager.peek(self.engine.pages(hashes, self.salt)))
+        return self.engine.peek(hashes, self.salt) // self.engine.layout.page_tokens
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
         """The keys of the pages, of the weights that the inference engine has now."""
         return [page.key for page in self.engine.pages(hashes, self.salt)]
 
-    def telling(self, request: str) -> _Telling:
+    def telling(self, request: str) -> AbstractContextManager[None]:
         """A block in which a request is looked up, so that a line on its missing pages says whose they are."""
-        return _Telling(self.engine.manager, request)
+        return self.engine.telling(request)
 
     def unused(self, request: str, fetch: Any, first: int, why: str) -> None:
         """A request computes pages from page `first` on that were cached when it came: for a line of the log."""
-        self.engine.manager.sample = lambda: f"request {request}, pages that were cached, {why}: {fetch.unused(first)}"
+        self.engine.tell(lambda: f"request {request}, pages that were cached, {why}: {fetch.unused(first)}")
 
     def renew_salt(self) -> None:
         """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""

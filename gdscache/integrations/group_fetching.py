@@ -63,8 +63,8 @@ class GroupFetch(Pinned):
             return False
         slow = begun = 0  # bytes
         for engine, part, turns in zip(self._engines, self.found.parts, self._prefetch.begun, strict=True):
-            files = {tier.name for tier in engine.manager.files}
-            pages = sum(name in files for name in part.tiers)
+            kinds = engine.tiers
+            pages = sum(kinds[name] == "files" for name in part.tiers)
             slow += pages * engine.layout.page_bytes
             begun += max(0, pages - (len(part.tiers) - turns)) * engine.layout.page_bytes
         return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.tokens, 0)
@@ -82,7 +82,7 @@ class GroupFetch(Pinned):
         states = Counter(
             told.cause
             for engine, pages in zip(self._engines, self.pages, strict=True)
-            for told in engine.manager.told([one.page.key for one in pages])
+            for told in engine.told([one.page for one in pages])
         )
         return ", ".join(f"{count} pages {cause}" for cause, count in states.items())
 

@@ -84,8 +84,6 @@ def engine_with_pages(directory: str, pages: int) -> dict[str, int]:
             sequence.commit()
         engine.drain(600.0)
     with CacheEngine.from_config(config) as engine:
-        cpu = engine.manager.cpu
-        assert cpu is not None, "no CPU tier"
         for source in ("ssd", "cpu"):
             with engine.sequence(tokens) as sequence:
                 for layer in range(LAYERS):
@@ -95,5 +93,5 @@ def engine_with_pages(directory: str, pages: int) -> dict[str, int]:
                     raise IOFailedError(f"the pages did not come from the {source} tier", "please report it")
                 if source == "cpu":
                     sequence.commit()
-        pools = engine.gpu.capacity + cpu.capacity + HOST_BUFFER
+        pools = engine.gpu.capacity + engine.stats()["tiers"]["cpu"]["capacity_bytes"] + HOST_BUFFER
         return {"resident": resident(), "peak": peak(), "pools": pools, "pages": len(engine.gpu.index)}

@@ -282,7 +282,7 @@ class TransformersClient:
 
     def slabs(self) -> list[Path]:
         """The files of the SSD tier's bytes."""
-        ssd = self.cache.manager.ssd
+        ssd = self.cache.config.ssd
         return [] if ssd is None else sorted(ssd.path.glob("slab-*.bin"))
 
     def idle(self) -> None:

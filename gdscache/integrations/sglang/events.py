@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from gdscache.engine import CacheEngine
-from gdscache.events.names import EXPECTED, BlockName, NamedEvents
+from gdscache.events.names import EXPECTED, BlockName
 from gdscache.integrations.watching import MethodWatch
 
 _MEDIA = {"CPU": StorageMedium.CPU, "STORAGE": StorageMedium.DISK}
@@ -32,8 +32,7 @@ class SglangEvents:
         self._size = page_tokens
         self._blocks: OrderedDict[int, BlockName] = OrderedDict()  # of SGLang's own events
         self._keys: OrderedDict[int, bytes] = OrderedDict()  # page keys, of what was looked up or offloaded
-        self._events = NamedEvents(engine.manager.tiers.values(), engine.manager.lock)
-        self._stop = engine.on_events(self._events.heard)
+        self._events, self._stop = engine.named_events()
         self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
 
     def close(self) -> None:

@@ -193,8 +193,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _seconds(self, pages: int) -> float | None:
         """What bringing so many pages from the SSD should take."""
-        price = self.engine.manager.costs.load_price("ssd")
-        return None if price is None else price[0] * pages * self.engine.layout.page_bytes + price[1]
+        return self.engine.load_seconds("ssd", pages)
 
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:

@@ -40,7 +40,7 @@ class ToldMetrics:
         self._mirror = mirror = Mirror("sglang:", Counter, Gauge, Histogram, ["model_name"], registry=REGISTRY)
         self._labels = [server.served_model_name or server.model_path]
         self._figures = Differences(every, time.monotonic)
-        mirror.born(self._labels, {name: tier.kind for name, tier in engine.manager.tiers.items()})
+        mirror.born(self._labels, engine.tiers)
         self._tell(mirror)
         self._thread = threading.Thread(target=self._serve, args=(mirror,), name="gdscache-metrics", daemon=True)
         start([self._thread], self.close)

@@ -154,10 +154,10 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._session = session
         refuses = functools.partial(leaves_alone, media=self._options.media)
         wait, hybrid = self._options.wait_seconds, session.hybrid
-        waited = functools.partial(session.engines[0].manager.measures.waited, "pages")
         if tells_events(self._vllm_config):
             self._events = VllmEvents(session.hybrid or session.engine, self._kv_cache_config)
         named = None if self._events is None else self._events.name
+        waited = session.engines[0].observe_wait
         told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
         if hybrid is not None:
             cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)

@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from gdscache.engine import CacheEngine
-from gdscache.events.names import BlockName, NamedEvents
+from gdscache.events.names import BlockName
 from gdscache.hybrid import HybridEngine
 
 
@@ -29,10 +29,8 @@ class VllmEvents:
         self._hashed = min(self._sizes) if len(specs) == 1 else int(cache.hash_block_size)
         pools = engine.pools if isinstance(engine, HybridEngine) else ()
         engines = engine.engines if isinstance(engine, HybridEngine) else (engine,)
-        self._events = [NamedEvents(one.manager.tiers.values(), one.manager.lock) for one in engines]
+        self._events = [one.named_events()[0] for one in engines]
         self._of_group = {g: events for pool, events in zip(pools, self._events, strict=False) for g in pool.groups}
-        for one, events in zip(engines, self._events, strict=True):
-            one.on_events(events.heard)
 
     def name(self, request: Any, group: int, first: int, keys: Sequence[bytes]) -> None:
         """The keys of blocks `first` and following of a request, in a group."""

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from gdscache.engine import CacheEngine
-    from gdscache.moves.native import NativeExecutor
-    from gdscache.ranks.executor import RanksExecutor
 
 Observed = tuple[int, int, float]  # of `CacheEngine.observe_prefill`
 
@@ -72,21 +70,21 @@ class RankBatch:
 class Marks:
     """The order of steps is that of the marks which ranks come to, in one pool. See `worker.OrderOfSteps`."""
 
-    def __init__(self, executor: NativeExecutor | RanksExecutor) -> None:
-        self._executor = executor
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
         self._last: Event = None
 
     def begin(self) -> bytes:
         """A mark behind the step that begins: what each rank is told of it, for `Rank.store`."""
-        before, self._last = self._last, self._executor.mark(None)
-        self._executor.passed(before)
+        before, self._last = self._last, self._engine.mark()
+        self._engine.passed(before)
         return getattr(self._last, "order", b"")
 
     def now(self) -> Event:
-        return self._executor.mark(self._last)
+        return self._engine.mark(self._last)
 
     def passed(self, place: Event) -> None:
-        self._executor.passed(place)
+        self._engine.passed(place)
 
 
 class Lead:
@@ -96,7 +94,7 @@ class Lead:
         """`engines`: of each pool. `overlapping`: see `Loads`."""
         self._engines = engines
         self._counts = counts
-        self._marks = [Marks(engine.executor) for engine in engines]
+        self._marks = [Marks(engine) for engine in engines]
         self._loads = Loads(0, counts, overlapping=overlapping)
         pools = zip(engines, self._marks, strict=True)
         self._stores = PoolStores([Stores(engine, marks, counts, self._loads.prove) for engine, marks in pools])

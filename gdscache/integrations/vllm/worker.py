@@ -242,11 +242,11 @@ class Stores:
         for order in orders:
             pages += order.pages(namespace)
             blocks += order.blocks
-        epoch, after = engine.manager.clearing.epoch(namespace), self._order.now()
+        epoch, after = engine.epoch(salt), self._order.now()
 
         def store() -> StoreHandle:
             try:
-                return engine.submit_store(pages, np.array(blocks, np.int64).reshape(-1, 1), epoch, salt, after)
+                return engine.store_pages(pages, np.array(blocks, np.int64).reshape(-1, 1), salt, after, epoch=epoch)
             finally:
                 self._order.passed(after)
 

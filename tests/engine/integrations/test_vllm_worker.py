@@ -174,7 +174,7 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
     """An engine whose stores read nothing until the test says so, and their handles."""
     handles: list[StoreHandle] = []
 
-    def submit(pages: list[Any], blocks: torch.Tensor, epoch: int, salt: str, after: object) -> StoreHandle:
+    def store(pages: list[Any], blocks: torch.Tensor, salt: str, after: object, *, epoch: int) -> StoreHandle:
         assert len(pages) == len(blocks)
         handles.append(StoreHandle(len(pages)))
         return handles[-1]
@@ -182,8 +182,8 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
     engine: Any = SimpleNamespace(
         groups=(),
         namespaces=lambda salt="": [b""],
-        submit_store=submit,
-        manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
+        store_pages=store,
+        epoch=lambda salt="": 0,
     )
     return engine, handles
 

@@ -72,8 +72,8 @@ class World:
         engine: Any = SimpleNamespace(
             groups=(),
             namespaces=lambda salt="": [bytes(32)],
-            submit_store=self._store,
-            manager=SimpleNamespace(clearing=SimpleNamespace(epoch=lambda namespace: 0)),
+            store_pages=self._store,
+            epoch=lambda salt="": 0,
             load_many=lambda batch: self._load(self.now),
         )
         self.engine = engine
@@ -118,7 +118,7 @@ class World:
 
         return SimpleNamespace(done=lambda: self.now >= step + lasts, wait=lambda layer: None, results=results)
 
-    def _store(self, pages: list[Any], *_: Any) -> StoreHandle:
+    def _store(self, pages: list[Any], *_: Any, epoch: int) -> StoreHandle:
         names = [page.key for page in pages]
         self.stored += names
         for number, step in enumerate(self.given):
