@@ -20,7 +20,8 @@ from gdscache.tiers.base import Lease, Tier
 
 STATUSES = tuple(PageStatus)
 CODES = {status: code for code, status in enumerate(STATUSES)}
-_IS_LOADED = bytes(code == CODES[PageStatus.LOADED] for code in range(256))
+_LOADED = CODES[PageStatus.LOADED]
+_IS_LOADED = bytes(code == _LOADED for code in range(256))
 _NONE = np.empty(0, np.int64)
 Behind = Literal["more", "busy", "missing", "no_room"]
 
@@ -106,7 +107,10 @@ class LoadPlan:
 
     def told(self, rows: range) -> tuple[PageStatus, ...]:
         """The statuses of some rows."""
-        return tuple([STATUSES[code] for code in self.statuses.tobytes()[rows.start : rows.stop]])
+        codes = self.statuses.tobytes()[rows.start : rows.stop]
+        if codes.count(_LOADED) == len(codes):
+            return (PageStatus.LOADED,) * len(codes)
+        return tuple([STATUSES[code] for code in codes])
 
     def reasons(self, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
         """Where the pages of a request come from, or why they have not come. `start`: the token of the first."""

@@ -330,7 +330,7 @@ class LoadPlanner:
         good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
         with manager.lock:
             plan.statuses[rows] = CODES[status]
-            if self.landing is not None:
+            if self.landing is not None and plan.targets.count(None) < len(plan.targets):
                 filled = self._filling.pop  # a target has its slot for as long as its plan leases it
                 targets = [target for row in some if (target := plan.targets[row]) is not None]
                 ended = [target for target in targets if filled(target.slot, None) is not None]
@@ -356,8 +356,8 @@ class LoadPlanner:
             if status is not PageStatus.LOADED:
                 manager.counts["misses", status.value] += len(rows)
             else:
-                which = bytearray(len(plan))
-                for row in some:
+                which = bytearray(b"\1" * len(plan) if len(some) == len(plan) else len(plan))
+                for row in some if len(some) < len(plan) else ():
                     which[row] = 1
                 for name, pages in plan.by_tier(which).items():
                     manager.counts["loaded", name] += pages
