@@ -32,6 +32,13 @@ def layer_sums(extents: _UInt64, bounds: _Int64) -> _UInt64:
     `bounds`: int64 (layers, 2), where a layer begins in an extent, and where it ends.
     """
 
+def chained_keys(key: bytes, parent: bytes, data: bytes, step: int) -> list[bytes]:
+    """Of each `step` bytes of `data` the BLAKE2b digest (32 bytes), keyed with `key`, of the one before, the first time
+    `parent`, and of these bytes."""
+
+def keys_of(key: bytes, digests: Sequence[bytes]) -> list[bytes]:
+    """The BLAKE2b digest (32 bytes), keyed with `key`, of each."""
+
 def blocks_fault(blocks: _Int64, limit: int) -> Literal["", "outside", "twice"]:
     """What is wrong with block numbers, which are to be different and within [0, limit)."""
 

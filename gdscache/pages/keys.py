@@ -24,11 +24,11 @@ import numpy.typing as npt
 from gdscache import arguments
 from gdscache.errors import InvalidValueError, TokensError
 from gdscache.limits import KEY_BYTES, MAX_COUNT
+from gdscache.native import chained_keys, keys_of
 from gdscache.pages.token_bytes import equal_tokens, narrowed
 
 FORMAT = 1
 SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
-_AT_ONCE = 2044  # bytes: from 2,048 on hashlib gives the interpreter's lock up
 _COMPARED = 8  # of those that begin with the same page, the last
 _NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
 
@@ -111,19 +111,7 @@ def page_keys(
 
     `parent`: the key of the page before them, where they are not the first of their sequence.
     """
-    data = tokens.tobytes()
-    step = page_tokens * 4
-    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy of it costs half as much as another one
-    parent, keys = parent or namespace, []
-    parts = [(begin, min(begin + _AT_ONCE, step)) for begin in range(0, step, _AT_ONCE)]  # of a page
-    for at in range(0, len(data) - step + 1, step):
-        page = keyed.copy()
-        page.update(parent)
-        for begin, end in parts:
-            page.update(data[at + begin : at + end])
-        parent = page.digest()
-        keys.append(parent)
-    return keys
+    return chained_keys(namespace, parent or namespace, tokens.tobytes(), page_tokens * 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -276,19 +264,10 @@ class PageHashes:
                 while len(self._named) > _NAMESPACES_KEPT:
                     del self._named[next(iter(self._named))]
             if len(known) < len(self._hashes):
-                keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)
                 parent = known[-1].key if known else namespace
                 if self._parent is not None and not known:
-                    before = keyed.copy()
-                    before.update(self._parent)
-                    parent = before.digest()
-
-                keys = []
-                for given in self._hashes[len(known) :]:
-                    page = keyed.copy()
-                    page.update(given)
-                    keys.append(page.digest())
-                known += _pages(keys, parent, namespace)
+                    (parent,) = keys_of(namespace, [self._parent])
+                known += _pages(keys_of(namespace, self._hashes[len(known) :]), parent, namespace)
             return known[:]
 
 
