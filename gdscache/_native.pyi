@@ -45,6 +45,9 @@ def blocks_fault(blocks: _Int64, limit: int) -> Literal["", "outside", "twice"]:
 def narrow_tokens(tokens: bytes) -> npt.NDArray[np.uint32] | None:
     """int64 token ids, as their bytes, as uint32; None where one does not fit."""
 
+def trim_heap() -> None:
+    """Give memory that is free within the heap back to the system."""
+
 def take_rows(table: npt.NDArray[_T], rows: Any) -> npt.NDArray[_T]:
     """`table[rows]`, for an int64 array or a list of numbers.
 

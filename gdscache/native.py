@@ -30,6 +30,7 @@ try:
         put_rows,
         take_rows,
         take_unbound,
+        trim_heap,
     )
 except ImportError as error:
     raise NativeMissingError(
@@ -63,6 +64,7 @@ __all__ = [
     "put_rows",
     "take_rows",
     "take_unbound",
+    "trim_heap",
 ]
 
 

@@ -28,7 +28,7 @@ from gdscache.native import chained_keys, keys_of
 from gdscache.pages.token_bytes import equal_tokens, narrowed
 
 FORMAT = 1
-SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
+SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 10 MiB
 _COMPARED = 8  # of those that begin with the same page, the last
 _NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
 
@@ -116,11 +116,14 @@ def page_keys(
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Named:
-    """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
+    """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page.
+
+    It has keys, since the garbage collector looks at `Page`s for as long as they are there.
+    """
 
     first: tuple[bytes, bytes]
     tokens: bytes  # uint32
-    pages: list[Page]
+    keys: list[bytes]
 
 
 class PageNames:
@@ -147,14 +150,12 @@ class PageNames:
         data = tokens.tobytes()  # and all that follows by bytes: numpy gives the interpreter's lock up
         first = namespace, data[: 4 * size]
         known, equal = self._nearest(first, data)
-        pages = [] if known is None else known.pages[: equal // size]
+        keys = [] if known is None else known.keys[: equal // size]
         if known is not None and equal == len(tokens):
             used = known
         else:
-            parent = pages[-1].key if pages else namespace
-            keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
-            pages += _pages(keys, parent, namespace)
-            used = _Named(first, data, pages[:])
+            keys += page_keys(namespace, tokens[len(keys) * size :], size, keys[-1] if keys else None)
+            used = _Named(first, data, keys)
         with self._lock:
             before = len(self._known)
             # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
@@ -163,9 +164,9 @@ class PageNames:
             self._known.append(used)
             if used is not known or len(self._known) > before:  # else they are those from before, in another order
                 del self._known[: -self._kept]
-                while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
+                while len(self._known) > 1 and sum(len(some.keys) for some in self._known) > self._names:
                     del self._known[0]
-        return pages
+        return list(_pages(keys, namespace, namespace))
 
     def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:
         """The remembered sequence that has the most first tokens in common with these, and how many these are."""
