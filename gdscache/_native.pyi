@@ -32,11 +32,21 @@ def layer_sums(extents: _UInt64, bounds: _Int64) -> _UInt64:
     `bounds`: int64 (layers, 2), where a layer begins in an extent, and where it ends.
     """
 
+def chained_keys(key: bytes, parent: bytes, data: bytes, step: int) -> list[bytes]:
+    """Of each `step` bytes of `data` the BLAKE2b digest (32 bytes), keyed with `key`, of the one before, the first time
+    `parent`, and of these bytes."""
+
+def keys_of(key: bytes, digests: Sequence[bytes]) -> list[bytes]:
+    """The BLAKE2b digest (32 bytes), keyed with `key`, of each."""
+
 def blocks_fault(blocks: _Int64, limit: int) -> Literal["", "outside", "twice"]:
     """What is wrong with block numbers, which are to be different and within [0, limit)."""
 
 def narrow_tokens(tokens: bytes) -> npt.NDArray[np.uint32] | None:
     """int64 token ids, as their bytes, as uint32; None where one does not fit."""
+
+def trim_heap() -> None:
+    """Give memory that is free within the heap back to the system."""
 
 def take_rows(table: npt.NDArray[_T], rows: Any) -> npt.NDArray[_T]:
     """`table[rows]`, for an int64 array or a list of numbers.

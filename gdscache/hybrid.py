@@ -41,7 +41,7 @@ from gdscache.errors import (
 from gdscache.events.base import KVEventBatch
 from gdscache.gate.gate import Gate
 from gdscache.groups.base import Group, Presence, alignment, complete, kept, lengths, marks, needed
-from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
 from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
 from gdscache.hybrid_handles import (
@@ -241,17 +241,15 @@ class HybridEngine:
     def _used(self, names: GroupNames, start: int, found: int) -> HybridHit | None:
         """The hit that ends at token `found`, whose pages are used now; None where one has gone since."""
         pages = needed(self.groups, found, start)
-        parts, orders = list[Hit](), list[tuple[GroupPage, ...]]()
-        for engine, chain in zip(self.engines, names.chain(pages), strict=True):
-            named = tuple(one.page for one in chain)
+        parts, chains = list[Hit](), names.chain(pages)
+        for engine, chain in zip(self.engines, chains, strict=True):
             with engine.calls:
-                tiers = tuple(engine.manager.lookup(named, 0))
-            if len(tiers) < len(named):
+                tiers = tuple(engine.manager.lookup(chain.pages, 0))
+            if len(tiers) < len(chain):
                 return None
-            parts.append(Hit(start, len(named) * engine.layout.page_tokens, tiers, None, named))
-            orders.append(tuple(chain))
+            parts.append(Hit(start, len(chain) * engine.layout.page_tokens, tiers, None, chain.pages))
         by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
-        return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(orders))
+        return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(chains))
 
     def load(self, hit: HybridHit, slots: Slots, after: Event = None) -> HybridLoad:
         """Begin copying a hit into blocks; returns at once. `slots`: of each group by name, blocks for the pages
@@ -291,10 +289,10 @@ class HybridEngine:
         self._check_names(slots)
         tables: list[Blocks] = []
         for engine, order in zip(self.engines, hit.order, strict=True):
-            names = {g: self.groups[g].name for g in {one.group for one in order}}
+            names = {g: self.groups[g].name for g in {*order.groups}}
             rows = {g: self._table(name, slots, hit, engine) for g, name in names.items()}
             first = {g: hit.pages[name].start for g, name in names.items()}
-            blocks = [rows[one.group][one.number - first[one.group]] for one in order]
+            blocks = [rows[g][number - first[g]] for g, number in zip(order.groups, order.numbers, strict=True)]
             tables.append(engine.block_table(np.array(blocks, np.int64)))
         for name, pages in hit.pages.items():
             if not pages and name in slots and len(host_indices(slots[name])):
@@ -337,11 +335,11 @@ class HybridEngine:
             wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
         chains, tables = names.chain(wanted), list[Blocks]()
         for engine, chain in zip(self.engines, chains, strict=True):
-            rows = [some[one.group][one.number - firsts[one.group]] for one in chain]
+            rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
             tables.append(np.array(rows, np.int64).reshape(len(chain), engine.blocks_per_page))
         kept_for: dict[str, Any] = {"priority": priority, "ttl": ttl}
         handles = [
-            engine.store_pages([one.page for one in chain], table, salt, after, **kept_for)
+            engine.store_pages(chain.pages, table, salt, after, **kept_for)
             for engine, chain, table in zip(self.engines, chains, tables, strict=True)
         ]
         return HybridStore([group.name for group in self.groups], handles, chains)
@@ -431,7 +429,7 @@ class HybridEngine:
         """A hit of 0 tokens."""
         empty = {group.name: range(start // group.page_tokens, start // group.page_tokens) for group in self.groups}
         none = tuple(Hit(start, 0, (), None, ()) for _ in self.pools)
-        return HybridHit(start, 0, empty, start, parts=none, order=tuple(() for _ in self.pools))
+        return HybridHit(start, 0, empty, start, parts=none, order=tuple(Chain() for _ in self.pools))
 
     def observe_prefill(
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gdscache import arguments
-from gdscache.groups.names import GroupPage
+from gdscache.groups.names import Chain
 from gdscache.groups.reasons import GroupReasons
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport, told_of
@@ -46,7 +46,7 @@ class HybridHit:
     recompute_seconds: float | None = None
     declined: int = 0
     parts: tuple[Hit, ...] = dataclasses.field(default=(), repr=False)
-    order: tuple[tuple[GroupPage, ...], ...] = dataclasses.field(default=(), repr=False)
+    order: tuple[Chain, ...] = dataclasses.field(default=(), repr=False)
     why: Callable[[], GroupReasons] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def reasons(self) -> GroupReasons:
@@ -152,8 +152,8 @@ class HybridLoad:
             if report is None:
                 continue
             statuses = [*report.pages, *[PageStatus.GONE] * (len(order) - len(report.pages))]
-            for one, status in zip(order, statuses, strict=True):
-                pages[names[one.group]].append(status)
+            for g, status in zip(order.groups, statuses, strict=True):
+                pages[names[g]].append(status)
                 whole = whole and status is PageStatus.LOADED
             by_tier.update(report.bytes_by_tier)
             took = max(took, report.seconds)
@@ -183,9 +183,7 @@ class HybridLoad:
 class HybridStore:
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
-    def __init__(
-        self, names: Sequence[str], handles: Sequence[StoreHandle], order: Sequence[Sequence[GroupPage]]
-    ) -> None:
+    def __init__(self, names: Sequence[str], handles: Sequence[StoreHandle], order: Sequence[Chain]) -> None:
         """`names`: of the groups; `order`: the pages of each pool's store."""
         self._names, self._handles, self._order = names, handles, order
 
@@ -328,8 +326,8 @@ def _came(
     """Why the pages of a hit came, by group; the tiers are those of the lookup."""
     tiers: dict[str, list[str]] = {name: [] for name in statuses}
     for part, order in zip(hit.parts, hit.order, strict=True):
-        for one, tier in zip(order, part.tiers, strict=True):
-            tiers[names[one.group]].append(tier)
+        for g, tier in zip(order.groups, part.tiers, strict=True):
+            tiers[names[g]].append(tier)
     return {
         name: joined(hit.pages[name].start * page_tokens[name], page_tokens[name], map(told_of, some, tiers[name]))
         for name, some in statuses.items()

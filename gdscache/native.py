@@ -22,12 +22,15 @@ try:
         bare_loop,
         best_arm,
         blocks_fault,
+        chained_keys,
         error_text,
+        keys_of,
         layer_sums,
         narrow_tokens,
         put_rows,
         take_rows,
         take_unbound,
+        trim_heap,
     )
 except ImportError as error:
     raise NativeMissingError(
@@ -52,13 +55,16 @@ __all__ = [
     "bare_loop",
     "best_arm",
     "blocks_fault",
+    "chained_keys",
     "error_of",
     "error_text",
+    "keys_of",
     "layer_sums",
     "narrow_tokens",
     "put_rows",
     "take_rows",
     "take_unbound",
+    "trim_heap",
 ]
 
 

@@ -7,12 +7,13 @@ tokens are kept of follows the windows that end with it, so that these outlive i
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
 
 from gdscache.groups.base import Group
-from gdscache.limits import KEY_BYTES
+from gdscache.native import keys_of
 from gdscache.pages.keys import Page
 
 
@@ -22,6 +23,30 @@ class GroupPage(NamedTuple):
     group: int
     number: int
     page: Page
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chain(Sequence[GroupPage]):
+    """Pages of groups, in columns: most who have thousands of them look at few by itself."""
+
+    groups: Sequence[int] = ()
+    numbers: Sequence[int] = ()
+    pages: tuple[Page, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __iter__(self) -> Iterator[GroupPage]:
+        return map(GroupPage, self.groups, self.numbers, self.pages)
+
+    @overload
+    def __getitem__(self, at: int) -> GroupPage: ...
+    @overload
+    def __getitem__(self, at: slice) -> Chain: ...
+    def __getitem__(self, at: int | slice) -> GroupPage | Chain:
+        kind: Any = Chain if isinstance(at, slice) else GroupPage
+        found: GroupPage | Chain = kind(self.groups[at], self.numbers[at], self.pages[at])
+        return found
 
 
 class GroupNames:
@@ -44,8 +69,7 @@ class GroupNames:
         self._steps = [group.page_tokens // digest_tokens for group in groups]
         self._digest_tokens = digest_tokens
         self._digests: list[bytes] = []
-        self._keyed = [hashlib.blake2b(digest_size=KEY_BYTES, key=some) for some in namespaces]
-        self._keys: list[dict[int, bytes]] = [{} for _ in groups]
+        self._keys: list[list[bytes]] = [[] for _ in groups]  # of each page, b"" where nobody has asked for it
         self._full = {  # the groups that keep all tokens, in the pool of each group
             g: [(one, groups[one].page_tokens) for one in pool if groups[one].keeps == "all"]
             for pool in self.pools
@@ -65,22 +89,20 @@ class GroupNames:
     def extend(self, digests: Sequence[bytes]) -> None:
         """The request has grown."""
         self._digests += digests
+        for known, step in zip(self._keys, self._steps, strict=True):
+            known += [b""] * (len(self._digests) // step - len(known))
 
     def key(self, group: int, number: int) -> bytes:
         """The key of a page."""
-        return self._keys[group].get(number) or self.keys(group, number, number + 1)[0]
+        return self._keys[group][number] or self.keys(group, number, number + 1)[0]
 
     def keys(self, group: int, first: int, stop: int) -> list[bytes]:
         """The keys of pages `first ... stop-1` of a group."""
-        known, digests, step, copy = self._keys[group], self._digests, self._steps[group], self._keyed[group].copy
-        found: list[bytes] = []
-        for number in range(first, stop):
-            key = known.get(number)
-            if key is None:
-                keyed = copy()
-                keyed.update(digests[(number + 1) * step - 1])
-                key = known[number] = keyed.digest()
-            found.append(key)
+        known, step = self._keys[group], self._steps[group]
+        found = known[first:stop]
+        if b"" in found:
+            found = keys_of(self._namespaces[group], self._digests[(first + 1) * step - 1 : stop * step : step])
+            known[first:stop] = found
         return found
 
     def presence(self, *visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
@@ -88,7 +110,7 @@ class GroupNames:
         says = {g: visible[p] for p, pool in enumerate(self.pools) for g in pool}
         return lambda group, first, stop: says[group](self.keys(group, first, stop))
 
-    def chain(self, wanted: Sequence[Sequence[int]], after: Sequence[GroupPage | None] = ()) -> list[list[GroupPage]]:
+    def chain(self, wanted: Sequence[Sequence[int]], after: Sequence[GroupPage | None] = ()) -> list[Chain]:
         """Pages of each group by their numbers: those of each pool, named in the order of their ends, and windows
         before what follows them.
 
@@ -101,21 +123,37 @@ class GroupNames:
             for p, pool in enumerate(self.pools)
         ]
 
-    def _chain(self, wanted: Sequence[tuple[int, Sequence[int]]], after: GroupPage | None) -> list[GroupPage]:
+    def _chain(self, wanted: Sequence[tuple[int, Sequence[int]]], after: GroupPage | None) -> Chain:
         """`chain`, of one pool."""
-        keys, namespaces = self._keys, self._namespaces
-        places = sorted(self._place(g, number) for g, numbers in wanted for number in numbers)
-        named: list[GroupPage] = []
-        before: bytes | None = None
-        for place in places:
-            *_, g, number = place
-            namespace = namespaces[g]
-            if before is None or not self._full[g]:
-                before = self._before(place, after) or namespace
-            key = keys[g].get(number) or self.key(g, number)
-            named.append(GroupPage(g, number, Page(key, before, namespace)))
-            before = key
-        return named
+        places: list[int] = []
+        groups: list[int] = []
+        numbers: list[int] = []
+        keys: list[bytes] = []
+        for g, some in wanted:
+            places += self._ends(g, some)
+            groups += [g] * len(some)
+            numbers += some
+            keys += self._keys_at(g, some)
+        if not places:
+            return Chain()
+        order = sorted(range(len(places)), key=places.__getitem__)
+        groups, numbers = list(map(groups.__getitem__, order)), list(map(numbers.__getitem__, order))
+        keys, namespaces = list(map(keys.__getitem__, order)), list(map(self._namespaces.__getitem__, groups))
+        first = (self._before(self._place(groups[0], numbers[0]), after) or namespaces[0],)
+        parents = itertools.chain(first, keys) if self._full[groups[0]] else namespaces
+        pages = zip(keys, parents, namespaces, strict=False)  # `Page._make` takes twice as long
+        return Chain(groups, numbers, tuple(map(tuple.__new__, itertools.repeat(Page), pages)))
+
+    def _keys_at(self, group: int, numbers: Sequence[int]) -> list[bytes]:
+        if isinstance(numbers, range):
+            return self.keys(group, numbers.start, numbers.stop)
+        return [self.key(group, number) for number in numbers]
+
+    def _ends(self, group: int, numbers: Sequence[int]) -> list[int]:
+        """A number for each page, in the order of `_place`."""
+        about, count = self.groups[group], 2 * len(self.groups)
+        step, last = about.page_tokens * count, (about.keeps == "all") * len(self.groups) + group
+        return [number * step + step + last for number in numbers]
 
     def _place(self, group: int, number: int) -> tuple[int, bool, int, int]:
         """Where a page comes in that order."""

@@ -29,8 +29,8 @@ class PageAges:
 
     def used(self, keys: Iterable[bytes]) -> None:
         """Uses of those that are there."""
-        below, known = self._below, self._known
-        if some := [key for key in keys if key[0] < below and key in known]:
+        known = self._known
+        if some := list(filter(known.__contains__, keys)):
             now = self._clock()
             for key in some:
                 came, last = known[key]
@@ -39,10 +39,9 @@ class PageAges:
 
     def evicted(self, keys: Iterable[bytes]) -> None:
         """Pages had to make room for others."""
-        gone = [found for key in keys if (found := self._known.pop(key, None)) is not None]
-        if gone:
+        if gone := list(filter(self._known.__contains__, keys)):
             now = self._clock()
-            for came, last in gone:
+            for came, last in map(self._known.pop, gone):
                 self._ages.note(now - came)
                 self._idle.note(now - last)
 

@@ -36,8 +36,8 @@ class Orders:
         self.retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default; for reading
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
         self._expiries = Expiries()
-        # Oldest first: a page that is new, or the key of one that was used.
-        self._changes: deque[Page | bytes] = deque()
+        self._changes: deque[Sequence[Page] | Sequence[bytes]] = deque()  # oldest first: pages came, or keys were used
+        self._changed = 0  # pages and keys in these
         self._uses: list[bytes] = []  # behind these: keys that were used, perhaps of no page
 
     def empty(self) -> Orders:
@@ -67,16 +67,15 @@ class Orders:
     def add(self, pages: Sequence[Page], retentions: Sequence[Retention]) -> None:
         """New pages, in this order."""
         if retentions.count(DEFAULT) == len(retentions):
-            self._changes += pages
-        else:
-            for page, retention in zip(pages, retentions, strict=True):
-                if retention == DEFAULT:
-                    self._changes.append(page)
-                else:
-                    self.settle()
-                    self._keep(page.key, retention)
-                    self._of(page.key).insert(page.key, page.parent)
-        self._keep_few()
+            self._note(pages)
+            return
+        for page, retention in zip(pages, retentions, strict=True):
+            if retention == DEFAULT:
+                self._note((page,))
+            else:
+                self.settle()
+                self._keep(page.key, retention)
+                self._of(page.key).insert(page.key, page.parent)
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses of those of the pages that are there: which these are is asked before the next page comes."""
@@ -88,8 +87,7 @@ class Orders:
         """Forget uses of pages that are not there, or not any more. To be called before pages come."""
         if self._uses:
             uses, self._uses = self._uses, []
-            self._changes += self._present(uses)
-            self._keep_few()
+            self._note(self._present(uses))
 
     def remove(self, key: bytes) -> None:
         """A page is gone."""
@@ -114,33 +112,36 @@ class Orders:
     @property
     def unsettled(self) -> int:
         """New pages and uses that have not entered the orders yet."""
-        return len(self._changes) + len(self._uses)
+        return self._changed + len(self._uses)
 
     def settle(self, most: int | None = None) -> None:
         """Let the `most` oldest changes enter the orders, or all."""
         self.sift()
-        if not self._changes:
-            return
-        changes = self._changes
-        if most is None or most >= len(changes):
-            self._changes = deque()
-        else:
-            changes = deque(self._changes.popleft() for _ in range(most))
-        for kind, run in itertools.groupby(changes, type):
-            if kind is Page:
-                self.policy.insert_all(list(map(_named, run)))
+        left = self._changed if most is None else min(most, self._changed)
+        while left:
+            some = self._changes.popleft()
+            if len(some) > left:
+                self._changes.appendleft(some[left:])
+                some = some[:left]
+            left -= len(some)
+            self._changed -= len(some)
+            if isinstance(some[0], Page):
+                self.policy.insert_all(list(map(_named, some)))
                 continue
-            keys = cast("list[bytes]", list(run))
+            keys = cast("Sequence[bytes]", some)
             if self.retained:
                 for key in keys:
                     self._of(key).touch(key)
             else:
                 self.policy.touch_all(keys)
 
-    def _keep_few(self) -> None:
-        over = len(self._changes) - self.changes_kept
-        if over > 0:  # no more than what came now
-            self.settle(over)
+    def _note(self, some: Sequence[Page] | Sequence[bytes]) -> None:
+        """Changes that are to enter the orders: no more of the oldest do now than came."""
+        if some:
+            self._changes.append(some)
+            self._changed += len(some)
+            if self._changed > self.changes_kept:
+                self.settle(self._changed - self.changes_kept)
 
     # -- for eviction -------------------------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class Orders:
     def check(self, pages: Mapping[bytes, Retention]) -> list[str]:
         """What disagrees with `pages`, all that there are. Changes nothing."""
         problems = []
-        new = {change.key for change in self._changes if isinstance(change, Page)}
+        new = {change.key for some in self._changes for change in some if isinstance(change, Page)}
         found = [{*order, *(new if order is self.policy else ())} for order in self._of_priority]
         if found != [{key for key, kept in pages.items() if kept.priority == priority} for priority in PRIORITIES]:
             problems.append("the eviction order and the index name different pages")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gdscache.errors import LoadOrderError
-from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.groups.names import Chain, GroupNames
 from gdscache.integrations.fetching import Pinned
 from gdscache.pages.hit import Hit
 from gdscache.prefetch.queue import PrefetchEnd
@@ -44,7 +44,7 @@ class GroupFetch(Pinned):
         self._gate, self._engines = engine.gate, engine.engines
 
     @property
-    def pages(self) -> Sequence[Sequence[GroupPage]]:
+    def pages(self) -> Sequence[Chain]:
         """What the hit needs of each pool, in the order in which it is loaded."""
         return self.found.order
 

@@ -24,11 +24,11 @@ import numpy.typing as npt
 from gdscache import arguments
 from gdscache.errors import InvalidValueError, TokensError
 from gdscache.limits import KEY_BYTES, MAX_COUNT
+from gdscache.native import chained_keys, keys_of
 from gdscache.pages.token_bytes import equal_tokens, narrowed
 
 FORMAT = 1
-SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 13 MiB
-_AT_ONCE = 2044  # bytes: from 2,048 on hashlib gives the interpreter's lock up
+SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 10 MiB
 _COMPARED = 8  # of those that begin with the same page, the last
 _NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
 
@@ -111,28 +111,19 @@ def page_keys(
 
     `parent`: the key of the page before them, where they are not the first of their sequence.
     """
-    data = tokens.tobytes()
-    step = page_tokens * 4
-    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy of it costs half as much as another one
-    parent, keys = parent or namespace, []
-    parts = [(begin, min(begin + _AT_ONCE, step)) for begin in range(0, step, _AT_ONCE)]  # of a page
-    for at in range(0, len(data) - step + 1, step):
-        page = keyed.copy()
-        page.update(parent)
-        for begin, end in parts:
-            page.update(data[at + begin : at + end])
-        parent = page.digest()
-        keys.append(parent)
-    return keys
+    return chained_keys(namespace, parent or namespace, tokens.tobytes(), page_tokens * 4)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Named:
-    """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page."""
+    """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page.
+
+    It has keys, since the garbage collector looks at `Page`s for as long as they are there.
+    """
 
     first: tuple[bytes, bytes]
     tokens: bytes  # uint32
-    pages: list[Page]
+    keys: list[bytes]
 
 
 class PageNames:
@@ -159,14 +150,12 @@ class PageNames:
         data = tokens.tobytes()  # and all that follows by bytes: numpy gives the interpreter's lock up
         first = namespace, data[: 4 * size]
         known, equal = self._nearest(first, data)
-        pages = [] if known is None else known.pages[: equal // size]
+        keys = [] if known is None else known.keys[: equal // size]
         if known is not None and equal == len(tokens):
             used = known
         else:
-            parent = pages[-1].key if pages else namespace
-            keys = page_keys(namespace, tokens[len(pages) * size :], size, parent)
-            pages += _pages(keys, parent, namespace)
-            used = _Named(first, data, pages[:])
+            keys += page_keys(namespace, tokens[len(keys) * size :], size, keys[-1] if keys else None)
+            used = _Named(first, data, keys)
         with self._lock:
             before = len(self._known)
             # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
@@ -175,9 +164,9 @@ class PageNames:
             self._known.append(used)
             if used is not known or len(self._known) > before:  # else they are those from before, in another order
                 del self._known[: -self._kept]
-                while len(self._known) > 1 and sum(len(some.pages) for some in self._known) > self._names:
+                while len(self._known) > 1 and sum(len(some.keys) for some in self._known) > self._names:
                     del self._known[0]
-        return pages
+        return list(_pages(keys, namespace, namespace))
 
     def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:
         """The remembered sequence that has the most first tokens in common with these, and how many these are."""
@@ -276,19 +265,10 @@ class PageHashes:
                 while len(self._named) > _NAMESPACES_KEPT:
                     del self._named[next(iter(self._named))]
             if len(known) < len(self._hashes):
-                keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)
                 parent = known[-1].key if known else namespace
                 if self._parent is not None and not known:
-                    before = keyed.copy()
-                    before.update(self._parent)
-                    parent = before.digest()
-
-                keys = []
-                for given in self._hashes[len(known) :]:
-                    page = keyed.copy()
-                    page.update(given)
-                    keys.append(page.digest())
-                known += _pages(keys, parent, namespace)
+                    (parent,) = keys_of(namespace, [self._parent])
+                known += _pages(keys_of(namespace, self._hashes[len(known) :]), parent, namespace)
             return known[:]
 
 

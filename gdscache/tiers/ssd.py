@@ -34,7 +34,7 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, HIGHEST, LOWEST, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.limits import LIMITS
-from gdscache.native import put_rows, take_rows, take_unbound
+from gdscache.native import put_rows, take_rows, take_unbound, trim_heap
 from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -107,6 +107,7 @@ class SsdTier(DurableTier):
             self._say_room(slots)
             self._directory.watch_catalog()
             self._recover(slots, eviction, wall_clock())
+            trim_heap()  # recovery took as much again as the index keeps
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(reserve, slots // 8)

@@ -96,8 +96,8 @@ class FakeGroupCache(FakeCache):
 
     def fetch(self, names: GroupNames, most: int, tokens: int) -> FakeGroupFetch:  # type: ignore[override]
         length, whole = self.reach(names, most)
-        chains = tuple(map(tuple, names.chain(needed(self.groups, length))))
-        hits = tuple(Hit(0, length, ("ssd",) * len(some), None, tuple(one.page for one in some)) for some in chains)
+        chains = tuple(names.chain(needed(self.groups, length)))
+        hits = tuple(Hit(0, length, ("ssd",) * len(some), None, some.pages) for some in chains)
         found = HybridHit(0, length, {}, whole, parts=hits, order=chains)
         fetch = FakeGroupFetch(found, alignment(self.groups), self.clock)
         self.fetches.append(fetch)

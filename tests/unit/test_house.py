@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tracing": "",
     "runtime": "",
     "policies": "native runtime",
-    "groups": "pages",
+    "groups": "native pages",
     "config": "groups pages runtime",
     "cuda": "runtime",
     "index": "pages policies",

@@ -171,6 +171,7 @@ T* at(uint64_t address) {
 
 // The parts of the module, a file each.
 void bind_pages(nb::module_& module);
+void bind_names(nb::module_& module);
 void bind_tables(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_disk(nb::module_& module);

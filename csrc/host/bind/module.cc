@@ -58,6 +58,7 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // what a process still has at its end it has for good
     nb::register_exception_translator(gdscache::translate);
     gdscache::bind_pages(module);
+    gdscache::bind_names(module);
     gdscache::bind_tables(module);
     gdscache::bind_policies(module);
     gdscache::bind_disk(module);

@@ -1,6 +1,8 @@
 // Rows of tables, with the interpreter's lock: who gives it up may wait 5 ms to have it again, which numpy does for
 // each of these, however small.
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -120,6 +122,7 @@ nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<co
 void bind_tables(nb::module_& module) {
     module.def("blocks_fault", &blocks_fault, "blocks"_a, "limit"_a);
     module.def("narrow_tokens", &narrow_tokens, "tokens"_a);
+    module.def("trim_heap", [] { malloc_trim(0); });
     module.def("take_rows", &take, "table"_a, "rows"_a);
     module.def("put_rows", &put, "table"_a, "rows"_a, "values"_a);
     module.def("take_unbound", &unbound, "stored"_a, "rows"_a, "keys"_a);

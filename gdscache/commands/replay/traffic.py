@@ -155,7 +155,7 @@ class Traffic:
         whole = complete(groups, has, most)
         length = next(lengths(groups, has, most, whole=whole), 0)
         (chain,) = names.chain(needed(groups, length))
-        wanted = [one.page for one in chain]
+        wanted = chain.pages
         found = manager.lookup(wanted, 0)
         self._missed(i, pages, length // size)
         if self._serial:
@@ -170,7 +170,7 @@ class Traffic:
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
         if any(rest):
             (chain,) = names.chain(rest)
-            self._tiers.store([one.page for one in chain])
+            self._tiers.store(chain.pages)
 
     def _load_and_compute(self, plan: LoadPlan, tokens: int, cached: int) -> Process:
         """Load, then compute what is not `cached` of the prompt, a token at least; or both at once."""

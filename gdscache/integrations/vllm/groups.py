@@ -202,8 +202,8 @@ class GroupTable(RequestTable):
             for pool, chain in enumerate(known.names.chain(wanted, known.last)):
                 if chain:
                     known.last[pool] = chain[-1]
-                    blocks = tuple(places[one.group, one.number] for one in chain)
-                    yield GroupStoreOrder(request_id, tuple(one.page for one in chain), blocks, pool)
+                    blocks = tuple(places[at] for at in zip(chain.groups, chain.numbers, strict=True))
+                    yield GroupStoreOrder(request_id, chain.pages, blocks, pool)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -261,7 +261,13 @@ def test_a_hit_without_pages_has_come(opened: Callable[..., Hybrid]) -> None:
     """Behind a chunk the next token attends to nothing."""
     hybrid = opened({"name": "chunk", "layers": [0, 1, 2], "chunk": 8})
     fetch = hybrid.fetch(1, 20)
-    assert (fetch.wanted, fetch.pages, fetch.done(), fetch.verified(), fetch.crowded()) == (4, ((),), True, 4, False)
+    assert (fetch.wanted, list(map(tuple, fetch.pages)), fetch.done(), fetch.verified(), fetch.crowded()) == (
+        4,
+        [()],
+        True,
+        4,
+        False,
+    )
 
 
 # -- several pools -----------------------------------------------------------------------------------------------------

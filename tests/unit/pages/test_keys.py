@@ -16,6 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdscache.errors import NativeCallError
+from gdscache.native import chained_keys, keys_of
 from gdscache.pages.keys import Page, PageNames, as_tokens, namespace_digest, page_keys
 
 NAMESPACE = namespace_digest({"name": "m"})
@@ -36,6 +38,27 @@ def slow_keys(namespace: bytes, tokens: list[int], page_tokens: int) -> list[byt
 @given(token_lists, st.integers(1, 12))
 def test_keys_are_the_definition(tokens: list[int], page_tokens: int) -> None:
     assert page_keys(NAMESPACE, as_tokens(tokens), page_tokens) == slow_keys(NAMESPACE, tokens, page_tokens)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 8, 16, 23, 24, 25, 55, 56, 57, 64, 256, 1000])
+@pytest.mark.parametrize("namespace", [b"n", NAMESPACE, NAMESPACE * 2])
+def test_keys_of_pages_around_whole_blocks_are_the_definition(namespace: bytes, page_tokens: int) -> None:
+    """BLAKE2b's blocks have 128 bytes; the first has 32 of the page before."""
+    tokens = np.random.default_rng(page_tokens).integers(0, 1 << 32, 3 * page_tokens + 1, np.uint32)
+    assert page_keys(namespace, tokens, page_tokens) == slow_keys(namespace, tokens.tolist(), page_tokens)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=64), max_size=4))
+def test_keys_of_digests(digests: list[bytes]) -> None:
+    assert keys_of(NAMESPACE, digests) == [hashlib.blake2b(d, digest_size=32, key=NAMESPACE).digest() for d in digests]
+
+
+@pytest.mark.parametrize(("key", "digest"), [(b"", b"d"), (b"k" * 65, b"d"), (b"k", b""), (b"k", b"d" * 65)])
+def test_keys_and_digests_of_no_sound_size_are_refused(key: bytes, digest: bytes) -> None:
+    with pytest.raises(NativeCallError):
+        keys_of(key, [digest])
+    with pytest.raises(NativeCallError):
+        chained_keys(key, digest, bytes(4), 4)
 
 
 @given(

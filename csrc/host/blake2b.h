@@ -1,0 +1,30 @@
+// Keyed BLAKE2b with digests of 32 bytes (RFC 7693), as page keys are made.
+
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+namespace gdscache {
+
+class Blake2b {
+public:
+    using Digest = std::array<uint8_t, 32>;
+    using Bytes = std::span<const uint8_t>;
+
+    // `key`: 1 to 64 bytes, which are compressed once, for all digests.
+    explicit Blake2b(Bytes key);
+
+    // Of the bytes of `head`, 1 to 64 of them, and of `data` behind them.
+    Digest digest(Bytes head, Bytes data = {}) const;
+
+private:
+    using State = std::array<uint64_t, 8>;
+    static constexpr size_t kBlock = 128;
+    static void compress(State& state, const uint8_t* block, uint64_t bytes, bool last);
+
+    State keyed_;
+};
+
+}  // namespace gdscache
