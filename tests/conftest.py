@@ -46,7 +46,7 @@ _LONGEST = (
     *("native_library", "bench_io", "packaging", "cufile_faults", "plan", "examples", "docs", "ranks_random"),
     *("faults_that_pass", "bench_copy", "doctor", "native_against_reference", "kernels_compile", "links", "power"),
     *("load_schedules", "state_machine", "transports", "processes", "native_leaks", "soak", "bench_ttft", "no_memory"),
-    *("transformers_windows", "hang", "layerwise", "hybrid", "ranks", "interrupts", "mooncake_tier", "hybrid_machine"),
+    *("transformers_hybrids", "hang", "layerwise", "hybrid", "ranks", "interrupts", "mooncake_tier", "hybrid_machine"),
     *("testing", "bench", "adversity", "guarded", "kill_points", "catalog"),
 )
 

@@ -26,7 +26,6 @@ from gdscache.testing.faults import FaultRule
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
-    MHA,
     MLA,
     WAIT,
     Bytes,
@@ -38,14 +37,14 @@ from tests.support.helpers import (
     settle,
     write_page,
 )
+from tests.support.layerwise_parts import BAD, EVEN, LOADED
 from tests.support.pairs import pairs
 
-LOADED = PageStatus.LOADED
 PAGES = 5
 LATE = 0.003  # seconds, at most, at each point
 # Six layers of 4,608 bytes a page each, in several groups.
 MODELS: dict[str, dict[str, Any]] = {
-    "mha": MHA | {"layers": 6, "head_dim": 72},
+    "mha": EVEN,
     "mla": MLA | {"layers": 6, "kv_lora_rank": 512, "rope_dim": 64},
 }
 # Options of the engine, how many pages are in the CPU tier, and from where `load` then brings them.
@@ -55,12 +54,6 @@ PLACES: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
     "cpu and ssd": ({"cpu": 16}, 2, {"cpu": 2, "ssd": 3}),
     "bounce": ({"cpu": None, "bounce": 8}, 0, {"ssd": PAGES}),
     "cpu, ssd and bounce": ({"cpu": 3, "bounce": 8}, 2, {"cpu": 2, "ssd": 3}),  # one slot for three pages of the SSD
-}
-BAD = {
-    Fault.EIO: PageStatus.IO_ERROR,
-    Fault.SHORT: PageStatus.SHORT_READ,
-    Fault.FLIP: PageStatus.CHECKSUM,
-    Fault.ZERO: PageStatus.CHECKSUM,
 }
 
 
