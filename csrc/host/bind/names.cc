@@ -1,14 +1,12 @@
 // Page keys, with the interpreter's lock: a page's takes less than half a microsecond.
 
-#include "../blake2b.h"
 #include "bind.h"
+#include "hash/blake2b.h"
 
 namespace gdscache {
 namespace {
 
-Blake2b::Bytes bytes_of(const nb::bytes& given) {
-    return {static_cast<const uint8_t*>(given.data()), given.size()};
-}
+Blake2b::Bytes bytes_of(const nb::bytes& given) { return {static_cast<const uint8_t*>(given.data()), given.size()}; }
 
 nb::bytes made_of(const Blake2b::Digest& digest) { return nb::bytes(digest.data(), digest.size()); }
 

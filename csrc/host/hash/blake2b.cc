@@ -1,11 +1,11 @@
-#include "blake2b.h"
+#include "hash/blake2b.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <utility>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace gdscache {
 namespace {
@@ -33,7 +33,7 @@ inline void mix(uint64_t& a, uint64_t& b, uint64_t& c, uint64_t& d, uint64_t x, 
 // Unrolled by its caller, so that the words and their order are constants.
 template <size_t kRound>
 [[gnu::always_inline]] inline void round(uint64_t (&v)[16], const uint64_t (&m)[16]) {
-    constexpr const uint8_t(&s)[16] = kOrders[kRound % 10];
+    constexpr const uint8_t (&s)[16] = kOrders[kRound % 10];
     mix(v[0], v[4], v[8], v[12], m[s[0]], m[s[1]]);
     mix(v[1], v[5], v[9], v[13], m[s[2]], m[s[3]]);
     mix(v[2], v[6], v[10], v[14], m[s[4]], m[s[5]]);
