@@ -1,11 +1,9 @@
-#include "blake2b.h"
+#include "hash/blake2b.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <utility>
-
-#include "error.h"
 
 namespace gdscache {
 namespace {
@@ -33,7 +31,7 @@ inline void mix(uint64_t& a, uint64_t& b, uint64_t& c, uint64_t& d, uint64_t x, 
 // Unrolled by its caller, so that the words and their order are constants.
 template <size_t kRound>
 [[gnu::always_inline]] inline void round(uint64_t (&v)[16], const uint64_t (&m)[16]) {
-    constexpr const uint8_t(&s)[16] = kOrders[kRound % 10];
+    constexpr const uint8_t (&s)[16] = kOrders[kRound % 10];
     mix(v[0], v[4], v[8], v[12], m[s[0]], m[s[1]]);
     mix(v[1], v[5], v[9], v[13], m[s[2]], m[s[3]]);
     mix(v[2], v[6], v[10], v[14], m[s[4]], m[s[5]]);
@@ -47,7 +45,6 @@ template <size_t kRound>
 }  // namespace
 
 Blake2b::Blake2b(Bytes key) {
-    require(!key.empty() && key.size() <= 64, "a key of BLAKE2b has 1 to 64 bytes");
     std::copy(kStart, kStart + 8, keyed_.begin());
     keyed_[0] ^= 0x01010000 | key.size() << 8 | sizeof(Digest);
     uint8_t block[kBlock] = {};
@@ -56,7 +53,6 @@ Blake2b::Blake2b(Bytes key) {
 }
 
 Blake2b::Digest Blake2b::digest(Bytes head, Bytes data) const {
-    require(!head.empty() && head.size() <= 64, "a digest is of bytes");
     State state = keyed_;
     uint8_t block[kBlock];
     size_t held = head.size();
