@@ -30,7 +30,7 @@ class PageAges:
     def used(self, keys: Iterable[bytes]) -> None:
         """Uses of those that are there."""
         known = self._known
-        if some := list(filter(known.__contains__, keys)):
+        if some := known.keys() & keys:
             now = self._clock()
             for key in some:
                 came, last = known[key]
@@ -39,7 +39,7 @@ class PageAges:
 
     def evicted(self, keys: Iterable[bytes]) -> None:
         """Pages had to make room for others."""
-        if gone := list(filter(self._known.__contains__, keys)):
+        if gone := self._known.keys() & keys:
             now = self._clock()
             for came, last in map(self._known.pop, gone):
                 self._ages.note(now - came)

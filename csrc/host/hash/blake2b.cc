@@ -5,8 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "base/error.h"
-
 namespace gdscache {
 namespace {
 
@@ -47,7 +45,6 @@ template <size_t kRound>
 }  // namespace
 
 Blake2b::Blake2b(Bytes key) {
-    require(!key.empty() && key.size() <= 64, "a key of BLAKE2b has 1 to 64 bytes");
     std::copy(kStart, kStart + 8, keyed_.begin());
     keyed_[0] ^= 0x01010000 | key.size() << 8 | sizeof(Digest);
     uint8_t block[kBlock] = {};
@@ -56,7 +53,6 @@ Blake2b::Blake2b(Bytes key) {
 }
 
 Blake2b::Digest Blake2b::digest(Bytes head, Bytes data) const {
-    require(!head.empty() && head.size() <= 64, "a digest is of bytes");
     State state = keyed_;
     uint8_t block[kBlock];
     size_t held = head.size();
