@@ -290,7 +290,8 @@ class CacheEngine:
 
     def asks(self, pages: Sequence[Page]) -> bool:
         """Whether a tier beyond this machine, which lookups do not see, may have these pages: `prefetch` asks it."""
-        return any(tier.asks(pages) for tier in self.manager.files)
+        with self.manager.lock:
+            return any(tier.asks(pages) for tier in self.manager.files)
 
     @contextlib.contextmanager
     def telling(self, request: str) -> Iterator[None]:

@@ -322,3 +322,44 @@ def test_many_threads_at_once(open_host: OpenHost, device: str, cpu: int | None,
     together(work, len(done))
     assert min(done) > 0
     assert set(engine.stats().get("misses", {})) <= {"absent", "cancelled"}, engine.stats()["misses"]
+
+
+# -- what adapters ask -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear", ["clear", "invalidate"])
+def test_pages_that_a_clear_was_to_drop_are_not_stored_behind_it(open_host: OpenHost, clear: str) -> None:
+    host, tokens = open_host(cpu=8), prompt(1, 3)
+    engine, blocks = host.engine, host.compute(tokens)
+    pages, table, before = engine.pages(tokens), engine.block_table(blocks), engine.epoch()
+    if clear == "clear":
+        engine.clear()
+    else:
+        engine.invalidate(engine.namespace())
+    assert engine.store_pages(pages, table, epoch=before).result(WAIT).tiers == ((),) * 3
+    assert engine.peek(tokens) == 0
+    engine.store_pages(pages, table, epoch=engine.epoch()).result(WAIT)
+    engine.drain(WAIT)
+    assert engine.peek(tokens) == 12
+    host.give(blocks)
+    settle(engine)
+
+
+def test_what_is_asked_counts_as_no_use(open_host: OpenHost) -> None:
+    host, tokens = kept(open_host, 3, cpu=8)
+    engine = host.engine
+    before = engine.stats()["tokens"]
+    assert engine.tiers == {"cpu": "memory", "ssd": "files"}
+    assert engine.peek([*tokens, *range(8)]) == 12
+    assert [told.cause for told in engine.told(engine.pages([*tokens[:8], *range(4)]))] == [
+        "cached",
+        "cached",
+        "absent",
+    ]
+    assert not engine.asks(engine.pages(tokens))
+    assert engine.stats()["tokens"] == before
+    assert engine.load_seconds("nowhere", 3) is None
+    engine.observe_load("ssd", 1 << 20, 0.5)
+    assert engine.load_seconds("ssd", 3) is not None
+    engine.observe_wait(0.5)
+    assert sum(engine.stats()["measured"]["wait_seconds"]["pages"]["sums"]) == 0.5
