@@ -68,7 +68,7 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
                  bytes("flying"), bytes("io"),
                  bytes("copy"),   bytes("foreign_copy")};
     check(sizes);
-    refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
+    refuse_if(nb::len(spaces) == 0 || nb::len(spaces) > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
     refuse_if(nb::len(disks) > 64, "no sound number of disks");
     pool_ = pool ? pool->pool : nullptr;
@@ -106,7 +106,7 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
             if (const auto& by = means[space.disk]) {
                 const bool asked = !by->transport.is_none();
                 refuse_if(space.files.empty(), "a space without files");
-                space.copied = !asked && std::any_of(space.files.begin(), space.files.end(), kernel_copies);
+                space.copied = !asked && std::ranges::any_of(space.files, kernel_copies);
                 if (asked) space.io_bytes = field<int64_t>(by->transport, "call_bytes");
                 refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }

@@ -187,7 +187,7 @@ int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, cons
 std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched) {
     const int64_t most = files->has_batches() ? batched : 0;
     const auto free = std::make_shared<std::atomic<int>>(kMostEntries);
-    const MakeCaller make = [=] { return std::make_unique<CuFileCaller>(files, most, free); };
+    const MakeCaller make = [=, files = std::move(files)] { return std::make_unique<CuFileCaller>(files, most, free); };
     return open_threads_disk(threads, "cufile", make);
 }
 

@@ -84,13 +84,12 @@ void Ring::map(const void* given) {
     entries_bytes_ = sizeof(Entry) * params.sq_entries;
     const auto mapped = [&](size_t bytes, off_t offset) -> void* {
         void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, offset);
-        if (at == MAP_FAILED) return nullptr;
+        if (at == MAP_FAILED) refuse("mmap of an io_uring", errno);
         madvise(at, bytes, MADV_DONTFORK);  // a child has no use for it
         return at;
     };
-    if (!(rings_ = mapped(rings_bytes_, 0)) || !(entries_ = mapped(entries_bytes_, kOffEntries))) {
-        refuse("mmap of an io_uring", errno);
-    }
+    rings_ = mapped(rings_bytes_, 0);
+    entries_ = mapped(entries_bytes_, kOffEntries);
     uint8_t* const base = static_cast<uint8_t*>(rings_);
     const auto word = [&](uint32_t offset) { return reinterpret_cast<uint32_t*>(base + offset); };
     submit_tail_ = word(params.sq.tail);

@@ -51,7 +51,7 @@ public:
 private:
     Ring() = default;
 
-    void map(const void* params);
+    void map(const void* given);
     void try_it();
 
     int fd_ = -1;

@@ -272,7 +272,7 @@ private:
     uint64_t signal_ = 0;  // what the read of `event_` writes to
     bool listening_ = false, woken_ = false;
     std::atomic<int> error_{0};  // why there is no ring
-    Clock::time_point next_try_{};
+    Clock::time_point next_try_;
     std::vector<uint32_t> free_;  // of `flights_`
     std::deque<Waiting> queue_, again_;
     std::vector<uint32_t> left_;    // fragments that have not ended, by the number of a piece

@@ -15,7 +15,7 @@ constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that
 constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: then events give milliseconds that are 0.5 us apart
 
 LaneSizes lane_sizes(const GpuPlanes& planes, const ChunkSizes& sizes, size_t share) {
-    const auto row = static_cast<size_t>(8 * (planes.page_blocks + 1));
+    const auto row = 8 * (static_cast<size_t>(planes.page_blocks) + 1);
     return {share, static_cast<size_t>(planes.extent_bytes), std::max<size_t>({64 << 10, share / 3 / 64, row}),
             static_cast<size_t>(sizes.unbroken)};
 }
@@ -177,7 +177,7 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
         cuda_.await(anchor_.get());
         anchored_ = (before + now()) / 2;
     }
-    for (const int stream : {0, 1}) {
+    for (const size_t stream : {0u, 1u}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
             const double seconds = cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]);

@@ -65,9 +65,9 @@ public:
     void begin(MoveSpec spec);
     // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is
     // there no group is ready, and it does not end. False where it is not open.
-    bool extend(int64_t move, std::vector<Way> ways, bool last);
+    bool extend(int64_t id, std::vector<Way> ways, bool last);
     // Copy no further into the planes; what is being read comes to its end. False for a move that nobody knows.
-    bool cancel(int64_t move);
+    bool cancel(int64_t id);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status);
     bool knows(int64_t move) const { return moves_.contains(move); }
@@ -76,14 +76,14 @@ public:
     bool ended(int64_t move) const;
     // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the
     // last of them was queued with, else 0. Of a move that has ended every group is ready.
-    bool ready(int64_t move, int32_t group, int64_t* point) const;
+    bool ready(int64_t id, int32_t group, int64_t* point) const;
     // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
     void watch() { watched_ = true; }
     std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
     const Outcome& outcome(int64_t move) const;
     // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`. False for a move that
     // has not ended, or that nobody knows.
-    bool forget(int64_t move);
+    bool forget(int64_t id);
     // Late pages whose I/O has ended at last: (move, row).
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
     bool has_ended_late() const { return !ended_late_.empty(); }
@@ -108,7 +108,7 @@ public:
     bool copy_queued(int64_t job, int64_t point);
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
     // null. False, and nothing was done, where it is not under way, or lacks what it asked for.
-    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
+    bool copy_ended(int64_t number, const uint64_t* found, const char* broken);
     // Since the last time.
     News take_news() { return std::exchange(news_, {}); }
     // When `expire` has something to do next; the largest number where it never will.

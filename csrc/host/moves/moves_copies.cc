@@ -14,8 +14,8 @@ void Moves::Move::Copyable::gather_window() {
     const auto whole = std::ranges::find_if(landed, &Landed::is_whole);
     const Reading* const of = (whole == landed.end() ? landed.begin() : whole)->reading;
     const auto in_it = [of](const Landed& one) { return one.reading == of; };
-    const auto end = std::stable_partition(landed.begin(), landed.end(), in_it);
-    std::ranges::sort(landed.begin(), end, {}, &Landed::slot);
+    const auto others = std::ranges::stable_partition(landed, in_it);
+    std::ranges::sort(landed.begin(), others.begin(), {}, &Landed::slot);
 }
 
 const CopyJob* Moves::take_copy(Hands hands) {

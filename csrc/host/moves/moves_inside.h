@@ -94,8 +94,7 @@ struct Moves::Move {
 
     // The way that has the next I/O: the first of those that are at the least group. Their number where none has any.
     int32_t next_way() const {
-        const auto behind = [](const Cursor& one, const Cursor& other) { return one.group < other.group; };
-        const auto first = std::min_element(cursors.begin(), cursors.end(), behind);
+        const auto first = std::ranges::min_element(cursors, {}, &Cursor::group);
         const bool any = first != cursors.end() && first->group < groups();
         return any ? static_cast<int32_t>(first - cursors.begin()) : ways();
     }

@@ -22,9 +22,8 @@ Status verdict_on(int32_t error) {
 const IoJob* Moves::take_io(int32_t disk) {
     crowded_ &= ~(uint64_t{1} << disk);
     owed_ = false;
-    const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
-        return entry.second->work == Work::kWrite && !entry.second->all_issued();
-    });
+    const bool writes_wait = std::ranges::any_of(
+        open_, [](const auto& entry) { return entry.second->work == Work::kWrite && !entry.second->all_issued(); });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
     const IoJob* job = write_first ? next_of(Work::kWrite, disk) : nullptr;
     if (!job) {
@@ -212,7 +211,8 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
     if (!std::all_of(ends, ends + count, known)) return false;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t page = ends[i].page;
-        if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);
+        if (!reading.over[page])
+            end_page(reading, page, ends[i].error, sums ? sums + int64_t{page} * limits_.layers : nullptr);
     }
     if (reading.left == 0) {
         --(reading.late ? move.late_ios : move.ios);
