@@ -63,10 +63,9 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
                            const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool,
                            const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
-    Limits sizes{extent_bytes,    static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)),
-                 page_blocks,     {bounds.data(), bounds.data() + bounds.size()},
-                 bytes("flying"), bytes("io"),
-                 bytes("copy"),   bytes("foreign_copy")};
+    Limits sizes(extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
+                 std::vector(bounds.data(), bounds.data() + bounds.size()), bytes("flying"), bytes("io"), bytes("copy"),
+                 bytes("foreign_copy"));
     check(sizes);
     refuse_if(nb::len(spaces) == 0 || nb::len(spaces) > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");

@@ -54,15 +54,8 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
     const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
     const bool on_gpu = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
-    Transfer transfer{copies,
-                      queued,
-                      origin,
-                      span,
-                      up(span, 16) * 16,
-                      wide,
-                      on_gpu,
-                      kMostStep / copies.extents.stride,
-                      least > 0 ? kMostStep / largest : 0};
+    Transfer transfer(copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu, kMostStep / copies.extents.stride,
+                      least > 0 ? kMostStep / largest : 0);
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
