@@ -50,7 +50,7 @@ help:
 	@echo "make scale    a real pool of processes on loopback, which are killed, in an environment of its own ($(MOONCAKE_VENV))"
 	@echo "make sanitize the tests in C++: with the thread, address and undefined behaviour sanitizers, and for aarch64"
 	@echo "make mutants  which checks of disk, tiers, index and moves no test would miss (COUNT=200 SEED=1; an hour)"
-	@echo "make lint     ruff, mypy, clang-format make wheels   sdist, and wheels of both architectures, tried"
+	@echo "make lint     ruff, mypy, clang-*       make wheels   sdist, and wheels of both architectures, tried"
 	@echo "make bench    what the tiers give      make resolve  whether the engines' pins resolve with ours"
 	@echo "make clean    removes .venv and all that was built"
 
@@ -145,7 +145,7 @@ sanitize: $(VENV)/.installed
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	git ls-files 'csrc/*.cc' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(BIN)/python tools/native_lint.py
 	$(BIN)/mypy
 
 resolve: $(VENV)/.installed-dev
@@ -179,7 +179,7 @@ native: $(VENV)/.installed
 	@$(BIN)/python tools/native_build.py
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "== $(VENV): ruff, mypy and clang-format"
+	@echo "== $(VENV): ruff, mypy, clang-format and clang-tidy"
 	@$(PIP) --no-build-isolation -e ".[dev]"
 	@touch $@
 

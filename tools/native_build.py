@@ -48,7 +48,12 @@ _STABLE = ("-DPy_LIMITED_API=0x030C0000", "-include", "stdio.h")  # which Python
 _THEIRS = ("-w", "-fno-strict-aliasing")  # of nanobind's own source
 _LINK = ("-shared", "-pthread", "-Wl,-s")
 _WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see base/memory.cc
-_PROBE = "#include <atomic>\n#include <span>\nint f(std::span<const int> s) { return std::atomic<int>(s[0]); }\n"
+_PROBE = """
+#include <atomic>
+#include <span>
+struct Aggregate { int first, second; };
+int f(std::span<const int> s) { return std::atomic<int>(Aggregate(s[0], 1).first); }
+"""
 
 
 _ASK = """

@@ -1,4 +1,4 @@
-// Why something cannot be had or done, and descriptors that are closed where nobody has them any more.
+// Why something cannot be had or done, and what is closed where nobody has it any more.
 
 #pragma once
 
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace gdscache {
 
@@ -33,24 +34,42 @@ inline bool within(const int64_t* values, int64_t count, int64_t limit) {
     return std::all_of(values, values + count, [&](int64_t value) { return value >= 0 && value < limit; });
 }
 
-struct Descriptor {
-    explicit Descriptor(int opened) : fd(opened) {}
-    ~Descriptor() {
-        if (fd >= 0) close(fd);
+// What `close` is called with where nobody has it any more, unless it is `none`.
+template <typename T, typename Close, T none = T{}>
+class Unique {
+public:
+    Unique() = default;
+    explicit Unique(T opened, Close by = {}) : one_(opened), close_(by) {}
+    Unique(Unique&& other) noexcept : one_(std::exchange(other.one_, none)), close_(other.close_) {}
+    Unique& operator=(Unique&& other) noexcept {
+        std::swap(one_, other.one_), std::swap(close_, other.close_);
+        return *this;
     }
-    Descriptor(Descriptor&&) = delete;
+    ~Unique() {
+        if (one_ != none) close_(one_);
+    }
 
-    const int fd;
+    T get() const { return one_; }
+    explicit operator bool() const { return one_ != none; }
+
+private:
+    T one_ = none;
+    [[no_unique_address]] Close close_{};
 };
+
+struct CloseDescriptor {
+    void operator()(int fd) const { close(fd); }
+};
+using Descriptor = Unique<int, CloseDescriptor, -1>;
 
 // An eventfd, which ends a wait.
 struct Event : Descriptor {
-    explicit Event(int flags) : Descriptor(eventfd(0, EFD_CLOEXEC | flags)) {
-        if (fd < 0) throw Error(errno, "eventfd cannot be had");
+    Event() : Descriptor(eventfd(0, EFD_CLOEXEC)) {
+        if (!*this) throw Error(errno, "eventfd cannot be had");
     }
     void signal() const {
         const uint64_t one = 1;
-        while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {
+        while (write(get(), &one, sizeof one) < 0 && errno == EINTR) {
         }
     }
 };

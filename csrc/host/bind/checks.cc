@@ -14,7 +14,7 @@ bool some(int64_t count, int64_t most) { return count > 0 && count <= most; }
 
 // Whether each layer has bytes, and all lie in an extent.
 bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
-    const bool each = std::adjacent_find(bounds.begin(), bounds.end(), std::greater_equal<>()) == bounds.end();
+    const bool each = std::ranges::adjacent_find(bounds, std::greater_equal<>()) == bounds.end();
     return each && bounds.front() >= 0 && bounds.back() <= most;
 }
 
@@ -114,7 +114,7 @@ void check(const Place& planes, const GpuPlanes& gpu, const Limits& limits) {
 }
 
 bool loads(const std::vector<Way>& ways, const Executor& executor) {
-    return std::all_of(ways.begin(), ways.end(), [&](const Way& way) { return is_load(way, executor); });
+    return std::ranges::all_of(ways, [&](const Way& way) { return is_load(way, executor); });
 }
 
 bool sound(const std::vector<Way>& ways, const Executor& executor, bool on_gpu) {

@@ -7,30 +7,22 @@ namespace gdscache {
 namespace {
 
 // A call for all threads, which may be closed meanwhile.
-template <typename Call>
-void ask(const OpenCuFiles& self, Call call) {
+template <auto kCall, typename... Arguments>
+void ask(const OpenCuFiles& self, Arguments... of) {
     const auto files = self.shared();
     const nb::gil_scoped_release others;
-    call(*files);
+    ((*files).*kCall)(of...);
 }
 
 void add_file(const OpenCuFiles& self, int file) {
     require(file >= 0, "no file");
-    ask(self, [&](CuFiles& files) { files.add_file(file); });
-}
-
-void remove_file(const OpenCuFiles& self, int file) {
-    ask(self, [&](CuFiles& files) { files.remove_file(file); });
+    ask<&CuFiles::add_file>(self, file);
 }
 
 void add_memory(const OpenCuFiles& self, uint64_t address, int64_t nbytes) {
     const bool ends = nbytes > 0 && address <= UINT64_MAX - static_cast<uint64_t>(nbytes);
     require(address && ends, "no memory that there could be");
-    ask(self, [&](CuFiles& files) { files.add_memory(address, static_cast<size_t>(nbytes)); });
-}
-
-void remove_memory(const OpenCuFiles& self, uint64_t address) {
-    ask(self, [&](CuFiles& files) { files.remove_memory(address); });
+    ask<&CuFiles::add_memory>(self, address, static_cast<size_t>(nbytes));
 }
 
 int64_t move(const OpenCuFiles& self, int file, int64_t offset, uint64_t address, int64_t nbytes, bool write) {
@@ -68,9 +60,9 @@ void bind_cufile(nb::module_& module) {
         .def(nb::init<const char*, uint64_t, const char*, const Text&, int64_t>(), "driver"_a, "context"_a, "library"_a,
              "log_folder"_a.none() = nb::none(), "batched"_a = -1)
         .def("add_file", &add_file, "file"_a)
-        .def("remove_file", &remove_file, "file"_a)
+        .def("remove_file", &ask<&CuFiles::remove_file, int>, "file"_a)
         .def("add_memory", &add_memory, "address"_a, "nbytes"_a)
-        .def("remove_memory", &remove_memory, "address"_a)
+        .def("remove_memory", &ask<&CuFiles::remove_memory, uint64_t>, "address"_a)
         .def("move", &move, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "write"_a)
         .def("run_bare", &run_bare, "file"_a, "address"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, nb::kw_only(),
              "write"_a)

@@ -63,12 +63,11 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
                            const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool,
                            const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
-    Limits sizes{extent_bytes,    static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)),
-                 page_blocks,     {bounds.data(), bounds.data() + bounds.size()},
-                 bytes("flying"), bytes("io"),
-                 bytes("copy"),   bytes("foreign_copy")};
+    Limits sizes(extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
+                 std::vector(bounds.data(), bounds.data() + bounds.size()), bytes("flying"), bytes("io"), bytes("copy"),
+                 bytes("foreign_copy"));
     check(sizes);
-    refuse_if(spaces.size() < 1 || spaces.size() > 1 << 10, "no sound number of spaces");
+    refuse_if(nb::len(spaces) == 0 || nb::len(spaces) > 1 << 10, "no sound number of spaces");
     refuse_if(threads < 0 || threads > 1 << 10, "no sound number of threads");
     refuse_if(nb::len(disks) > 64, "no sound number of disks");
     pool_ = pool ? pool->pool : nullptr;
@@ -106,7 +105,7 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
             if (const auto& by = means[space.disk]) {
                 const bool asked = !by->transport.is_none();
                 refuse_if(space.files.empty(), "a space without files");
-                space.copied = !asked && std::any_of(space.files.begin(), space.files.end(), kernel_copies);
+                space.copied = !asked && std::ranges::any_of(space.files, kernel_copies);
                 if (asked) space.io_bytes = field<int64_t>(by->transport, "call_bytes");
                 refuse_if(space.io_bytes < 0 || space.io_bytes > kMostBytes, "no sound sizes");
             }

@@ -39,11 +39,8 @@ std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t addres
     require(blocks.size() == slots.size() * planes.page_blocks, "blocks for other pages");
     const ExtentSlots memory{address, stride, 0, extents, device, pinned, fence};
     const auto first = static_cast<int32_t>(range.start), last = static_cast<int32_t>(range.stop);
-    const PageCopies asked{load,          static_cast<Route>(route),
-                           sums,          first,
-                           last,          slots.size(),
-                           memory,        slots.data(),
-                           blocks.data(), {after.data(), static_cast<size_t>(after.size())}};
+    const PageCopies asked(load, static_cast<Route>(route), sums, first, last, slots.size(), memory, slots.data(),
+                           blocks.data(), {after.data(), static_cast<size_t>(after.size())});
     check(asked, planes);
     const nb::gil_scoped_release others;
     {  // before anything is queued: what this throws is not about it
@@ -134,15 +131,9 @@ OpenGpu::OpenGpu(const char* library, const nb::object& spec) {
     for (const int64_t* row = rows.data(); row != rows.data() + rows.size(); row += 7) {
         planes.planes.push_back({row[0], row[1], row[2], row[3], row[4], row[5], row[6]});
     }
-    const PageKernels kernels{function("gather"),
-                              function("scatter"),
-                              function("gather_sums"),
-                              function("scatter_sums"),
-                              field<uint64_t>(spec, "table"),
-                              count("vector"),
-                              count("processors"),
-                              field<bool>(spec, "sums"),
-                              field<bool>(spec, "looks")};
+    const PageKernels kernels(function("gather"), function("scatter"), function("gather_sums"),
+                              function("scatter_sums"), field<uint64_t>(spec, "table"), count("vector"),
+                              count("processors"), field<bool>(spec, "sums"), field<bool>(spec, "looks"));
     const ChunkSizes sizes{number("moved"), number("looked"), number("looked_last"), number("unbroken")};
     const int64_t staging = number("staging");
     check(planes, kernels, sizes, staging);

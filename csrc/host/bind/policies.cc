@@ -124,8 +124,8 @@ void see(ReuseSample& sample, const Uses& uses, bool stored) {
 
 nb::tuple take(ReuseSample& sample) {
     const Fresh<int64_t> arrived(sample.classes() + 1), hits(sample.classes(), ReuseSample::kAges);
-    std::copy(sample.arrived_.begin(), sample.arrived_.end(), arrived.data);
-    std::copy(sample.hits_.begin(), sample.hits_.end(), hits.data);
+    std::ranges::copy(sample.arrived, arrived.data);
+    std::ranges::copy(sample.hits, hits.data);
     sample.clear();
     return nb::make_tuple(arrived.array, hits.array);
 }
@@ -135,7 +135,7 @@ void begin(LifetimeOrder& order, nb::handle keys, const nb::object& places, std:
            nb::callable learn) {
     using Answer = std::optional<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;
     order.begin(keys_at(keys, places), std::move(sample),
-                [learn](int64_t pages, int64_t stored) -> std::optional<LifetimeOrder::Lifetimes> {
+                [learn = std::move(learn)](int64_t pages, int64_t stored) -> std::optional<LifetimeOrder::Lifetimes> {
         auto answer = nb::cast<Answer>(learn(pages, stored));
         if (!answer) return {};
         auto& [share, less, more] = *answer;

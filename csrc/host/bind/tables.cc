@@ -44,8 +44,8 @@ bool has_twins(const int64_t* blocks, int64_t count) {
         return false;
     }
     std::vector<int64_t> sorted(blocks, blocks + count);
-    std::sort(sorted.begin(), sorted.end());
-    return std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
+    std::ranges::sort(sorted);
+    return std::ranges::adjacent_find(sorted) != sorted.end();
 }
 
 const char* blocks_fault(const Int64s& blocks, int64_t limit) {

@@ -23,7 +23,7 @@ struct Shared {
 
     const DeviceRange* device(const iovec& fragment) const {
         const auto address = reinterpret_cast<uint64_t>(fragment.iov_base);
-        const auto found = std::find_if(devices.begin(), devices.end(), [&](const DeviceRange& one) {
+        const auto found = std::ranges::find_if(devices, [&](const DeviceRange& one) {
             return address >= one.address && address - one.address < one.bytes;
         });
         return found == devices.end() ? nullptr : &*found;

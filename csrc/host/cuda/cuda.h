@@ -191,18 +191,20 @@ private:
     const char* api_ = "single";
 };
 
-// What is closed when nobody has it any more, within its context.
-template <typename T, void (Cuda::*kClose)(T) const noexcept>
-struct CudaClose {
-    using pointer = T;
-    void operator()(T one) const noexcept { (cuda->*kClose)(one); }
-    const Cuda* cuda = nullptr;
+// What its owner closes, when nobody has it any more; within the context.
+template <typename T, typename Owner, void (Owner::*kClose)(T) const noexcept>
+struct CloseBy {
+    void operator()(T one) const noexcept { (owner->*kClose)(one); }
+    const Owner* owner = nullptr;
 };
-using OwnStream = std::unique_ptr<void, CudaClose<CudaStream, &Cuda::close_stream>>;
-using OwnEvent = std::unique_ptr<void, CudaClose<CudaEvent, &Cuda::close_event>>;
-using OwnHostMemory = std::unique_ptr<void, CudaClose<void*, &Cuda::free_host>>;
+template <typename T, void (Cuda::*kClose)(T) const noexcept>
+using OfCuda = Unique<T, CloseBy<T, Cuda, kClose>>;
+using OwnStream = OfCuda<CudaStream, &Cuda::close_stream>;
+using OwnEvent = OfCuda<CudaEvent, &Cuda::close_event>;
+using OwnHostMemory = OfCuda<void*, &Cuda::free_host>;
+using OwnMemory = OfCuda<uint64_t, &Cuda::free>;
 
-inline OwnStream own_stream(const Cuda& cuda, bool urgent) { return {cuda.open_stream(urgent), {&cuda}}; }
-inline OwnEvent own_event(const Cuda& cuda, EventUse use) { return {cuda.open_event(use), {&cuda}}; }
+inline OwnStream own_stream(const Cuda& cuda, bool urgent) { return OwnStream(cuda.open_stream(urgent), {&cuda}); }
+inline OwnEvent own_event(const Cuda& cuda, EventUse use) { return OwnEvent(cuda.open_event(use), {&cuda}); }
 
 }  // namespace gdscache

@@ -64,7 +64,7 @@ constexpr std::pair<int32_t, const char*> kMeanings[] = {
 
 std::string cufile_text(int32_t error) {
     if (error <= kCuFileErrors) return std::strerror(error);
-    const std::string number = "cuFile answers " + std::to_string(error);
+    std::string number = "cuFile answers " + std::to_string(error);
     for (const auto& [known, text] : kMeanings) {
         if (known == error) return number + ": " + text;
     }

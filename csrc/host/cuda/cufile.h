@@ -102,5 +102,6 @@ private:
     std::map<int, CuFileHandle> files_;
     std::map<uint64_t, size_t> memories_;  // bytes, by their first addresses
 };
+using OwnBatch = Unique<CuFileBatch, CloseBy<CuFileBatch, CuFiles, &CuFiles::close_batch>>;
 
 }  // namespace gdscache

@@ -25,9 +25,6 @@ class CuFileCaller final : public Caller {
 public:
     CuFileCaller(std::shared_ptr<const CuFiles> files, int64_t batched, std::shared_ptr<std::atomic<int>> free)
         : files_(std::move(files)), batched_(batched), free_(std::move(free)) {}
-    ~CuFileCaller() override {
-        if (batch_) files_->close_batch(batch_);
-    }
 
     int64_t transfer(const Piece& piece, const Call& call) override {
         return move_stretches(call, true, memory_, [&](const OfGpu& stretch, int64_t offset) {
@@ -120,13 +117,13 @@ private:
         const auto count = static_cast<unsigned>(batch.entries.size());
         for (size_t n = 0; n < count; ++n) batch.entries[n].cookie = reinterpret_cast<void*>(n + 1);
         try {
-            if (!batch_) batch_ = files_->open_batch(kMostEntries);
-            if (files_->submit(batch_, batch.entries.data(), count)) {
+            if (!batch_) batch_ = OwnBatch(files_->open_batch(kMostEntries), {files_.get()});
+            if (files_->submit(batch_.get(), batch.entries.data(), count)) {
                 batch.results.resize(count);
                 return true;
             }
-            files_->cancel(batch_);
-            files_->close_batch(std::exchange(batch_, nullptr));
+            files_->cancel(batch_.get());
+            batch_ = {};
         } catch (const CuFileError&) {
         }
         batched_ = 0;
@@ -139,7 +136,7 @@ private:
         std::vector<CuFileEvent> events(batch.entries.size());
         for (size_t left = batch.entries.size(); left != 0;) {
             const size_t before = left;
-            const int found = files_->reap(batch_, events.data(), static_cast<unsigned>(left));
+            const int found = files_->reap(batch_.get(), events.data(), static_cast<unsigned>(left));
             for (int n = 0; n < found; ++n) {
                 const CuFileEvent& event = events[static_cast<size_t>(n)];
                 const size_t entry = reinterpret_cast<size_t>(event.cookie) - 1;
@@ -175,7 +172,7 @@ private:
     int64_t batched_;
     const std::shared_ptr<std::atomic<int>> free_;  // entries
     std::optional<Cuda::Entered> entered_;
-    CuFileBatch batch_ = nullptr;
+    OwnBatch batch_;  // closed within the context
 };
 
 }  // namespace
@@ -187,7 +184,7 @@ int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, cons
 std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched) {
     const int64_t most = files->has_batches() ? batched : 0;
     const auto free = std::make_shared<std::atomic<int>>(kMostEntries);
-    const MakeCaller make = [=] { return std::make_unique<CuFileCaller>(files, most, free); };
+    const MakeCaller make = [=, files = std::move(files)] { return std::make_unique<CuFileCaller>(files, most, free); };
     return open_threads_disk(threads, "cufile", make);
 }
 

@@ -109,7 +109,7 @@ Runs cut_and_merge(std::span<const Request> requests, int64_t limit, uint32_t mo
         const Request &x = requests[a], &y = requests[b];
         return x.fd != y.fd ? x.fd < y.fd : x.offset < y.offset;
     };
-    if (!std::is_sorted(order.begin(), order.end(), before)) std::stable_sort(order.begin(), order.end(), before);
+    if (!std::ranges::is_sorted(order, before)) std::ranges::stable_sort(order, before);
     Runs made;
     made.fragments.reserve(requests.size());
     made.requests.reserve(requests.size());

@@ -64,13 +64,13 @@ std::unique_ptr<Ring> Ring::open(unsigned entries, unsigned workers) {
     std::unique_ptr<Ring> ring(new Ring);
     Params params{};
     params.flags = kClamp;
-    ring->fd_ = static_cast<int>(syscall(kSetup, entries, &params));
-    if (ring->fd_ < 0) refuse("io_uring_setup", errno);
+    ring->fd_ = Descriptor(static_cast<int>(syscall(kSetup, entries, &params)));
+    if (!ring->fd_) refuse("io_uring_setup", errno);
     if (!(params.features & kSingleMmap) || !(params.features & kHasExtArg) || params.sq_entries < entries) {
         throw Error(EINVAL, "this kernel's io_uring is too old, or too small");
     }
     unsigned limits[2] = {workers, workers};
-    if (syscall(kRegister, ring->fd_, kMaxWorkers, limits, 2) < 0) refuse("io_uring_register", errno);
+    if (syscall(kRegister, ring->fd_.get(), kMaxWorkers, limits, 2) < 0) refuse("io_uring_register", errno);
     ring->map(&params);
     ring->try_it();
     return ring;
@@ -79,19 +79,17 @@ std::unique_ptr<Ring> Ring::open(unsigned entries, unsigned workers) {
 void Ring::map(const void* given) {
     const Params& params = *static_cast<const Params*>(given);
     const uint32_t array = params.sq.words[2], completions = params.cq.words[1];
-    rings_bytes_ = std::max<size_t>(array + sizeof(uint32_t) * params.sq_entries,
-                                    completions + sizeof(Completion) * params.cq_entries);
-    entries_bytes_ = sizeof(Entry) * params.sq_entries;
-    const auto mapped = [&](size_t bytes, off_t offset) -> void* {
-        void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, offset);
-        if (at == MAP_FAILED) return nullptr;
+    const size_t words = std::max<size_t>(array + sizeof(uint32_t) * params.sq_entries,
+                                          completions + sizeof(Completion) * params.cq_entries);
+    const auto mapped = [&](size_t bytes, off_t offset) {
+        void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_.get(), offset);
+        if (at == MAP_FAILED) refuse("mmap of an io_uring", errno);
         madvise(at, bytes, MADV_DONTFORK);  // a child has no use for it
-        return at;
+        return Mapped(at, {bytes});
     };
-    if (!(rings_ = mapped(rings_bytes_, 0)) || !(entries_ = mapped(entries_bytes_, kOffEntries))) {
-        refuse("mmap of an io_uring", errno);
-    }
-    uint8_t* const base = static_cast<uint8_t*>(rings_);
+    rings_ = mapped(words, 0);
+    entries_ = mapped(sizeof(Entry) * params.sq_entries, kOffEntries);
+    uint8_t* const base = static_cast<uint8_t*>(rings_.get());
     const auto word = [&](uint32_t offset) { return reinterpret_cast<uint32_t*>(base + offset); };
     submit_tail_ = word(params.sq.tail);
     submit_mask_ = *word(params.sq.mask);
@@ -105,12 +103,12 @@ void Ring::map(const void* given) {
 // A kernel that takes requests may still be one whose rules stop them, or whose answers are not to be trusted.
 void Ring::try_it() {
     const Descriptor file(static_cast<int>(syscall(SYS_memfd_create, "gdscache-ring", 1u /* MFD_CLOEXEC */)));
-    if (file.fd < 0) refuse("memfd_create", errno);
+    if (!file) refuse("memfd_create", errno);
     std::vector<uint8_t> page(kAlignment), got(kAlignment);
     for (size_t n = 0; n < page.size(); n++) page[n] = static_cast<uint8_t>(n * 7 + n / 256);
-    bool good = write(file.fd, page.data(), page.size()) == kAlignment;
+    bool good = write(file.get(), page.data(), page.size()) == kAlignment;
     if (good) {
-        put(Code::kRead, file.fd, 0, got.data(), kAlignment, 1, true);
+        put(Code::kRead, file.get(), 0, got.data(), kAlignment, 1, true);
         int answer;
         do answer = enter(1, -1);
         while (answer == -EINTR || answer == -EAGAIN || answer == -EBUSY);
@@ -122,15 +120,9 @@ void Ring::try_it() {
     if (!good) throw Error(EIO, "io_uring reads other bytes than were written");
 }
 
-Ring::~Ring() {
-    if (entries_) munmap(entries_, entries_bytes_);
-    if (rings_) munmap(rings_, rings_bytes_);
-    if (fd_ >= 0) close(fd_);
-}
-
 void Ring::put(Code code, int fd, int64_t offset, const void* address, uint32_t length, uint64_t data, bool worker) {
     const uint32_t tail = *submit_tail_;  // only this thread writes it
-    Entry& entry = static_cast<Entry*>(entries_)[tail & submit_mask_];
+    Entry& entry = static_cast<Entry*>(entries_.get())[tail & submit_mask_];
     entry = {};
     entry.opcode = static_cast<uint8_t>(code);
     entry.flags = worker ? kAsync : 0;
@@ -148,7 +140,7 @@ const uint64_t* Ring::take_back() {
     queued_--;
     const uint32_t tail = *submit_tail_ - 1;
     release(submit_tail_, tail);
-    return &static_cast<const Entry*>(entries_)[tail & submit_mask_].data;
+    return &static_cast<const Entry*>(entries_.get())[tail & submit_mask_].data;
 }
 
 int Ring::enter(unsigned wait, double seconds) {
@@ -163,7 +155,7 @@ int Ring::enter(unsigned wait, double seconds) {
         flags |= kExtArg;
     }
     for (;;) {
-        const long taken = syscall(kEnter, fd_, queued_, wait, flags, bounded ? &patience : nullptr,
+        const long taken = syscall(kEnter, fd_.get(), queued_, wait, flags, bounded ? &patience : nullptr,
                                    bounded ? sizeof patience : size_t{0});
         if (taken < 0) return -errno;
         queued_ -= static_cast<unsigned>(taken);

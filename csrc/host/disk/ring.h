@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -28,8 +30,7 @@ public:
     // It has read a page of memory through the kernel before anybody relies on it.
     static std::unique_ptr<Ring> open(unsigned entries, unsigned workers);  // throws `Error`
 
-    ~Ring();  // nothing may be in flight
-    Ring(Ring&&) = delete;
+    Ring(Ring&&) = delete;  // nothing may be in flight where it ends
 
     // Queue a request; there must be room. `length`: bytes, or vectors. `worker`: a thread of the kernel does it from
     // the start; else `enter` begins it itself, and moves the bytes where they need no device.
@@ -51,13 +52,17 @@ public:
 private:
     Ring() = default;
 
-    void map(const void* params);
+    void map(const void* given);
     void try_it();
 
-    int fd_ = -1;
-    void* rings_ = nullptr;
-    void* entries_ = nullptr;
-    size_t rings_bytes_ = 0, entries_bytes_ = 0;
+    struct Unmap {
+        void operator()(void* at) const { munmap(at, bytes); }
+        size_t bytes = 0;
+    };
+    using Mapped = Unique<void*, Unmap>;
+
+    Descriptor fd_;
+    Mapped rings_, entries_;
     // Indices that both sides read and one writes: what it covers is written before, and read after.
     uint32_t *submit_tail_ = nullptr, *complete_head_ = nullptr, *complete_tail_ = nullptr;
     uint32_t submit_mask_ = 0, complete_mask_ = 0;

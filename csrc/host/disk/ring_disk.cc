@@ -132,7 +132,7 @@ private:
     std::unique_ptr<Ring> open_ring() const { return Ring::open(static_cast<unsigned>(flights_.size()) + 1, workers_); }
 
     void listen() {
-        ring_->put(Code::kRead, event_.fd, 0, &signal_, sizeof signal_, kWake, false);
+        ring_->put(Code::kRead, event_.get(), 0, &signal_, sizeof signal_, kWake, false);
         listening_ = true;
     }
 
@@ -226,9 +226,9 @@ private:
         if (now < next_try_) return false;
         next_try_ = now + kOpenAgain;
         try {
-            const Event event(0);  // the old ring reads the other one
+            const Event event;  // the old ring reads the other one
             auto ring = open_ring();
-            if (dup3(event.fd, event_.fd, O_CLOEXEC) < 0) return false;
+            if (dup3(event.get(), event_.get(), O_CLOEXEC) < 0) return false;
             ring_ = std::move(ring);
         } catch (const Error&) {
             return false;
@@ -264,7 +264,7 @@ private:
         }
     }
 
-    const Event event_{0};
+    const Event event_;
     const unsigned workers_;
     std::vector<Flight> flights_;
     std::unique_ptr<Ring> ring_;  // null: it failed, and no other can be had
@@ -272,7 +272,7 @@ private:
     uint64_t signal_ = 0;  // what the read of `event_` writes to
     bool listening_ = false, woken_ = false;
     std::atomic<int> error_{0};  // why there is no ring
-    Clock::time_point next_try_{};
+    Clock::time_point next_try_;
     std::vector<uint32_t> free_;  // of `flights_`
     std::deque<Waiting> queue_, again_;
     std::vector<uint32_t> left_;    // fragments that have not ended, by the number of a piece

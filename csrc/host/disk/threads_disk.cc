@@ -128,12 +128,12 @@ private:
 
     // Whether a thread has the turn of a piece's file.
     bool waits(const Caller& caller, const Piece& piece) const {
-        return caller.in_turn(piece) && std::find(turns_.begin(), turns_.end(), piece.fd) != turns_.end();
+        return caller.in_turn(piece) && std::ranges::find(turns_, piece.fd) != turns_.end();
     }
 
     // The first piece that need not wait for its turn.
     std::deque<Piece>::iterator first_free(const Caller& caller) {
-        return std::find_if(queue_.begin(), queue_.end(), [&](const Piece& piece) { return !waits(caller, piece); });
+        return std::ranges::find_if(queue_, [&](const Piece& piece) { return !waits(caller, piece); });
     }
 
     // A piece, and behind it this thread's share of those that may go together with it. `turns`: of these files.
@@ -147,7 +147,7 @@ private:
         } while (next != queue_.end() && pieces.size() < share && caller.small(pieces[0]) && caller.small(*next) &&
                  !waits(caller, *next));
         for (const Piece& piece : pieces) {
-            if (!caller.in_turn(piece) || std::find(turns.begin(), turns.end(), piece.fd) != turns.end()) continue;
+            if (!caller.in_turn(piece) || std::ranges::find(turns, piece.fd) != turns.end()) continue;
             turns.push_back(piece.fd);
         }
         turns_.insert(turns_.end(), turns.begin(), turns.end());

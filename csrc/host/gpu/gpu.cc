@@ -15,7 +15,7 @@ constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that
 constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: then events give milliseconds that are 0.5 us apart
 
 LaneSizes lane_sizes(const GpuPlanes& planes, const ChunkSizes& sizes, size_t share) {
-    const auto row = static_cast<size_t>(8 * (planes.page_blocks + 1));
+    const auto row = 8 * (static_cast<size_t>(planes.page_blocks) + 1);
     return {share, static_cast<size_t>(planes.extent_bytes), std::max<size_t>({64 << 10, share / 3 / 64, row}),
             static_cast<size_t>(sizes.unbroken)};
 }
@@ -54,15 +54,8 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
     const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
     const bool on_gpu = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
-    Transfer transfer{copies,
-                      queued,
-                      origin,
-                      span,
-                      up(span, 16) * 16,
-                      wide,
-                      on_gpu,
-                      kMostStep / copies.extents.stride,
-                      least > 0 ? kMostStep / largest : 0};
+    Transfer transfer(copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu, kMostStep / copies.extents.stride,
+                      least > 0 ? kMostStep / largest : 0);
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
@@ -177,7 +170,7 @@ StreamTimes Gpu::times_of(const QueuedCopies& queued) {
         cuda_.await(anchor_.get());
         anchored_ = (before + now()) / 2;
     }
-    for (const int stream : {0, 1}) {
+    for (const size_t stream : {0u, 1u}) {
         if (queued.times[2 * stream] == nullptr) continue;
         const auto at = [&](int which) {
             const double seconds = cuda_.seconds(anchor_.get(), queued.times[2 * stream + which]);

@@ -107,7 +107,7 @@ public:
     const GpuPlanes& planes() const { return planes_; }
 
     // Queue copies. What cannot be queued as a whole has ended when this throws.
-    QueuedCopies queue(const PageCopies& copies);
+    QueuedCopies queue(const PageCopies& asked);
     // Wait until they are done, give back what they needed, and leave their checksums in `sums`, uint64 (pages,
     // layers), where they were asked for; null where nobody wants them any more. The times of copies and kernels, where
     // the time is kept.

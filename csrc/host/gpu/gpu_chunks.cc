@@ -22,7 +22,7 @@ constexpr int32_t kZeroCopyThreads = 1024;
 constexpr int64_t kZeroCopyBlocks = 6;
 constexpr int32_t kProcessorThreads = 512;
 // Threads of a launch: fewer do not keep memory busy, and larger blocks find no place beside a model.
-constexpr int64_t kSumsLeast = 128 * 512;
+constexpr int64_t kSumsLeast = 64 << 10;
 
 // As a kernel of pages.cu takes its arguments; the last two only where it takes checksums.
 struct KernelArguments {
@@ -153,7 +153,7 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
     const int64_t blocks = copies.route == Route::kZeroCopy ? std::min(4 * kZeroCopyBlocks, wanted) : 0;
     if (!transfer.on_gpu) {
         const int32_t threads = blocks ? kZeroCopyThreads : kStagedThreads;
-        const int64_t most = blocks ? blocks : kernels_.processors * (kProcessorThreads / threads);
+        const int64_t most = blocks ? blocks : int64_t{kernels_.processors} * (kProcessorThreads / threads);
         cuda_.launch(copies.load ? kernels_.scatter : kernels_.gather,
                      static_cast<uint32_t>(std::min(most, up(work * 16, threads))), static_cast<uint32_t>(threads),
                      &arguments, offsetof(KernelArguments, team), lane.kernels);

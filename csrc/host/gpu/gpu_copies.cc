@@ -105,12 +105,8 @@ void Gpu::copy_rows(Lane& lane, const Transfer& transfer, const Stretch& stretch
         list.clear();
         add_pieces(&list, transfer, stretch.pages[0], layer, plane);
         for (size_t n = 0; n < list.size(); ++n) {
-            const CopyRows rows{list.to[n],
-                                list.from[n],
-                                list.bytes[n],
-                                copies.load ? in_planes : in_extents,
-                                copies.load ? in_extents : in_planes,
-                                static_cast<size_t>(stretch.count)};
+            const CopyRows rows(list.to[n], list.from[n], list.bytes[n], copies.load ? in_planes : in_extents,
+                                copies.load ? in_extents : in_planes, static_cast<size_t>(stretch.count));
             lane.make_way(rows.bytes * rows.rows);
             cuda_.copy(rows, lane.copies);
         }

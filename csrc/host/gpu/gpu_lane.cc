@@ -123,8 +123,8 @@ Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
     for (size_t n = 0; n < count; ++n) {
         segments_.push_back({n * segment_bytes, count * segment_bytes + n * table_bytes, event(), event()});
     }
-    memory_ = cuda.allocate(count * (segment_bytes + table_bytes));  // and nothing fails behind it
-    for (Segment& segment : segments_) segment.data += memory_, segment.table += memory_;
+    memory_ = OwnMemory(cuda.allocate(count * (segment_bytes + table_bytes)), {&cuda});
+    for (Segment& segment : segments_) segment.data += memory_.get(), segment.table += memory_.get();
 }
 
 Lane::~Lane() {
@@ -134,7 +134,6 @@ Lane::~Lane() {
         } catch (const CudaError&) {  // its context is broken: nothing runs there any more
         }
     }
-    cuda_.free(memory_);
 }
 
 CudaEvent Lane::event() {

@@ -137,7 +137,7 @@ private:
     size_t gone_ = 0;  // bytes of copies since others could pass
     std::vector<Segment> segments_;
     size_t next_ = 0;
-    uint64_t memory_ = 0;
+    OwnMemory memory_;
 };
 
 }  // namespace gdscache

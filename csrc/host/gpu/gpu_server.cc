@@ -54,24 +54,11 @@ PageCopies GpuServer::copies(const CopyJob& job, std::vector<int64_t>* slots) co
     const int64_t base = job.window * executor_.limits().extent_bytes;
     const bool part = job.window_slots != 0;
     const int64_t count = part ? job.window_slots * executor_.limits().extent_bytes / job.stride : place.slots;
-    const ExtentSlots extents{reinterpret_cast<uint64_t>(place.memory) + static_cast<uint64_t>(base),
-                              job.stride,
-                              job.origin,
-                              count,
-                              place.foreign,
-                              place.pinned,
-                              part ? 0 : place.fence};
+    const ExtentSlots extents(reinterpret_cast<uint64_t>(place.memory) + static_cast<uint64_t>(base), job.stride,
+                              job.origin, count, place.foreign, place.pinned, part ? 0 : place.fence);
     const auto pages = static_cast<int64_t>(job.pages.size());
-    return {job.copy == Copy::kScatter,
-            static_cast<Route>(job.route),
-            job.sums,
-            job.first,
-            job.last,
-            pages,
-            extents,
-            slots->data(),
-            job.blocks.data(),
-            job.after};
+    return PageCopies(job.copy == Copy::kScatter, static_cast<Route>(job.route), job.sums, job.first, job.last, pages,
+                      extents, slots->data(), job.blocks.data(), job.after);
 }
 
 void GpuServer::queue(Hands hands, Direction& direction) {

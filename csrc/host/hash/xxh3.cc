@@ -116,7 +116,7 @@ void add_stripe(uint64_t* sum, const uint8_t* in, const uint8_t* keys) {
 
 void add_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t*) {
     for (; stripes; stripes--, in += kStripe) {
-        add_stripe(lanes.sum, in, secret() + 8 * lanes.stripes);
+        add_stripe(lanes.sum, in, secret() + size_t{8} * lanes.stripes);
         if (++lanes.stripes < kBlockStripes) continue;
         for (size_t i = 0; i < 8; i++) {
             const uint64_t value = lanes.sum[i];

@@ -53,7 +53,7 @@ public:
 
     // The next `size` bytes, which are copied to `out` on the way: the sum covers what is written there. `stream`:
     // past the caches as far as `out` allows; the caller then fences.
-    void update_copy(void* out, const void* data, size_t size, bool stream);
+    void update_copy(void* to, const void* data, size_t size, bool stream);
 
     // The hash of all that came so far; more may follow.
     uint64_t digest() const;

@@ -149,7 +149,7 @@ private:
     };
 
     template <typename Ready>
-    bool wait_for(Held& held, std::condition_variable& changed, Nanoseconds until, Ready ready);
+    bool wait_for(Held& held, std::condition_variable& condition, Nanoseconds until, Ready ready);
     void end();
     void copy_loop();
     void disk_loop(int32_t number);

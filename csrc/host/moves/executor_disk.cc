@@ -39,7 +39,7 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     auto flight = std::make_unique<Flight>();
     const Place& files = places_[job.files];
     uint8_t* const memory = places_[job.memory].memory;
-    const int64_t count = static_cast<int64_t>(files.files.size());
+    const int64_t count = std::ssize(files.files);
     const int64_t total = (job.stop - job.start) * static_cast<int64_t>(job.pages.size());
     const int64_t limit = files.io_bytes ? total : run_bytes(total, static_cast<int>(disk.depth()));
     flight->shares = shares(job, limit);
@@ -155,8 +155,7 @@ void Executor::disk_loop(int32_t number) {
             }
             const auto end = [&](const std::vector<IoEnd>& pages, const uint64_t* sums) {
                 owner->open -= pages.size();
-                const auto count = static_cast<int64_t>(pages.size());
-                if (count != 0) moves_.io_ended(owner->job.id, pages.data(), count, sums);
+                if (!pages.empty()) moves_.io_ended(owner->job.id, pages.data(), std::ssize(pages), sums);
             };
             end(ends, nullptr);
             end(looked, owner->sums.data());

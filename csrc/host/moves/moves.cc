@@ -224,19 +224,19 @@ void Moves::expire(Nanoseconds now) {
 void Moves::pass_deadline(Move& move) {
     move.expired = news_.io = news_.room = true;
     tell_all(move);
-    for (auto& [id, reading] : readings_) {
-        if (reading->move != &move || reading->left == 0 || reading->late) continue;
-        reading->late = true;
-        held_slots_ += reading->slots;
+    for (auto& [id, flight] : flights_) {
+        if (flight->move != &move || flight->left == 0 || flight->late) continue;
+        flight->late = true;
+        held_slots_ += flight->slots;
         --move.ios;
         ++move.late_ios;
-        for (size_t page = 0; page < reading->over.size(); ++page) {
-            if (reading->over[page]) continue;
-            const int32_t row = reading->job.pages[page].row;
-            flying_ -= reading->part;
+        for (size_t page = 0; page < flight->over.size(); ++page) {
+            if (flight->over[page]) continue;
+            const int32_t row = flight->job.pages[page].row;
+            flying_ -= flight->part;
             if (move.row[row].late++ == 0) move.outcome.late.push_back(row);
-            if (reading->job.write) {
-                writing_ -= reading->part;
+            if (flight->job.write) {
+                writing_ -= flight->part;
                 --move.group[0].todo;
             } else {
                 judge(move, row, Status::kDeadline);
@@ -262,9 +262,9 @@ void Moves::settle(Move& move) {
     if (!all && !move.broken) return;
     for (Move::Copyable& copyable : move.copyable) {  // of a broken load
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) {
-            if (landed.reading == nullptr) continue;
-            --landed.reading->copies;
-            let_go(*landed.reading);
+            if (landed.flight == nullptr) continue;
+            --landed.flight->copies;
+            let_go(*landed.flight);
         }
     }
     move.outcome.broken = move.broken;

@@ -65,9 +65,9 @@ public:
     void begin(MoveSpec spec);
     // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is
     // there no group is ready, and it does not end. False where it is not open.
-    bool extend(int64_t move, std::vector<Way> ways, bool last);
+    bool extend(int64_t id, std::vector<Way> ways, bool last);
     // Copy no further into the planes; what is being read comes to its end. False for a move that nobody knows.
-    bool cancel(int64_t move);
+    bool cancel(int64_t id);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status);
     bool knows(int64_t move) const { return moves_.contains(move); }
@@ -76,14 +76,14 @@ public:
     bool ended(int64_t move) const;
     // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the
     // last of them was queued with, else 0. Of a move that has ended every group is ready.
-    bool ready(int64_t move, int32_t group, int64_t* point) const;
+    bool ready(int64_t id, int32_t group, int64_t* point) const;
     // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
     void watch() { watched_ = true; }
     std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
     const Outcome& outcome(int64_t move) const;
     // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`. False for a move that
     // has not ended, or that nobody knows.
-    bool forget(int64_t move);
+    bool forget(int64_t id);
     // Late pages whose I/O has ended at last: (move, row).
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
     bool has_ended_late() const { return !ended_late_.empty(); }
@@ -108,7 +108,7 @@ public:
     bool copy_queued(int64_t job, int64_t point);
     // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
     // null. False, and nothing was done, where it is not under way, or lacks what it asked for.
-    bool copy_ended(int64_t job, const uint64_t* found, const char* broken);
+    bool copy_ended(int64_t number, const uint64_t* found, const char* broken);
     // Since the last time.
     News take_news() { return std::exchange(news_, {}); }
     // When `expire` has something to do next; the largest number where it never will.
@@ -120,7 +120,7 @@ private:
     enum class Work : uint8_t;
     enum class Cell : uint8_t;
     struct Move;
-    struct Reading;
+    struct Flight;
     struct Copying;
 
     using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // of one priority, as they came
@@ -135,11 +135,11 @@ private:
     const IoJob* next_read(Move& move, int32_t disk);
     const IoJob* next_write(Move& move, int32_t disk);
     void read_no_further(Move& move, Status status);
-    bool take_slots(Reading& reading, int32_t disk);
+    bool take_slots(Flight& flight, int32_t disk);
     bool others_turn(Move& move, int32_t way, int32_t files, int32_t disk);
     bool crowds(int32_t disk);
     int64_t io_bytes(int32_t files) const;
-    const IoJob* issue(Move& move, std::unique_ptr<Reading> reading);
+    const IoJob* issue(Move& move, std::unique_ptr<Flight> flight);
     bool looked_at(const Move& move, const Way& way) const;
     bool fits(int64_t bytes, int32_t disk);
     bool fits_write(int64_t bytes, int32_t files);
@@ -147,7 +147,7 @@ private:
     bool foreign(const Move& move, const Way& way) const;
     void tell(const Move& move, const Way& way, int64_t bytes);
     void tell_all(const Move& move);
-    void landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums = nullptr);
+    void landed(Move& move, Flight& flight, int32_t page, const uint64_t* sums = nullptr);
     void may_be_copied(Move& move, int32_t group, int32_t way);
     bool too_few(const Move& move, int32_t group, int32_t way) const;
     const CopyJob* next_copy(Move& move, bool foreign);
@@ -156,9 +156,9 @@ private:
     void judge(Move& move, int32_t row, Status status);
     void copied(Move& move, int32_t row, int32_t group);
     void end_cell(Move& move, int32_t row, int32_t group);
-    void end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums);
+    void end_page(Flight& flight, int32_t page, int32_t error, const uint64_t* sums);
     void end_late(Move& move, int32_t row);
-    void let_go(Reading& reading);
+    void let_go(Flight& flight);
     void pass_deadline(Move& move);
     void settle(Move& move);
     void drop_forgotten(Move& move);
@@ -174,12 +174,12 @@ private:
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
     uint64_t crowded_ = 0;      // see `crowded`
-    bool owed_ = false;         // the next room in flight is a write's
+    bool owed_to_write_ = false;         // the next room in flight is a write's
     bool watched_ = false;
     News news_;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
     Order open_;                // that have not ended, in the order in which they are served
-    std::map<int64_t, std::unique_ptr<Reading>> readings_;  // I/O under way, by job
+    std::map<int64_t, std::unique_ptr<Flight>> flights_;  // I/O under way, by job
     std::map<int64_t, std::unique_ptr<Copying>> copies_;
     std::vector<std::pair<int64_t, int32_t>> ended_late_;
     std::vector<ReadyGroup> ready_;

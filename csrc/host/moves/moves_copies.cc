@@ -12,10 +12,10 @@ constexpr int64_t kLarge = 8 << 20;  // bytes of a move that nobody finds in a c
 // The pages of one window come first, in their order there, so that their copies are one: of the first that is whole.
 void Moves::Move::Copyable::gather_window() {
     const auto whole = std::ranges::find_if(landed, &Landed::is_whole);
-    const Reading* const of = (whole == landed.end() ? landed.begin() : whole)->reading;
-    const auto in_it = [of](const Landed& one) { return one.reading == of; };
-    const auto end = std::stable_partition(landed.begin(), landed.end(), in_it);
-    std::ranges::sort(landed.begin(), end, {}, &Landed::slot);
+    const Flight* const of = (whole == landed.end() ? landed.begin() : whole)->flight;
+    const auto in_it = [of](const Landed& one) { return one.flight == of; };
+    const auto others = std::ranges::stable_partition(landed, in_it);
+    std::ranges::sort(landed.begin(), others.begin(), {}, &Landed::slot);
 }
 
 const CopyJob* Moves::take_copy(Hands hands) {
@@ -99,9 +99,9 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
     Move::Copyable& copyable = move.copies(group_number, way_number);
     std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: others may wait for its place
         if (move.pending(landed.row)) return false;
-        if (landed.reading != nullptr) {
-            --landed.reading->copies;
-            let_go(*landed.reading);
+        if (landed.flight != nullptr) {
+            --landed.flight->copies;
+            let_go(*landed.flight);
         }
         return true;
     });
@@ -124,9 +124,9 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
     auto copying = std::make_unique<Copying>();
     CopyJob& job = copying->job;
     const auto full = [&] { return static_cast<int64_t>(job.pages.size()) == most; };
-    const auto add = [&](const Transfer& page, Reading* reading) {
+    const auto add = [&](const Transfer& page, Flight* flight) {
         job.pages.push_back(page);
-        copying->readings.push_back(reading);
+        copying->flights.push_back(flight);
     };
     if (resident) {
         const std::vector<int64_t>& slots = gather ? way.targets : way.sources;
@@ -138,13 +138,13 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
     }
     if (foreign && passes(way) && !copyable.landed.empty()) copyable.gather_window();
     while (!copyable.landed.empty() && !full()) {
-        const auto [row, slot, at, reading] = copyable.landed.front();
-        if (foreign && !job.pages.empty() && reading != copying->readings.back()) break;  // one window a job
-        if (reading != nullptr) {
-            job.window = reading->slot;
-            job.window_slots = reading->slots;
+        const auto [row, slot, at, flight] = copyable.landed.front();
+        if (foreign && !job.pages.empty() && flight != copying->flights.back()) break;  // one window a job
+        if (flight != nullptr) {
+            job.window = flight->slot;
+            job.window_slots = flight->slots;
         }
-        add({row, slot, at}, reading);
+        add({row, slot, at}, flight);
         copyable.landed.pop_front();
     }
     if (job.pages.empty()) return nullptr;
@@ -209,9 +209,9 @@ bool Moves::copy_ended(int64_t number, const uint64_t* found, const char* broken
     for (size_t i = 0; i < job.pages.size(); ++i) {
         const int32_t row = job.pages[i].row;
         const int64_t page = row - move.first_row[copying.way];
-        if (Reading* reading = copying.readings[i]) {
-            --reading->copies;
-            let_go(*reading);
+        if (Flight* flight = copying.flights[i]) {
+            --flight->copies;
+            let_go(*flight);
         }
         if (broken) continue;
         const uint64_t* const sums = job.sums ? found + i * layers : nullptr;

@@ -15,7 +15,7 @@ enum class Moves::Work : uint8_t { kLoad, kGather, kWrite };
 enum class Moves::Cell : uint8_t { kOpen, kQueued, kDone };
 
 // I/O under way: some pages of a way, for a group of layers.
-struct Moves::Reading {
+struct Moves::Flight {
     IoJob job;
     Move* move = nullptr;
     int32_t way = 0, group = 0;
@@ -32,15 +32,15 @@ struct Moves::Copying {
     Move* move = nullptr;
     int32_t way = 0, group = 0;
     bool queued = false;
-    std::vector<Reading*> readings;  // that have to be kept until these pages are copied; null: none
+    std::vector<Flight*> flights;  // that have to be kept until these pages are copied; null: none
 };
 
 struct Moves::Move {
     struct Landed {
         int32_t row;
         int64_t slot, at;  // as in a job
-        Reading* reading;
-        bool is_whole() const { return reading->left == 0; }  // the window that it is in
+        Flight* flight;
+        bool is_whole() const { return flight->left == 0; }  // the window that it is in
     };
     // Pages of a way that may be copied, of one group.
     struct Copyable {
@@ -94,8 +94,7 @@ struct Moves::Move {
 
     // The way that has the next I/O: the first of those that are at the least group. Their number where none has any.
     int32_t next_way() const {
-        const auto behind = [](const Cursor& one, const Cursor& other) { return one.group < other.group; };
-        const auto first = std::min_element(cursors.begin(), cursors.end(), behind);
+        const auto first = std::ranges::min_element(cursors, {}, &Cursor::group);
         const bool any = first != cursors.end() && first->group < groups();
         return any ? static_cast<int32_t>(first - cursors.begin()) : ways();
     }

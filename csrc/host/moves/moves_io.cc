@@ -21,14 +21,13 @@ Status verdict_on(int32_t error) {
 
 const IoJob* Moves::take_io(int32_t disk) {
     crowded_ &= ~(uint64_t{1} << disk);
-    owed_ = false;
-    const bool writes_wait = std::any_of(open_.begin(), open_.end(), [](const auto& entry) {
-        return entry.second->work == Work::kWrite && !entry.second->all_issued();
-    });
+    owed_to_write_ = false;
+    const bool writes_wait = std::ranges::any_of(
+        open_, [](const auto& entry) { return entry.second->work == Work::kWrite && !entry.second->all_issued(); });
     const bool write_first = writes_wait && reads_in_row_ >= kReadsPerWrite && writing_ == 0;
     const IoJob* job = write_first ? next_of(Work::kWrite, disk) : nullptr;
     if (!job) {
-        owed_ = write_first && (crowded_ >> disk & 1) != 0;
+        owed_to_write_ = write_first && (crowded_ >> disk & 1) != 0;
         job = next_of(Work::kLoad, disk);
     }
     if (!job && writes_wait && !write_first) job = next_of(Work::kWrite, disk);
@@ -70,26 +69,26 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         const int64_t extent = passes ? limits_.extent_bytes : 1;
         const int64_t whole = (io_bytes(way.source) + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
-        auto reading = std::make_unique<Reading>();
-        IoJob& job = reading->job;
+        auto flight = std::make_unique<Flight>();
+        IoJob& job = flight->job;
         int64_t page = cursor.page;
         for (; page < way.pages && static_cast<int64_t>(job.pages.size()) < most; ++page) {
             const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
             if (move.pending(row)) job.pages.push_back({row, way.sources[page], 0});
         }
-        reading->way = number;
-        reading->group = cursor.group;
-        reading->part = part;
+        flight->way = number;
+        flight->group = cursor.group;
+        flight->part = part;
         if (part == 0 || job.pages.empty()) {  // what there is of these layers came with the group before
             move.go_on(number, page);
-            for (size_t i = 0; i < job.pages.size(); ++i) landed(move, *reading, static_cast<int32_t>(i));
+            for (size_t i = 0; i < job.pages.size(); ++i) landed(move, *flight, static_cast<int32_t>(i));
             continue;
         }
         if (others_turn(move, number, way.source, disk)) return nullptr;
         if (!fits(static_cast<int64_t>(job.pages.size()) * part, disk)) return nullptr;
         if (passes) {
             const size_t wanted = job.pages.size();
-            if (!take_slots(*reading, disk)) return nullptr;
+            if (!take_slots(*flight, disk)) return nullptr;
             if (job.pages.size() < wanted) page = job.pages.back().row - move.first_row[number] + 1;
         } else {
             const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
@@ -103,23 +102,23 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         job.stop = passes ? group.alone_stop : group.stop;
         job.sums = looked_at(move, way);
         move.go_on(number, page);
-        return issue(move, std::move(reading));
+        return issue(move, std::move(flight));
     }
     settle(move);
     return nullptr;
 }
 
 // Slots of the reserve for what is read, or for as many of its pages as find room. False where none is free.
-bool Moves::take_slots(Reading& reading, int32_t disk) {
-    std::vector<Transfer>& pages = reading.job.pages;
-    const int64_t wanted = static_cast<int64_t>(pages.size()) * reading.part;
+bool Moves::take_slots(Flight& flight, int32_t disk) {
+    std::vector<Transfer>& pages = flight.job.pages;
+    const int64_t wanted = static_cast<int64_t>(pages.size()) * flight.part;
     const int64_t extents = (wanted + limits_.extent_bytes - 1) / limits_.extent_bytes;
     const int64_t share = std::max<int64_t>(1, reserve_.slots() / kRounds);
-    reading.slots = reserve_.take(std::min(extents, share), &reading.slot);
-    if (reading.slots == 0) return crowds(disk);
-    pages.resize(std::min(pages.size(), static_cast<size_t>(reading.slots * limits_.extent_bytes / reading.part)));
-    int64_t at = reading.slot * limits_.extent_bytes;
-    for (Transfer& page : pages) page.at = std::exchange(at, at + reading.part);
+    flight.slots = reserve_.take(std::min(extents, share), &flight.slot);
+    if (flight.slots == 0) return crowds(disk);
+    pages.resize(std::min(pages.size(), static_cast<size_t>(flight.slots * limits_.extent_bytes / flight.part)));
+    int64_t at = flight.slot * limits_.extent_bytes;
+    for (Transfer& page : pages) page.at = std::exchange(at, at + flight.part);
     return true;
 }
 
@@ -135,7 +134,7 @@ int64_t Moves::io_bytes(int32_t files) const {
 
 // Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
 bool Moves::fits(int64_t bytes, int32_t disk) {
-    return flying_ == 0 || (!owed_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
+    return flying_ == 0 || (!owed_to_write_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
 }
 
 // The I/O of a disk waits for room: false.
@@ -168,80 +167,81 @@ const IoJob* Moves::next_write(Move& move, int32_t disk) {
     int64_t page = move.cursors[number].page;
     const int64_t end = std::min(way.pages, page + most);
     if (!fits_write((end - page) * limits_.extent_bytes, way.target)) return nullptr;
-    auto writing = std::make_unique<Reading>();
-    IoJob& job = writing->job;
+    auto flight = std::make_unique<Flight>();
+    IoJob& job = flight->job;
     for (; page < end; ++page) {
         const int32_t row = move.first_row[number] + static_cast<int32_t>(page);
         job.pages.push_back({row, way.targets[page], way.sources[page] * limits_.extent_bytes});
     }
-    writing->way = number;
-    writing->part = limits_.extent_bytes;
+    flight->way = number;
+    flight->part = limits_.extent_bytes;
     job.write = true;
     job.memory = way.source;
     job.files = way.target;
     job.stop = limits_.extent_bytes;
     move.go_on(number, end);
-    return issue(move, std::move(writing));
+    return issue(move, std::move(flight));
 }
 
-const IoJob* Moves::issue(Move& move, std::unique_ptr<Reading> reading) {
+const IoJob* Moves::issue(Move& move, std::unique_ptr<Flight> flight) {
     // The next may be for another disk, which found nothing before.
-    if (move.cursors[reading->way].page == 0) news_.io = news_.io || move.ways() > 1;
-    IoJob& job = reading->job;
+    if (move.cursors[flight->way].page == 0) news_.io = news_.io || move.ways() > 1;
+    IoJob& job = flight->job;
     job.id = next_job_++;
     job.move = move.id;
-    job.first = job.write ? 0 : move.spec.groups[reading->group].first;
-    job.last = job.write ? limits_.layers : move.spec.groups[reading->group].last;
-    reading->move = &move;
-    reading->left = static_cast<int32_t>(job.pages.size());
-    reading->over.assign(job.pages.size(), false);
-    flying_ += reading->part * reading->left;
-    if (job.write) writing_ += reading->part * reading->left;
+    job.first = job.write ? 0 : move.spec.groups[flight->group].first;
+    job.last = job.write ? limits_.layers : move.spec.groups[flight->group].last;
+    flight->move = &move;
+    flight->left = static_cast<int32_t>(job.pages.size());
+    flight->over.assign(job.pages.size(), false);
+    flying_ += flight->part * flight->left;
+    if (job.write) writing_ += flight->part * flight->left;
     ++move.ios;
-    readings_.emplace(job.id, std::move(reading));
+    flights_.emplace(job.id, std::move(flight));
     return &job;
 }
 
 bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums) {
-    const auto found = readings_.find(job);
-    if (found == readings_.end()) return false;
-    Reading& reading = *found->second;
-    Move& move = *reading.move;
-    const auto pages = static_cast<int32_t>(reading.over.size());
+    const auto found = flights_.find(job);
+    if (found == flights_.end()) return false;
+    Flight& flight = *found->second;
+    Move& move = *flight.move;
+    const auto pages = static_cast<int32_t>(flight.over.size());
     const auto known = [&](const IoEnd& end) { return end.page >= 0 && end.page < pages; };
     if (!std::all_of(ends, ends + count, known)) return false;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t page = ends[i].page;
-        if (!reading.over[page]) end_page(reading, page, ends[i].error, sums ? sums + page * limits_.layers : nullptr);
+        if (!flight.over[page])
+            end_page(flight, page, ends[i].error, sums ? sums + int64_t{page} * limits_.layers : nullptr);
     }
-    if (reading.left == 0) {
-        --(reading.late ? move.late_ios : move.ios);
+    if (flight.left == 0) {
+        --(flight.late ? move.late_ios : move.ios);
         if (move.ios == 0) tell_all(move);  // as few as there are
-        else if (reading.copies != 0) may_be_copied(move, reading.group, reading.way);  // a window is whole
-        let_go(reading);
+        else if (flight.copies != 0) may_be_copied(move, flight.group, flight.way);  // a window is whole
+        let_go(flight);
     }
     settle(move);
     drop_forgotten(move);
     return true;
 }
 
-void Moves::end_page(Reading& reading, int32_t page, int32_t error, const uint64_t* sums) {
-    Move& move = *reading.move;
-    const int32_t row = reading.job.pages[page].row;
-    reading.over[page] = true;
-    --reading.left;
-    if (reading.late) {
+void Moves::end_page(Flight& flight, int32_t page, int32_t error, const uint64_t* sums) {
+    Move& move = *flight.move;
+    const int32_t row = flight.job.pages[page].row;
+    flight.over[page] = true;
+    --flight.left;
+    if (flight.late) {
         if (--move.row[row].late == 0) end_late(move, row);
         return;
     }
-    flying_ -= reading.part;
+    flying_ -= flight.part;
     news_.room = true;
-    if (reading.job.write) {
-        writing_ -= reading.part;
+    if (flight.job.write) {
+        writing_ -= flight.part;
         if (error != 0) move.outcome.errors.emplace_back(row, error);
         --move.group[0].todo;
     } else if (error == 0) {
-        landed(move, reading, page, sums);
+        landed(move, flight, page, sums);
     } else {
         judge(move, row, verdict_on(error));
     }
@@ -254,22 +254,22 @@ void Moves::end_late(Move& move, int32_t row) {
 
 // A page's layers are in memory. Where it stays, they may be copied when those before them are there, too. With `sums`
 // nothing is left to do but to compare them: see `looked_at`.
-void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* sums) {
-    const Transfer& one = reading.job.pages[page];
+void Moves::landed(Move& move, Flight& flight, int32_t page, const uint64_t* sums) {
+    const Transfer& one = flight.job.pages[page];
     if (!move.pending(one.row)) return;
-    move.there[move.cell(one.row, reading.group)] = 1;
-    if (reading.slots != 0) {
-        const Group& group = move.spec.groups[reading.group];
-        --move.group[reading.group].unread;
-        move.copies(reading.group, reading.way)
-            .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &reading});
-        ++reading.copies;
-        may_be_copied(move, reading.group, reading.way);
+    move.there[move.cell(one.row, flight.group)] = 1;
+    if (flight.slots != 0) {
+        const Group& group = move.spec.groups[flight.group];
+        --move.group[flight.group].unread;
+        move.copies(flight.group, flight.way)
+            .landed.push_back({one.row, page, one.at + group.begin - group.alone_start, &flight});
+        ++flight.copies;
+        may_be_copied(move, flight.group, flight.way);
         return;
     }
-    const Way& way = move.spec.ways[reading.way];
+    const Way& way = move.spec.ways[flight.way];
     const std::vector<int64_t>& places = way.places.empty() ? way.targets : way.places;
-    const int64_t number = one.row - move.first_row[reading.way];
+    const int64_t number = one.row - move.first_row[flight.way];
     if (sums != nullptr) {
         move.row[one.row].next = move.groups();
         --move.group[0].unread;
@@ -286,20 +286,20 @@ void Moves::landed(Move& move, Reading& reading, int32_t page, const uint64_t* s
     for (int32_t& next = move.row[one.row].next; next < move.groups() && move.there[move.cell(one.row, next)]; ++next) {
         --move.group[next].unread;
         const int64_t at = extent + move.spec.groups[next].begin;
-        move.copies(next, reading.way).landed.push_back({one.row, slot, at, nullptr});
-        may_be_copied(move, next, reading.way);
+        move.copies(next, flight.way).landed.push_back({one.row, slot, at, nullptr});
+        may_be_copied(move, next, flight.way);
     }
 }
 
-// Nothing needs what was read any more, where that is so: its slots are free, and the reading is gone.
-void Moves::let_go(Reading& reading) {
-    if (reading.left != 0 || reading.copies != 0) return;
-    if (reading.slots != 0) {
-        reserve_.give(reading.slot, reading.slots);
+// Nothing needs what was read any more, where that is so: its slots are free, and the flight is gone.
+void Moves::let_go(Flight& flight) {
+    if (flight.left != 0 || flight.copies != 0) return;
+    if (flight.slots != 0) {
+        reserve_.give(flight.slot, flight.slots);
         news_.room = true;
-        if (reading.late) held_slots_ -= reading.slots;
+        if (flight.late) held_slots_ -= flight.slots;
     }
-    readings_.erase(reading.job.id);
+    flights_.erase(flight.job.id);
 }
 
 }  // namespace gdscache

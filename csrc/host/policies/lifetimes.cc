@@ -15,7 +15,7 @@ constexpr int kGroup = 4, kLot = 7, kWhen = 15;
 constexpr int64_t size_of(size_t together) { return (together >= 4) + (together >= 16) + (together >= 64); }
 
 constexpr int64_t used_class(uint64_t uses, int64_t gap) {
-    return LifetimeOrder::kNew + (std::bit_width(uses) - 1) * LifetimeOrder::kGaps + gap;
+    return LifetimeOrder::kNew + static_cast<int64_t>(std::bit_width(uses) - 1) * LifetimeOrder::kGaps + gap;
 }
 
 constexpr uint64_t own_lot(uint64_t bits) { return bits >> 28 & 0xFF; }
@@ -186,7 +186,7 @@ void LifetimeOrder::use(uint32_t id) {
     uint64_t state = pages_[id].state;
     if ((state & kUsesMask) < kUses) ++state;
     const uint64_t idle = static_cast<uint64_t>(stored_) - (state >> kWhen);
-    const int64_t gap = std::bit_width(8 * idle / static_cast<uint64_t>(present_));
+    const auto gap = static_cast<int64_t>(std::bit_width(8 * idle / static_cast<uint64_t>(present_)));
     const int64_t number = used_class(state & kUsesMask, std::min(gap, kGaps - 1));
     state = (state & ((1u << kWhen) - 1)) | static_cast<uint64_t>(stored_) << kWhen;
     pages_[id].state = state;

@@ -17,7 +17,7 @@ public:
     ReuseSample(int64_t classes, int64_t most, int64_t round);
     ReuseSample(ReuseSample&&) = delete;
 
-    int64_t classes() const { return static_cast<int64_t>(arrived_.size()) - 1; }
+    int64_t classes() const { return static_cast<int64_t>(arrived.size()) - 1; }
     bool watches(uint64_t bits) const { return static_cast<int64_t>(bits >> 36 & 0xFFFF) < limit; }
     // When to conclude, in a tier of so many pages.
     int64_t due(int64_t pages) const;
@@ -29,8 +29,8 @@ public:
     int64_t last = 0;   // time of the last conclusion
 
     // Counted since then. Who concludes clears them.
-    std::vector<int64_t> arrived_;  // uses that made a page one of a class; behind these: pages stored
-    std::vector<int64_t> hits_;     // (classes, kAges): uses of pages of a class
+    std::vector<int64_t> arrived;  // uses that made a page one of a class; behind these: pages stored
+    std::vector<int64_t> hits;     // (classes, kAges): uses of pages of a class
     void clear();
 
 private:

@@ -8,11 +8,11 @@ namespace gdscache {
 
 void LruShadow::push(Heap& heap, Ready one) {
     heap.push_back(one);
-    std::push_heap(heap.begin(), heap.end(), std::greater<>());
+    std::ranges::push_heap(heap, std::greater<>());
 }
 
 LruShadow::Ready LruShadow::pop(Heap& heap) {
-    std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+    std::ranges::pop_heap(heap, std::greater<>());
     const Ready one = heap.back();
     heap.pop_back();
     return one;
@@ -298,7 +298,7 @@ const Key* LruShadow::Walk::next_of_lru() {
             const auto [number, found] = pop(ready_);
             id = found;
             const uint64_t* const own = number_of(id);
-            if (!own || *own != number || out_.count(id) || is_followed(id)) continue;
+            if (!own || *own != number || out_.contains(id) || is_followed(id)) continue;
         } else {
             id = recent_;
             recent_ = rows[id].after;
@@ -325,7 +325,7 @@ const Key* LruShadow::Walk::next_of_lru() {
         } else {
             return nullptr;
         }
-        if (!out_.count(id) && !rows[id].owed) return &rows[id].key;
+        if (!out_.contains(id) && !rows[id].owed) return &rows[id].key;
     }
 }
 

@@ -43,7 +43,7 @@ public:
 
     // The tier stores pages that it lacked: up to the first one behind which `room` is greater than `most`. How many,
     // and whether it is greater.
-    std::pair<size_t, bool> insert(std::span<const New> pages, int64_t most);
+    std::pair<size_t, bool> insert(std::span<const New> all, int64_t most);
     // The tier uses pages that it has.
     void touch(std::span<const Key> keys);
     // The tier gives up pages for others.

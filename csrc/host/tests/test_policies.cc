@@ -232,12 +232,12 @@ void check_ages() {
         sample.see(1, 1, age, false);  // 0 later
         sample.see(1, 0, age, false);
     }
-    CHECK(sample.hits_[ReuseSample::kAges] == 11);  // of the other class, all of age 0
-    CHECK(sample.arrived_[0] == 23 && sample.arrived_[1] == 11 && sample.arrived_[2] == 1);
+    CHECK(sample.hits[ReuseSample::kAges] == 11);  // of the other class, all of age 0
+    CHECK(sample.arrived[0] == 23 && sample.arrived[1] == 11 && sample.arrived[2] == 1);
     sample.clear();
     sample.see(2, 0, 0, true);
     sample.see(2, 0, INT64_MAX, false);
-    CHECK(sample.hits_[ReuseSample::kAges - 1] == 1);
+    CHECK(sample.hits[ReuseSample::kAges - 1] == 1);
     CHECK(refused([&] { sample.see(2, 2, INT64_MAX, false); }));
     CHECK(refused([&] { sample.see(2, 0, 0, false); }));
 }
