@@ -145,10 +145,6 @@ class LoadPlan:
             self._rows = {one.slot: row for row, one in enumerate(self.targets) if one is not None}
         return self._rows[target.slot]
 
-    def shared(self) -> list[TierRun]:
-        """Pages, each by itself, that another plan brings."""
-        return [run for run in self.runs if run.filling is not None]
-
     def tier_of(self, row: int) -> Tier:
         return next(run.tier for run in self.runs if row in run.rows)
 

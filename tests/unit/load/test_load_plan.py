@@ -88,7 +88,7 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     assert plan.requests == [range(len(decided))]
     rows = range(len(plan))
     tiers = [plan.tier_of(row) for row in rows]
-    shared = {row: run.filling for run in plan.shared() for row in run.rows}
+    shared = {row: run.filling for run in plan.runs if run.filling for row in run.rows}
     assert plan.pages == pages[: len(decided)]
     assert [(tier.name, row in shared) for row, tier in enumerate(tiers)] == [d[:2] for d in decided]
     assert [plan.targets[row] is not None for row in rows] == [keep and target for _, _, target in decided]
