@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gdscache
+from gdscache import CacheEngine
 from tests.support.interpreters import python
 
+ROOT = Path(gdscache.__file__).parent
 SHARE = 0.6  # of the processor time of importing torch: what importing gdscache may add
 OPTIONAL = ["cupy", "kvikio", "nixl", "transformers", "matplotlib", "mooncake", "pylibcudf", "numba", "typer", "rich"]
 LIGHT = [
@@ -87,3 +91,21 @@ def test_every_public_name_is_imported_from_where_it_is_defined() -> None:
     assert homes == {name: f"gdscache.{home}" for name, home in gdscache._HOMES.items()}
     with pytest.raises(AttributeError, match="'CacheEngin'"):
         gdscache.CacheEngin  # noqa: B018  # asking is what raises
+
+
+# What an engine is made of. Adapters and examples ask the engine itself.
+INSIDE = {"manager", "loader", "executor", "submit_store"}
+
+
+def test_adapters_and_examples_use_what_is_public_of_an_engine() -> None:
+    assert {name for name in INSIDE if hasattr(CacheEngine, name)} == INSIDE
+    private = {name for name in dir(CacheEngine) if name.startswith("_") and not name.startswith("__")} | {"_parts"}
+    files = [*(ROOT / "integrations").rglob("*.py"), *(ROOT.parent / "examples").rglob("*.py")]
+    wrong = [
+        f"{path.relative_to(ROOT.parent)}:{node.lineno} takes {ast.unparse(node)}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (node.attr in INSIDE or (node.attr in private and ast.unparse(node.value) != "self"))
+    ]
+    assert not wrong

@@ -87,7 +87,7 @@ def test_names_are_the_same_whatever_is_remembered(
         keys = slow_keys(namespace, tokens, page_tokens)
         assert pages == [Page(key, parent, namespace) for key, parent in zip(keys, [namespace, *keys], strict=False)]
         pages.clear()  # the caller's own, too
-        held = [len(sequence.pages) for sequence in names._known]
+        held = [len(sequence.keys) for sequence in names._known]
         assert len(held) <= kept
         assert len(held) <= 1 or sum(held) <= most
 
