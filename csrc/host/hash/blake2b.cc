@@ -31,15 +31,15 @@ inline void mix(uint64_t& a, uint64_t& b, uint64_t& c, uint64_t& d, uint64_t x, 
 // Unrolled by its caller, so that the words and their order are constants.
 template <size_t kRound>
 [[gnu::always_inline]] inline void round(uint64_t (&v)[16], const uint64_t (&m)[16]) {
-    constexpr const uint8_t (&s)[16] = kOrders[kRound % 10];
-    mix(v[0], v[4], v[8], v[12], m[s[0]], m[s[1]]);
-    mix(v[1], v[5], v[9], v[13], m[s[2]], m[s[3]]);
-    mix(v[2], v[6], v[10], v[14], m[s[4]], m[s[5]]);
-    mix(v[3], v[7], v[11], v[15], m[s[6]], m[s[7]]);
-    mix(v[0], v[5], v[10], v[15], m[s[8]], m[s[9]]);
-    mix(v[1], v[6], v[11], v[12], m[s[10]], m[s[11]]);
-    mix(v[2], v[7], v[8], v[13], m[s[12]], m[s[13]]);
-    mix(v[3], v[4], v[9], v[14], m[s[14]], m[s[15]]);
+    constexpr const uint8_t (&kOrder)[16] = kOrders[kRound % 10];
+    mix(v[0], v[4], v[8], v[12], m[kOrder[0]], m[kOrder[1]]);
+    mix(v[1], v[5], v[9], v[13], m[kOrder[2]], m[kOrder[3]]);
+    mix(v[2], v[6], v[10], v[14], m[kOrder[4]], m[kOrder[5]]);
+    mix(v[3], v[7], v[11], v[15], m[kOrder[6]], m[kOrder[7]]);
+    mix(v[0], v[5], v[10], v[15], m[kOrder[8]], m[kOrder[9]]);
+    mix(v[1], v[6], v[11], v[12], m[kOrder[10]], m[kOrder[11]]);
+    mix(v[2], v[7], v[8], v[13], m[kOrder[12]], m[kOrder[13]]);
+    mix(v[3], v[4], v[9], v[14], m[kOrder[14]], m[kOrder[15]]);
 }
 
 }  // namespace
@@ -48,7 +48,7 @@ Blake2b::Blake2b(Bytes key) {
     std::copy(kStart, kStart + 8, keyed_.begin());
     keyed_[0] ^= 0x01010000 | key.size() << 8 | sizeof(Digest);
     uint8_t block[kBlock] = {};
-    std::copy(key.begin(), key.end(), block);
+    std::ranges::copy(key, block);
     compress(keyed_, block, kBlock, false);
 }
 
@@ -56,16 +56,16 @@ Blake2b::Digest Blake2b::digest(Bytes head, Bytes data) const {
     State state = keyed_;
     uint8_t block[kBlock];
     size_t held = head.size();
-    std::copy(head.begin(), head.end(), block);
+    std::ranges::copy(head, block);
     uint64_t bytes = kBlock;
     while (data.size() > kBlock - held) {  // the last block is another one, also where it is whole
         const Bytes some = data.first(kBlock - held);
-        std::copy(some.begin(), some.end(), block + held);
+        std::ranges::copy(some, block + held);
         data = data.subspan(some.size());
         compress(state, block, bytes += kBlock, false);
         held = 0;
     }
-    std::copy(data.begin(), data.end(), block + held);
+    std::ranges::copy(data, block + held);
     held += data.size();
     std::fill(block + held, block + kBlock, uint8_t{0});
     compress(state, block, bytes + held, true);
@@ -77,7 +77,7 @@ Blake2b::Digest Blake2b::digest(Bytes head, Bytes data) const {
 void Blake2b::compress(State& state, const uint8_t* block, uint64_t bytes, bool last) {
     uint64_t m[16], v[16];
     std::memcpy(m, block, sizeof m);
-    std::copy(state.begin(), state.end(), v);
+    std::ranges::copy(state, v);
     std::copy(kStart, kStart + 8, v + 8);
     v[12] ^= bytes;
     if (last) v[14] = ~v[14];
