@@ -26,7 +26,7 @@ import torch
 
 from gdscache import arguments
 from gdscache.config import Config, load_config
-from gdscache.config.pools import PoolPart, pool_parts
+from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
 from gdscache.engine import CacheEngine, CheckReport
 from gdscache.errors import (
@@ -52,6 +52,7 @@ from gdscache.hybrid_handles import (
     HybridStore,
     remaining,
 )
+from gdscache.hybrid_states import StandingStates
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit
@@ -121,6 +122,7 @@ class HybridEngine:
                 "planes",
                 "make a Rank of each pool's planes in each process, and pass their addresses alone",
             )
+        self.window_every = window_every(config)
         self.alignment = alignment(self.groups)
         self.hash_tokens = math.gcd(*(group.page_tokens for group in self.groups))
         self._pages = PageNames(self.hash_tokens)
@@ -143,6 +145,9 @@ class HybridEngine:
         self._free = [[*range(engine.blocks)] if self.owns_planes else [] for engine in self.engines]
         self._taken: list[set[int]] = [set() for _ in self.engines]
         self._lock = threading.Lock()
+        self.states = StandingStates(
+            self.groups, [pool.groups for pool in self.pools], [engine.manager for engine in self.engines]
+        )
         first = self.engines[0]
         self._tokens = TokenCounts(first.manager.tiers)
         self.gate = Gate(config.load.gate, first.gate.costs, first.layout.page_tokens, first.layout.page_bytes)
@@ -248,6 +253,7 @@ class HybridEngine:
             if len(tiers) < len(chain):
                 return None
             parts.append(Hit(start, len(chain) * engine.layout.page_tokens, tiers, None, chain.pages))
+        self.states.stand(names, pages)
         by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
         return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(chains))
 
@@ -333,6 +339,7 @@ class HybridEngine:
             first, there = firsts[g], np.all(some[g] >= 0, axis=1).tolist()
             stop = first + len(some[g])
             wanted.append([number for number in kept(group, ends, first, stop) if there[number - first]])
+        self.states.stand(names, wanted)
         chains, tables = names.chain(wanted), list[Blocks]()
         for engine, chain in zip(self.engines, chains, strict=True):
             rows = [some[g][number - firsts[g]] for g, number in zip(chain.groups, chain.numbers, strict=True)]
@@ -350,7 +357,7 @@ class HybridEngine:
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
         behind = length + max(group.span for group in self.groups) + size
-        return (ends | {*marks(self.config.store.window_every, size, behind)}) - {0}
+        return (ends | {*marks(self.window_every, size, behind)}) - {0}
 
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> HybridPrefetch:
         """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids or

@@ -203,12 +203,19 @@ class StoreConfig(ConfigSection):
         description="pages that are written there: all, second_offer (offered before, recently) or tinylfu (used "
         "more often than the page they evict)",
     )
-    window_every: int = Field(
-        default=8192,
+    window_every: int | None = Field(
+        default=None,
         ge=0,
         le=MAX_COUNT,
         description="hybrid models: tokens of a prompt from one window or state that is stored to the next; 0: only "
-        "where prompts end or part",
+        "where prompts end or part; null: 8192, or more where a state takes many bytes",
+    )
+    prompt_tokens: int = Field(
+        default=8192,
+        ge=1,
+        le=MAX_COUNT,
+        description="hybrid models: tokens of a usual prompt, by whose pages and states groups with planes of their "
+        "own share every size",
     )
 
 

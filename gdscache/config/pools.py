@@ -15,7 +15,7 @@ from typing import Any
 from gdscache.config import Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
-from gdscache.groups.pools import Pool, plane_pages, pools_of, rows_of, shares
+from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
 from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`: the numbers of its groups follow
@@ -68,8 +68,8 @@ def pool_parts(config: Config) -> list[PoolPart]:
             "leave events.endpoint out, and publish what on_events() tells",
         )
     layouts = config.model.pool_layouts()
-    extents, every = [layout.extent_bytes for layout in layouts], config.store.window_every
-    each = shares(groups, pools, extents, every)
+    extents, every = [layout.extent_bytes for layout in layouts], window_every(config)
+    each = shares(groups, pools, extents, every, config.store.prompt_tokens)
     own = [tuple(groups[g] for g in pool.groups) for pool in pools]
     _check(config, own, each, extents)
     page_bytes = [layout.page_bytes for layout in layouts]
@@ -85,6 +85,14 @@ def pool_parts(config: Config) -> list[PoolPart]:
             pools, own, models, each, pages, page_bytes, extents, strict=True
         )
     ]
+
+
+def window_every(config: Config) -> int:
+    """Tokens of a prompt from one window or state that is stored to the next; 0: only where prompts end or part."""
+    groups = config.model.layer_groups()
+    if config.store.window_every is not None or not groups:
+        return config.store.window_every or 0
+    return interval(groups, pools_of(groups), [layout.extent_bytes for layout in config.model.pool_layouts()])
 
 
 def _sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:

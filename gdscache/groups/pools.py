@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from gdscache.groups.base import Group
 from gdscache.limits import MAX_COUNT
 
-_PROMPT = 8192  # tokens of the prompts that shares are meant for, where no window is kept but at the end
-_PER_STATE = 2048  # tokens at most for each state: prompts are of 1,000 to 16,000 tokens, and have one or two
+_PROMPT = 8192  # tokens of the prompts that planes are meant for
+EVERY = 8192  # tokens from one kept window to the next, where nothing is said of it
+_WORTH = 16  # times a state's bytes that pages in front of it have, where it is kept though no prompt ends there
+_LEAST = 0.01  # of a tier, for states: those that take little are not to be what a hit lacks
 _WINDOWS = 4  # that are in use: where a prompt ends, where all but its last token end, where it parts, and the answer's
 
 
@@ -52,27 +55,41 @@ def rows_of(groups: Sequence[Group], pool: Pool, page_tokens: int) -> int:
     return sizes.pop() if len(sizes) == 1 else page_tokens
 
 
-def kept_tokens(group: Group, every: int) -> float:
-    """Tokens that are kept of each token of a prompt: all, or a window where it ends and at every so many tokens.
+def interval(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int]) -> int:
+    """Tokens from one kept window or state of a prompt to the next: `EVERY`, or more where states take many bytes.
 
-    A state counts as the tokens of its page. It is to live no shorter than what is in front of it, also where prompts
-    are short, so that there is room for one in `_PER_STATE` tokens.
+    Prompts come back to where one ended or parted; to a place between these one in seven does. So a state there is kept
+    where it takes at most 1 / `_WORTH` of the bytes of the pages from the last one on. `page_bytes`: as for `shares`.
     """
+    state = token = 0.0
+    for pool, each in zip(pools, page_bytes, strict=True):
+        own = [groups[g] for g in pool.groups]
+        state += each * sum(group.keeps == "state" for group in own)
+        token += each * sum(1 / group.page_tokens for group in own if group.keeps == "all")
+    return max(EVERY, math.ceil(_WORTH * state / token)) if token else EVERY
+
+
+def kept_tokens(group: Group, every: int, prompt: int) -> float:
+    """Tokens that are kept of each token of a prompt of `prompt` tokens: all, or a window where it ends and at every so
+    many tokens. A state counts as the tokens of its page."""
     if group.keeps == "all":
         return 1.0
-    prompt = 2 * every or _PROMPT
     windows = 1 + (prompt // every if every else 0)
-    often = windows / prompt if group.keeps != "state" else max(windows / prompt, 1 / _PER_STATE)
-    return min(1.0, often * (group.span + group.page_tokens))
+    return min(1.0, windows / prompt * (group.span + group.page_tokens))
 
 
-def shares(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int) -> list[float]:
-    """What part of a tier's bytes each pool gets: by what prompts leave there. `page_bytes`: of a page in all layers of
-    the pool; `every`: tokens from one kept window to the next."""
+def shares(
+    groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int, prompt: int
+) -> list[float]:
+    """What part of a tier's bytes each pool gets: by what prompts of `prompt` tokens leave there. `page_bytes`: of a
+    page in all layers of the pool; `every`: tokens from one kept window to the next."""
     needs = [
-        each * sum(kept_tokens(groups[g], every) / groups[g].page_tokens for g in pool.groups)
+        each * sum(kept_tokens(groups[g], every, prompt) / groups[g].page_tokens for g in pool.groups)
         for pool, each in zip(pools, page_bytes, strict=True)
     ]
+    least = _LEAST * sum(needs)
+    states = [any(groups[g].keeps == "state" for g in pool.groups) for pool in pools]
+    needs = [max(need, least) if state else need for need, state in zip(needs, states, strict=True)]
     return [need / sum(needs) for need in needs]
 
 

@@ -150,6 +150,10 @@ class GroupCache:
         """Begin to bring what a hit of up to `most` tokens needs, for a request of `tokens`."""
         return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
 
+    def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
+        """These pages of each group are being stored: see `StandingStates`."""
+        self._engine.states.stand(names, wanted)
+
     def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
         """See `HybridEngine.reach`."""
         return self._engine.reach(names, most)

@@ -149,7 +149,7 @@ class HybridRows:
         """A call that ends at so many tokens has ended, and the layers keep the state behind them."""
         engine = self._engine
         if end % engine.alignment == 0:
-            if end in marks(engine.config.store.window_every, engine.alignment, end + 1):
+            if end in marks(engine.window_every, engine.alignment, end + 1):
                 self._ends.add(end)
             for part in self._states:
                 part.take(end, passing=end not in self._ends)

@@ -10,6 +10,7 @@ import random
 import resource
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -32,13 +33,15 @@ from gdscache.testing.suite_base import (
 
 
 class BytesCases(SuiteBase):
+    sectors: ClassVar[int] = 512  # that are moved by themselves
+
     @pytest.mark.parametrize("largest", [2, 16, 700, 2100])
     def test_shuffled_extents_come_back_equal(
         self, make: Make, memory: Remember, data_file: Path, kind: str, largest: int
     ) -> None:
         transport, rng = make(), random.Random(largest)
         file = transport.open(data_file)
-        extents, place, total = [], 0, min(FILE_BYTES, largest << 20)
+        extents, place, total = [], 0, min(FILE_BYTES, self.sectors * largest // 2 * SECTOR)
         for at, n in odd_extents(rng, total, largest):  # in memory they lie in another order than in the file
             extents.append((at, n, place))
             place += n

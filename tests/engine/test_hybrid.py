@@ -553,13 +553,42 @@ def test_an_engine_of_one_pool_refuses_what_it_cannot_do(tmp_path: Path) -> None
 
 
 def test_ranks_are_of_each_pool(tmp_path: Path) -> None:
-    """What they do is in `test_vllm_states.py`."""
+    """What they do is in `integrations/test_vllm_states.py`."""
     config, address = hybrid_config(tmp_path, MODELS["apart"]), RankAddress("nobody", 0, 0)
     planes = [[torch.zeros(8, 4, 4, 32, dtype=torch.bfloat16)] * 2] * 3
     with pytest.raises(InvalidValueError, match="ranks of 1 pools"):
         HybridEngine.from_config(config, ranks=[[address]])
     with pytest.raises(InvalidValueError, match="for 2 pools and 3 layers of planes"):
         HybridEngine.from_config(config, planes, ranks=[[address]] * 2)
+
+
+def test_a_state_leaves_with_the_page_that_it_stands_behind(open_hybrid: OpenHybrid) -> None:
+    """Its pool has room for it, and cannot learn that no hit ends there any more."""
+    host = open_hybrid("state", ssd=None)
+    host.store(PROMPT)
+    full, states = (host.engine.by_groups[name].manager for name in ("full", "state"))
+    assert (host.found(PROMPT), len(states.cpu.index)) == (48, 3)
+    with full.lock:
+        full.cpu.index.evict(1)  # the last page, where the last state is
+    assert len(states.cpu.index) == 3
+    host.store(prompt(2, 2))
+    assert (host.found(PROMPT), len(states.cpu.index)) == (32, 2 + 1)
+    host.store(PROMPT)
+    assert (host.found(PROMPT), len(states.cpu.index)) == (48, 3 + 1)
+
+
+def test_a_state_that_is_read_stays_until_then(open_hybrid: OpenHybrid) -> None:
+    host = open_hybrid("state", ssd=None)
+    host.store(PROMPT)
+    full, states = (host.engine.by_groups[name].manager for name in ("full", "state"))
+    with full.lock, states.lock:
+        (key,) = host.engine.lookup(PROMPT).parts[-1].pages
+        lease = states.lease("a load")
+        lease.add(states.cpu.index, states.cpu.index.get(key.key))
+        full.cpu.index.evict(1)
+    host.store(prompt(2, 2))
+    assert len(states.cpu.index) == 3 + 1
+    states.end(lease)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

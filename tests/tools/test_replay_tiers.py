@@ -19,10 +19,11 @@ from gdscache.commands.replay import clock
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.bounds import infinite, optimum
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
-from gdscache.commands.replay.hierarchy import Hierarchy
+from gdscache.commands.replay.hierarchy import Hierarchy, open_pools
+from gdscache.commands.replay.offloading import offloading
 from gdscache.commands.replay.setup import Asked, Setup, page_tokens_of, pages_of, setups
 from gdscache.commands.replay.trace import read_trace
-from gdscache.commands.replay.traffic import Found, Traffic
+from gdscache.commands.replay.traffic import Found, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config, EvictionOrder
 from gdscache.errors import ConfigError, InvalidValueError
@@ -169,6 +170,44 @@ def test_a_hybrid_model_finds_lengths_at_which_all_its_groups_have_their_part() 
     assert tiers.problems() == []
     _, often = run(work, hybrid(512, cpu=64, ssd=None))
     assert often.hit_tokens == 2048 + 1536 + 1536
+
+
+def stateful(cpu: str, *prompts: list[int], tokens: int) -> tuple[list[Hierarchy], Outcome]:
+    """Prompts of an LFM2, one after the other: pages of 6 MiB, and a state of two pages of 40 KiB."""
+    (setup,) = setups(Asked(model="lfm2-1.2b", cpu=(cpu,)), 100)
+    pools, work = open_pools(setup.config, INSTANT, Clock()), work_of(*prompts, tokens=tokens)
+    of = {"serial": True, "whole": setup.config, "others": pools[1:]}
+    return pools, Traffic(work, pools[0], INSTANT, [0.0] * len(prompts), **of).run()
+
+
+def test_a_model_with_states_finds_the_lengths_at_which_one_is_kept() -> None:
+    pools, outcome = stateful(
+        "1GiB", [1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 8], [1, 2, 3, 9, 10], tokens=4 * 512 + 1
+    )
+    assert [found and found.cpu for found in outcome.found] == [0, 4 + 2, 0, 3 + 2]
+    assert outcome.hit_tokens == 2048 + 1536
+    assert [problem for pool in pools for problem in pool.problems()] == []
+    _, outcome = stateful("1GiB", [1, 2, 3, 4], [1, 2, 3, 4], tokens=4 * 512)
+    assert outcome.hit_tokens == 1536, "a token is computed"
+
+
+def test_states_leave_with_their_pages_and_not_before() -> None:
+    prompts = [[4 * n + i for i in range(4)] + [100 + n] for n in range(6)]
+    pools, _ = stateful("64MiB", *prompts, tokens=4 * 512 + 1)
+    pages, states = (pool.manager.tiers["cpu"].index for pool in pools)
+    assert (len(pages), pages.slots, states.slots) == (9, 9, 15)
+    assert len(states) == 2 * 3, "of two prompts, and of one whose last page went when the second was stored"
+
+
+def test_vllms_own_offloading_is_played_beside_a_model_with_states() -> None:
+    (setup,) = setups(Asked(model="lfm2-1.2b", cpu=("1GiB",)), 100)
+    work = work_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 3, 7, 8], [1, 2, 3, 9, 10], tokens=4 * 512 + 1)
+    found = reports.tiers(work, [0.0] * 4, setup, INSTANT, serial=True)
+    assert found["hit_tokens"] == 2048 + 1536
+    rates = {"ends": 2048, "ends and junctions": 2048 + 1536, "chunks": 2048}
+    assert offloading(work, setup.config) == {rule: tokens / (4 * 2049) for rule, tokens in rates.items()}
+    (setup,) = setups(Asked(model="llama-3-8b", cpu=("1GiB",)), 100)
+    assert offloading(work, setup.config) == {}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -62,7 +62,11 @@ MAY_IMPORT = {
         "tiers tracing"
     ),
     "hybrid_handles": "groups load moves pages prefetch store tiers",
-    "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch ranks tiers tracing",
+    "hybrid_states": "groups tiers",
+    "hybrid": (
+        "config cuda engine events gate groups hybrid_handles hybrid_states load metrics pages prefetch ranks tiers "
+        "tracing"
+    ),
     "integrations": (
         "config cuda engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
     ),

@@ -17,6 +17,7 @@ from gdscache.commands.replay.clock import Clock, Done, MachineModel, Process
 from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualPool
 from gdscache.config import Config
+from gdscache.config.pools import pool_parts
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.plan import LoadPlan
@@ -138,6 +139,12 @@ class _Writer(TierWriter):
         self._moved.to_ssd += sum(len(out.pages) for out in pages)
         self._moved.most_to_ssd = max(self._moved.most_to_ssd, len(self._planner.keys))
         super().put(pages)
+
+
+def open_pools(config: Config, machine: MachineModel, clock: Clock, *, own_pool: bool = False) -> list[Hierarchy]:
+    """The tiers of each pool of a model's groups, as `pool_parts` has them; of the model itself without groups."""
+    configs = [part.config for part in pool_parts(config)] or [config]
+    return [Hierarchy(one, machine, clock, own_pool=own_pool) for one in configs]
 
 
 def _nothing() -> None:

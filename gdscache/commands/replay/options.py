@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from gdscache.commands.console import Progress, progress_bar
-from gdscache.commands.replay.setup import HYBRIDS, TOKEN_BYTES
+from gdscache.commands.replay.setup import MODELS
 from gdscache.errors import InvalidValueError
 from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 
 TIERS, MACHINE = "Tiers", "The machine of the simulation"
-MODEL = next(iter(TOKEN_BYTES))
+MODEL = MODELS[0]
 
 Traces = Annotated[
     list[Path] | None,
@@ -35,7 +35,7 @@ Model = Annotated[
     str,
     typer.Option(
         rich_help_panel=TIERS,
-        help=f"Model that sets the bytes of a token, without --config: {', '.join((*TOKEN_BYTES, *HYBRIDS))}.",
+        help=f"Model that sets the bytes of a token, without --config: {', '.join(MODELS)}.",
     ),
 ]
 Sets = Annotated[

@@ -15,7 +15,8 @@ _GB = 1e9
 
 def replay_plot(report: Row, path: Path) -> None:
     """Draw the pages hit over the capacity: a line a policy, the optimum on top, what cannot be passed above. With an
-    SSD, beside it the pages hit over the bytes written, a point a run; the line is the frontier.
+    SSD, beside it the pages hit over the bytes written, a point a run; the line is the frontier. Of a model with
+    states: the tokens hit over the CPU tier, beside vLLM's own offloading.
 
     Raises `MissingPackageError` without matplotlib and `InvalidValueError` for a file name of unknown kind.
     """
@@ -27,7 +28,10 @@ def replay_plot(report: Row, path: Path) -> None:
     for run in report["runs"]:
         lines.setdefault(_label(run), []).append(run)
     colors = {label: f"C{number % 10}" for number, label in enumerate(lines)}
-    _over_capacity(panels[0], report, lines, colors)
+    if all(run["offloading"] for run in report["runs"]):
+        _over_memory(panels[0], lines, colors)
+    else:
+        _over_capacity(panels[0], report, lines, colors)
     if written:
         _over_writes(panels[1], written, colors)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -53,6 +57,24 @@ def _over_capacity(axes: Any, report: Row, lines: Mapping[str, list[Row]], color
     axes.set_ylim(bottom=0)
     axes.set_xlabel("capacity of all tiers, % of the trace's unique pages")
     axes.set_ylabel("pages hit, %")
+    axes.grid(alpha=0.3)
+
+
+def _over_memory(axes: Any, lines: Mapping[str, list[Row]], colors: Mapping[str, str]) -> None:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for label, runs in lines.items():
+        for run in runs:
+            size = run["tiers"]["cpu"]["capacity_bytes"] / (1 << 30)
+            found.setdefault(label, []).append((size, 100 * run["token_hit_rate"]))
+            for rule, rate in run["offloading"].items():
+                found.setdefault(f"vLLM's own offloading: {rule}", []).append((size, 100 * rate))
+    for number, (label, points) in enumerate(found.items()):
+        style = {"color": colors[label]} if label in colors else {"linestyle": "--", "color": f"C{number % 10}"}
+        axes.plot(*zip(*sorted({*points}), strict=True), marker="o", markersize=3, label=label, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("CPU tier, GiB")
+    axes.set_ylabel("tokens hit, %")
     axes.grid(alpha=0.3)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.bounds import Counts, infinite, optimum, plain_lru
 from gdscache.commands.replay.clock import Clock, MachineModel
 from gdscache.commands.replay.garbage import uncollected
-from gdscache.commands.replay.hierarchy import Hierarchy
-from gdscache.commands.replay.setup import Setup
+from gdscache.commands.replay.hierarchy import Hierarchy, open_pools
+from gdscache.commands.replay.offloading import offloading
+from gdscache.commands.replay.setup import Setup, unit_bytes
 from gdscache.commands.replay.traffic import TIERS, Outcome, Traffic
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
@@ -66,6 +69,7 @@ def replay(
             "of_optimum": hits / best if best else None,
             "of_plain_lru": hits / base if base else None,
             "gap_closed": (hits - base) / (best - base) if best != base else None,
+            "offloading": offloading(workload, setup.config),
         }
         return {**found, **_size(workload, size), **compared}
 
@@ -114,9 +118,8 @@ def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
 
 def slots(config: Config, *, own_pool: bool) -> int:
     """Pages that all tiers hold together, each page counted in one of them."""
-    layout = config.model.layout()
-    lower = [tier.capacity // layout.extent_bytes for tier in (config.cpu, config.ssd) if tier is not None]
-    found = sum(lower) + (config.gpu.capacity // layout.page_bytes if own_pool else 0)
+    lower = [tier.capacity // unit_bytes(config.model) for tier in (config.cpu, config.ssd) if tier is not None]
+    found = sum(lower) + (config.gpu.capacity // config.model.layout().page_bytes if own_pool else 0)
     if not found:
         raise InvalidValueError("there is no tier", "give --cpu, --ssd or --gpu, or a config with such a section")
     return found
@@ -137,11 +140,12 @@ def tiers(
     `problems`: what does not add up afterwards: nothing, or there is a defect.
     """
     begun = time.process_time()
-    hierarchy = Hierarchy(setup.config, machine, Clock(), own_pool=own_pool)
-    outcome = Traffic(workload, hierarchy, machine, times, serial=serial).run(progress)
+    pools = open_pools(setup.config, machine, Clock(), own_pool=own_pool)
+    traffic = Traffic(workload, pools[0], machine, times, serial=serial, whole=setup.config, others=pools[1:])
+    outcome = traffic.run(progress)
     took = time.process_time() - begun
     span = max(outcome.seconds, times[-1] - times[0])
-    hits = {name: outcome.hits(name) for name in hierarchy.manager.tiers}
+    hits = {name: outcome.hits(name) for name in pools[0].manager.tiers}
     hit = sum(hits.values())
     looked = hit + sum(outcome.misses.values())
     found = {
@@ -153,13 +157,13 @@ def tiers(
         "hit_tokens": outcome.hit_tokens,
         "token_hit_rate": outcome.hit_tokens / workload.tokens,
         "miss_pages": {cause: outcome.misses[cause] for cause in ("cold", "absent", "behind")},
-        "tiers": {name: _tier(hierarchy, workload, name, hits[name]) for name in hierarchy.manager.tiers},
+        "tiers": {name: _tier(pools, workload, name, hits[name]) for name in hits},
         "stores": {
-            "offered_pages": hierarchy.ledger.offered,
-            "dropped_pages": dict(hierarchy.ledger.dropped),
-            "most_queued_pages": hierarchy.moved.most_queued,
+            "offered_pages": sum(pool.ledger.offered for pool in pools),
+            "dropped_pages": _summed(pool.ledger.dropped for pool in pools),
+            "most_queued_pages": sum(pool.moved.most_queued for pool in pools),
         },
-        "ssd": _ssd(hierarchy, outcome, span),
+        "ssd": _ssd(pools, outcome, span),
         "first_token_seconds": spread(outcome.first_token),
         "first_token_seconds_no_cache": spread(outcome.uncached),
         "requests_refused": outcome.refused,
@@ -167,44 +171,57 @@ def tiers(
         "found": outcome.found,
         "seconds": took,
     }
-    return {**found, "problems": [*hierarchy.problems(), *totals(found)]}
+    return {**found, "problems": [*itertools.chain.from_iterable(pool.problems() for pool in pools), *totals(found)]}
 
 
-def _tier(hierarchy: Hierarchy, workload: Workload, name: str, hits: int) -> dict[str, Any]:
-    tier, moved = hierarchy.manager.tiers[name], hierarchy.moved
-    nbytes = hierarchy.page_bytes if name == "gpu" else hierarchy.extent_bytes
-    promoted = moved.promoted if name == "cpu" else 0
-    return {
-        "capacity_pages": tier.index.slots,
-        "capacity_bytes": tier.capacity,
-        "hit_pages": hits,
-        "hit_tokens": hits * workload.page_tokens,
-        "read_bytes": moved.read[name] * nbytes,
-        "written_bytes": (moved.written[name] + promoted) * nbytes,
-        "stored_pages": moved.written[name],
-        "promoted_pages": promoted,
-        "evictions": tier.index.evictions,
-    }
+def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) -> dict[str, Any]:
+    """A tier of all pools. `hit_tokens`: of one group."""
+    rows = []
+    for pool in pools:
+        tier, moved = pool.manager.tiers[name], pool.moved
+        nbytes = pool.page_bytes if name == "gpu" else pool.extent_bytes
+        promoted = moved.promoted if name == "cpu" else 0
+        row = {
+            "capacity_pages": tier.index.slots,
+            "capacity_bytes": tier.capacity,
+            "read_bytes": moved.read[name] * nbytes,
+            "written_bytes": (moved.written[name] + promoted) * nbytes,
+            "stored_pages": moved.written[name],
+            "promoted_pages": promoted,
+            "evictions": tier.index.evictions,
+        }
+        rows.append(row)
+    return {"hit_pages": hits, "hit_tokens": hits * workload.page_tokens, **_summed(rows)}
 
 
-def _ssd(hierarchy: Hierarchy, outcome: Outcome, span: float) -> dict[str, Any] | None:
-    ssd, moved, counts = hierarchy.ssd, hierarchy.moved, hierarchy.manager.counts
-    if ssd is None:
+def _ssd(pools: Sequence[Hierarchy], outcome: Outcome, span: float) -> dict[str, Any] | None:
+    ssds = [pool.ssd for pool in pools if pool.ssd is not None]
+    if not ssds:
         return None
-    written = moved.written["ssd"] * hierarchy.extent_bytes
-    useful = outcome.loaded_from_ssd * hierarchy.extent_bytes
-    refused = {name: n for (group, name), n in counts.items() if group == "refused"}
+    written = sum(pool.moved.written["ssd"] * pool.extent_bytes for pool in pools)
+    useful = outcome.loaded_from_ssd * pools[0].extent_bytes
+    refused = _summed(
+        {name: n for (group, name), n in pool.manager.counts.items() if group == "refused"} for pool in pools
+    )
+    capacity = sum(ssd.capacity for ssd in ssds)
     return {
         "written_bytes": written,
-        "read_bytes": moved.read["ssd"] * hierarchy.extent_bytes,
+        "read_bytes": sum(pool.moved.read["ssd"] * pool.extent_bytes for pool in pools),
         "write_amplification": written / useful if useful else None,
-        "drive_writes_per_day": written / ssd.capacity * _DAY / span if span > 0 else None,
-        "offered_pages": moved.to_ssd + sum(refused.values()),
+        "drive_writes_per_day": written / capacity * _DAY / span if span > 0 else None,
+        "offered_pages": sum(pool.moved.to_ssd for pool in pools) + sum(refused.values()),
         "refused_pages": refused,
-        "dropped_pages": dict(moved.not_written),
-        "most_queued_pages": moved.most_to_ssd,
-        "demoted_pages": moved.demoted,
+        "dropped_pages": _summed(pool.moved.not_written for pool in pools),
+        "most_queued_pages": sum(pool.moved.most_to_ssd for pool in pools),
+        "demoted_pages": sum(pool.moved.demoted for pool in pools),
     }
+
+
+def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for some in counts:
+        found.update(some)
+    return dict(found)
 
 
 def totals(run: Mapping[str, Any]) -> list[str]:
@@ -244,11 +261,10 @@ def describe_workload(workload: Workload, times: Sequence[float]) -> dict[str, A
 
 def describe_config(config: Config) -> dict[str, Any]:
     """What of a configuration decides what is simulated."""
-    layout = config.model.layout()
     cpu, ssd = config.cpu, config.ssd
     return {
-        "extent_bytes": layout.extent_bytes,
-        "page_tokens": layout.page_tokens,
+        "extent_bytes": unit_bytes(config.model),
+        "page_tokens": config.model.page_tokens,
         "store": config.store.model_dump(),
         "host_buffer": config.host_buffer,
         "eviction": config.eviction,

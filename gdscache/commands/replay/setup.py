@@ -18,6 +18,7 @@ from gdscache.commands.replay.trace import BLOCK_TOKENS
 from gdscache.config import Config, ModelConfig, StoreConfig
 from gdscache.config.file import read_mapping
 from gdscache.errors import InvalidValueError
+from gdscache.groups.pools import pools_of
 from gdscache.sizes import GIB, MIB, parse_size
 
 TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
@@ -29,6 +30,13 @@ TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
 # Hybrid models, cut into groups of as many layers as vLLM cuts them into: (layers of a group, bytes of a token in a
 # layer, groups that keep all tokens, groups with a window, the window).
 HYBRIDS = {"gemma-3-4b": (5, 2 * 2 * 4 * 256, 1, 6, 1024), "gpt-oss-20b": (12, 2 * 2 * 8 * 64, 1, 1, 128)}
+# Models with states, cut likewise: (bytes of a token in all layers that keep all tokens, groups of states, bytes of a
+# state of a group).
+STATEFUL = {
+    "qwen3-next-80b": (12 * 2 * 2 * 2 * 256, 3, 12 * 2_146_304),
+    "lfm2-1.2b": (6 * 2 * 2 * 8 * 64, 2, 5 * 8_192),
+}
+MODELS = (*TOKEN_BYTES, *HYBRIDS, *STATEFUL)
 _MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
 
 
@@ -97,9 +105,10 @@ def setups(asked: Asked, unique: int) -> list[Setup]:
 def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None], unique: int) -> Config:
     fields = copy.deepcopy(dict(base))
     source = "the options" if asked.config is None else str(asked.config)
-    extent = _model(fields.get("model"), source).layout().extent_bytes
+    model = _model(fields.get("model"), source)
+    extent = unit_bytes(model)
     if asked.config is None:
-        fields |= _roomy(extent)
+        fields |= _roomy(sum(layout.extent_bytes for layout in model.pool_layouts()))
     if asked.gpu is not None:
         fields["gpu"] = {**(fields.get("gpu") or {}), "capacity": extent * pages_of(asked.gpu, unique, extent, "--gpu")}
     for name, value in run.items():
@@ -122,6 +131,16 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
 def _model(section: object, source: str) -> ModelConfig:
     """The model section by itself, in whatever room it needs."""
     return Config.from_dict({"model": section, **_roomy(1 << 40)}, source=source).model
+
+
+def unit_bytes(model: ModelConfig) -> int:
+    """Bytes that a page takes, which capacities are counted in: of the layers that keep all tokens, where some do not,
+    and these have planes of their own."""
+    groups, layouts = model.layer_groups(), model.pool_layouts()
+    whole = [any(groups[g].keeps == "all" for g in pool.groups) for pool in pools_of(groups)]
+    return next(
+        (layout.extent_bytes for layout, all_ in zip(layouts, whole, strict=False) if all_), layouts[0].extent_bytes
+    )
 
 
 def _set(fields: dict[str, Any], key: str, value: object) -> None:
@@ -157,15 +176,20 @@ def pages_of(text: str, unique: int, extent: int, option: str) -> int:
 def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, Any]:
     """A config of one plane whose pages have the bytes that are asked for."""
     groups: list[dict[str, Any]] = []
-    if page_bytes is None and model in HYBRIDS:
+    planes: list[dict[str, Any]] = []
+    if page_bytes is None and model in STATEFUL:
+        row, states, nbytes = STATEFUL[model]
+        groups = [{"name": "all", "layers": [0]}]
+        groups += [{"name": f"state {n}", "layers": [1], "state": True} for n in range(states)]
+        planes = [{"name": "state", "shape": [nbytes], "dtype": "uint8", "layers": [1]}]
+    elif page_bytes is None and model in HYBRIDS:
         layers, each, whole, windows, span = HYBRIDS[model]
         row = layers * each
         groups = [{"name": f"all {n}", "layers": [0]} for n in range(whole)]
         groups += [{"name": f"window {n}", "layers": [0], "window": span} for n in range(windows)]
     elif page_bytes is None:
         if model not in TOKEN_BYTES:
-            known = ", ".join((*TOKEN_BYTES, *HYBRIDS))
-            raise InvalidValueError(f"no model is named {model!r}", f"--model is one of {known}")
+            raise InvalidValueError(f"no model is named {model!r}", f"--model is one of {', '.join(MODELS)}")
         row = TOKEN_BYTES[model]
     else:
         try:
@@ -178,8 +202,8 @@ def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, 
                 f"--page-bytes {page_bytes} is no whole number of bytes for each of {page_tokens} tokens",
                 f"use a multiple of {page_tokens}",
             )
-    plane = {"name": "rows", "shape": [row], "dtype": "uint8"}
-    section = {"name": "replay", "layers": 1, "page_tokens": page_tokens, "planes": [plane], "groups": groups}
+    planes.append({"name": "rows", "shape": [row], "dtype": "uint8", "layers": [0]})
+    section = {"name": "replay", "layers": len(planes), "page_tokens": page_tokens, "planes": planes, "groups": groups}
     return {"model": section}
 
 

@@ -93,6 +93,11 @@ def _details(run: Row) -> Table:
 
 
 def _notes(report: Row) -> Iterator[str]:
+    for run in report["runs"]:
+        if run["offloading"]:
+            rules = ", ".join(f"{rule} {_rate(rate)}" for rule, rate in run["offloading"].items())
+            size = about(run["tiers"]["cpu"]["capacity_bytes"])
+            yield f"Tokens that vLLM's own offloading hits in {size} of memory, by the states that it keeps: {rules}"
     if report["machine"]["prefill"] is None:
         return
     slow = [r for r in report["runs"] if r["first_token_seconds"]["p50"] > r["first_token_seconds_no_cache"]["p50"]]

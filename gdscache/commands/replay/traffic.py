@@ -11,8 +11,12 @@ from gdscache.commands.console import Progress, silent
 from gdscache.commands.replay.clock import Done, MachineModel, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.workload import Workload
+from gdscache.config import Config
+from gdscache.config.pools import window_every
 from gdscache.groups.base import alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames
+from gdscache.groups.pools import pools_of
+from gdscache.hybrid_states import StandingStates
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
 from gdscache.pages.keys import Page, namespace_digest
@@ -74,8 +78,11 @@ class Traffic:
         times: Sequence[float],
         *,
         serial: bool = False,
+        whole: Config | None = None,
+        others: Sequence[Hierarchy] = (),
     ) -> None:
-        """`times`: of the requests, in seconds, ascending."""
+        """`times`: of the requests, in seconds, ascending. Where groups have several pools, `hierarchy` is of the first
+        one, `others` are of the rest, and `whole` is the configuration of all."""
         self._work = workload
         self._tiers = hierarchy
         self._manager = hierarchy.manager
@@ -87,8 +94,11 @@ class Traffic:
         self._from_ssd = bytearray(len(workload.names))
         self._line: deque[Done] = deque()  # requests that wait for the GPU pool, each for its turn
         hierarchy.gathered = self._next_in_line
-        config = hierarchy.config
-        self._groups, self._every = config.model.layer_groups(), config.store.window_every
+        config = whole or hierarchy.config
+        self._pools = (hierarchy, *others)
+        self._groups, self._every = config.model.layer_groups(), window_every(config)
+        self._in_pools = [pool.groups for pool in pools_of(self._groups)]
+        self._states = StandingStates(self._groups, self._in_pools, [pool.manager for pool in self._pools])
         self._namespaces = [namespace_digest(config.model.namespace_fields(group=group)) for group in self._groups]
         self.outcome = Outcome([None] * len(workload.prompts))
 
@@ -140,45 +150,49 @@ class Traffic:
             yield self._clock.past
         plan = self._tiers.plan_load(pages[: len(found)])
         loaded = self._found(i, found, plan)
-        yield from self._load_and_compute(plan, tokens, loaded)
+        yield from self._load_and_compute([plan], tokens, loaded)
         self._first_token(i, arrival, tokens)
         if loaded < len(pages):
             self._tiers.store(pages[loaded:])
 
     def _grouped(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
         """As `_attached`, where groups of layers keep different tokens: a hit is a length at which all have their
-        part, and of windows those pages are stored that such a length needs."""
-        groups, size, manager, arrival = self._groups, self._work.page_tokens, self._manager, self._clock.now
-        names = GroupNames(groups, self._namespaces, size)
+        part, and of windows and states those pages are stored that such a length needs."""
+        groups, pools, size, arrival = self._groups, self._pools, self._work.page_tokens, self._clock.now
+        names = GroupNames(groups, self._namespaces, size, self._in_pools)
         names.extend([page.key for page in pages])
-        has, most = names.presence(manager.visible), len(pages) * size
+        has, most = names.presence(*(pool.manager.visible for pool in pools)), len(pages) * size
         whole = complete(groups, has, most)
-        length = next(lengths(groups, has, most, whole=whole), 0)
-        (chain,) = names.chain(needed(groups, length))
-        wanted = chain.pages
-        found = manager.lookup(wanted, 0)
+        longest = min(most, (tokens - 1) // size * size) if any(group.keeps == "state" for group in groups) else most
+        length = next(lengths(groups, has, longest, whole=min(whole, longest)), 0)
+        wanted = [chain.pages for chain in names.chain(needed(groups, length))]
+        found = [tier for pool, some in zip(pools, wanted, strict=True) for tier in pool.manager.lookup(some, 0)]
         self._missed(i, pages, length // size)
         if self._serial:
             yield self._clock.past
-        plan = self._tiers.plan_load(wanted)
-        loaded = length // size if len(plan) == len(wanted) else 0
-        self.outcome.found[i] = Found(0, found.count("cpu"), found.count("ssd"), len(plan))
+        plans = [pool.plan_load(some) for pool, some in zip(pools, wanted, strict=True)]
+        got = sum(map(len, plans))
+        loaded = length // size if got == sum(map(len, wanted)) else 0
+        self.outcome.found[i] = Found(0, found.count("cpu"), found.count("ssd"), got)
         self.outcome.hit_tokens += length
-        yield from self._load_and_compute(plan, tokens, loaded)
+        yield from self._load_and_compute(plans, tokens, loaded)
         self._first_token(i, arrival, tokens)
-        ends = {most, whole, *marks(self._every, alignment(groups), most)}
+        ends = {most, longest, whole, *marks(self._every, alignment(groups), most)}
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
-        if any(rest):
-            (chain,) = names.chain(rest)
-            self._tiers.store(chain.pages)
+        self._states.stand(names, rest)
+        for pool, chain in zip(pools, names.chain(rest), strict=True):
+            if len(chain):
+                pool.store(chain.pages)
 
-    def _load_and_compute(self, plan: LoadPlan, tokens: int, cached: int) -> Process:
-        """Load, then compute what is not `cached` of the prompt, a token at least; or both at once."""
+    def _load_and_compute(self, plans: Sequence[LoadPlan], tokens: int, cached: int) -> Process:
+        """Load the plan of each pool, then compute what is not `cached` of the prompt, a token at least; or both at
+        once."""
         begun = self._clock.now
-        if plan.pages:
-            yield from self._tiers.load(plan)
-        else:
-            self._tiers.loads.end(plan)
+        for pool, plan in zip(self._pools, plans, strict=True):
+            if plan.pages:
+                yield from pool.load(plan)
+            else:
+                pool.loads.end(plan)
         seconds = max(1, tokens - cached * self._work.page_tokens) / self._machine.prefill
         if self._machine.overlap:
             seconds -= self._clock.now - begun
@@ -224,7 +238,7 @@ class Traffic:
         slots = [0] * shared + slots
         plan = self._tiers.plan_load(candidates[shared:])
         cached = self._found(i, found, plan, shared)
-        yield from self._load_and_compute(plan, tokens, cached)
+        yield from self._load_and_compute([plan], tokens, cached)
         self._first_token(i, arrival, tokens)
         sources = self._publish(pages, entries, slots, lease)
         self._tiers.store([entry.page for _, entry in sources], sources)

@@ -199,6 +199,7 @@ class GroupTable(RequestTable):
                     wanted[g].append(number)
                     places[g, number] = block
                     self.states.keep(request_id, block)
+            self._of_groups.stand(known.names, wanted)
             for pool, chain in enumerate(known.names.chain(wanted, known.last)):
                 if chain:
                     known.last[pool] = chain[-1]

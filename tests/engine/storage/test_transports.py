@@ -19,6 +19,7 @@ from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
 from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
+from gdscache.testing.suite_bytes import BytesCases
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
 from tests.support.places import SUPPORT
@@ -66,6 +67,13 @@ class TestUringDirect(TransportSuite):
 class TestUringBuffered(TransportSuite):
     def make_transport(self, threads: int) -> Transport:
         return NativeByDisk(threads, "off")
+
+
+@pytest.mark.suite
+@pytest.mark.usefixtures("_uring")
+class TestEverySectorByItself(BytesCases):
+    sectors = 2048  # the whole file
+    make_transport = TestUringBuffered.make_transport
 
 
 @needs_kvikio

@@ -12,7 +12,7 @@ from gdscache.config import Config
 from gdscache.config.pools import pool_parts
 from gdscache.errors import CapacityError, GeometryError
 from gdscache.groups.base import Group
-from gdscache.groups.pools import pools_of, shares
+from gdscache.groups.pools import EVERY, interval, pools_of, shares
 from gdscache.pages.keys import namespace_digest
 
 KV: dict[str, Any] = {"name": "tiny", "kv_heads": 4, "head_dim": 32, "page_tokens": 16}
@@ -98,18 +98,33 @@ def test_parts_have_directories_and_events_of_their_own() -> None:
     st.lists(st.integers(1, 1 << 22), min_size=5, max_size=5),
     st.sampled_from([0, 64, 4096, 1 << 20]),
     st.integers(1, 1 << 16),
+    st.integers(1, 1 << 17),
 )
 def test_shares_are_of_one_whole_and_none_gets_nothing(
-    keeps: list[Any], sizes: list[int], every: int, span: int
+    keeps: list[Any], sizes: list[int], every: int, span: int, prompt: int
 ) -> None:
     groups = [Group(f"g{n}", (n,), 16, kept, span) for n, kept in enumerate(keeps)]
     pools = pools_of(groups)
-    found = shares(groups, pools, sizes[: len(pools)], every)
+    found = shares(groups, pools, sizes[: len(pools)], every, prompt)
     assert sum(found) == pytest.approx(1.0)
     assert all(share > 0 for share in found)
-    same = shares(groups, pools, [4096] * len(pools), every)
+    same = shares(groups, pools, [4096] * len(pools), every, prompt)
     for kept, share in zip(keeps, same, strict=True):  # who keeps all tokens gets no less than anybody
         assert kept != "all" or share == max(same)
+
+
+@pytest.mark.parametrize(("page", "state", "every"), [(64 << 10, 1 << 20, 8192), (64 << 10, 100 << 20, 409_600)])
+def test_large_states_are_kept_seldom_and_have_room_for_one_a_prompt(page: int, state: int, every: int) -> None:
+    """Between ends of prompts they take a sixteenth of the pages' bytes at most; small ones lack no room."""
+    groups = [Group("full", (0,), 16), Group("state", (1,), 16, "state")]
+    pools = pools_of(groups)
+    assert interval(groups, pools, [page, state]) == every
+    assert interval(groups[1:], pools_of(groups[1:]), [state]) == EVERY
+    for prompt in (1024, 8192, 65_536):
+        _, share = shares(groups, pools, [page, state], every, prompt)
+        left = (1 + prompt // every) * state / (prompt // 16 * page)
+        assert share == pytest.approx(left / (1 + left))
+    assert shares(groups, pools, [page, 64], every, 8192)[1] == pytest.approx(0.01, rel=0.02)
 
 
 NAMES = st.fixed_dictionaries(
