@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "tiers": "config cuda disk extents gate index moves native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages runtime tiers tracing",
     "prefetch": "load moves pages runtime",
-    "ranks": "config cuda disk extents kernels load moves native pages runtime storage",
+    "ranks": "config cuda disk extents kernels load moves native pages runtime storage tiers",
     "store": "cuda index moves native pages runtime tiers",
     "metrics": "moves policies prefetch tiers",
     "sequence": "cuda index load pages store tiers",
@@ -65,7 +65,8 @@ MAY_IMPORT = {
     "hybrid_handles": "groups load moves pages prefetch store tiers",
     "hybrid": "config cuda engine events gate groups hybrid_handles load metrics pages prefetch ranks tiers tracing",
     "integrations": (
-        "config cuda engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
+        "config cuda disk engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime "
+        "store"
     ),
     "testing": "cuda pages storage",
 }
