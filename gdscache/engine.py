@@ -24,6 +24,7 @@ from gdscache.errors import (
     InvalidValueError,
     SequenceStateError,
     SlotCountError,
+    TierUnavailableError,
 )
 from gdscache.events.base import GroupFacts, KVEventBatch
 from gdscache.events.names import NamedEvents
@@ -45,6 +46,7 @@ from gdscache.prefetch.handle import Prefetch
 from gdscache.prefetch.trial import try_files
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import RanksExecutor
+from gdscache.ranks.lender import Lender, Named
 from gdscache.runtime.calls import Calls
 from gdscache.sequence import Sequence as TokenSequence
 from gdscache.sizes import MAX_SIZE
@@ -277,6 +279,28 @@ class CacheEngine:
             if why is not None:
                 manager.sample = hit.words
             return hit
+
+    def lookup_pages(self, pages: Sequence[Page]) -> Hit:
+        """`lookup`, of pages that are named already, without a gate: the first of them that are cached."""
+        with self.calls:
+            manager = self.manager
+            manager.have_watched()
+            tiers = tuple(manager.lookup(pages, 0))
+            return Hit(0, len(tiers) * self.layout.page_tokens, tiers, None, tuple(pages[: len(tiers)]))
+
+    def present(self, pages: Sequence[Page]) -> bytes:
+        """1 for each page that is cached, 0 for the others. Counts nothing, not even a use."""
+        return self.manager.visible([page.key for page in pages])
+
+    def lend(self, named: Named) -> Lender:
+        """Lend pages of the SSD to other processes of this host, whose planes have the same bytes, from now on, until
+        the `Lender` is closed, before this engine is. `named`: see `Lender`. Raises `TierUnavailableError` where there
+        is no SSD, and what the `Lender` raises."""
+        ssd, section = self.manager.ssd, self.config.ssd
+        if ssd is None or section is None:
+            raise TierUnavailableError("this engine has no SSD whose pages it could lend", "add a section ssd")
+        reading = {"transport": section.transport, "threads": section.threads}
+        return Lender(self.manager, self.layout, ssd.io.slab, reading, self.namespace(), named)
 
     def peek(self, tokens: Any, salt: str = "") -> int:
         """How many tokens of the full pages of `tokens` are cached, from the first on. Unlike `lookup` it counts

@@ -33,6 +33,13 @@ SOURCES = [  # whose order of calls the integrations rest on
     f"{_CACHE}.unified_cache.linker_factory:create_unified_cache_linker",
     "sglang.srt.managers.cache_controller:HiCacheController._page_get_zero_copy",
     "sglang.srt.managers.cache_controller:HiCacheController._page_set_zero_copy",
+    "sglang.srt.managers.cache_controller:HiCacheController.backup_thread_func",  # which ranks store
+    "sglang.srt.managers.cache_controller:HiCacheController.attach_storage_backend",  # all ranks open together
+    f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController.attach_storage_backend",
+    f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController._sync_prefetch_hit_query",
+    f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController._page_backup_with_stable_layout",
+    f"{_CACHE}.hybrid_cache.hybrid_cache_controller:HybridCacheController._sync_trailing_keys",
+    f"{_CACHE}.pool_host.mamba:MambaPoolHost.init_kv_buffer",  # where a state lies
     f"{_CACHE}.unified_radix_cache:UnifiedRadixCache._reset_full",  # a flush ends with the host pool's `clear`
     "sglang.srt.managers.scheduler:Scheduler.attach_hicache_storage_wrapped",  # what is published before, and behind
     "sglang.srt.managers.scheduler:Scheduler.detach_hicache_storage_wrapped",
@@ -45,10 +52,10 @@ SOURCES = [  # whose order of calls the integrations rest on
 ]
 FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:HiCacheStorageConfig": [
-        "tp_size", "pp_size", "attn_cp_size", "dcp_size", "extra_config",
+        "tp_rank", "tp_size", "pp_size", "attn_cp_size", "dcp_size", "is_mla_model", "extra_config",
     ],
     f"{_CACHE}.hicache_storage:HiCacheStorageExtraInfo": ["prefix_keys"],
-    f"{_CACHE}.hicache_storage:PoolTransfer": ["name", "keys", "host_indices", "device_indices"],
+    f"{_CACHE}.hicache_storage:PoolTransfer": ["name", "keys", "host_indices", "device_indices", "hit_policy"],
     f"{_CACHE}.hicache_storage:PoolTransferResult": ["kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"],
     f"{_CACHE}.cache_init_params:CacheInitParams": ["page_size", "req_to_token_pool", "token_to_kv_pool_allocator"],
     "sglang.srt.server_args:ServerArgs": ["resolved_dict"],  # its fields are in our table, see `_unknown`

@@ -26,16 +26,33 @@ BATCH = 8  # pages of one call; 128 of SGLang's, which the pool here has not
 
 
 class HiCacheRig(host.PoolRig):
-    """A tree with a host pool, and our storage below. `policy`: one of HiCache's for a request whose pages come."""
+    """A tree with a host pool, and our storage below. `policy`: one of HiCache's for a request whose pages come.
 
-    def __init__(self, folder: Path, policy: str, *, timeout: float = 0.3, **changes: Any) -> None:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    With several `ranks` each is a process, which makes one of these as rank number `rank`, and calls it as all of them
+    do, in one order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        policy: str,
+        *,
+        timeout: float = 0.3,
+        kind: str = "mha",
+        rank: int = 0,
+        ranks: int = 1,
+        **changes: Any,
+    ) -> None:
+        if not torch.distributed.is_initialized():
+            where = f"file://{folder}/group"
+            torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
         common._cuda_host_register = lambda *arguments, **more: None  # page-locking is CUDA's
         cache_controller.STORAGE_BATCH_SIZE = BATCH
         config = rig.sections(folder, cpu=None, **changes)
         more = {"prefetch_threshold": rig.PAGE, "prefetch_timeout_base": timeout, "prefetch_timeout_per_ki_token": 0}
         args = rig.server_args(
             folder,
+            tp_size=ranks,
             enable_hierarchical_cache=True,
             hicache_ratio=2.0,
             hicache_mem_layout="page_first_direct",
@@ -45,8 +62,8 @@ class HiCacheRig(host.PoolRig):
             hicache_storage_prefetch_policy=policy,
             hicache_storage_backend_extra_config=json.dumps({**host.DYNAMIC, **more, "config": config}),
         )
-        rig.runtime_context.get_parallel().override_permanently(tp_rank=0, pp_rank=0)
-        params = rig.tree_params(rig.device_pool("mha"), tp_cache_group=torch.distributed.group.WORLD)
+        rig.runtime_context.get_parallel().override_permanently(tp_rank=rank, tp_size=ranks, pp_rank=0)
+        params = rig.tree_params(rig.device_pool(kind), tp_cache_group=torch.distributed.group.WORLD)
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(args, params)
         self.pool = self.tree.cache_controller.storage_host_pool

@@ -41,7 +41,7 @@ def scraped() -> dict[str, float]:
         for sample in metric.samples:
             if sample.name.startswith("sglang:gdscache_"):
                 labels = dict(sample.labels)
-                assert labels.pop("model_name") == "small"
+                assert (labels.pop("model_name"), labels.pop("group")) == ("small", "")
                 found[" ".join([sample.name, *(labels[name] for name in sorted(labels))])] = sample.value
     return found
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "namespace", "metrics")]
+FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "pools", "namespace", "metrics")]
 CASES = {  # the file of each
     node.name: file
     for file in FILES
@@ -55,10 +55,10 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def run(case: str, folder: Path) -> str:
+def run(case: str, folder: Path, seconds: float = LIMIT_S) -> str:
     child = start(CASES[case], case, folder)
     try:
-        output, _ = child.communicate(timeout=LIMIT_S)
+        output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         child.kill()
         raise AssertionError(f"{case} hangs:\n{child.communicate()[0][-4000:]}") from None
@@ -70,6 +70,15 @@ def run(case: str, folder: Path) -> str:
 @pytest.mark.parametrize("case", sorted(CASES.keys() - PAIRED))
 def test_case(case: str, tmp_path: Path) -> None:
     run(case, tmp_path)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif("GDSCACHE_EXAMPLES" not in os.environ, reason="takes 15 minutes in all: GDSCACHE_EXAMPLES=suites")
+@pytest.mark.parametrize("case", [case for case in CASES if "_at_random" in case])
+def test_ten_thousand_operations_of_two_ranks(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDSCACHE_OPERATIONS", "2500")
+    monkeypatch.setenv("GDSCACHE_LIMIT_S", "1100")
+    run(case, tmp_path, 1150)
 
 
 def test_killed_in_the_middle_of_stores(tmp_path: Path) -> None:

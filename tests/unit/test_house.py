@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "tiers": "config cuda disk extents gate index moves native pages policies pool runtime storage tracing",
     "load": "config cuda index moves native pages runtime tiers tracing",
     "prefetch": "load moves pages runtime",
-    "ranks": "config cuda disk extents kernels load moves native pages runtime storage",
+    "ranks": "config cuda disk extents kernels load moves native pages runtime storage tiers",
     "store": "cuda index moves native pages runtime tiers",
     "metrics": "moves policies prefetch tiers",
     "sequence": "cuda index load pages store tiers",
@@ -68,7 +68,8 @@ MAY_IMPORT = {
         "tracing"
     ),
     "integrations": (
-        "config cuda engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime store"
+        "config cuda disk engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime "
+        "store"
     ),
     "testing": "cuda pages storage",
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.weights import fresh_salt
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
+from gdscache.pages.hit import Hit
+from gdscache.pages.keys import Page, PageHashes
+from gdscache.ranks.lender import Lender
 from gdscache.runtime.threads import log_failure
 
 
@@ -38,8 +41,10 @@ class HostPages:
         self._page_tokens = engine.layout.page_tokens
         self._links = PageLinks()
         self._salt = ""
+        self._epoch = 0  # how often the weights were told of
         self._held = False  # the pool may have pages of weights of before
         self._used = False  # since the last flush
+        self._lender: Lender | None = None
         self._patience = 2 * engine.config.deadline
         # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
         self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
@@ -49,9 +54,32 @@ class HostPages:
         self._used = True
         found = 0
         with self._told():
-            found = self.engine.lookup(self._links.named(keys, before), salt=self._salt).tokens // self._page_tokens
+            found = self._look(keys, before).tokens // self._page_tokens
         self._count(asked=len(keys), found=found)
         return found
+
+    def present(self, keys: Sequence[str], before: Sequence[str] = ()) -> bytes:
+        """1 for each page that is stored, 0 for the others. Counts as no use of them."""
+        self._used, found = True, bytes(len(keys))
+        with self._told():
+            found = self.engine.present(self._pages(keys, before, self._salt))
+        return found
+
+    def pool(self, name: str) -> HostPages | None:
+        """What keeps a pool of SGLang's, by its name; None where nothing does."""
+        return self if name == "kv" else None
+
+    @property
+    def by_groups(self) -> dict[str, CacheEngine]:
+        """The engine, by no name."""
+        return {"": self.engine}
+
+    def lengths(
+        self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
+    ) -> tuple[dict[str, int], list[int]]:
+        """See `PoolPages.lengths`: no pool is kept beside this one."""
+        found = self.exists(keys, before)
+        return {"kv": found, **dict.fromkeys(trailing, 0)}, [] if trailing else [*range(1, found + 1)]
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
         """Bring pages into the pool, each to the tokens from `slots[i]` on; which of them are there, and good.
@@ -61,7 +89,7 @@ class HostPages:
         self._used = True
         good = [False] * len(keys)
         with self._told():
-            hit = self.engine.lookup(self._links.named(keys, before), salt=self._salt)
+            hit = self._look(keys, before)
             blocks = self._blocks(slots)[: len(hit.pages)]
             if len(blocks):
                 good[: len(blocks)] = self._load(self.engine.load(hit, blocks), len(blocks))
@@ -87,7 +115,7 @@ class HostPages:
     def clear(self) -> None:
         """Drop every page of this model. Those of weights between the files' and today's have gone already."""
         for salt in {"", self._salt}:
-            self.engine.invalidate(self.engine.namespace(salt))
+            self.engine.invalidate(*self.engine.namespaces(salt))
 
     def weights_changed(self, *, ends: bool = False) -> None:
         """Find no page of the weights of before, and store none until the flush. Called before and behind each change.
@@ -96,25 +124,57 @@ class HostPages:
         flushed behind, if it was asked to: what the pool has from then on is of before only if it was used since.
         """
         self._held = self._held or self._used or not ends
+        self._epoch += 1
         before, self._salt = self._salt, fresh_salt()  # behind the hold: whoever has it, and looks then, is held
         with self._told():
             if before:  # nobody finds these again
-                self.engine.invalidate(self.engine.namespace(before))
+                self.engine.invalidate(*self.engine.namespaces(before))
 
     def flushed(self) -> None:
         """SGLang's cache is empty: what comes now is of the weights of now."""
         self._used = self._held = False
 
+    def named(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> Sequence[Page]:
+        """The pages of hashes, for a rank whose weights have changed `epoch` times; none where they changed more often
+        here, or less. Raises `InvalidValueError`."""
+        salt = self._salt  # first the salt, which changes behind the epoch
+        if epoch != self._epoch:
+            return ()
+        return self.engine.pages(PageHashes(hashes, parent=parent), salt)
+
+    def lend(self) -> str:
+        """Lend the pages to other ranks from now on; the address for their `Borrower`."""
+        self._lender = self.engine.lend(self.named)
+        return self._lender.address
+
     def close(self) -> None:
         """Finish what was accepted, and close the engine. Twice is fine."""
+        if self._lender is not None:
+            self._lender.close()
         self.engine.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _look(self, keys: Sequence[str], before: Sequence[str]) -> Hit:
+        """The first pages that are stored, which are used now."""
+        if not self.engine.groups:
+            return self.engine.lookup(self._links.named(keys, before), salt=self._salt)
+        return self.engine.lookup_pages(self._pages(keys, before, self._salt))
+
+    def _pages(self, keys: Sequence[str], before: Sequence[str], salt: str) -> list[Page]:
+        """The names of pages. Windows and states follow nothing: each is wanted by itself."""
+        (namespace,) = self.engine.namespaces(salt)
+        pages = self._links.named(keys, before).pages(namespace)
+        if any(group.keeps != "all" for group in self.engine.groups):
+            return [Page(page.key, namespace, namespace) for page in pages]
+        return pages
+
     def _set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str], salt: str) -> list[bool]:
         kept = [False] * len(keys)
         with self._told():
-            handle = self.engine.store(self._links.named(keys, before), self._blocks(slots), salt=salt)
+            blocks = self.engine.block_table(self._blocks(slots))
+            self.engine.check_blocks(blocks)
+            handle = self.engine.store_pages(self._pages(keys, before, salt), blocks, salt)
             try:
                 report = handle.result(self._patience)
                 kept = [number not in report.dropped for number in range(len(keys))]

@@ -34,7 +34,7 @@ from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import device_planes
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
+from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_ranks, refuse_setup
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     WEIGHT_METHODS,
@@ -58,6 +58,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     ) -> None:
         server, model = resolved(server_args), process_model_config()
         refuse_setup(server)
+        refuse_ranks(server)
         refuse_model(model)
         refuse_components([component.name for component in components])
         options = LinkerOptions.of(extra_config)
@@ -94,7 +95,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._used = self._outdated = False
             self._offloads = Offloads(engine, self.counts)
             undo.callback(self._offloads.close)
-            self._told = ToldMetrics(engine, server)
+            self._told = ToldMetrics({"": engine}, server)
             undo.callback(self._told.close)
             self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
             if self._watch.last():  # another linker's time, in this process

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gdscache.errors import EngineClosedError
@@ -17,19 +18,21 @@ from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
     from gdscache.engine import CacheEngine
-    from gdscache.metrics.mirror import Mirror
+    from gdscache.metrics.mirror import Differences, Mirror
 
 EVERY_S = 1.0
 
 
 class ToldMetrics:
-    """Tells SGLang's registry of an engine, if SGLang has one, until it is closed."""
+    """Tells SGLang's registry of engines, if SGLang has one, until it is closed."""
 
-    def __init__(self, engine: CacheEngine, server: Any, every: float = EVERY_S) -> None:
-        """`server`: SGLang's settings (`facts.resolved`). `every`: seconds from one time to the next."""
-        self._engine, self._every = engine, every
+    def __init__(self, engines: Mapping[str, CacheEngine], server: Any, every: float = EVERY_S) -> None:
+        """`engines`: by the names of their groups of layers; "" of a model that has none. `server`: SGLang's settings
+        (`facts.resolved`). `every`: seconds from one time to the next."""
+        self._engines, self._every = engines, every
         self._over = threading.Event()
         self._mirror: Mirror | None = None
+        self._figures: dict[str, Differences] = {}
         if not getattr(server, "enable_metrics", False):
             return
         # Not before: Prometheus' client looks once at PROMETHEUS_MULTIPROC_DIR, which SGLang has set by now.
@@ -37,10 +40,12 @@ class ToldMetrics:
 
         from gdscache.metrics.mirror import Differences, Mirror
 
-        self._mirror = mirror = Mirror("sglang:", Counter, Gauge, Histogram, ["model_name"], registry=REGISTRY)
-        self._labels = [server.served_model_name or server.model_path]
-        self._figures = Differences(every, time.monotonic)
-        mirror.born(self._labels, engine.tiers)
+        labels = ["model_name", "group"]
+        self._mirror = mirror = Mirror("sglang:", Counter, Gauge, Histogram, labels, registry=REGISTRY)
+        self._model = server.served_model_name or server.model_path
+        self._figures = {group: Differences(every, time.monotonic) for group in engines}
+        for group, engine in engines.items():
+            mirror.born([self._model, group], engine.tiers)
         self._tell(mirror)
         self._thread = threading.Thread(target=self._serve, args=(mirror,), name="gdscache-metrics", daemon=True)
         start([self._thread], self.close)
@@ -64,4 +69,5 @@ class ToldMetrics:
             log_failure(error)
 
     def _tell(self, mirror: Mirror) -> None:
-        mirror.add(self._labels, self._figures.take(self._engine.stats()))
+        for group, engine in self._engines.items():
+            mirror.add([self._model, group], self._figures[group].take(engine.stats()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from gdscache.errors import CacheLayoutUnsupportedError
 from gdscache.integrations.settings import planes_section
 
 _DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
+_UNTRIED_POOLS = ("DSATokenToKVPool",)  # that follow the contract, and that no GPU has run
 _HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 HOST_LAYOUTS = ("page_first", "page_first_direct")
 _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
@@ -23,24 +25,39 @@ _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scal
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlanes:
-    """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes). `described`: what makes the bytes what they are."""
+    """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes), or (slots, 1, bytes) of states. `described`: what
+    makes the bytes what they are. `names`: of each layer's planes; none: K and V, or a latent.
+
+    `groups`: as `model.groups` has them, where layers keep different tokens; `layers`: where each of the model's layers
+    is in `tensors`, then.
+    """
 
     tensors: list[tuple[torch.Tensor, ...]]
     described: dict[str, object]
+    names: Sequence[tuple[str, ...]] = ()
+    groups: Sequence[Mapping[str, object]] = ()
+    layers: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that say what a page is made of."""
-        layers = [dict(zip(_names(planes), (int(t.shape[2]) for t in planes), strict=True)) for planes in self.tensors]
-        return planes_section(layers, int(self.tensors[0][0].shape[1]))
+        names = self.names or [_names(planes) for planes in self.tensors]
+        layers = [
+            dict(zip(some, (int(t.shape[2]) for t in planes), strict=True))
+            for some, planes in zip(names, self.tensors, strict=True)
+        ]
+        section = planes_section(layers, max(int(planes[0].shape[1]) for planes in self.tensors))
+        return {**section, "groups": [dict(group) for group in self.groups]} if self.groups else section
 
 
 def _names(planes: tuple[torch.Tensor, ...]) -> tuple[str, ...]:
     return ("k", "v") if len(planes) == 2 else ("latent",)
 
 
-def device_planes(pool: Any, page_tokens: int) -> PoolPlanes:
-    """A device pool of token rows. Raises `CacheLayoutUnsupportedError`."""
+def device_planes(pool: Any, page_tokens: int, *, untried: bool = False) -> PoolPlanes:
+    """A device pool of token rows. `untried`: see `LinkerOptions`. Raises `CacheLayoutUnsupportedError`."""
     kind = type(pool).__name__
+    if kind in _UNTRIED_POOLS:
+        return _indexed_planes(pool, page_tokens, untried=untried)
     _refuse_kind(kind, _DEVICE_POOLS)
     if kind == "MHATokenToKVPool":
         layout = getattr(pool, "kv_cache_layout", "nhd")
@@ -51,31 +68,66 @@ def device_planes(pool: Any, page_tokens: int) -> PoolPlanes:
         layers: list[tuple[Any, ...]] = list(zip(pool.k_buffer, pool.v_buffer, strict=True))
     else:
         layers = [(buffer,) for buffer in pool.kv_buffer]
+    _refuse_parts(pool)
+    tensors = [tuple(rows_of(buffer, page_tokens) for buffer in layer) for layer in layers]
+    shapes = [[list(buffer.shape[1:]) for buffer in layer] for layer in layers]
+    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes})
+
+
+def _refuse_parts(pool: Any) -> None:
     scaled = [name for name in _SCALES if getattr(pool, name, None) is not None]
     if scaled or getattr(pool, "post_capture_active", False):
         what = f"has scales beside it ({scaled[0]})" if scaled else "has its memory only after graphs were captured"
         raise CacheLayoutUnsupportedError(f"the KV cache {what}", "set --kv-cache-dtype auto, and no flag that does so")
-    tensors = [tuple(_rows(buffer, page_tokens) for buffer in layer) for layer in layers]
-    shapes = [[list(buffer.shape[1:]) for buffer in layer] for layer in layers]
-    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes})
+
+
+def _indexed_planes(pool: Any, page_tokens: int, *, untried: bool) -> PoolPlanes:
+    """Latents, and beside them the keys of an indexer that chooses among them, a row of which is a page."""
+    if not untried:
+        raise CacheLayoutUnsupportedError(
+            "the model keeps an indexer's keys beside its latents (sparse attention), which no GPU has run with this "
+            "linker",
+            'use another model; to try it, add "untried": true to linker_extra_config, and compare answers',
+        )
+    _refuse_parts(pool)
+    index = [part for part in pool.index_k_with_scale_buffer if part is not None and part.numel()]
+    if getattr(pool, "index_kpool", 1) != 1 or len(index) != len(pool.kv_buffer):
+        raise CacheLayoutUnsupportedError(
+            f"{len(index)} of {len(pool.kv_buffer)} layers have an indexer's keys, one of {pool.index_kpool} tokens",
+            "use a model in which each layer has an indexer's key of each token",
+        )
+    tensors = list[tuple[torch.Tensor, ...]]()
+    for latent, keys in zip(pool.kv_buffer, index, strict=True):
+        rows = rows_of(latent, page_tokens)
+        tensors.append((rows, rows_of(keys[: rows.shape[0]], page_tokens, rows_are_pages=True)))
+    shapes = [
+        [list(latent.shape[1:]), list(keys.shape[1:])] for latent, keys in zip(pool.kv_buffer, index, strict=True)
+    ]
+    described: dict[str, object] = {"pool": type(pool).__name__, "dtype": str(pool.dtype), "rows": shapes}
+    return PoolPlanes(tensors, described, names=[("latent", "index")] * len(tensors))
 
 
 def host_planes(pool: Any) -> PoolPlanes:
     """A host pool of HiCache, a page of which is one run (K and V apart). Raises `CacheLayoutUnsupportedError`."""
     kind = type(pool).__name__
     _refuse_kind(kind, _HOST_POOLS)
-    if pool.layout not in HOST_LAYOUTS:
-        raise CacheLayoutUnsupportedError(
-            f"the host pool's layout is {pool.layout!r}: a page is not one run of bytes",
-            f"set --hicache-mem-layout to {' or '.join(HOST_LAYOUTS)}",
-        )
+    refuse_layout(pool.layout)
     if getattr(pool, "dcp_size", 1) != 1:
         raise CacheLayoutUnsupportedError(f"pages are spread over {pool.dcp_size} ranks", "set --dcp-size 1")
     buffer, page = pool.kv_buffer, int(pool.page_size)
     parts = list(buffer) if kind == "MHATokenToKVPoolHost" else [buffer]
-    tensors = tuple(_rows(part.reshape(-1, _page_elements(pool, part)), page, rows_are_pages=True) for part in parts)
+    tensors = tuple(rows_of(part.reshape(-1, _page_elements(pool, part)), page, rows_are_pages=True) for part in parts)
     described: dict[str, object] = {"pool": kind, "layout": pool.layout, "dtype": str(pool.dtype)}
     return PoolPlanes([tensors], {**described, "page": [list(part.shape[1:]) for part in parts]})
+
+
+def refuse_layout(layout: str) -> None:
+    """Raise for a host pool's layout in which a page is not one run of bytes."""
+    if layout not in HOST_LAYOUTS:
+        raise CacheLayoutUnsupportedError(
+            f"the host pool's layout is {layout!r}: a page is not one run of bytes",
+            f"set --hicache-mem-layout to {' or '.join(HOST_LAYOUTS)}",
+        )
 
 
 def _refuse_kind(kind: str, known: tuple[str, ...]) -> None:
@@ -96,7 +148,7 @@ def _page_elements(pool: Any, part: torch.Tensor) -> int:
     return part.numel() // pages
 
 
-def _rows(buffer: torch.Tensor, page_tokens: int, *, rows_are_pages: bool = False) -> torch.Tensor:
+def rows_of(buffer: torch.Tensor, page_tokens: int, *, rows_are_pages: bool = False) -> torch.Tensor:
     """Its bytes as (pages, page_tokens, bytes of a token), over the same memory."""
     slots = int(buffer.shape[0]) * (page_tokens if rows_are_pages else 1)
     each = math.prod(buffer.shape[1:]) * buffer.element_size()

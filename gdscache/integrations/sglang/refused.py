@@ -13,6 +13,7 @@ from gdscache.errors import (
     AdaptersUnsupportedError,
     AttentionUnsupportedError,
     CacheGroupsUnsupportedError,
+    CacheLayoutUnsupportedError,
     ConnectorRoleError,
     EmbeddingsUnsupportedError,
     IntegrationError,
@@ -43,7 +44,6 @@ class _Rule:
 RULES = (
     _Rule(
         (
-            "tp_size",
             "pp_size",
             "dp_size",
             "ep_size",
@@ -54,8 +54,15 @@ RULES = (
             "dwdp_size",
         ),
         ParallelismUnsupportedError,
-        "a model is spread over several ranks",
-        "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+        "a model is spread over ranks otherwise than by --tp-size",
+        "set --tp-size alone, or run one server a GPU, each with an ssd.path of its own",
+        fine=(1,),
+    ),
+    _Rule(
+        ("nnodes",),
+        ParallelismUnsupportedError,
+        "a model is spread over several hosts",
+        "the ranks of one host are supported: run a server a host, each with an ssd.path of its own",
         fine=(1,),
     ),
     _Rule(
@@ -97,6 +104,12 @@ RULES = (
         "leave the cache out of this server",
     ),
     _Rule(
+        ("enable_int8_mamba_checkpoint", "enable_linear_replayssm", "enable_linear_replayssm_spec"),
+        CacheLayoutUnsupportedError,
+        "a state is not all in its slot",
+        "leave it out",
+    ),
+    _Rule(
         ("enable_mis",),
         AttentionUnsupportedError,
         "items that are scored beside each other do not see each other, and no page's name says so",
@@ -115,6 +128,15 @@ def refuse_setup(server: Any) -> None:
             raise rule.error(
                 f"{', '.join(f'{name} is {value!r}' for name, value in wrong.items())}: {rule.why}", rule.hint
             )
+
+
+def refuse_ranks(server: Any) -> None:
+    """Raise where a model is spread over several GPUs: for who serves one. `server`: SGLang's `ServerArgs`."""
+    if (size := getattr(server, "tp_size", 1) or 1) != 1:
+        raise ParallelismUnsupportedError(
+            f"tp_size is {size!r}: the linker serves one rank",
+            "run one server a GPU, each with an ssd.path of its own, or take the storage below HiCache",
+        )
 
 
 def refuse_components(names: Collection[str]) -> None:

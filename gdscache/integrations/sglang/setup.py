@@ -23,6 +23,7 @@ from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.sglang.facts import directory_of, facts_of
 from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.ranks import ALONE, RankPlace
 from gdscache.integrations.weights import weights_read
 
 # Methods of SGLang's `WeightUpdater` that write weights. What comes between a begin and an end flushes its cache if
@@ -102,12 +103,14 @@ def configuration(
     source: str,
     *,
     cpu: bool,
+    place: RankPlace = ALONE,
 ) -> Config:
     """The engine's, over these planes. `server`: SGLang's settings (`resolved`). `model`: its `ModelConfig`.
-    `version`: SGLang's. `cpu`: whether it is to have a CPU tier, or to have none.
+    `version`: SGLang's. `cpu`: whether it is to have a CPU tier, or to have none. `place`: the rank whose it is.
 
     Raises `ConfigError` subclasses, and `WeightsNotFoundError` where nothing names the weights.
     """
+    planes = dataclasses.replace(planes, described={**planes.described, **place.described()})
     described = model_of(server, model, planes, version)
     found = engine_configuration(config, described, lambda: weights_of(server), source)
     if cpu and found.cpu is None:
@@ -121,7 +124,9 @@ def configuration(
             "pages in host memory, and this is the SSD tier below it",
             "`gdscache config init sglang-hicache` writes one that has ssd and no cpu",
         )
-    return found
+    if found.ssd is not None:
+        place.refuse_directory(found.ssd.path)
+    return place.part(found)
 
 
 def model_of(server: Any, model: Any, planes: PoolPlanes, version: str) -> dict[str, object]:

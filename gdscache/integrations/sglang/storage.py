@@ -10,6 +10,8 @@ docs/sglang.md says what works and what is refused. This class only hands over t
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -27,12 +30,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
 
+from gdscache.config import Config
 from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
+from gdscache.hybrid import HybridEngine
+from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.planes import host_planes
+from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.pools import KV, PoolPages, pools_planes, refuse_pool
+from gdscache.integrations.sglang.ranks import AllRanks, RankPlace
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     ENDS_UPDATE,
@@ -42,10 +50,13 @@ from gdscache.integrations.sglang.setup import (
     storage_config_of,
 )
 from gdscache.integrations.watching import WeightWatch
+from gdscache.pages.keys import namespace_digest
+from gdscache.ranks.borrower import Borrower
 
+Pages = HostPages | PoolPages | BorrowedPages
 _FLUSH = "clear"  # the host pool's method that a flush ends with; a new pool begins with it, too
 _log = logging.getLogger("gdscache")
-_SIZES = ("tp_size", "pp_size", "attn_cp_size", "dcp_size")
+_SIZES = ("pp_size", "attn_cp_size", "dcp_size")
 
 
 class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
@@ -58,27 +69,73 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if wrong := {name: size for name in _SIZES if (size := getattr(storage_config, name, 1)) != 1}:
             raise ParallelismUnsupportedError(
                 ", ".join(f"{name} is {size}" for name, size in wrong.items()),
-                "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+                "set --tp-size alone, or run one server a GPU, each with an ssd.path of its own",
             )
         self._config = storage_config_of(storage_config.extra_config or {})
-        self._pages: HostPages | None = None
+        ranks = storage_config.tp_size
+        self._place = RankPlace(storage_config.tp_rank, ranks, equal=ranks > 1 and storage_config.is_mla_model)
+        self._pages: Pages | None = None
+        self._told: ToldMetrics | None = None
         self._watches: list[WeightWatch] = []
 
     # -- pools ---------------------------------------------------------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the SSD tier over the pool's memory."""
-        super().register_mem_pool_host(mem_pool_host)
-        planes = host_planes(mem_pool_host)
-        config = configuration(
-            self._config, self._server, self._model, planes, sglang.__version__, STORAGE_OPTIONS, cpu=False
-        )
+    def on_host_pools_registered(self) -> None:
+        """Open the SSD tier over the pool's memory, on all ranks or on none."""
         self.close()
-        self._pages = HostPages(CacheEngine(config, planes.tensors))
-        self._told = ToldMetrics(self._pages.engine, self._server)
-        self._watch(self._pages, type(mem_pool_host))
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            everyone = AllRanks(self._place)
+            try:
+                addresses = everyone.each(self._open_directory)
+                if self._place.equal:
+                    everyone.each(functools.partial(self._borrow, addresses[0]))
+            finally:
+                everyone.close()
+            undo.pop_all()
 
-    def _watch(self, pages: HostPages, pool: type[Any]) -> None:
+    def _open_directory(self) -> str:
+        """What this rank keeps itself; where others may ask for it, if they have the same bytes."""
+        if not self._place.leads:
+            return ""
+        planes = self._planes()
+        config = self._configuration(planes)
+        pages = PoolPages(HybridEngine(config, planes.tensors)) if planes.groups else _alone(config, planes)
+        self._pages = pages
+        assert config.ssd is not None, "the SSD tier"
+        self._place.claim(config.ssd.path)
+        if self._place.rank == 0:  # its figures are those of all ranks
+            self._told = ToldMetrics(pages.by_groups, self._server)
+        self._watch(pages, type(self.mem_pool_host))
+        return pages.lend() if isinstance(pages, HostPages) and self._place.equal else ""
+
+    def _planes(self) -> PoolPlanes:
+        """Those of all host pools."""
+        pools = {KV: self.mem_pool_host} | {str(name): pool for name, pool in self._registered.items()}
+        if self._place.equal and len(pools) > 1:
+            raise CacheGroupsUnsupportedError(
+                f"the model has host pools {', '.join(sorted(pools))}, and tp_size is {self._place.ranks}: all ranks "
+                "have the same latents (MLA), and other states",
+                "set --tp-size 1, or leave --hicache-storage-backend out",
+            )
+        text = self._model.hf_text_config
+        return pools_planes(pools, getattr(text, "sliding_window", None))
+
+    def _borrow(self, address: str) -> str:
+        if not self._place.leads:
+            planes = self._planes()
+            config = self._configuration(planes)
+            namespace = namespace_digest(config.model.namespace_fields())
+            borrower = Borrower(planes.tensors, config, namespace, address, self._place.rank)
+            self._pages = BorrowedPages(borrower, config.model.page_tokens)
+            self._watch(self._pages, type(self.mem_pool_host))
+        return ""
+
+    def _configuration(self, planes: PoolPlanes) -> Config:
+        about = self._server, self._model, planes, sglang.__version__, STORAGE_OPTIONS
+        return configuration(self._config, *about, cpu=False, place=self._place)
+
+    def _watch(self, pages: Pages, pool: type[Any]) -> None:
         """From now on for as long as it is open; and what came before it, in this process, counts too."""
         from_start = get_context().config_leaf("hicache_storage_backend") is not None  # None: attached to a server
         updates = WeightWatch(
@@ -104,12 +161,13 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        if host_pool_name != PoolName.KV:
-            raise CacheGroupsUnsupportedError(
-                f"the model has a host pool {host_pool_name!s} beside that of K and V",
-                "use a model whose every layer attends to all tokens",
-            )
+        refuse_pool(str(host_pool_name))
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    @property
+    def _registered(self) -> dict[Any, Any]:
+        """By their names, those of SGLang's that were registered one by one."""
+        return getattr(self, "registered_pools", {})
 
     # -- one pool ------------------------------------------------------------------------------------------------------
 
@@ -137,11 +195,14 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        found = self.batch_exists(keys, extra_info)
-        others = {str(one.name): 0 for one in pool_transfers or [] if one.name != PoolName.KV}
-        usable = 0 if others else found  # a pool that is not kept has no page
-        result = PoolTransferResult(kv_hit_pages=usable, extra_pool_hit_pages={**others, str(PoolName.KV): found})
-        result.restorable_prefix_pages = list(range(1, usable + 1))
+        trailing = {
+            str(one.name): max(1, len(one.keys or ())) if one.hit_policy == PoolHitPolicy.TRAILING_PAGES else None
+            for one in pool_transfers or []
+            if one.name != PoolName.KV
+        }
+        reach, lengths = self._open.lengths(keys, trailing, _before(extra_info))
+        result = PoolTransferResult(kv_hit_pages=max(lengths, default=0), extra_pool_hit_pages=reach)
+        result.restorable_prefix_pages = lengths
         return result
 
     def batch_get_v2(
@@ -157,11 +218,11 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _transfer(
         self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None, *, store: bool
     ) -> list[bool]:
-        keys = transfer.keys or []
-        if transfer.name != PoolName.KV or transfer.host_indices is None:
+        keys, pages = transfer.keys or [], self._open.pool(str(transfer.name))
+        if pages is None or transfer.host_indices is None:
             return [False] * len(keys)
-        move = self.batch_set_v1 if store else self.batch_get_v1
-        return move(keys, transfer.host_indices, extra_info)
+        slots = self._slots(transfer.host_indices, self._registered.get(transfer.name, self.mem_pool_host))
+        return (pages.set if store else pages.get)(keys, slots, _before(extra_info))
 
     # -- the oldest calls, which copy each page once more --------------------------------------------------------------
 
@@ -190,23 +251,31 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         pages, self._pages = self._pages, None
         for watch in watches:
             watch.close()
+        told, self._told = self._told, None
+        if told is not None:
+            told.close()
         if pages is not None:
-            self._told.close()
             pages.close()
 
     @property
-    def engine(self) -> CacheEngine:
-        """The engine, for `stats()` and the like."""
-        return self._open.engine
+    def engine(self) -> CacheEngine | HybridEngine:
+        """The engine, for `stats()` and the like, of a rank that has one."""
+        assert isinstance(self._pages, (HostPages, PoolPages)), "the first rank has it"
+        return self._pages.engine
 
     @property
-    def _open(self) -> HostPages:
+    def _open(self) -> Pages:
         assert self._pages is not None, "no host pool was registered, or the storage was closed"
         return self._pages
 
-    def _slots(self, host_indices: torch.Tensor) -> Sequence[int]:
-        found: list[int] = host_indices[:: self.mem_pool_host.page_size].tolist()
+    def _slots(self, host_indices: torch.Tensor, pool: Any = None) -> Sequence[int]:
+        """The first token of each page, or the slot of each state. `pool`: SGLang's, by default that of all tokens."""
+        found: list[int] = host_indices[:: (pool or self.mem_pool_host).page_size].tolist()
         return found
+
+
+def _alone(config: Config, planes: PoolPlanes) -> HostPages:
+    return HostPages(CacheEngine(config, planes.tensors))
 
 
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> Sequence[str]:

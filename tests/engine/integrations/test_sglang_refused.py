@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from gdscache import errors
-from gdscache.errors import CacheGroupsUnsupportedError, IntegrationError, MediaUnsupportedError, RopeByLengthError
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
+from gdscache.errors import (
+    CacheGroupsUnsupportedError,
+    IntegrationError,
+    MediaUnsupportedError,
+    ParallelismUnsupportedError,
+    RopeByLengthError,
+)
+from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_ranks, refuse_setup
 
 LIMIT = 4096
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -21,10 +27,10 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         *(
             ({name: 2}, "ParallelismUnsupportedError", "one server a GPU")
             for name in (
-                "tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dp_size", "dcp_size", "ep_size", "moe_dp_size",
-                "dwdp_size",
+                "pp_size", "dp_size", "attn_cp_size", "attn_dp_size", "dcp_size", "ep_size", "moe_dp_size", "dwdp_size",
             )
         ),
+        ({"nnodes": 2}, "ParallelismUnsupportedError", "a server a host"),
         ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
         ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
         ({"is_embedding": True}, "EmbeddingsUnsupportedError", "leave the cache out"),
@@ -49,6 +55,16 @@ def test_settings_that_are_not_refused() -> None:
     refuse_setup(SimpleNamespace())
     refuse_setup(SimpleNamespace(speculative_algorithm="NGRAM", tp_size=1, dcp_size=None, disaggregation_mode="null"))
     refuse_setup(SimpleNamespace(enable_lora=False, lora_paths=[], dllm_algorithm=None))
+
+
+def test_ranks() -> None:
+    """The storage serves several, the linker one."""
+    refuse_setup(SimpleNamespace(tp_size=8, nnodes=1))
+    for size in (None, 1):
+        refuse_ranks(SimpleNamespace(tp_size=size))
+    with pytest.raises(ParallelismUnsupportedError, match="tp_size is 2") as raised:
+        refuse_ranks(SimpleNamespace(tp_size=2))
+    assert "HiCache" in raised.value.hint
 
 
 def test_components() -> None:

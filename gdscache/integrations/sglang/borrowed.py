@@ -1,0 +1,78 @@
+"""Pages between a host pool of SGLang's and another rank's SSD tier, where both ranks keep the same bytes (MLA)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from gdscache.errors import GdsCacheError
+from gdscache.integrations.sglang.pages import digest
+from gdscache.moves import PageStatus
+from gdscache.ranks.borrower import Borrower
+from gdscache.runtime.threads import log_failure
+
+
+class BorrowedPages:
+    """What `HostPages` does, for a rank that reads the pages that the first rank has stored. Thread-safe.
+
+    A change of weights is seen by each rank at a time of its own. Pages are found when both have seen as many.
+    """
+
+    def __init__(self, borrower: Borrower, page_tokens: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._borrower, self._page_tokens = borrower, page_tokens
+        self._epoch = 0
+
+    def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
+        """See `HostPages.exists`."""
+        try:
+            return self._borrower.find([digest(key) for key in keys], _parent(before), self._epoch)
+        except GdsCacheError as error:
+            log_failure(error)
+            return 0
+
+    def pool(self, name: str) -> BorrowedPages | None:
+        """See `HostPages.pool`."""
+        return self if name == "kv" else None
+
+    def lengths(
+        self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
+    ) -> tuple[dict[str, int], list[int]]:
+        """See `HostPages.lengths`."""
+        found = self.exists(keys, before)
+        return {"kv": found, **dict.fromkeys(trailing, 0)}, [] if trailing else [*range(1, found + 1)]
+
+    def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
+        """See `HostPages.get`."""
+        blocks = (np.asarray(slots, np.int64) // self._page_tokens).reshape(-1, 1)
+        came: list[PageStatus] = []
+        try:
+            came = self._borrower.load([digest(key) for key in keys], _parent(before), self._epoch, blocks)
+        except GdsCacheError as error:
+            log_failure(error)
+        good = [status is PageStatus.LOADED for status in came]
+        return good + [False] * (len(keys) - len(good))
+
+    def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
+        """The first rank stores: SGLang asks no other to."""
+        return [False] * len(keys)
+
+    def clear(self) -> None:
+        """The first rank does."""
+
+    def weights_changed(self, *, ends: bool = False) -> None:
+        """See `HostPages.weights_changed`."""
+        self._epoch += 1
+
+    def flushed(self) -> None:
+        """Nothing is stored here."""
+
+    def close(self) -> None:
+        """Give everything back. Twice is fine."""
+        self._borrower.close()
+
+
+def _parent(before: Sequence[str]) -> bytes | None:
+    return digest(before[-1]) if before else None

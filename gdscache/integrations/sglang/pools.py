@@ -1,0 +1,144 @@
+"""HiCache's host pools of hybrid models below one storage: a pool of windows, or of states, beside that of all tokens.
+
+SGLang asks for each pool by its name, and for the lengths at which all of them have what a prefix needs. Nothing of
+SGLang is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gdscache.engine import CacheEngine
+from gdscache.errors import CacheGroupsUnsupportedError
+from gdscache.hybrid import HybridEngine
+from gdscache.integrations.sglang.host import HostPages
+from gdscache.integrations.sglang.planes import PoolPlanes, host_planes, refuse_layout, rows_of
+
+KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
+_STATES = "MambaPoolHost"
+
+
+def refuse_pool(name: str) -> None:
+    """Raise for a host pool that is not kept, by SGLang's name of it."""
+    if name not in (KV, WINDOWS, STATES):
+        raise CacheGroupsUnsupportedError(
+            f"the model has a host pool {name!r}; {KV}, {WINDOWS} and {STATES} are supported",
+            "use a model whose layers keep all tokens, a sliding window, or a state, or leave "
+            "--hicache-storage-backend out",
+        )
+
+
+def pools_planes(pools: Mapping[str, Any], window: int | None) -> PoolPlanes:
+    """The planes of host pools, by SGLang's names of them: a layer each. `window`: tokens that one attends to.
+
+    Raises `CacheLayoutUnsupportedError`, and `CacheGroupsUnsupportedError` for pools that are not kept.
+    """
+    for name in pools:
+        refuse_pool(name)
+    if {*pools} == {KV}:
+        return host_planes(pools[KV])
+    page = int(pools[KV].page_size)
+    names = sorted(pools)
+    each = {name: _state_planes(pool) if name == STATES else host_planes(pool) for name, pool in pools.items()}
+    groups: list[dict[str, object]] = []
+    for at, name in enumerate(names):
+        about: dict[str, object] = {"name": name, "layers": [at], "page_tokens": page}
+        if name == WINDOWS:
+            about["window"] = window or page
+        elif name == STATES:
+            about["state"] = True
+        groups.append(about)
+    return PoolPlanes(
+        [each[name].tensors[0] for name in names],
+        {"pools": {name: each[name].described for name in names}},
+        [each[name].names[0] if each[name].names else _names(each[name]) for name in names],
+        groups,
+    )
+
+
+def _names(planes: PoolPlanes) -> tuple[str, ...]:
+    return ("k", "v") if len(planes.tensors[0]) == 2 else ("latent",)
+
+
+def _state_planes(pool: Any) -> PoolPlanes:
+    """A pool of states: of each slot, the states of all layers side by side."""
+    kind = type(pool).__name__
+    if kind != _STATES:
+        raise CacheGroupsUnsupportedError(
+            f"the model's states are in a {kind}; {_STATES} is supported", "leave --hicache-storage-backend out"
+        )
+    refuse_layout(pool.layout)
+    parts = {"state": pool.temporal_buffer} | {f"conv{n}": part for n, part in enumerate(pool.conv_buffer)}
+    parts |= {f"beside{n}": part for n, part in enumerate(pool.slot_state_buffers)}
+    parts = {name: part for name, part in parts.items() if part.numel()}
+    described: dict[str, object] = {name: [str(part.dtype), list(part.shape[1:])] for name, part in parts.items()}
+    tensors = tuple(rows_of(part, 1) for part in parts.values())
+    return PoolPlanes([tensors], {"pool": kind, "layout": pool.layout, **described}, [tuple(parts)])
+
+
+class PoolPages:
+    """Pages of all pools. Thread-safe. Each pool is `HostPages` over an engine of its own."""
+
+    def __init__(self, engine: HybridEngine) -> None:
+        self.engine = engine
+        self.pools = {
+            name: HostPages(one) for names, one in zip(engine.names, engine.engines, strict=True) for name in names
+        }
+
+    def pool(self, name: str) -> HostPages | None:
+        """What keeps a pool of SGLang's, by its name; None where nothing does."""
+        return self.pools.get(name)
+
+    @property
+    def by_groups(self) -> dict[str, CacheEngine]:
+        """The engines by the names of their pools."""
+        return self.engine.by_groups
+
+    def lengths(
+        self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
+    ) -> tuple[dict[str, int], list[int]]:
+        """How many of the first pages each pool has, and the lengths in pages at which all have what is needed.
+
+        `trailing`: of pools beside that of all tokens, how many of a length's last pages it needs (None: all of them).
+        Of such a pool the longest length at which it has them is told. Pools that are not kept have no page.
+        """
+        whole = self.pools[KV].exists(keys, before)
+        reach, found = {KV: whole}, [*range(1, whole + 1)]
+        for name, pages in trailing.items():
+            there = self.pools[name].present(keys[:whole], before) if name in self.pools else bytes(whole)
+            good = [n for n in range(1, whole + 1) if 0 not in there[max(0, n - (pages or n)) : n]]
+            reach[name] = good[-1] if good else 0
+            kept = set(good)
+            found = [n for n in found if n in kept]
+        return reach, found
+
+    def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
+        """Of the pool of all tokens: see `HostPages`."""
+        return self.pools[KV].exists(keys, before)
+
+    def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
+        """Of the pool of all tokens: see `HostPages`."""
+        return self.pools[KV].get(keys, slots, before)
+
+    def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
+        """Of the pool of all tokens: see `HostPages`."""
+        return self.pools[KV].set(keys, slots, before)
+
+    def clear(self) -> None:
+        for pool in self.pools.values():
+            pool.clear()
+
+    def weights_changed(self, *, ends: bool = False) -> None:
+        """See `HostPages`."""
+        for pool in self.pools.values():
+            pool.weights_changed(ends=ends)
+
+    def flushed(self) -> None:
+        """SGLang's cache is empty."""
+        for pool in self.pools.values():
+            pool.flushed()
+
+    def close(self) -> None:
+        """Finish what was accepted, and close all engines. Twice is fine."""
+        self.engine.close()

@@ -1,0 +1,137 @@
+"""SGLang's ranks of one host, each with a storage of its own: what each keeps, where, and what they do together.
+
+SGLang asks each rank and goes by the least answer. Ranks with parts of the heads keep their parts in directories of
+their own. Where all have the same bytes (MLA) the first rank keeps them, and the others read them in its directory
+(`BorrowedPages`). Nothing of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gdscache.config import Config
+from gdscache.config.pools import POOL_PREFIX, shared_sizes
+from gdscache.disk.catalog_file import CATALOG_NAME
+from gdscache.errors import ParallelismUnsupportedError, RankError, ShardsError
+
+_OPEN = datetime.timedelta(minutes=30)  # that all ranks have, while files are allocated
+_MARK = "rank"  # a file that says whose a directory is
+_RANK = re.compile(r"rank-\d+-of-(\d+)")
+
+
+class RankPlace(NamedTuple):
+    """Which rank this is. `equal`: all ranks have the same bytes."""
+
+    rank: int = 0
+    ranks: int = 1
+    equal: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether it has a directory."""
+        return self.rank == 0 or not self.equal
+
+    def described(self) -> dict[str, object]:
+        """What makes the bytes of its pages other ones than those of other numbers of ranks.
+
+        Not which rank it is, as `claim` sees to it: with the same names, ranks that evict by themselves keep the same
+        pages.
+        """
+        return {} if self.ranks == 1 else {"ranks": self.ranks}
+
+    def part(self, config: Config) -> Config:
+        """What the rank has of a configuration: sizes are of all ranks together."""
+        if self.ranks == 1:
+            return config
+        data = config.dump()
+        for path, size in shared_sizes(config):
+            if path[0] != "ssd" or not self.equal:  # the slab of equal ranks is the first one's, as a whole
+                section = data
+                for key in path[:-1]:
+                    section = section[key]
+                section[path[-1]] = size // self.ranks
+        if config.ssd is not None and not self.equal:
+            below = f"rank-{self.rank}-of-{self.ranks}"
+            data["ssd"]["path"] = str(config.ssd.path / below)
+            data["ssd"]["stripes"] = [str(path / below) for path in config.ssd.stripes]
+        return Config.from_dict(data, f"rank {self.rank}'s part, a {self.ranks}th of each size")
+
+    def refuse_directory(self, path: Path) -> None:
+        """Raise `ShardsError` where another number of ranks has pages below `path`: they would have its room too."""
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        ranks = 1 if self.equal else self.ranks
+        found = {int(match[1]) for name in names if (match := _RANK.fullmatch(name))}
+        if any(name == CATALOG_NAME or name.startswith(POOL_PREFIX) for name in names):
+            found.add(1)
+        if others := sorted(found - {ranks}):
+            raise ShardsError(
+                f"{path} holds pages in {others[0]} parts, one a rank, and this server has {ranks}",
+                "use as many GPUs (--tp-size) as wrote it, set another ssd.path for this number of them, or start "
+                f"empty: rm -r {path}",
+            )
+
+    def claim(self, path: Path) -> None:
+        """Write down in a directory of this rank's, which is open, whose it is. Raises `ShardsError` where it is
+        another's."""
+        if self.ranks == 1 or self.equal:
+            return
+        mine, told = f"{self.rank} of {self.ranks}\n", path / _MARK
+        if not told.exists():
+            told.write_text(mine)
+        if (found := told.read_text()) != mine:
+            raise ShardsError(
+                f"{path} is of rank {found.strip()[:40]!r}, and this is rank {self.rank} of {self.ranks}",
+                f"give it its name back, or start empty: rm -r {path}",
+            )
+
+
+ALONE = RankPlace()
+
+
+class AllRanks:
+    """What all ranks do at the same time, once they are started: SGLang waits for all of them there, too."""
+
+    def __init__(self, place: RankPlace) -> None:
+        """To be made by all ranks alike. Raises `ParallelismUnsupportedError` where there are other processes."""
+        self._place = place
+        self._group: Any = None
+        if place.ranks == 1:
+            return
+        distributed = torch.distributed
+        if not distributed.is_initialized() or distributed.get_world_size() != place.ranks:
+            there = distributed.get_world_size() if distributed.is_initialized() else 1
+            raise ParallelismUnsupportedError(
+                f"{there} processes serve a model of tp_size {place.ranks}",
+                "set --tp-size alone: the ranks of one host are supported",
+            )
+        self._group = distributed.new_group(backend="gloo", timeout=_OPEN)
+
+    def each(self, work: Callable[[], str]) -> list[str]:
+        """Do this rank's work, and hear what came of it on each. Where it has failed on one, all of them raise: that
+        one its error, the others a `RankError` that names it."""
+        said, error = "", None
+        try:
+            said = work()
+        except Exception as found:  # noqa: BLE001 - the other ranks wait
+            error = found
+        told: list[Any] = [(error is None, said if error is None else f"{type(error).__name__}: {error}")]
+        if self._group is not None:
+            told *= self._place.ranks
+            torch.distributed.all_gather_object(told, told[0], group=self._group)
+        if error is not None:
+            raise error
+        for rank, (good, text) in enumerate(told):
+            if not good:
+                raise RankError(f"rank {rank} has no storage: {text}", "see the log of that rank")
+        return [text for _, text in told]
+
+    def close(self) -> None:
+        if self._group is not None:
+            torch.distributed.destroy_process_group(self._group)
+            self._group = None

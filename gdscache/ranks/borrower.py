@@ -1,0 +1,290 @@
+"""Planes of this process that get pages out of another process's directory: see `Lender`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import gdscache
+from gdscache.arrays import Int64Array
+from gdscache.config import Config
+from gdscache.cuda.streams import Event
+from gdscache.disk.slab import Slab
+from gdscache.disk.slab_io import SlabIO
+from gdscache.errors import RankError, RankLostError, RankMismatchError
+from gdscache.extents.host import HostExtents
+from gdscache.kernels.copies import open_copies
+from gdscache.load.plan import CODES, STATUSES
+from gdscache.moves import PLANES, Move, PageStatus, Priority, Way
+from gdscache.moves.machine import Machine, Reserve
+from gdscache.moves.native import NativeExecutor
+from gdscache.pages.planes import PagedPlanes
+from gdscache.ranks import wire
+from gdscache.ranks.channel import Channel
+from gdscache.ranks.wire import Message
+from gdscache.runtime.threads import Flag, log_failure
+from gdscache.storage import open_transport
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from gdscache.moves import Moving
+
+CLOSE_S = 5.0  # that reads which are late are waited for at the end
+_log = logging.getLogger("gdscache.ranks")
+
+
+class _Judged:
+    """Hears what becomes of the pages of a load."""
+
+    def __init__(self, pages: int) -> None:
+        self.statuses: npt.NDArray[np.uint8] = np.full(pages, CODES[PageStatus.ABORTED], np.uint8)
+        self.rows = np.arange(pages)
+
+    def judged(self, rows: Int64Array, status: PageStatus) -> None:
+        self.statuses[rows] = CODES[status]
+
+    def ready(self, layers: range, event: Event) -> None:
+        """Who waits, waits for all of them."""
+
+
+class Borrower:
+    """Thread-safe. `planes[layer][plane]` in host memory, as `CacheEngine` takes them, with the bytes that the lender's
+    engine stores.
+
+    Nothing raises for a lender that has gone, or does not answer: its pages are missing.
+    """
+
+    def __init__(
+        self, planes: Sequence[Sequence[torch.Tensor]], config: Config, namespace: bytes, address: str, rank: int
+    ) -> None:
+        """`config`: of this rank; `namespace`: of its model; `address`: of a `Lender`. Raises `RankError` where that
+        cannot be reached, `RankMismatchError` where it keeps other pages, and what opening its files raises."""
+        self.rank = rank
+        self._deadline = config.deadline
+        self._layout = layout = config.model.layout()
+        self._planes = PagedPlanes(layout, planes)
+        self._lock = threading.Condition()
+        self._calls = itertools.count(1)
+        self._waiting: dict[int, tuple[Flag, list[Message]]] = {}
+        self._overdue: set[int] = set()  # calls that were not answered in time
+        self._gone = ""
+        self._left = False  # the lender has taken leave
+        self._loads = 0  # under way
+        self._late = 0  # rows
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            self._channel = Channel(_connected(address), f"borrower-{rank}", self._heard, self._lost)
+            undo.callback(self._channel.close)
+            self._channel.begin()
+            about = self._greet(namespace)
+            transport = open_transport(
+                about["transport"],
+                directory=Path(about["files"][0]).parent,
+                device="cpu",
+                threads=about["threads"],
+                direct_io="auto",
+                gds="off",
+            )
+            files, slots = tuple(map(Path, about["files"])), int(about["slots"])
+            self._files = SlabIO(Slab(files, layout.extent_bytes, slots, slots, int(about["stretch"])), transport)
+            undo.callback(self._files.close)
+            self._bounce = HostExtents(layout, config.host_buffer, "off", "host_buffer")
+            undo.callback(self._bounce.close)
+            self._files.register(self._bounce.buffer.view)
+            self._copies = open_copies(self._planes, config.gpu)
+            undo.callback(self._copies.close)
+            reserve = Reserve(self._bounce, range(self._bounce.slots))
+            memories, own = {"bounce": self._bounce}, {"ssd": self._files}
+            self._executor = NativeExecutor(Machine(self._copies, memories, own, {"ssd": slots}, reserve))
+            undo.pop_all()
+
+    def _greet(self, namespace: bytes) -> dict[str, Any]:
+        said = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "namespace": namespace.hex()}
+        about = self._ask("hello", said | {"rank": self.rank}, (), 30.0).fields
+        if about["wrong"]:
+            raise RankMismatchError(
+                f"rank {self.rank} has {about['wrong']}", "start all ranks with the same files, settings and versions"
+            )
+        return about
+
+    # -- pages ---------------------------------------------------------------------------------------------------------
+
+    def find(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> int:
+        """How many of the first pages are stored. See `Lender` for the arguments."""
+        if not hashes:
+            return 0
+        try:
+            return int(self._ask("find", *_named(hashes, parent, epoch), self._deadline).fields["found"])
+        except RankLostError:
+            return 0
+
+    def load(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int, blocks: Int64Array) -> list[PageStatus]:
+        """Read the first pages that are stored into blocks, int64 (pages, blocks_per_page); what became of each.
+
+        When it returns, nothing writes to the planes any more. It takes as long as the configuration's `deadline` for
+        each, to be told of the pages and to read them, at most.
+        """
+        with self._lock:
+            if self._closed or not hashes:
+                return []
+            self._loads += 1
+        try:
+            return self._load(hashes, parent, epoch, blocks)
+        finally:
+            with self._lock:
+                self._loads -= 1
+                self._lock.notify_all()
+
+    def _load(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int, blocks: Int64Array) -> list[PageStatus]:
+        try:
+            lent = self._ask("lend", *_named(hashes, parent, epoch), self._deadline)
+        except RankLostError:
+            return []
+        if not lent.fields["lease"]:
+            return []
+        slots, sums = lent.arrays
+        heard, late = _Judged(len(slots)), list[int]()
+        moving: Moving | None = None
+        try:
+            if len(slots):
+                way = Way("ssd", PLANES, np.array(slots), blocks[: len(slots)], sums=np.array(sums))
+                moving = self._executor.begin(Move(Priority.LOAD, (way,), self._deadline), (), heard)
+                end = self._executor.finish(moving.end())
+                late = [*map(int, end.late)]
+                log_failure(end.error)
+        finally:
+            self._give_back(lent.fields["lease"], heard, moving, late)
+        return [STATUSES[code] for code in heard.statuses.tolist()]
+
+    def _give_back(self, lease: int, heard: _Judged, moving: Moving | None, late: Sequence[int]) -> None:
+        """Say what became of pages, and that nothing reads their slots any more, as soon as that is so."""
+        left = {*late}
+        self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left}, [heard.statuses]))
+        if moving is None or not left:
+            return
+        with self._lock:
+            self._late += len(left)
+
+        def ended(row: int) -> None:
+            with self._lock:
+                if row not in left:
+                    return
+                left.remove(row)
+                self._late -= 1
+                self._lock.notify_all()
+                last = not left
+            if last:
+                self._free(lease)
+
+        moving.on_end(ended)
+
+    def _free(self, lease: int) -> None:
+        self._channel.send(wire.pack({"do": "free", "lease": lease}))
+
+    # -- the lender ----------------------------------------------------------------------------------------------------
+
+    @property
+    def away(self) -> str:
+        """Why the lender is asked for nothing now; "" where it is."""
+        return self._gone or ("it does not answer" if self._overdue else "")
+
+    def _ask(self, do: str, fields: dict[str, Any], arrays: Sequence[wire.Array], seconds: float) -> Message:
+        """Raises `RankLostError` where no answer comes in that time, and at once while another call has none."""
+        flag, answers, number = Flag(), list[Message](), next(self._calls)
+        with self._lock:
+            if self.away:
+                raise RankLostError(f"the lender is not asked: {self.away}", "see the log of its process")
+            self._waiting[number] = flag, answers
+        if not self._channel.send(wire.pack({**fields, "do": do, "call": number}, arrays)):
+            flag.set()
+        flag.wait(seconds)
+        with self._lock:
+            del self._waiting[number]
+            first = not answers and not self._gone and not self._overdue
+            if not answers and not self._gone:
+                self._overdue.add(number)
+        if first:
+            _log.error("rank %d: the rank that has the directory does not answer: its pages are missing", self.rank)
+        if not answers:
+            raise RankLostError(f"the lender has not answered within {seconds:g} s", "see the log of its process")
+        return answers[0]
+
+    def _heard(self, message: Message, descriptors: list[int]) -> None:
+        number = message.fields.get("answer")
+        self._left = self._left or "closed" in message.fields
+        with self._lock:
+            found = self._waiting.get(number) if isinstance(number, int) else None
+            if found is not None:
+                found[1].append(message)
+            overdue, back = number in self._overdue, False
+            if overdue:
+                self._overdue.discard(number)
+                back = not self._overdue
+        if found is not None:
+            found[0].set()
+        elif message.fields.get("lease"):  # nobody waits for it any more
+            self._free(message.fields["lease"])
+        if back:
+            _log.warning("rank %d: the rank that has the directory answers again", self.rank)
+
+    def _lost(self, why: str) -> None:
+        with self._lock:
+            told, self._gone = self._gone or self._closed, why or "it has ended"
+            waiting = [flag for flag, _ in self._waiting.values()]
+        if not told and self._left:
+            _log.info("rank %d: the rank that has the directory was closed: its pages are missing", self.rank)
+        elif not told:
+            _log.error(
+                "rank %d: the rank that has the directory is lost: %s. Its pages are missing; requests are computed",
+                self.rank,
+                why,
+            )
+        for flag in waiting:
+            flag.set()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Read nothing any more, and give everything back; what reads that hang may touch is kept. Again is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, self._gone = True, self._gone or "this rank is closed"
+            self._lock.wait_for(lambda: not self._loads, 2 * self._deadline + CLOSE_S)
+            in_time = self._lock.wait_for(lambda: not self._late and not self._loads, CLOSE_S)
+        self._channel.close()
+        if not in_time:
+            _log.error("rank %d: reads have not ended: their memory and files are kept", self.rank)
+            return
+        for part in (self._executor, self._copies, self._files, self._bounce):
+            part.close()
+
+
+def _named(hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> tuple[dict[str, Any], list[wire.Array]]:
+    rows = [*([] if parent is None else [parent]), *hashes]
+    given = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)
+    return {"parent": parent is not None, "epoch": epoch}, [given]
+
+
+def _connected(address: str) -> socket.socket:
+    """Raises `RankError`."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection.connect("\0" + address)
+    except OSError as error:
+        connection.close()
+        raise RankError(
+            f"the rank that has the directory cannot be reached: {error.strerror}",
+            "start every rank on this host, as the same user",
+        ) from error
+    return connection

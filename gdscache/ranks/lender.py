@@ -1,0 +1,238 @@
+"""Pages of a directory, lent by the process that has it to others with the same bytes, each of which reads by itself.
+
+For ranks that come to a page at times of their own: a `Borrower` asks for pages, reads them out of the slab, and says
+what became of each. Until then, and until nothing reads any more, their slots are leased.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import gdscache
+from gdscache.arrays import integers
+from gdscache.errors import RankError
+from gdscache.load.plan import STATUSES, LoadPlan
+from gdscache.load.planner import LoadPlanner
+from gdscache.pages.keys import Page
+from gdscache.ranks import wire
+from gdscache.ranks.channel import Channel
+from gdscache.ranks.wire import Message
+from gdscache.runtime.threads import Workers, failure_of, log_failure, start
+from gdscache.tiers.base import checked_sums
+
+if TYPE_CHECKING:
+    from gdscache.disk.slab import Slab
+    from gdscache.pages.layout import PageLayout
+    from gdscache.tiers.base import DurableTier
+    from gdscache.tiers.manager import TierManager
+
+Named = Callable[[Sequence[bytes], bytes | None, int], Sequence[Page]]
+
+
+class Lender:
+    """Serves any number of borrowers until `close`. `address`: a text, for `Borrower`."""
+
+    def __init__(
+        self,
+        manager: TierManager,
+        layout: PageLayout,
+        slab: Slab,
+        transport: Mapping[str, Any],
+        namespace: bytes,
+        named: Named,
+    ) -> None:
+        """`manager`, `layout`: of an engine that has an SSD, whose slab is `slab`, and no memory above it. `transport`:
+        the name and the threads that the slab is read with. `namespace`: a borrower's has to be the same.
+
+        `named(hashes, parent, epoch)`: the pages of hashes of 32 bytes, of which the first follows `parent`; none where
+        the borrower's `epoch` is not that of the weights of now. Raises `RankError` where there is no socket.
+        """
+        self.address = f"gdscache-lender-{secrets.token_hex(16)}"
+        self._planner, self._named, self._namespace = LoadPlanner(manager), named, namespace
+        self._n_sums = layout.n_sums
+        self._about = {
+            "files": [str(file) for file in slab.files],
+            "slots": slab.slots,
+            "stretch": slab.stretch,
+            **transport,
+        }
+        self._tier: DurableTier = manager.files[0]
+        self._served: list[_Served] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            try:
+                self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                undo.callback(self._listening.close)
+                self._listening.bind("\0" + self.address)
+                self._listening.listen(16)
+            except OSError as error:
+                raise RankError(
+                    f"no socket to lend pages by: {error.strerror}", "allow more open files (ulimit -n)"
+                ) from error
+            self._workers = Workers(2, "gdscache-lender")
+            undo.callback(self._workers.shutdown)
+            self._thread = threading.Thread(target=self._accept, name="gdscache-lender", daemon=True)
+            start([self._thread], self._stop)
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Lend nothing any more, and take back what is lent. To be called before the engine is closed; again is
+        fine."""
+        self._stop()
+        self._thread.join()
+        with self._lock:
+            served = [*self._served]
+        for one in served:
+            one.channel.send(wire.pack({"closed": True}))
+            one.end()
+        self._workers.shutdown()
+
+    def _stop(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            log_failure(failure_of(functools.partial(self._serve, connection)))
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(connection.close)
+            one = _Served(connection, self)
+            undo.pop_all()
+        with self._lock:
+            self._served.append(one)
+        one.channel.begin()
+
+    # -- what borrowers ask --------------------------------------------------------------------------------------------
+
+    def answer(self, one: _Served, message: Message) -> None:
+        if not self._closed:
+            self._workers.submit(functools.partial(self._answer, one, message))
+
+    def _answer(self, one: _Served, message: Message) -> None:
+        """A call, which is answered whatever becomes of it: of what raises nothing is found."""
+        fields, arrays = message
+        told: dict[str, Any] = {"found": 0, "lease": 0}
+        given: list[wire.Array] = []
+        try:
+            if fields["do"] == "hello":
+                told = self._greet(fields)
+            elif fields["do"] == "find":
+                told = {"found": len(self._planner.manager.peek(self._pages(fields, arrays)))}
+            elif pages := self._pages(fields, arrays):
+                told, given = self._lend(one, pages)
+        except Exception as error:  # noqa: BLE001 - a borrower waits for the answer
+            log_failure(error)
+        one.channel.send(
+            wire.pack({"answer": fields["call"], **told}, given)
+        )  # who has gone is found out by its thread
+
+    def _greet(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        same = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "namespace": self._namespace.hex()}
+        wrong = [
+            f"{name} {fields.get(name)}, where the lender has {value}"
+            for name, value in same.items()
+            if fields.get(name) != value
+        ]
+        return {"wrong": "; ".join(wrong), **self._about}
+
+    def _pages(self, fields: Mapping[str, Any], arrays: Sequence[wire.Array]) -> Sequence[Page]:
+        hashes = [row.tobytes() for row in arrays[0]]
+        parent = hashes.pop(0) if fields["parent"] else None
+        return self._named(hashes, parent, fields["epoch"]) if hashes else ()
+
+    def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
+        """Lease the first pages that there are; where they lie, and what their bytes give."""
+        planner, tier = self._planner, self._tier
+        plan = planner.plan([pages], f"rank {one.rank}", keep=False)
+        try:
+            entries = plan.entries(range(len(plan)))
+            if not tier.at_hand(entries):
+                tier.learn(entries)
+            there = next((n for n, entry in enumerate(entries) if not tier.at_hand([entry])), len(entries))
+            sums = checked_sums(tier, entries[:there], self._n_sums)
+            assert sums is not None, "pages without checksums"
+            number = one.keep(plan)
+        except BaseException:
+            planner.abandon(plan)
+            raise
+        return {"lease": number, "found": there}, [integers(plan.slots[:there]), sums]
+
+    def took(self, plan: LoadPlan, statuses: wire.Array) -> None:
+        """What became of pages, by `PageStatus`."""
+        codes = statuses.tolist()
+        for code in {*codes}:
+            rows = integers([row for row, found in enumerate(codes) if found == code])
+            self._planner.finish(plan, rows, STATUSES[code])
+        if not self._closed:
+            self._workers.submit(self._tier.commit_deletions)
+
+    def forget(self, one: _Served) -> None:
+        with self._lock:
+            self._served = [other for other in self._served if other is not one]
+
+    def take_back(self, plan: LoadPlan) -> None:
+        self._planner.abandon(plan)
+
+
+class _Served:
+    """One borrower, and what it has."""
+
+    def __init__(self, connection: socket.socket, lender: Lender) -> None:
+        self.rank = 0
+        self.channel = Channel(connection, "lender", self._heard, self._lost)
+        self._lender = lender
+        self._leases: dict[int, LoadPlan] = {}
+        self._last, self._ended = 0, False
+        self._lock = threading.Lock()
+
+    def keep(self, plan: LoadPlan) -> int:
+        with self._lock:
+            if self._ended:
+                raise RankError(f"rank {self.rank} has gone", "see the log of its process")
+            self._last += 1
+            self._leases[self._last] = plan
+            return self._last
+
+    def _heard(self, message: Message, descriptors: list[int]) -> None:
+        fields = message.fields
+        if fields["do"] == "took":
+            with self._lock:
+                plan = self._leases.get(fields["lease"])
+            if plan is not None and len(message.arrays[0]) <= len(plan):
+                self._lender.took(plan, message.arrays[0])
+        if fields["do"] == "free" or fields.get("free"):
+            with self._lock:
+                plan = self._leases.pop(fields["lease"], None)
+            if plan is not None:
+                self._lender.take_back(plan)
+        elif fields["do"] != "took":
+            self.rank = fields.get("rank", self.rank)
+            self._lender.answer(self, message)
+
+    def _lost(self, why: str) -> None:
+        log_failure(failure_of(self.end))
+
+    def end(self) -> None:
+        """It reads nothing any more, or its process has ended: what it still has is taken back. Again is fine."""
+        with self._lock:
+            self._ended, leases = True, [*self._leases.values()]
+            self._leases.clear()
+        self.channel.close()
+        for plan in leases:
+            self._lender.take_back(plan)
+        self._lender.forget(self)

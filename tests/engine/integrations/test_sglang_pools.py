@@ -1,0 +1,151 @@
+"""Host pools of hybrid models below one storage, over real engines: lengths, windows, states."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gdscache.config import Config
+from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError
+from gdscache.hybrid import HybridEngine
+from gdscache.integrations.sglang.pools import PoolPages, pools_planes
+
+PAGE, PAGES, SLOTS = 4, 40, 12
+KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(20)]
+
+
+class MHATokenToKVPoolHost(SimpleNamespace):
+    """SGLang's, as it is read."""
+
+
+class MambaPoolHost(SimpleNamespace):
+    """SGLang's, as it is read."""
+
+
+def tokens_pool(heads: int, layout: str = "page_first_direct") -> Any:
+    buffer = torch.zeros((2, PAGES, 2, PAGE, heads, 16), dtype=torch.bfloat16)
+    return MHATokenToKVPoolHost(
+        layout=layout, kv_buffer=buffer, page_size=PAGE, size=PAGE * PAGES, dtype=torch.bfloat16, dcp_size=1
+    )
+
+
+def states_pool(layout: str = "page_first_direct", *, conv_only: bool = False) -> Any:
+    return MambaPoolHost(
+        layout=layout,
+        page_size=1,
+        temporal_buffer=torch.zeros((SLOTS, 2, 1, 0 if conv_only else 8, 16)),
+        conv_buffer=[torch.zeros((SLOTS, 2, 1, 24), dtype=torch.bfloat16)],
+        slot_state_buffers=[torch.zeros((SLOTS, 5), dtype=torch.int32)],
+    )
+
+
+@contextlib.contextmanager
+def opened(path: Path, pools: dict[str, Any]) -> Iterator[PoolPages]:
+    planes = pools_planes(pools, 8)
+    sections: dict[str, Any] = {
+        "model": {"name": "tiny", **planes.model()},
+        "ssd": {"path": str(path), "capacity": "16MiB", "transport": "posix", "gds": "off", "threads": 2},
+        "host_buffer": "4MiB",
+        "store": {"window_every": 64},
+    }
+    pages = PoolPages(HybridEngine(Config.from_dict(sections), planes.tensors))
+    try:
+        yield pages
+    finally:
+        pages.close()
+
+
+def at(*pages: int) -> list[int]:
+    return [page * PAGE for page in pages]
+
+
+def test_lengths_are_those_at_which_all_pools_have_what_is_needed(tmp_path: Path) -> None:
+    with opened(tmp_path, {"kv": tokens_pool(2), "swa": tokens_pool(4), "mamba": states_pool()}) as pages:
+        assert pages.set(KEYS[:10], at(*range(10))) == [True] * 10
+        assert pages.pools["swa"].set(KEYS[2:6], at(0, 1, 2, 3), KEYS[:2]) == [True] * 4
+        assert pages.pools["mamba"].set([KEYS[3]], [5], KEYS[:3]) == [True]
+        assert pages.pools["mamba"].set([KEYS[8]], [6], KEYS[:8]) == [True]
+        assert pages.exists(KEYS) == 10
+        assert pages.lengths(KEYS[:12], {}) == ({"kv": 10}, [*range(1, 11)])
+        assert pages.lengths(KEYS[:12], {"swa": 2}) == ({"kv": 10, "swa": 6}, [4, 5, 6])
+        assert pages.lengths(KEYS[:12], {"mamba": 1}) == ({"kv": 10, "mamba": 9}, [4, 9])
+        assert pages.lengths(KEYS[:12], {"swa": 2, "mamba": 1}) == ({"kv": 10, "swa": 6, "mamba": 9}, [4])
+        assert pages.lengths(KEYS[:12], {"swa": None}) == ({"kv": 10, "swa": 0}, []), "all pages are needed"
+        assert pages.lengths(KEYS[2:12], {"swa": None}, KEYS[:2]) == ({"kv": 8, "swa": 4}, [1, 2, 3, 4])
+        assert pages.lengths(KEYS[2:12], {"swa": 9}, KEYS[:2]) == ({"kv": 8, "swa": 4}, [1, 2, 3, 4]), "none before"
+        assert pages.lengths(KEYS[:12], {"indexer": None}) == ({"kv": 10, "indexer": 0}, []), "not kept"
+        assert pages.pool("indexer") is None
+
+
+def test_bytes_come_back_to_each_pool_after_a_restart(tmp_path: Path) -> None:
+    pools = {"kv": tokens_pool(2), "swa": tokens_pool(4), "mamba": states_pool()}
+    for number, pool in enumerate(pools.values()):
+        for buffer in pool_buffers(pool):
+            buffer.copy_(torch.randint(0, 100, buffer.shape, generator=torch.Generator().manual_seed(number)))
+    wanted = {name: [buffer.clone() for buffer in pool_buffers(pool)] for name, pool in pools.items()}
+    with opened(tmp_path, pools) as pages:
+        pages.set(KEYS[:4], at(0, 1, 2, 3))
+        pages.pools["swa"].set(KEYS[2:4], at(7, 8), KEYS[:2])
+        pages.pools["mamba"].set([KEYS[3]], [5], KEYS[:3])
+    with opened(tmp_path, pools) as again:
+        assert again.lengths(KEYS[:6], {"swa": 2, "mamba": 1})[1] == [4]
+        assert again.get(KEYS[:5], at(10, 11, 12, 13, 14)) == [True] * 4 + [False]
+        assert again.pools["swa"].get(KEYS[2:4], at(20, 21), KEYS[:2]) == [True] * 2
+        assert again.pools["mamba"].get([KEYS[3]], [9], KEYS[:3]) == [True]
+        assert again.pools["mamba"].get([KEYS[2]], [9], KEYS[:2]) == [False]
+    for place, first in ((10, 0), (11, 1), (12, 2), (13, 3)):
+        assert torch.equal(pools["kv"].kv_buffer[:, place], wanted["kv"][0][:, first])
+    assert torch.equal(pools["kv"].kv_buffer[:, 14], wanted["kv"][0][:, 14])
+    assert torch.equal(pools["swa"].kv_buffer[:, 20:22], wanted["swa"][0][:, 7:9])
+    for now, before in zip(pool_buffers(pools["mamba"]), wanted["mamba"], strict=True):
+        assert torch.equal(now[9], before[5])
+
+
+def pool_buffers(pool: Any) -> list[torch.Tensor]:
+    if isinstance(pool, MHATokenToKVPoolHost):
+        return [pool.kv_buffer]
+    return [pool.temporal_buffer, *pool.conv_buffer, *pool.slot_state_buffers]
+
+
+def test_new_weights_are_new_in_every_pool(tmp_path: Path) -> None:
+    with opened(tmp_path, {"kv": tokens_pool(2), "mamba": states_pool(conv_only=True)}) as pages:
+        pages.set(KEYS[:2], at(0, 1))
+        pages.pools["mamba"].set([KEYS[1]], [0], KEYS[:1])
+        pages.weights_changed()
+        assert pages.lengths(KEYS[:2], {"mamba": 1}) == ({"kv": 0, "mamba": 0}, [])
+        assert pages.pools["mamba"].set([KEYS[1]], [0], KEYS[:1]) == [False]
+        pages.flushed()
+        assert pages.pools["mamba"].set([KEYS[1]], [0], KEYS[:1]) == [True]
+        pages.set(KEYS[:2], at(0, 1))
+        assert pages.lengths(KEYS[:2], {"mamba": 1})[1] == [2]
+        pages.clear()
+        assert pages.lengths(KEYS[:2], {"mamba": 1}) == ({"kv": 0, "mamba": 0}, [])
+
+
+def test_what_is_not_kept_is_refused_by_its_name() -> None:
+    for name in ("indexer", "draft", "c4"):
+        with pytest.raises(CacheGroupsUnsupportedError, match=name) as raised:
+            pools_planes({"kv": tokens_pool(2), name: tokens_pool(2)}, None)
+        assert "--hicache-storage-backend" in raised.value.hint
+    with pytest.raises(CacheGroupsUnsupportedError, match="SimpleNamespace"):
+        pools_planes({"kv": tokens_pool(2), "mamba": SimpleNamespace()}, None)
+    for pools in (
+        {"kv": tokens_pool(2), "mamba": states_pool("layer_first")},
+        {"kv": tokens_pool(2), "swa": tokens_pool(2, "layer_first")},
+    ):
+        with pytest.raises(CacheLayoutUnsupportedError, match="layer_first") as layout:
+            pools_planes(pools, None)
+        assert "--hicache-mem-layout" in layout.value.hint
+
+
+def test_one_pool_is_as_it_was() -> None:
+    planes = pools_planes({"kv": tokens_pool(2)}, 8)
+    assert not planes.groups
+    assert "groups" not in planes.model()

@@ -1,0 +1,223 @@
+"""HiCache whole on a CPU for hybrid models: SGLang's tree with windows or states, its host pools, our storage below."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.mem_cache.pool_host import common
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from tests.engines import sglang_hicache_rig as hicache
+from tests.engines import sglang_host_rig as host
+from tests.engines import sglang_rig as rig
+
+WINDOW, WINDOW_PAGES = 8, 2
+LAYERS = {"kv": [1, 4], "swa": [0, 2, 3], "mamba": [0, 3]}  # of the model's five, those of each pool
+KINDS = {"swa": ComponentType.SWA, "mamba": ComponentType.MAMBA}
+
+
+class PoolsRig(hicache.HiCacheRig):
+    """`kind`: the pool beside that of all tokens, of `KINDS`. Bytes of a page follow from its key, pool and rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        *,
+        policy: str = "wait_complete",
+        rank: int = 0,
+        ranks: int = 1,
+        timeout: float = 0.3,
+        **changes: Any,
+    ) -> None:
+        if not torch.distributed.is_initialized():
+            where = f"file://{folder}/group"
+            torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+        common._cuda_host_register = lambda *arguments, **more: None  # page-locking is CUDA's
+        cache_controller.STORAGE_BATCH_SIZE = hicache.BATCH
+        config = rig.sections(folder, cpu=None, **changes)
+        more = {"prefetch_threshold": rig.PAGE, "prefetch_timeout_base": timeout, "prefetch_timeout_per_ki_token": 0}
+        args = rig.server_args(
+            folder,
+            {"sliding_window": WINDOW} if kind == "swa" else None,
+            tp_size=ranks,
+            enable_hierarchical_cache=True,
+            hicache_ratio=2.0,
+            hicache_mem_layout="page_first_direct",
+            hicache_io_backend="direct",
+            hicache_write_policy="write_through",
+            hicache_storage_backend="dynamic",
+            hicache_storage_prefetch_policy=policy,
+            hicache_storage_backend_extra_config=json.dumps({**host.DYNAMIC, **more, "config": config}),
+        )
+        args._mamba_cache_chunk_size = rig.PAGE
+        rig.runtime_context.get_parallel().override_permanently(tp_rank=rank, tp_size=ranks, pp_rank=0)
+        self.kind, self.rank = kind, rank
+        rows: Any = ReqToTokenPool(8, rig.TOKENS, "cpu", False)
+        if kind == "swa":
+            pool: Any = _windowed_pool()
+            slots: Any = SWATokenToKVPoolAllocator(rig.TOKENS, rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False)
+        else:
+            rows = _rows_with_states()
+            pool = _linear_pool(rows.mamba_pool)
+            slots = PagedTokenToKVPoolAllocator(rig.TOKENS, rig.PAGE, torch.bfloat16, "cpu", pool, False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=slots,
+            page_size=rig.PAGE,
+            sliding_window_size=WINDOW if kind == "swa" else None,
+            enable_mamba_extra_buffer=kind == "mamba",
+            tree_components=(ComponentType.FULL, KINDS[kind]),
+            tree_core_backend="python",
+            tp_cache_group=torch.distributed.group.WORLD,
+        )
+        self.tree = UnifiedRadixCache(params)
+        self.tree.init_hicache(args, params)
+        controller = self.tree.cache_controller
+        self.pool, self.storage = controller.storage_host_pool, controller.storage_backend
+        self.beside = controller.mem_pool_host.entry_map[kind].host_pool
+
+    def content(self, key: str, name: str, pool: Any) -> torch.Tensor:
+        """The bytes of a page, or a state, whenever it is computed."""
+        source = torch.Generator().manual_seed(int(key[:12], 16) * 8 + self.rank * 2 + (name == "kv"))
+        like = pool.get_data_page(0, flat=True).view(torch.uint8)
+        return torch.randint(0, 256, like.shape, generator=source, dtype=torch.uint8)
+
+    def compute(self, tokens: Sequence[int], *, beside: Sequence[int] = (), before: Sequence[int] = ()) -> None:
+        """Pages of these tokens behind `before` are computed and backed up by HiCache's own thread, as a node of its
+        tree. `beside`: numbers of the pages of which windows, or a state, are kept. The pools are empty behind it."""
+        head = self.keys(before)
+        keys = self.keys([*before, *tokens])[len(head) :]
+        slots = self.pool.alloc(len(keys) * rig.PAGE)
+        self._fill("kv", self.pool, slots[:: rig.PAGE].tolist(), keys)
+        extra, own = [], None
+        if beside:
+            each = rig.PAGE if self.kind == "swa" else 1
+            own = self.beside.alloc(len(beside) * each)
+            some = [keys[number] for number in beside]
+            self._fill(self.kind, self.beside, own[::each].tolist(), some)
+            name = next(one for one in self.tree.cache_controller.mem_pool_host.entry_map if one == self.kind)
+            extra = [PoolTransfer(name=name, host_indices=own, keys=some, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+        controller = self.tree.cache_controller
+        controller.write_storage(slots, list(tokens), hash_value=keys, prefix_keys=head, extra_pools=extra)
+        rig.until(lambda: not controller.ack_backup_queue.empty(), "the backup ends")
+        controller.ack_backup_queue.get()
+        self.pool.free(slots)
+        if own is not None:
+            self.beside.free(own)
+
+    def _fill(self, name: str, pool: Any, places: Sequence[int], keys: Sequence[str]) -> None:
+        for place, key in zip(places, keys, strict=True):
+            like = pool.get_data_page(place, flat=True)
+            pool.set_from_flat_data_page(place, self.content(key, name, pool).view(like.dtype))
+
+    def all_here(self) -> bool:
+        """All ranks are."""
+        torch.distributed.barrier()
+        return True
+
+    def wipe(self) -> None:
+        for buffer in (self.pool.kv_buffer, self.beside.kv_buffer):
+            for part in buffer if isinstance(buffer, list) else [buffer]:
+                part.zero_()
+
+    def came(self, rid: str, tokens: Sequence[int]) -> int:
+        """A request comes and may run; how many of its first pages it has now. Checks the bytes of both pools."""
+        self.wipe()
+        request = self.begin_any(rid, tokens)
+        if request is not None:
+            self.wait(request)
+        pages = int(self.match(tokens).host_hit_length) // rig.PAGE
+        self._check(self.keys(tokens)[:pages], pages)
+        return pages
+
+    def begin_any(self, rid: str, tokens: Sequence[int]) -> Any:
+        """A request comes; None where nothing of it is fetched."""
+        request, found = hicache.CacheRequestHandle(rid, 0), self.match(tokens)
+        self.tree.prefetch_from_storage(request, found.last_host_node, array("q", tokens), prefix_keys=[])
+        return request if self.tree.has_ongoing_prefetch(request) else None
+
+    def _check(self, keys: Sequence[str], pages: int) -> None:
+        """The tree's only prompt: pages of all tokens, and what is beside them at the end."""
+        places, beside = list[int](), list[int]()
+        node = self.tree.tree_core.root_node
+        while node.children:
+            (node,) = node.children.values()
+            places += _places(node.component_data[ComponentType.FULL].host_value, rig.PAGE)
+            beside += _places(node.component_data[KINDS[self.kind]].host_value, rig.PAGE if self.kind == "swa" else 1)
+        assert len(places) == pages, (len(places), pages)
+        for place, key in zip(places, keys, strict=True):
+            self._same("kv", self.pool, place, key)
+        if pages:
+            wanted = keys[-WINDOW_PAGES:] if self.kind == "swa" else keys[-1:]
+            assert len(beside) >= len(wanted), (len(beside), len(wanted))
+            for place, key in zip(beside[-len(wanted) :], wanted, strict=True):
+                self._same(self.kind, self.beside, place, key)
+
+    def _same(self, name: str, pool: Any, place: int, key: str) -> None:
+        now = pool.get_data_page(place, flat=True).view(torch.uint8)
+        assert torch.equal(now, self.content(key, name, pool)), (name, place, "a wrong byte")
+
+
+def _places(slots: torch.Tensor | None, each: int) -> list[int]:
+    return [] if slots is None else slots[::each].tolist()
+
+
+def _windowed_pool() -> Any:
+    return SWAKVPool(
+        size=rig.TOKENS,
+        size_swa=rig.TOKENS,
+        page_size=rig.PAGE,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=64,
+        swa_attention_layer_ids=LAYERS["swa"],
+        full_attention_layer_ids=LAYERS["kv"],
+        device="cpu",
+    )
+
+
+def _rows_with_states() -> Any:
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=128, n_groups=1, num_heads=2, head_dim=64, state_size=16, conv_kernel=4
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    return HybridReqToTokenPool(
+        size=8,
+        mamba_size=40,
+        mamba_spec_state_size=8,
+        max_context_len=rig.TOKENS,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, layers=LAYERS["mamba"], dtype=dtype),
+        mamba_layer_ids=LAYERS["mamba"],
+        enable_mamba_extra_buffer=True,
+    )
+
+
+def _linear_pool(states: Any) -> Any:
+    return HybridLinearKVPool(
+        size=rig.TOKENS,
+        dtype=torch.bfloat16,
+        page_size=rig.PAGE,
+        head_num=2,
+        head_dim=64,
+        full_attention_layer_ids=LAYERS["kv"],
+        device="cpu",
+        mamba_pool=states,
+    )
