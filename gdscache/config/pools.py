@@ -108,7 +108,7 @@ def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
 
 def _check(config: Config, own: Sequence[Sequence[Group]], each: Sequence[float], extents: Sequence[int]) -> None:
     small, hints = [], []
-    for path, size in sharedshared_sizes(config):
+    for path, size in shared_sizes(config):
         pages, key = _SHARED[path], ".".join(path)
         least = max(math.ceil(pages * extent / share) for share, extent in zip(each, extents, strict=True))
         short = [
@@ -130,7 +130,7 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
     """The configuration of a pool as plain data. `planes`: bytes of its part of `gpu.capacity`."""
     data = {**config.dump(), "model": model, "metrics": None}
     data["gpu"]["capacity"] = planes
-    for path, size in sharedshared_sizes(config):
+    for path, size in shared_sizes(config):
         section = data
         for key in path[:-1]:
             section = section[key]
