@@ -236,7 +236,7 @@ def others_run(folder: Path) -> None:
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.3):
         assert again.match(tokens, "first")[1].host_hit_length == 0
     rig.until(lambda: again.match(tokens, "first")[1].host_hit_length == 60, "a later lookup finds what has come")
-    assert again.linker.counts["late"] == 0
+    assert again.linker.counts["late"] == 0, "nobody has waited"
     again.rows.free_slots += rows
     again.close()
 
