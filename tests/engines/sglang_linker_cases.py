@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
@@ -332,7 +331,7 @@ def _constant(value: float, at: int) -> float:
 
 
 def _whole(found: rig.Rig, tokens: list[int]) -> list[PoolTransfer]:
-    return [PoolTransfer(name="kv", keys=["ab" * 32], device_indices=torch.arange(4, 8))]
+    return rig.transfers_of(["ab" * 32])
 
 
 @case

@@ -34,7 +34,8 @@ CASES = {  # the file of each
 PAIRED = {"killed", "after_the_kill"}
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, log: Path | None = None) -> subprocess.Popen[str]:
+    """`log`: a file for what it says, in place of a pipe."""
     if not PYTHON.exists():
         pytest.skip(MISSING)
     paths = [ROOT, ROOT / "tests/support/stand_ins/sglang"]
@@ -47,7 +48,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     }
     return subprocess.Popen(
         [str(PYTHON), *map(str, arguments)],
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if log is None else log.open("w"),
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         env=settings,

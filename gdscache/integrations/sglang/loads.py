@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Cache, Fetch
+from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 
@@ -53,7 +53,7 @@ class QueuedLoad:
     blocks that they go to."""
 
     rid: str
-    fetch: Fetch
+    fetch: Fetched
     first: int
     pages: int
     blocks: Callable[[], Sequence[int]]

@@ -40,22 +40,33 @@ class _Rule:
         return {name: value for name, value in found.items() if value and value not in self.fine}
 
 
+_ONE_RANK = _Rule(
+    ("tp_size", "ep_size"),
+    ParallelismUnsupportedError,
+    "a model is spread over several ranks",
+    "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+    fine=(1,),
+)
 RULES = (
     _Rule(
-        (
-            "tp_size",
-            "pp_size",
-            "dp_size",
-            "ep_size",
-            "dcp_size",
-            "attn_dp_size",
-            "attn_cp_size",
-            "moe_dp_size",
-            "dwdp_size",
-        ),
+        ("pp_size", "dcp_size", "attn_cp_size", "dwdp_size"),
         ParallelismUnsupportedError,
-        "a model is spread over several ranks",
-        "one rank is supported: run one server a GPU, each with an ssd.path of its own",
+        "a rank has a part of the layers, or of the tokens",
+        "spread the model by --tp-size alone",
+        fine=(1,),
+    ),
+    _Rule(
+        ("dp_size", "attn_dp_size", "moe_dp_size"),
+        ParallelismUnsupportedError,
+        "a part of the ranks has a part of the requests",
+        "run one server a copy of the model, each with an ssd.path of its own, and a router before them",
+        fine=(1,),
+    ),
+    _Rule(
+        ("nnodes",),
+        ParallelismUnsupportedError,
+        "the ranks are on several hosts",
+        "run one server a host, with as many GPUs as that has",
         fine=(1,),
     ),
     _Rule(
@@ -108,9 +119,10 @@ _BY_LENGTH = ("longrope", "dynamic")  # up to the length that the model was trai
 _NATIVE = "sglang"  # of `ModelImpl`: SGLang's own code of a model
 
 
-def refuse_setup(server: Any) -> None:
-    """Raise the subclass of `IntegrationError` that names what is not supported. `server`: SGLang's `ServerArgs`."""
-    for rule in RULES:
+def refuse_setup(server: Any, *, ranks: bool = False) -> None:
+    """Raise the subclass of `IntegrationError` that names what is not supported. `server`: SGLang's `ServerArgs`.
+    `ranks`: tensor parallelism is."""
+    for rule in RULES if ranks else (_ONE_RANK, *RULES):
         if wrong := rule.wrong(server):
             raise rule.error(
                 f"{', '.join(f'{name} is {value!r}' for name, value in wrong.items())}: {rule.why}", rule.hint

@@ -19,12 +19,14 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ("change", "error", "hint"),
     [
         *(
-            ({name: 2}, "ParallelismUnsupportedError", "one server a GPU")
-            for name in (
-                "tp_size", "pp_size", "dp_size", "attn_cp_size", "attn_dp_size", "dcp_size", "ep_size", "moe_dp_size",
-                "dwdp_size",
-            )
+            ({name: 2}, "ParallelismUnsupportedError", "--tp-size alone")
+            for name in ("pp_size", "attn_cp_size", "dcp_size", "dwdp_size")
         ),
+        *(
+            ({name: 2}, "ParallelismUnsupportedError", "one server a copy of the model")
+            for name in ("dp_size", "attn_dp_size", "moe_dp_size")
+        ),
+        ({"nnodes": 2}, "ParallelismUnsupportedError", "one server a host"),
         ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
         ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
         ({"is_embedding": True}, "EmbeddingsUnsupportedError", "leave the cache out"),
@@ -37,8 +39,9 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_settings(change: dict[str, Any], error: str, hint: str) -> None:
-    with pytest.raises(getattr(errors, error)) as raised:
-        refuse_setup(SimpleNamespace(**change))
+    for ranks in (False, True):
+        with pytest.raises(getattr(errors, error)) as raised:
+            refuse_setup(SimpleNamespace(**change), ranks=ranks)
     assert hint in raised.value.hint
     assert isinstance(raised.value, IntegrationError)
     ((name, value),) = change.items()
@@ -49,6 +52,16 @@ def test_settings_that_are_not_refused() -> None:
     refuse_setup(SimpleNamespace())
     refuse_setup(SimpleNamespace(speculative_algorithm="NGRAM", tp_size=1, dcp_size=None, disaggregation_mode="null"))
     refuse_setup(SimpleNamespace(enable_lora=False, lora_paths=[], dllm_algorithm=None))
+
+
+@pytest.mark.parametrize("name", ["tp_size", "ep_size"])
+def test_ranks_of_one_host_are_the_linkers_alone(name: str) -> None:
+    for count in (2, 4, 8):
+        server = SimpleNamespace(**{name: count}, nnodes=1, pp_size=1)
+        refuse_setup(server, ranks=True)
+        with pytest.raises(errors.ParallelismUnsupportedError, match=f"{name} is {count}") as raised:
+            refuse_setup(server)
+        assert "one server a GPU" in raised.value.hint
 
 
 def test_components() -> None:

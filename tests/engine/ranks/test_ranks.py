@@ -104,11 +104,10 @@ def test_blocks_that_are_none_fail_on_their_rank_alone(ranks_host: Open) -> None
 
 def test_what_a_leader_tells_is_heard_by_its_number(ranks_host: Open) -> None:
     host = ranks_host([0, 1])
-    assert isinstance(host.engine.executor, executor.RanksExecutor)
     for rank in host.ranks:
         rank.tell("told", 1, WAIT)
     for number in (1, 2, 3, 4):
-        host.engine.executor.ranks.tell(number, b"%d" % number)
+        host.engine.tell_ranks(number, b"%d" % number)
     assert [rank.hear() for rank in host.ranks] == [b"1"] * 2
     assert host.every("told", 3, WAIT) == [b"3"] * 2
     assert host.every("told", 2, 0.01) == [b""] * 2, "that is over"
