@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang_parts import HERE
-from tests.engines.test_sglang import start
+from tests.engines.sglang_parts import HERE, start
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 FILE, LIMIT_S = HERE / "sglang_ranks_cases.py", 300.0
