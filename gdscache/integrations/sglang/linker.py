@@ -32,12 +32,7 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.facts import resolved
-from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
-from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
-from gdscache.integrations.sglang.pages import PageLinks
-from gdscache.integrations.sglang.planes import device_planes
-from gdscache.integrations.sglang.ranks import (
+from gdscache.integrations.sglang.linker_ranks import (
     LEFT_S,
     LeadTable,
     RankFacts,
@@ -48,6 +43,11 @@ from gdscache.integrations.sglang.ranks import (
     shard_of,
     together,
 )
+from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
+from gdscache.integrations.sglang.metrics import ToldMetrics
+from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
+from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.planes import device_planes
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,

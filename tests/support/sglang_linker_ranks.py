@@ -16,10 +16,10 @@ from gdscache import CacheEngine, Rank
 from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import planes_section
+from gdscache.integrations.sglang.linker_ranks import LeadTable, RankLoads, RankOffloads, RankTable
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.moves import LayerLoads
 from gdscache.integrations.sglang.pages import PageLinks
-from gdscache.integrations.sglang.ranks import LeadTable, RankLoads, RankOffloads, RankTable
 from tests.support.helpers import until
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 2, 48, 4, 16
@@ -94,7 +94,8 @@ class Ranks:
         return self.table.lookup(rid, keys)
 
     def take(self, count: int) -> list[list[int]]:
-        """Blocks, rank by rank."""
+        """Blocks, rank by rank, as soon as there are so many that no offload reads."""
+        until(lambda: self.poll() or len(self.of[0].free) >= count, "blocks are free")
         taken = [one.free[:count] for one in self.of]
         for one in self.of:
             del one.free[:count]

@@ -1,5 +1,5 @@
 """Our linker below SGLang's own radix trees on several ranks, one case by its name:
-sglang_ranks_cases.py CASE FOLDER RANK RANKS"""
+sglang_linker_ranks_cases.py CASE FOLDER RANK RANKS"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gdscache.storage.base import Op
 from gdscache.testing.faults import Fault
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, change_weights, restart
-from tests.engines.sglang_ranks_rig import PATIENCE_S, Ranks, case, run_case
+from tests.engines.sglang_linker_ranks_rig import PATIENCE_S, Ranks, case, run_case
 from tests.support.faulty import PLAN
 
 SHORT = {"options": {"ssd_wait": 0.2}, "deadline": 1}

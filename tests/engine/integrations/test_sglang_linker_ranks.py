@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gdscache.errors import RankError
-from gdscache.integrations.sglang import ranks as parts
-from gdscache.integrations.sglang.ranks import place_in, shard_of, together
+from gdscache.integrations.sglang import linker_ranks as parts
+from gdscache.integrations.sglang.linker_ranks import place_in, shard_of, together
 from tests.support.helpers import drop_from, until
-from tests.support.sglang_ranks import BLOCKS, Ranks, keys_of
+from tests.support.sglang_linker_ranks import BLOCKS, Ranks, keys_of
 
 Open = Callable[..., Ranks]
 KEYS = keys_of(range(6))
@@ -187,7 +187,6 @@ def traffic(ranks: Ranks, operations: int, seed: int) -> Done:
             assert offered >= {*keys[:found]}
             done.loaded += found
         else:
-            until(lambda: ranks.poll() or len(ranks.of[0].free) >= len(keys), "blocks are free")  # noqa: B023
             blocks = ranks.take(len(keys))
             for one, its in zip(ranks.of, blocks, strict=True):
                 one.compute(keys, its)

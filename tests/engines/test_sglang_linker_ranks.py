@@ -1,7 +1,7 @@
 """Our linker under SGLang's own radix trees on several ranks: a process each, on a CPU, over gloo.
 
-Each case runs on every rank (`sglang_ranks_cases.py`), and what they have called of torch.distributed is compared: none
-has entered a collective alone.
+Each case runs on every rank (`sglang_linker_ranks_cases.py`), and what they have called of torch.distributed is
+compared: none has entered a collective alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from tests.engines.sglang_parts import HERE, start
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
-FILE, LIMIT_S = HERE / "sglang_ranks_cases.py", 300.0
+FILE, LIMIT_S = HERE / "sglang_linker_ranks_cases.py", 300.0
 CASES = [
     node.name
     for node in ast.parse(FILE.read_text()).body
@@ -65,5 +65,5 @@ def test_four_ranks(case: str, tmp_path: Path) -> None:
 @pytest.mark.skipif("GDSCACHE_SGLANG_OPERATIONS" in os.environ, reason="the number is given")
 def test_ten_thousand_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDSCACHE_SGLANG_OPERATIONS", "5000")  # of each kind of model
-    monkeypatch.setattr("tests.engines.test_sglang_ranks.LIMIT_S", 3600.0)
+    monkeypatch.setattr("tests.engines.test_sglang_linker_ranks.LIMIT_S", 3600.0)
     run("random_traffic", tmp_path)
