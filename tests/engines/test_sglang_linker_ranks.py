@@ -25,7 +25,7 @@ CASES = [
     if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
 ]
 DIES = {"a_dead_leader": 0, "a_dead_rank": 1}  # the rank that does
-FOUR = ["heads_that_two_ranks_have_come_back", "latents_come_back", "random_traffic"]  # on four ranks, too
+FOUR = ["heads_that_two_ranks_have_come_back", "latents_come_back"]  # on four ranks, too
 
 
 def run(case: str, folder: Path, ranks: int = 2) -> None:
