@@ -512,6 +512,12 @@ class CacheEngine:
             self._parts.executor.passed(event)
         return handle
 
+    def tell_ranks(self, number: int, what: bytes) -> None:
+        """Have every rank hear this under a number that no earlier telling had: see `Rank.told`. Waits for none."""
+        self._check_open()
+        if self._parts.ranks is not None:
+            self._parts.ranks.tell(number, what)
+
     # -- both ------------------------------------------------------------------------------------------------------
 
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:

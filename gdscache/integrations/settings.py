@@ -13,7 +13,7 @@ from typing import Any
 
 from gdscache.config import Config, load_config, replaced
 from gdscache.config.file import read_mapping
-from gdscache.errors import ConfigError
+from gdscache.errors import ConfigError, RankMismatchError
 
 
 def engine_configuration(
@@ -47,6 +47,18 @@ def _read(
     if "model" in config:
         raise ConfigError(f"{source} has a section `model`", "leave it out: the inference engine describes its model")
     return Config.from_dict({**replaced(config, variables), "model": dict(model)}, source=source)
+
+
+def one_model(models: Mapping[int, Mapping[str, object]]) -> Mapping[str, object]:
+    """What all ranks say of the model. Raises `RankMismatchError` where they differ."""
+    first = models[min(models)]
+    for rank, model in sorted(models.items()):
+        if wrong := sorted(name for name in {*first, *model} if first.get(name) != model.get(name)):
+            raise RankMismatchError(
+                f"rank {rank} describes its part of the model by another {', '.join(wrong)} than rank {min(models)}",
+                "start all workers with the same environment and files",
+            )
+    return first
 
 
 def digest_of(data: Any) -> str:

@@ -24,7 +24,10 @@ def socket_of(address: RankAddress) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoreMark:
-    """A store's place in the order of the ranks' streams: what its moves come behind. `order`: for `Rank.store`."""
+    """A store's place in the order of the ranks' streams: what its moves come behind. `order`: for `Rank.store`.
+
+    `number`: below 0 for one that the caller makes, and whose number its ranks know by themselves (`Rank.place`).
+    """
 
     number: int
     order: bytes

@@ -8,12 +8,12 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from gdscache.cuda.streams import record
+from gdscache.cuda.streams import Event, record
 from gdscache.errors import EngineClosedError, RankError
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.plan import CODES
@@ -66,8 +66,9 @@ class Rank:
 
     # -- in the step's order -------------------------------------------------------------------------------------------
 
-    def load(self, order: bytes) -> LayerwiseLoad:
-        """Begin what a leader's `load.order` says, after the current stream's work so far; its handle here.
+    def load(self, order: bytes, blocks: Sequence[int] | None = None) -> LayerwiseLoad:
+        """Begin what a leader's `load.order` says, after the current stream's work so far; its handle here. `blocks`:
+        of this rank, in which the leader's block numbers are places; None: they are blocks of every rank.
 
         The handle waits for layers of this rank's planes and has the verdict on its pages here: a page that is bad on
         one rank is bad, and each rank's engine has to be told. Never raises for a leader that has gone: the pages are
@@ -90,7 +91,8 @@ class Rank:
             if service is None or service.leader != fields["leader"]:
                 load.moved(rows, np.full(len(rows), CODES[PageStatus.RANK_LOST], np.uint8))
             else:
-                service.begin_load(move_id, move, (event,), load, rows, last=number == len(moves) - 1)
+                last, here = number == len(moves) - 1, None if blocks is None else lambda: blocks
+                service.begin_load(move_id, move, (event,), load, rows, last=last, blocks=here)
         return handle
 
     def store(self, order: bytes) -> None:
@@ -102,6 +104,34 @@ class Rank:
         service = self._service
         if service is not None and service.leader == fields["leader"]:
             service.mark(fields["store"], record(self._planes[0][0].device))
+
+    def place(self, number: int, blocks: Callable[[], Sequence[int]], after: Event = None) -> None:
+        """`store`, of a store whose mark has that number, below 0, on the leader; whether or not that has begun it.
+
+        `blocks()` waits for the numbers of its blocks here, in which the leader's are places; they may be read after
+        the event `after`. To be called once for each such store by every rank, and `passed` when it has ended.
+        """
+        service = self._service
+        if service is not None:
+            service.mark(number, after, blocks)
+
+    def passed(self, number: int) -> None:
+        """A store that was given a place has ended."""
+        service = self._service
+        if service is not None:
+            service.forget([number])
+
+    def told(self, number: int, seconds: float) -> bytes:
+        """What the leader tells all ranks under this number; waits for it so long. b"": nothing, or no leader is there.
+
+        Numbers grow: who has asked for one hears nothing of those before it."""
+        service = self._service
+        return b"" if service is None else service.told(number, seconds)
+
+    def left(self, seconds: float) -> bool:
+        """Wait until no leader is there; False if that takes longer."""
+        service = self._service
+        return service is None or service.over.wait(seconds)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,13 +79,23 @@ class _Given(NamedTuple):
 
 
 _Call = Callable[[dict[str, Any], _Given], Mapping[str, Any]]
+Blocks = Callable[[], Sequence[int]]  # waits for the numbers of blocks
 
 
 class _Mark:
-    """A place in the order of this rank's stream, once it has come there."""
+    """A place in the order of this rank's stream, once it has come there. `blocks`: see `Service.mark`."""
 
     def __init__(self) -> None:
         self.event: Event = None
+        self.blocks: Blocks | None = None
+        self.there = Flag()
+
+
+class _Told:
+    """What the leader has said under a number, once it has."""
+
+    def __init__(self) -> None:
+        self.what = b""
         self.there = Flag()
 
 
@@ -111,9 +121,10 @@ class Service:
         self._moving: dict[int, Moving | None] = {}  # None: it is just being begun
         self._refused: set[int] = set()  # moves that the leader gave up before they were begun here
         self._marks: dict[int, _Mark] = {}
+        self._told: dict[int, _Told] = {}
         self._late = 0  # rows
         self._lock = threading.Condition()
-        self._over = Flag()
+        self.over = Flag()
         self._why = ""
         self._calls: Mapping[str, _Call] = {
             "hello": self._hello,
@@ -136,15 +147,17 @@ class Service:
 
     def run(self) -> None:
         """Until the leader, or this rank, leaves; then everything is given back."""
-        self._over.wait()
+        self.over.wait()
         if self._why:
             _log.warning("rank %d serves no leader any more: %s", self._rank, self._why)
         self._close()
 
     def leave(self, why: str) -> None:
-        if not self._over.is_set():
+        if not self.over.is_set():
             self._why = why
-            self._over.set()
+            self.over.set()
+            for told in [*self._told.values()]:
+                told.there.set()
 
     # -- what a leader says --------------------------------------------------------------------------------------------
 
@@ -155,8 +168,11 @@ class Service:
         elif what == "cancel":
             self._cancel(fields["id"])
         elif what == "forget":
-            for mark in fields["marks"]:
-                self._marks.pop(mark, None)
+            self.forget(fields["marks"])
+        elif what == "told":
+            told = self._told.setdefault(fields["number"], _Told())
+            told.what = message.arrays[0].tobytes()
+            told.there.set()
         elif what == "close":
             self.leave("")
         else:
@@ -298,15 +314,31 @@ class Service:
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def mark(self, number: int, event: Event) -> None:
+    def told(self, number: int, seconds: float) -> bytes:
+        """What the leader says under this number; nothing where it does not in time, or has gone. Numbers before it
+        are over."""
+        told = self._told.setdefault(number, _Told())
+        if not self.over.is_set():  # else nobody comes to say it, and who has left has seen this one
+            told.there.wait(seconds)
+        for old in [one for one in [*self._told] if one <= number]:
+            del self._told[old]
+        return told.what
+
+    def mark(self, number: int, event: Event, blocks: Blocks | None = None) -> None:
+        """`blocks()`: where the store's pages are here, if its own numbers are places in that."""
         mark = self._marks.setdefault(number, _Mark())
-        mark.event = event
+        mark.event, mark.blocks = event, blocks
         mark.there.set()
+
+    def forget(self, marks: Iterable[int]) -> None:
+        """Nothing comes behind these any more."""
+        for mark in marks:
+            self._marks.pop(mark, None)
 
     def _move(self, fields: dict[str, Any], arrays: list[Array]) -> None:
         move, number = wire.move_of(fields["move"], arrays), fields["id"]
         marks = [self._marks.setdefault(mark, _Mark()) for mark in fields["after"]]
-        if not all(mark.there.is_set() for mark in marks):
+        if not all(mark.there.is_set() and mark.blocks is None for mark in marks):
             self._workers.submit(functools.partial(self._begin_behind, number, move, marks))
         elif self._may_begin(number):
             self._begin(number, move, [mark.event for mark in marks])
@@ -315,7 +347,7 @@ class Service:
         """Whether the leader has not given a move up. From now on it hears of the move's true end, and of nothing
         else."""
         with self._lock:
-            if number in self._refused or self._over.is_set():
+            if number in self._refused or self.over.is_set():
                 self._refused.discard(number)
                 return False
             self._moving[number] = None
@@ -329,19 +361,28 @@ class Service:
             )
             self._tell(number, why=why)
         elif self._may_begin(number):
-            self._begin(number, move, [mark.event for mark in marks])
+            blocks = next((mark.blocks for mark in marks if mark.blocks is not None), None)
+            self._begin(number, move, [mark.event for mark in marks], blocks=blocks)
 
     def begin_load(
-        self, number: int, move: Move, after: Sequence[Event], load: RankLoad, rows: Int64Array, *, last: bool
+        self,
+        number: int,
+        move: Move,
+        after: Sequence[Event],
+        load: RankLoad,
+        rows: Int64Array,
+        *,
+        last: bool,
+        blocks: Blocks | None = None,
     ) -> None:
-        """Begin a move of a load, in the caller's thread."""
+        """Begin a move of a load, in the caller's thread. `blocks`: see `mark`."""
         if not self._may_begin(number):
             load.moved(rows, np.full(len(rows), CODES[PageStatus.CANCELLED], np.uint8))
             return
         columns = wire.columns(self._shard, self.layout.n_layers)
         for way in move.ways:
             way.sums = None if way.sums is None else np.ascontiguousarray(way.sums[:, columns])
-        self._begin(number, move, after, load, rows, last=last)
+        self._begin(number, move, after, load, rows, last=last, blocks=blocks)
 
     def _begin(
         self,
@@ -352,6 +393,7 @@ class Service:
         rows: Int64Array | None = None,
         *,
         last: bool = False,
+        blocks: Blocks | None = None,
     ) -> None:
         executor = self._executor
         assert executor is not None, "a move before the start"
@@ -363,6 +405,8 @@ class Service:
             if lost:
                 self._channel.send(wire.pack({"lock_lost": lost}))
                 raise LockLostError(lost)
+            if blocks is not None:
+                self._place(move, np.asarray(blocks(), np.int64))
             moving = executor.begin(move, after, heard)
         except Exception as error:  # noqa: BLE001 - the leader waits for its end
             log_failure(error)
@@ -376,6 +420,15 @@ class Service:
         if load is not None:
             load.handle.carried_by(moving, last=last)
         self._workers.submit(functools.partial(ended, moving, ""))
+
+    def _place(self, move: Move, blocks: Int64Array) -> None:
+        """Have a move name blocks of this rank: it has places in these."""
+        self._planes.check_blocks(blocks)
+        for way in move.ways:
+            if way.source == PLANES:
+                way.sources = blocks[way.sources]
+            if way.target == PLANES:
+                way.targets = blocks[way.targets]
 
     def _ended(
         self,

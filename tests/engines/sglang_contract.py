@@ -31,6 +31,10 @@ CLASSES = [
 SOURCES = [  # whose order of calls the integrations rest on
     f"{_CACHE}.unified_cache.unified_cache_linker:UnifiedCacheLinkerWrapper",
     f"{_CACHE}.unified_cache.linker_factory:create_unified_cache_linker",
+    # What ranks rest on: lookups and verdicts are intersected, and a load follows the lookup that it is of.
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache._all_reduce_attn_groups",
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.check_hicache_events",
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.init_load_back",
     "sglang.srt.managers.cache_controller:HiCacheController._page_get_zero_copy",
     "sglang.srt.managers.cache_controller:HiCacheController._page_set_zero_copy",
     "sglang.srt.managers.cache_controller:HiCacheController.backup_thread_func",  # which ranks store
@@ -57,7 +61,9 @@ FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:HiCacheStorageExtraInfo": ["prefix_keys"],
     f"{_CACHE}.hicache_storage:PoolTransfer": ["name", "keys", "host_indices", "device_indices", "hit_policy"],
     f"{_CACHE}.hicache_storage:PoolTransferResult": ["kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"],
-    f"{_CACHE}.cache_init_params:CacheInitParams": ["page_size", "req_to_token_pool", "token_to_kv_pool_allocator"],
+    f"{_CACHE}.cache_init_params:CacheInitParams": [
+        "page_size", "req_to_token_pool", "token_to_kv_pool_allocator", "tp_cache_group",
+    ],
     "sglang.srt.server_args:ServerArgs": ["resolved_dict"],  # its fields are in our table, see `_unknown`
 }  # fmt: skip
 

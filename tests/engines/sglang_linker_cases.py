@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
@@ -236,7 +235,7 @@ def others_run(folder: Path) -> None:
     with PLAN.rule(Op.READ, Fault.DELAY, seconds=0.3):
         assert again.match(tokens, "first")[1].host_hit_length == 0
     rig.until(lambda: again.match(tokens, "first")[1].host_hit_length == 60, "a later lookup finds what has come")
-    assert again.linker.counts["late"] == 0
+    assert again.linker.counts["late"] == 0, "nobody has waited"
     again.rows.free_slots += rows
     again.close()
 
@@ -332,7 +331,7 @@ def _constant(value: float, at: int) -> float:
 
 
 def _whole(found: rig.Rig, tokens: list[int]) -> list[PoolTransfer]:
-    return [PoolTransfer(name="kv", keys=["ab" * 32], device_indices=torch.arange(4, 8))]
+    return rig.transfers_of(["ab" * 32])
 
 
 @case

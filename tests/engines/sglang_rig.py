@@ -19,6 +19,7 @@ from sglang.srt import runtime_context
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -62,7 +63,8 @@ def sections(folder: Path, **changes: Any) -> dict[str, Any]:
     return {name: values for name, values in found.items() if values is not None}
 
 
-def device_pool(kind: str) -> Any:
+def device_pool(kind: str, heads: int = 2) -> Any:
+    """`heads`: of keys, on this rank."""
     if kind == "mla":
         return MLATokenToKVPool(
             size=TOKENS,
@@ -78,7 +80,7 @@ def device_pool(kind: str) -> Any:
         size=TOKENS,
         page_size=PAGE,
         dtype=torch.bfloat16,
-        head_num=2,
+        head_num=heads,
         head_dim=64,
         layer_num=LAYERS,
         device="cpu",
@@ -101,6 +103,11 @@ def tree_params(pool: Any, **more: Any) -> CacheInitParams:
 
 def buffers(pool: Any) -> list[torch.Tensor]:
     return list(pool.kv_buffer) if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+
+
+def transfers_of(keys: Sequence[str]) -> list[PoolTransfer]:
+    """Pages as SGLang names them, in the first blocks."""
+    return [PoolTransfer(name="kv", keys=[*keys], device_indices=torch.arange(PAGE, (len(keys) + 1) * PAGE))]
 
 
 def prompt(seed: int, tokens: int, head: Sequence[int] = ()) -> list[int]:
@@ -143,21 +150,23 @@ class Rig:
         options: dict[str, Any] | None = None,
         server: dict[str, Any] | None = None,
         *,
+        model: dict[str, Any] | None = None,
         kv_events: bool = False,
         **changes: Any,
     ) -> None:
-        """`server`: more of SGLang's settings."""
+        """`server`, `model`: more of SGLang's settings, and of the model's file."""
         config = {"config": sections(folder, **changes), "ssd_wait": 10.0, **(options or {})}
         self.linker_config = {**LINKER, "linker_extra_config": config}
         self.args = server_args(
             folder,
+            model,
             enable_unified_cache_external_linker=True,
             unified_cache_external_linker_backend="dynamic",
             unified_cache_external_linker_config=self.linker_config,
             **(server or {}),
         )
-        self.pool = device_pool(kind)
-        self.params = tree_params(self.pool, enable_kv_cache_events=kv_events)
+        self.pool = self.device_pool(kind)
+        self.params = self.tree_params(enable_kv_cache_events=kv_events)
         self.slots, self.rows = self.params.token_to_kv_pool_allocator, self.params.req_to_token_pool
         self.tree = UnifiedRadixCache(self.params)
         self.linker: Any = create_unified_cache_linker(
@@ -168,6 +177,12 @@ class Rig:
         self.full_graphs = False  # of prompts: one wait in front of them
         self.salt: str | None = None  # `cache_salt` of the requests from now on
         self._number = 0
+
+    def device_pool(self, kind: str) -> Any:
+        return device_pool(kind)
+
+    def tree_params(self, **more: Any) -> CacheInitParams:
+        return tree_params(self.pool, **more)
 
     # -- what a scheduler does -----------------------------------------------------------------------------------------
 
@@ -227,8 +242,7 @@ class Rig:
         self.poll()
         return there, loaded
 
-    @staticmethod
-    def content(tokens: Sequence[int], at: int, number: int, value: Callable[[int], float] | None) -> float:
+    def content(self, tokens: Sequence[int], at: int, number: int, value: Callable[[int], float] | None) -> float:
         if value is not None:
             return value(at)
         text = (hash(tuple(tokens[: at + 1])) ^ number * 0x9E3779B1) & 0xFF

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 
-from tests.engines.sglang_parts import HERE, PYTHON, ROOT
+from tests.engines.sglang_parts import HERE, start
 from tests.engines.vllm_parts import changes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
-MISSING = f"no SGLang at {PYTHON}: `make engines` makes that environment, or set GDSCACHE_SGLANG_PYTHON"
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
 FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "pools", "namespace", "metrics")]
@@ -32,27 +29,6 @@ CASES = {  # the file of each
     if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
 }
 PAIRED = {"killed", "after_the_kill"}
-
-
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    if not PYTHON.exists():
-        pytest.skip(MISSING)
-    paths = [ROOT, ROOT / "tests/support/stand_ins/sglang"]
-    settings = {
-        **os.environ,
-        "PYTHONPATH": ":".join(map(str, paths)),
-        "PYTHONUNBUFFERED": "1",
-        "GDSCACHE_PROMETHEUS_CLIENT": str(Path(prometheus_client.__file__).parent),
-        "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the other one is built for one version of torch
-    }
-    return subprocess.Popen(
-        [str(PYTHON), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        env=settings,
-        text=True,
-    )
 
 
 def run(case: str, folder: Path, seconds: float = LIMIT_S) -> str:

@@ -19,11 +19,13 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's kernels want a GPU"),
+    pytest.mark.skipif("torch.cuda.device_count() < TP", reason="too few GPUs"),
 ]
 CHILD = Path(__file__).with_name("sglang_child.py")
 KIND = os.environ.get("GDSCACHE_SGLANG_KIND", "mha")  # of the model: mha, or mla
 PAGE, LIMIT_S = 32, 400.0
 REQUESTS = int(os.environ.get("GDSCACHE_SGLANG_REQUESTS", "2000"))
+TP = int(os.environ.get("GDSCACHE_SGLANG_TP", "1"))  # GPUs of an engine
 ALIKE = 0.9  # of the requests have the same tokens: Triton's sums depend on what else is in a batch
 
 Steps = list[tuple[str, dict[str, Any]]]
@@ -59,6 +61,7 @@ def child(folder: Path, orders: dict[str, Any]) -> list[Any]:
 
 
 def run(folder: Path, model: Path, way: str, steps: Steps, **engine: Any) -> list[Any]:
+    engine = {"tp_size": TP, **engine}
     orders = {"model": str(model), "way": way, "folder": str(folder), "steps": steps, "engine": engine}
     return child(folder, orders)[1:]
 

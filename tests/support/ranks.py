@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -62,10 +63,16 @@ def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks
                 mine.store(*given)
                 trap.at("store", "behind")
                 line.send(None)
-            elif what == "load":
+            elif what == "place":
+                number, numbers = given
+                mine.place(number, functools.partial(list, numbers))
+                line.send(None)
+            elif what == "told":
+                line.send(mine.told(*given))
+            elif what in ("load", "load into"):  # blocks of all ranks, or of this one
                 order, numbers, keys, wait = given
                 trap.at("load", "before")
-                load = mine.load(order)
+                load = mine.load(order, None if what == "load" else numbers)
                 trap.at("load", "behind")
                 with contextlib.suppress(Exception):  # layers that are late: the verdict says so
                     for layer in range(layout.n_layers):

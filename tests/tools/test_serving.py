@@ -162,8 +162,9 @@ def test_a_command_that_lacks_something(
 
 def test_the_policy_reaches_sglang(bench: ModuleType, tmp_path: Path) -> None:
     cache = importlib.import_module("sglang_run").cache
-    order = {"folder": str(tmp_path), "cpu": 1 << 30, "ssd": "1GiB", "threads": 8, "host_buffer": "64MiB"}
+    order = {"folder": str(tmp_path), "cpu": 4 << 30, "ssd": "1GiB", "threads": 8, "host_buffer": "64MiB", "tp": 2}
     for way in bench.HICACHE:
         found = cache({**order, "way": way, "policy": "best_effort"})
         assert found["hicache_storage_prefetch_policy"] == "best_effort"
+        assert found["hicache_size"] == 2, "of each rank"
     assert "hicache_storage_prefetch_policy" not in cache({**order, "way": "linker", "policy": None})

@@ -343,8 +343,6 @@ def main() -> None:
         parser.error("which engine?")
     if given.tp > given.gpus and given.shape != "tiny":
         parser.error(f"--tp {given.tp} needs --gpus {given.tp} at least")
-    if given.tp > 1 and given.engine == "sglang":
-        parser.error("--tp is for vllm alone")
     if given.engine == "sglang" and given.repeat < 3:
         parser.error("--repeat 3 at least: SGLang's GPU cache holds two of the prompts")
     if given.where == "disk" and given.disk is None:

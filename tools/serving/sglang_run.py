@@ -37,7 +37,7 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
         return {}
     given: dict[str, Any] = {
         "enable_hierarchical_cache": True,
-        "hicache_size": order["cpu"] >> 30,
+        "hicache_size": (order["cpu"] >> 30) // order["tp"],  # of each rank
         "hicache_mem_layout": "page_first",
         "hicache_io_backend": "kernel",
         "hicache_storage_prefetch_policy": order["policy"],
@@ -89,7 +89,8 @@ def main() -> None:
         cuda_graph_bs_decode=parts.GRAPHS,
         page_size=order["block"],
         mem_fraction_static=0.9,  # of what is free; the number of tokens is what bounds it
-        max_total_tokens=order["kv_cache"] // order["token_bytes"],
+        max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
+        tp_size=order["tp"],
         context_length=order["tokens"] + 64,
         chunked_prefill_size=order["tokens"] + 64,
         max_prefill_tokens=order["tokens"] + 64,

@@ -1,4 +1,4 @@
-"""gdscache's linker, which notes what its calls take of SGLang's scheduler. See sglang_run.py."""
+"""gdscache's linker, which notes what its calls take of SGLang's scheduler, on rank 0. See sglang_run.py."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class TimedLinker(GdsCacheLinker):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
+        if self.engine is None:
+            return
         self._seconds: Counter[str] = Counter()
         self._path = Path(os.environ[parts.CALLS])
         self._written = 0.0

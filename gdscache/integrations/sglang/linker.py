@@ -12,6 +12,7 @@ docs/sglang.md says what works and what is refused. What is known of requests is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -26,22 +27,51 @@ from sglang.srt.runtime_context import process_model_config
 from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
+from gdscache.errors import GdsCacheError
 from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.facts import resolved
-from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.linker_ranks import (
+    LEFT_S,
+    LeadTable,
+    RankFacts,
+    RankLoads,
+    RankOffloads,
+    RankTable,
+    place_in,
+    shard_of,
+    together,
+)
+from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import device_planes
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_ranks, refuse_setup
+from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     WEIGHT_METHODS,
     LinkerOptions,
     configuration,
+    model_of,
 )
 from gdscache.integrations.watching import WeightWatch
+from gdscache.load.handle import LayerwiseLoad
+from gdscache.ranks.rank import Rank
+from gdscache.runtime.threads import log_failure
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lead:
+    """What decides: the engine, what is known of requests, and who is told of it. Where there are several ranks, the
+    first one has it alone."""
+
+    engine: CacheEngine
+    cache: PinningCache
+    table: LoadTable
+    events: SglangEvents | None
+    told: ToldMetrics
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -56,60 +86,103 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Mapping[str, Any],
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        server, model = resolved(server_args), process_model_config()
+        self.forward_stream = forward_stream
+        self.counts: Counter[str] = Counter()
+        self._params, self._links = params, PageLinks()
+        self._used = self._outdated = self._broken = False
+        self._number, self._ranks = place_in(params.tp_cache_group)
+        with contextlib.ExitStack() as undo:
+            facts = together(params.tp_cache_group, lambda: self._prepare(undo, server_args, components, extra_config))
+            together(params.tp_cache_group, lambda: self._open(undo, facts))
+            undo.pop_all()
+
+    def _prepare(
+        self, undo: contextlib.ExitStack, server_args: Any, components: Collection[Any], extra: Mapping[str, Any]
+    ) -> RankFacts:
+        """What this rank has, before the leader opens an engine."""
+        params = self._params
+        self._server, self._model = server, model = resolved(server_args), process_model_config()
         refuse_setup(server)
-        refuse_ranks(server)
         refuse_model(model)
         refuse_components([component.name for component in components])
-        options = LinkerOptions.of(extra_config)
+        self._options = LinkerOptions.of(extra)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        planes = device_planes(pool, params.page_size)
-        config = configuration(options.config, server, model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True)
+        self._planes = planes = device_planes(pool, params.page_size)
+        self.pools = {PoolName.KV: pool}
+        self._device = planes.tensors[0][0].device
+        self._rank: Rank | None = None
+        if self._ranks > 1:
+            shard = shard_of(pool, model.get_total_num_kv_heads(), self._number, self._ranks)
+            self._rank = Rank(planes.tensors, self._number, shard=shard)
+            undo.callback(self._rank.close)
+        address = None if self._rank is None else self._rank.address
+        return RankFacts(address, model_of(server, model, planes, sglang.__version__))
+
+    def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
+        """The engine, on the rank that leads; and on each what moves its part of the bytes."""
+        self._lead = None if self._number else self._leading(undo, facts)
+        self.engine = None if self._lead is None else self._lead.engine
+        layers, rank = len(self._planes.tensors), self._rank
+        self._rank_loads: RankLoads | None = None
+        if rank is None:
+            self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
+            self._offloads = Offloads(self.engine, self.counts)
+        else:
+            self._offloads = offloads = RankOffloads(rank, self.engine, self.counts)
+            self._rank_loads = RankLoads(rank, self.engine, offloads)
+            self.layer_done_counter = LayerLoads(self._rank_loads.begin, layers, self.counts)
+        undo.callback(self._offloads.close)
+        self._table = RankTable(self.counts) if self._lead is None else self._lead.table
+        self._blocks = BlockReader(self._device, self._params.page_size)
+        self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
+        if self._lead is not None and self._watch.last():  # another linker's time, in this process
+            self._lead.cache.renew_salt()
+
+    def _leading(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> _Lead:
+        params, options, server, planes = self._params, self._options, self._server, self._planes
+        one_model({rank: its.model for rank, its in enumerate(facts)})
+        config = configuration(
+            options.config, server, self._model, planes, sglang.__version__, LINKER_OPTIONS, cpu=True
+        )
         tells = bool(params.enable_kv_cache_events)  # SGLang publishes its own
         if tells and config.events is None:
             config = config.model_copy(update={"events": EventsConfig()})
-        self.pools = {PoolName.KV: pool}
-        self.forward_stream = forward_stream
-        self.counts: Counter[str] = Counter()
-        self._device = planes.tensors[0][0].device
-        self._rows = params.req_to_token_pool
-        self.engine = engine = CacheEngine(config, planes.tensors)
-        with contextlib.ExitStack() as undo:
-            undo.callback(engine.close, drain=False)
-            self._events = SglangEvents(engine, self, params.page_size) if tells else None
-            if self._events is not None:
-                undo.callback(self._events.close)
-            self._cache = PinningCache(engine, options.pin_seconds)
-            self._links = PageLinks()
-            self._table = LoadTable(
-                self._cache,
-                self._links,
-                wait=options.ssd_wait if config.ssd is not None else 0.0,
-                alone=self._alone,
-                rest=self._cache.rest,
-                seconds=self._seconds,
-                counts=self.counts,
-            )
-            self.layer_done_counter = LayerLoads(engine, len(planes.tensors), self.counts, self._slots_free)
-            self._blocks = BlockReader(self._device, params.page_size)
-            self._used = self._outdated = False
-            self._offloads = Offloads(engine, self.counts)
-            undo.callback(self._offloads.close)
-            self._told = ToldMetrics({"": engine}, server)
-            undo.callback(self._told.close)
-            self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
-            if self._watch.last():  # another linker's time, in this process
-                self._cache.renew_salt()
-            undo.pop_all()
+        addresses = [its.address for its in facts if its.address is not None]
+        engine = CacheEngine(config, ranks=addresses) if addresses else CacheEngine(config, planes.tensors)
+        undo.callback(engine.close, drain=False)
+        events = SglangEvents(engine, self, params.page_size) if tells else None
+        if events is not None:
+            undo.callback(events.close)
+        cache = PinningCache(engine, options.pin_seconds)
+        table = (LeadTable if addresses else LoadTable)(
+            cache,
+            self._links,
+            wait=options.ssd_wait if config.ssd is not None else 0.0,
+            alone=self._alone,
+            rest=cache.rest,
+            seconds=self._seconds,
+            counts=self.counts,
+        )
+        told = ToldMetrics({"": engine}, server)
+        undo.callback(told.close)
+        return _Lead(engine, cache, table, events, told)
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """The longest prefix that may be loaded, in pages. Ranks would need each shorter one, too; there is one."""
-        keys = _of_kv(transfers).keys or []
-        self._name(keys)
-        with self._cache.telling(rid):
-            pages = self._table.lookup(rid, keys)
+        """The longest prefix that may be loaded, in pages, on the rank that leads. SGLang intersects what the ranks
+        say, and the others leave it at that."""
+        keys, lead = _of_kv(transfers).keys or [], self._lead
+        if lead is None:
+            return [*range(1, len(keys) + 1)]
+        try:
+            self._name(keys)
+            with lead.cache.telling(rid):
+                pages = lead.table.lookup(rid, keys)
+        except GdsCacheError as error:  # nothing is found: a rank that raises would leave the others in a reduction
+            log_failure(None if self._broken else error)
+            self._broken = True
+            return []
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -119,7 +192,11 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def start_layer_wise_loading(self) -> int:
         """SGLang begins a batch of prompts, with loads or without."""
         self._used = True
-        return self.layer_done_counter.queue(self._table.take())
+        queued = self._table.take()
+        number = self.layer_done_counter.queue(queued)
+        if self._rank_loads is not None:
+            self._rank_loads.order(number, queued)
+        return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self.layer_done_counter.finish(counter_index)
@@ -139,7 +216,10 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
         blocks = self._blocks.begin(transfer.device_indices)
         self._name(keys)
-        self._offloads.start(self._links.named(keys), blocks, self._cache.salt, ready[-1])
+        if self._lead is None:
+            self._offloads.start(keys, blocks, "", ready[-1])
+        else:
+            self._offloads.start(self._links.named(keys), blocks, self._lead.cache.salt, ready[-1])
         return True
 
     def num_completed_offloads(self) -> int:
@@ -151,21 +231,26 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """SGLang's own cache is flushed: nothing of its pages is used any more. What is stored stays."""
-        self._table.reset()
-        self.layer_done_counter.reset()
-        self._offloads.reset()
+        """SGLang's own cache is flushed: nothing of its pages is used any more, on any rank. What is stored stays."""
+        self._end_transfers()
+        if self._rank_loads is not None:
+            self._rank_loads.reset(self.layer_done_counter.take_number())
         self._used = self._outdated = False
 
     def close(self) -> None:
         """Finish what was accepted, and give everything back. Twice is fine."""
         self._watch.close()
-        if self._events is not None:
-            self._events.close()
-        self.reset()
+        lead, rank = self._lead, self._rank
+        if lead is not None and lead.events is not None:
+            lead.events.close()
+        self._end_transfers()
         self._offloads.close()
-        self._told.close()
-        self.engine.close()
+        if lead is not None:
+            lead.told.close()
+            lead.engine.close()
+        if rank is not None:
+            rank.left(LEFT_S)  # the leader stores what it has accepted
+            rank.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -174,15 +259,28 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         It has none where it has begun no prompt since it was flushed.
         """
-        self._cache.renew_salt()
+        if self._lead is not None:
+            self._lead.cache.renew_salt()
         self._table.reset()
         self._outdated = self._outdated or self._used
 
+    def _end_transfers(self) -> None:
+        """Those of this rank."""
+        self._table.reset()
+        self.layer_done_counter.reset()
+        self._offloads.reset()
+
+    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
+        """Where this rank is alone."""
+        assert self.engine is not None, "who is alone leads"
+        return self.engine.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
+
     def _name(self, keys: Sequence[str]) -> None:
         """KV events may say these hashes of SGLang's."""
-        if self._events is not None and keys:
-            pages = self.engine.pages(self._links.named(keys), self._cache.salt)
-            self._events.asked(keys, [page.key for page in pages])
+        lead = self._lead
+        if lead is not None and lead.events is not None and keys:
+            pages = lead.engine.pages(self._links.named(keys), lead.cache.salt)
+            lead.events.asked(keys, [page.key for page in pages])
 
     def _slots_free(self) -> Event:
         """After this event nothing that was launched before the forward pass writes to the slots of a load."""
@@ -190,11 +288,12 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _alone(self) -> bool:
         """Whether no request runs: none has a row."""
-        return bool(self._rows.available_size() >= self._rows.size)
+        rows = self._params.req_to_token_pool
+        return bool(rows.available_size() >= rows.size)
 
     def _seconds(self, pages: int) -> float | None:
         """What bringing so many pages from the SSD should take."""
-        return self.engine.load_seconds("ssd", pages)
+        return None if self.engine is None else self.engine.load_seconds("ssd", pages)
 
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:

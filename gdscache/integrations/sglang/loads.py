@@ -1,8 +1,8 @@
 """What the linker knows of requests that SGLang looks up and loads. Plain state over a `Cache`; no bytes, no threads.
 
 Nothing of SGLang is imported. A request's pages begin to come to the CPU tier when it is looked up for the first time,
-are checked there, and stay pinned. What is promised to SGLang is there, or should be within `wait` seconds; a load then
-waits so long for them, and only while no other request runs. A load that is begun has all its pages in the CPU tier.
+are checked there, and stay pinned. Only pages that are there are promised to SGLang. A lookup waits for pages on their
+way, up to `wait` seconds, and only while no other request runs. Pins outlast promises, so that a load has its pages.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gdscache.integrations.fetching import ENDING_S, Cache, Fetch
+from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 
 LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this: others may have stored its pages meanwhile
 GONE_S = 10.0  # a request that was looked up, and then not for so long while others were, may have been aborted
-LOOK_S = 0.001  # how long a load waits for pages before it looks whether it may go on waiting
+LOOK_S = 0.001  # how long a lookup waits for pages before it looks whether it may go on waiting
+PROMISE_S = 2 * ENDING_S  # seconds, beside the wait, that pins last beyond the lookup that promises their pages
 SOUGHT_KEPT = 4096  # requests whose pages are held; SGLang does not say of all of them that they have gone
 
 
 @dataclasses.dataclass(slots=True)
 class _Sought:
-    """A request that waits. `keys`: the pages that were looked up; `looked`: when they were; `asked`: the last time."""
+    """A request that waits. `keys`: the pages that were looked up; `looked`: when they were; `asked`: the last time;
+    `batch`: how many batches had begun by then."""
 
     keys: list[str]
     hashes: PageHashes
     fetch: Fetch
     looked: float
     asked: float
+    batch: int
 
     def place(self, keys: Sequence[str]) -> int | None:
         """Where these keys begin among its own; None where they are others."""
@@ -50,7 +53,7 @@ class QueuedLoad:
     blocks that they go to."""
 
     rid: str
-    fetch: Fetch
+    fetch: Fetched
     first: int
     pages: int
     blocks: Callable[[], Sequence[int]]
@@ -75,9 +78,9 @@ class LoadTable:
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait`: seconds, of all loads of a batch together, and of all its lookups. `alone`: whether no other request
-        runs. `rest(s)`: wait until something has come, for `s` seconds at most. `seconds(n)`: what bringing so many
-        pages should take, None before that was measured."""
+        """`wait`: seconds, of all lookups for a batch together. `alone`: whether no other request runs. `rest(s)`: wait
+        until something has come, for `s` seconds at most. `seconds(n)`: what bringing so many pages should take, None
+        before that was measured."""
         self._cache = cache
         self._links = links
         self._wait = wait
@@ -87,7 +90,8 @@ class LoadTable:
         self._clock = clock
         self._sought: OrderedDict[str, _Sought] = OrderedDict()
         self._queued: dict[str, QueuedLoad] = {}
-        self._until: dict[str, float] = {}  # when the lookups of this batch, or its loads, have waited long enough
+        self._batch = 0  # how many have begun
+        self._until: float | None = None  # when the lookups for the next one have waited long enough
         self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
@@ -95,43 +99,36 @@ class LoadTable:
         return len(self._sought) + len(self._queued)
 
     def lookup(self, rid: str, keys: Sequence[str]) -> int:
-        """How many of the first pages a load may have. Begins to bring what is missing in the CPU tier."""
+        """How many of the first pages a load may have: they are checked and pinned. Begins to bring what is missing in
+        the CPU tier, and waits for what should come in time."""
         self.counts["lookups"] += 1
-        if not keys:
+        found = self._seek(rid, keys) if keys else None
+        if found is None:
             return 0
-        sought, first = self._seek(rid, keys)
-        fetch = sought.fetch
-        self._wait_while(lambda: fetch.asking, "lookups")  # a tier beyond this machine
-        there = max(0, min(fetch.verified() - first, len(keys)))
-        coming = max(0, min(fetch.wanted - first, len(keys)))
-        if coming <= there or fetch.done():
-            return there
-        expected = self._seconds(coming - there)
-        soon = self._wait > 0 and (expected is None or expected <= self._wait) and self._alone()
-        return coming if soon else there
+        fetch, first = found[0].fetch, found[1]
+        self._wait_while(lambda: fetch.asking)  # a tier beyond this machine
+        end = min(fetch.wanted, first + len(keys))
+        if fetch.verified() < end and not fetch.done() and self._soon(end - fetch.verified()):
+            self._wait_while(lambda: fetch.verified() < end and not fetch.done())
+            self.counts["late"] += fetch.verified() < end
+        return max(0, min(fetch.verified() - first, len(keys)))
 
     def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Sequence[int]]]) -> bool:
-        """Queue a load of pages that were looked up; False: they are not there, or not in time, and are to be computed.
+        """Queue a load of pages that were promised. False where they were not, or their pins have ended.
 
-        `blocks()`, called when the pages are there, gives what waits for the numbers of the blocks that they go to.
+        `blocks()` gives what waits for the numbers of the blocks that they go to.
         """
         self.cancel(rid)
         sought = self._sought.pop(rid, None)
         first = None if sought is None or not keys else sought.place(keys)
-        if sought is None or first is None:
+        if sought is None or first is None or sought.fetch.verified() < first + len(keys):
             self.counts["refused"] += 1
             if sought is not None:
                 sought.fetch.release()
             return False
-        fetch, end = sought.fetch, first + len(keys)
-        self._wait_while(lambda: fetch.verified() < end and not fetch.done(), "loads")
-        if fetch.verified() < end or fetch.lapsed(ENDING_S):
-            self.counts["late"] += 1
-            fetch.release()
-            return False
         with contextlib.ExitStack() as undo:
-            undo.callback(fetch.release)
-            self._queued[rid] = QueuedLoad(rid, fetch, first, len(keys), blocks())
+            undo.callback(sought.fetch.release)
+            self._queued[rid] = QueuedLoad(rid, sought.fetch, first, len(keys), blocks())
             undo.pop_all()
         return True
 
@@ -143,8 +140,9 @@ class LoadTable:
         return queued is not None
 
     def take(self) -> list[QueuedLoad]:
-        """The loads that are to begin; they are the caller's."""
-        queued, self._queued, self._until = list(self._queued.values()), {}, {}
+        """The loads of the batch that begins; they are the caller's."""
+        queued, self._queued, self._until = list(self._queued.values()), {}, None
+        self._batch += 1
         return queued
 
     def computed(self, keys: Sequence[str]) -> None:
@@ -165,36 +163,48 @@ class LoadTable:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _wait_while(self, on_their_way: Callable[[], bool], who: str) -> None:
-        """Wait within `wait`, all of a batch together that are `who`, and only while no other request runs."""
+    def _left(self) -> float:
+        """Seconds that lookups for this batch may still wait."""
+        now = self._clock()
+        self._until = now + self._wait if self._until is None else self._until
+        return self._until - now
+
+    def _soon(self, pages: int) -> bool:
+        """Whether so many pages should come in time."""
+        expected, left = self._seconds(pages), self._left()
+        return left > 0 and self._alone() and (expected is None or expected <= left)
+
+    def _wait_while(self, on_their_way: Callable[[], bool]) -> None:
+        """Wait within `wait`, all lookups for a batch together, and only while no other request runs."""
         while on_their_way() and self._alone():
-            now = self._clock()
-            left = self._until.setdefault(who, now + self._wait) - now
+            left = self._left()
             if left <= 0:
                 return
             self._rest(min(left, LOOK_S))
 
-    def _seek(self, rid: str, keys: Sequence[str]) -> tuple[_Sought, int]:
-        """The request, and where these keys begin among its pages."""
+    def _seek(self, rid: str, keys: Sequence[str]) -> tuple[_Sought, int] | None:
+        """The request, and where these keys begin among its pages. None where too many requests wait."""
         now = self._clock()
         sought = self._sought.get(rid)
         first = None if sought is None else sought.place(keys)
         if sought is not None and first is not None and not self._outdated(sought, now):
             self._sought.move_to_end(rid)
-            sought.asked = now
+            sought.asked, sought.batch = now, self._batch
             return sought, first
         if sought is not None:
             del self._sought[rid]
             sought.fetch.release()
         self._forget_gone(now)
+        if len(self._sought) >= SOUGHT_KEPT:
+            return None
         hashes = self._links.named(keys)
-        sought = _Sought(list(keys), hashes, self._cache.fetch(hashes, len(keys)), now, now)
+        sought = _Sought(list(keys), hashes, self._cache.fetch(hashes, len(keys)), now, now, self._batch)
         self._sought[rid] = sought
         return sought, 0
 
     def _outdated(self, sought: _Sought, now: float) -> bool:
         """Whether its pins have ended, or others have stored more of its pages meanwhile."""
-        if sought.fetch.lapsed(ENDING_S):
+        if sought.fetch.lapsed(PROMISE_S + self._wait):
             return True
         if sought.fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
             return False
@@ -202,13 +212,14 @@ class LoadTable:
         return self._cache.cached(sought.hashes) > sought.fetch.cached
 
     def _forget_gone(self, now: float) -> None:
-        """SGLang does not say when a request that waits is aborted: let go of those that were not looked up lately.
+        """SGLang does not say when a request that waits is aborted: let go of those that were not looked up lately, but
+        of none that may be in the batch that begins next.
 
         One that waits after all begins anew, and finds what has come in the CPU tier.
         """
         while self._sought:
             rid, oldest = next(iter(self._sought.items()))
-            if now < oldest.asked + GONE_S and len(self._sought) < SOUGHT_KEPT:
+            if oldest.batch == self._batch or (now < oldest.asked + GONE_S and len(self._sought) < SOUGHT_KEPT):
                 return
             del self._sought[rid]
             oldest.fetch.release()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import torch
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.handing import HandedStore, StoreThread
+from gdscache.integrations.handing import StoreThread
 from gdscache.integrations.sglang.loads import QueuedLoad
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
@@ -56,13 +57,12 @@ class LayerLoads:
     """
 
     def __init__(
-        self, engine: CacheEngine, layers: int, counts: Counter[str], slots_free: Callable[[], Event] = lambda: None
+        self, load: Callable[[int, Sequence[QueuedLoad]], LayerwiseLoad], layers: int, counts: Counter[str]
     ) -> None:
-        """`slots_free()`: the event after which nothing that was launched before writes to the slots of a load."""
+        """`load(number, queued)`: begin the loads of a batch, behind whatever writes to their slots."""
         self.num_layers = layers
-        self._engine = engine
+        self._load = load
         self._counts = counts
-        self._slots_free = slots_free
         self._batches: dict[int, _Batch] = {}
         self._next = 0
         self.consumer_index = -1  # the batch of the forward pass that is launched
@@ -71,8 +71,13 @@ class LayerLoads:
         """Loads of the next forward pass; the number of their batch, -1 for none."""
         if not queued:
             return -1
-        number, self._next = self._next, self._next + 1
+        number = self.take_number()
         self._batches[number] = _Batch(queued)
+        return number
+
+    def take_number(self) -> int:
+        """One that no batch has."""
+        number, self._next = self._next, self._next + 1
         return number
 
     def set_consumer(self, index: int) -> None:
@@ -80,7 +85,7 @@ class LayerLoads:
         self.consumer_index = index
         batch = self._batches.get(index)
         if batch is not None and batch.load is None and not batch.failed:
-            self._begin(batch)
+            self._begin(index, batch)
 
     def wait_until(self, threshold: int) -> None:
         """Order the current stream after layer `threshold` of the batch. Never raises: `finish` tells.
@@ -123,9 +128,9 @@ class LayerLoads:
             self.finish(index)
         self.consumer_index = -1
 
-    def _begin(self, batch: _Batch) -> None:
+    def _begin(self, number: int, batch: _Batch) -> None:
         try:
-            batch.load = self._engine.load_many([(one.hit(), one.blocks()) for one in batch.queued], self._slots_free())
+            batch.load = self._load(number, batch.queued)
             self._counts.update(loads=len(batch.queued), loaded_pages=sum(one.pages for one in batch.queued))
         except GdsCacheError as error:
             batch.fail(error)
@@ -168,13 +173,24 @@ class BlockReader:
         return [slot // self._page_tokens for slot in firsts.tolist()]
 
 
+class Handed(Protocol):
+    """A store as SGLang asks for it: see `HandedStore`."""
+
+    @property
+    def taken(self) -> bool: ...
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
 class Offloads:
     """Stores that still read the pools' pages, the oldest first. A thread hands them over, in their order."""
 
-    def __init__(self, engine: CacheEngine, counts: Counter[str]) -> None:
+    def __init__(self, engine: CacheEngine | None, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
-        self._offloads: deque[HandedStore] = deque()
+        self._offloads: deque[Handed] = deque()
         self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:
@@ -182,13 +198,16 @@ class Offloads:
         return len(self._offloads)
 
     def start(
-        self, hashes: PageHashes, blocks: Callable[[], Sequence[int]], salt: str, after: torch.cuda.Event | None
+        self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Sequence[int]], salt: str, after: Event
     ) -> None:
         """Begin to store pages. `blocks()` waits for the blocks that they are in, which are read after `after`. What is
         stored already is not read again."""
 
+        engine = self._engine
+
         def store() -> StoreHandle:
-            return self._engine.store(hashes, np.asarray(blocks(), np.int64), salt=salt, after=after)
+            assert engine is not None, "pages of another process"
+            return engine.store(hashes, np.asarray(blocks(), np.int64), salt=salt, after=after)
 
         self._offloads.append(self._thread.start(store))
         self._counts.update(offloads=1, offloaded_pages=len(hashes))

@@ -43,26 +43,24 @@ class _Rule:
 
 RULES = (
     _Rule(
-        (
-            "pp_size",
-            "dp_size",
-            "ep_size",
-            "dcp_size",
-            "attn_dp_size",
-            "attn_cp_size",
-            "moe_dp_size",
-            "dwdp_size",
-        ),
+        ("pp_size", "dcp_size", "attn_cp_size", "dwdp_size"),
         ParallelismUnsupportedError,
-        "a model is spread over ranks otherwise than by --tp-size",
-        "set --tp-size alone, or run one server a GPU, each with an ssd.path of its own",
+        "a rank has a part of the layers, or of the tokens",
+        "spread the model by --tp-size alone",
+        fine=(1,),
+    ),
+    _Rule(
+        ("dp_size", "attn_dp_size", "moe_dp_size"),
+        ParallelismUnsupportedError,
+        "a part of the ranks has a part of the requests",
+        "run one server a copy of the model, each with an ssd.path of its own, and a router before them",
         fine=(1,),
     ),
     _Rule(
         ("nnodes",),
         ParallelismUnsupportedError,
-        "a model is spread over several hosts",
-        "the ranks of one host are supported: run a server a host, each with an ssd.path of its own",
+        "the ranks are on several hosts",
+        "run one server a host, with as many GPUs as that has",
         fine=(1,),
     ),
     _Rule(
@@ -128,15 +126,6 @@ def refuse_setup(server: Any) -> None:
             raise rule.error(
                 f"{', '.join(f'{name} is {value!r}' for name, value in wrong.items())}: {rule.why}", rule.hint
             )
-
-
-def refuse_ranks(server: Any) -> None:
-    """Raise where a model is spread over several GPUs: for who serves one. `server`: SGLang's `ServerArgs`."""
-    if (size := getattr(server, "tp_size", 1) or 1) != 1:
-        raise ParallelismUnsupportedError(
-            f"tp_size is {size!r}: the linker serves one rank",
-            "run one server a GPU, each with an ssd.path of its own, or take the storage below HiCache",
-        )
 
 
 def refuse_components(names: Collection[str]) -> None:

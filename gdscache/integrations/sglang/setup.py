@@ -19,9 +19,9 @@ from gdscache.errors import (
     UnknownKeyError,
     WeightsNotFoundError,
 )
-from gdscache.integrations.fetching import ENDING_S
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.sglang.facts import directory_of, facts_of
+from gdscache.integrations.sglang.loads import PROMISE_S
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
 from gdscache.integrations.weights import weights_read
@@ -50,8 +50,8 @@ _LONGEST = 3600  # seconds, of what the options say
 class LinkerOptions:
     """`linker_extra_config`.
 
-    `config`: a YAML file, or its sections. `ssd_wait`: seconds that a load may wait for pages on their way, while no
-    other request runs. `pin_seconds`: how long pages that were brought for a request are kept for it.
+    `config`: a YAML file, or its sections. `ssd_wait`: seconds that the lookups for a batch may wait for pages on their
+    way, while no other request runs. `pin_seconds`: how long pages that were brought for a request are kept for it.
     """
 
     config: str | Mapping[str, Any]
@@ -62,13 +62,10 @@ class LinkerOptions:
     def of(cls, given: Mapping[str, Any]) -> LinkerOptions:
         """Raises `ConfigError` subclasses that name the key."""
         config = _config_of(given, [field.name for field in dataclasses.fields(cls)], LINKER_OPTIONS, "sglang")
-        none = given.get("ssd_wait", cls.ssd_wait) in (0, 0.0)  # nobody waits
-        times = {
-            name: arguments.span(given[name], name, _LONGEST, least)
-            for name, least in (("ssd_wait", 0.0), ("pin_seconds", ENDING_S))
-            if name in given and not (none and name == "ssd_wait")
-        }
-        return cls(config=config, **{**({"ssd_wait": 0.0} if none else {}), **times})
+        wait = given.get("ssd_wait", cls.ssd_wait)
+        wait = 0.0 if wait in (0, 0.0) else arguments.span(wait, "ssd_wait", _LONGEST)  # 0: nobody waits
+        pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, PROMISE_S + wait)
+        return cls(config=config, ssd_wait=wait, pin_seconds=pins)
 
 
 def storage_config_of(given: Mapping[str, Any]) -> str | Mapping[str, Any]:

@@ -46,6 +46,7 @@ from gdscache.groups.pools import pools_of
 from gdscache.hybrid import HybridEngine
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.logs import follow
+from gdscache.integrations.settings import one_model
 from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, state_layers
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
@@ -54,7 +55,7 @@ from gdscache.integrations.vllm.groups import GroupTable, KeptStates
 from gdscache.integrations.vllm.metrics import ENGINE, GdsCacheProm, GdsCacheStats
 from gdscache.integrations.vllm.planes import planes_of
 from gdscache.integrations.vllm.prefills import prefill_of
-from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of, one_model
+from gdscache.integrations.vllm.ranks import Lead, Observed, RankBatch, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable
 from gdscache.integrations.vllm.session import Sessions, VllmSession
 from gdscache.integrations.vllm.setup import (

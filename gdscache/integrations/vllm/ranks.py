@@ -223,18 +223,6 @@ class RankWorker:
         self._observed.append((tokens, before, seconds))
 
 
-def one_model(models: Mapping[int, Mapping[str, object]]) -> Mapping[str, object]:
-    """What all ranks say of the model. Raises `RankMismatchError` where they differ."""
-    first = models[min(models)]
-    for rank, model in sorted(models.items()):
-        if wrong := sorted(name for name in {*first, *model} if first.get(name) != model.get(name)):
-            raise RankMismatchError(
-                f"rank {rank} describes its part of the model by another {', '.join(wrong)} than rank {min(models)}",
-                "start all workers with the same environment and files",
-            )
-    return first
-
-
 def addresses_of(addresses: Mapping[int, Sequence[RankAddress]], ranks: int) -> list[list[RankAddress]]:
     """Those of all ranks, by pool. `addresses`: what each rank says, of each pool. Raises `RankMismatchError` where
     some are missing."""

@@ -12,10 +12,9 @@ from gdscache.errors import (
     CacheGroupsUnsupportedError,
     IntegrationError,
     MediaUnsupportedError,
-    ParallelismUnsupportedError,
     RopeByLengthError,
 )
-from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_ranks, refuse_setup
+from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 
 LIMIT = 4096
 LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -25,12 +24,14 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ("change", "error", "hint"),
     [
         *(
-            ({name: 2}, "ParallelismUnsupportedError", "one server a GPU")
-            for name in (
-                "pp_size", "dp_size", "attn_cp_size", "attn_dp_size", "dcp_size", "ep_size", "moe_dp_size", "dwdp_size",
-            )
+            ({name: 2}, "ParallelismUnsupportedError", "--tp-size alone")
+            for name in ("pp_size", "attn_cp_size", "dcp_size", "dwdp_size")
         ),
-        ({"nnodes": 2}, "ParallelismUnsupportedError", "a server a host"),
+        *(
+            ({name: 2}, "ParallelismUnsupportedError", "one server a copy of the model")
+            for name in ("dp_size", "attn_dp_size", "moe_dp_size")
+        ),
+        ({"nnodes": 2}, "ParallelismUnsupportedError", "one server a host"),
         ({"speculative_algorithm": "EAGLE"}, "SpeculationUnsupportedError", "NGRAM"),
         ({"enable_lora": True}, "AdaptersUnsupportedError", "--enable-lora"),
         ({"is_embedding": True}, "EmbeddingsUnsupportedError", "leave the cache out"),
@@ -57,14 +58,10 @@ def test_settings_that_are_not_refused() -> None:
     refuse_setup(SimpleNamespace(enable_lora=False, lora_paths=[], dllm_algorithm=None))
 
 
-def test_ranks() -> None:
-    """The storage serves several, the linker one."""
-    refuse_setup(SimpleNamespace(tp_size=8, nnodes=1))
-    for size in (None, 1):
-        refuse_ranks(SimpleNamespace(tp_size=size))
-    with pytest.raises(ParallelismUnsupportedError, match="tp_size is 2") as raised:
-        refuse_ranks(SimpleNamespace(tp_size=2))
-    assert "HiCache" in raised.value.hint
+@pytest.mark.parametrize("name", ["tp_size", "ep_size"])
+def test_ranks_of_one_host_are_served(name: str) -> None:
+    for count in (2, 4, 8):
+        refuse_setup(SimpleNamespace(**{name: count}, nnodes=1, pp_size=1))
 
 
 def test_components() -> None:

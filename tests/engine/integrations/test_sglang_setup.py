@@ -86,7 +86,8 @@ ONLY_SSD: dict[str, Any] = {"ssd": SECTIONS["ssd"]}
         ({"config": SECTIONS, "ssd_wiat": 1}, errors.UnknownKeyError, "ssd_wiat"),
         ({"config": SECTIONS, "ssd_wait": -1}, errors.InvalidValueError, "ssd_wait"),
         ({"config": SECTIONS, "pin_seconds": "long"}, errors.InvalidValueError, "pin_seconds"),
-        ({"config": SECTIONS, "pin_seconds": 5}, errors.InvalidValueError, "more than 5"),
+        ({"config": SECTIONS, "pin_seconds": 10}, errors.InvalidValueError, "more than 10.02"),
+        ({"config": SECTIONS, "ssd_wait": 60}, errors.InvalidValueError, "pin_seconds is 60"),
     ],
 )
 def test_options_that_are_wrong(given: dict[str, Any], error: type[errors.GdsCacheError], told: str) -> None:

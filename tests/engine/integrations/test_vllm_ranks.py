@@ -20,8 +20,9 @@ import torch
 from gdscache import CacheEngine, PageHashes, Rank, RankAddress
 from gdscache.config import Config
 from gdscache.errors import DeadlineError, RankMismatchError, VerifiedLoadError
+from gdscache.integrations.settings import one_model
 from gdscache.integrations.vllm.planes import planes_of
-from gdscache.integrations.vllm.ranks import Lead, RankBatch, RankOrder, RankWorker, addresses_of, one_model
+from gdscache.integrations.vllm.ranks import Lead, RankBatch, RankOrder, RankWorker, addresses_of
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.session import VllmSession
 from tests.support.helpers import drop_from, flip_file, until

@@ -16,6 +16,7 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.errors import InvalidValueError, PlanesError, RankError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.ranks import executor, wire
+from gdscache.ranks.address import StoreMark
 from tests.support.helpers import MHA, MLA, WAIT, drop_from, flip_file, prompt, until
 from tests.support.pairs import pairs
 from tests.support.ranks import RanksHost
@@ -55,6 +56,67 @@ def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_hos
         assert hit.tokens == len(tokens)
     assert host.load(tokens)[0].pages == (GOOD,) * 5
     assert not host.engine.check().problems
+
+
+def test_each_rank_has_blocks_of_its_own(ranks_host: Open) -> None:
+    """The leader names places, and each rank says which blocks these are: before the leader's move comes, and behind
+    it."""
+    host = ranks_host([0, 1])
+    some, count = [prompt(number, 5) for number in range(6)], 5
+    own = [[7, 3, 20, 11, 4], [40, 9, 2, 33, 21]]
+    for number, tokens in enumerate(some, 1):
+        keys = [page.key for page in host.engine.pages(tokens)]
+        for rank, blocks in zip(host.ranks, own, strict=True):
+            rank.tell("compute", blocks, keys)
+            rank.hear()
+        first, last = host.ranks if number % 2 else host.ranks[::-1]
+        first.tell("place", -number, own[first.rank])
+        first.hear()
+        handle = host.engine.store(tokens, [*range(count)], after=StoreMark(-number, b""))
+        assert not handle.release_event.done()
+        last.tell("place", -number, own[last.rank])
+        assert handle.result(WAIT).tiers == (("cpu", "ssd"),) * count
+        last.hear()
+    for tokens in some:
+        hit = host.engine.lookup(tokens)
+        load = host.engine.load(hit, [*range(count)])
+        for rank, blocks in zip(host.ranks, own[::-1], strict=True):
+            rank.tell("load into", load.order, blocks, [page.key for page in hit.pages], WAIT)
+        assert [rank.hear() for rank in host.ranks] == [([GOOD.value] * count, [True] * count)] * 2
+        assert load.result(WAIT).pages == (GOOD,) * count
+
+
+def test_blocks_that_are_none_fail_on_their_rank_alone(ranks_host: Open) -> None:
+    host = ranks_host([0, 1])
+    tokens = prompt(1, 2)
+    host.store(tokens)
+    hit = host.engine.lookup(tokens)
+    load = host.engine.load(hit, [0, 1])
+    keys = [page.key for page in hit.pages]
+    for rank, blocks in zip(host.ranks, ([5, 6], [5, 5]), strict=True):
+        rank.tell("load into", load.order, blocks, keys, WAIT)
+    good, bad = (rank.hear() for rank in host.ranks)
+    assert good == ([GOOD.value] * 2, [True] * 2)
+    assert GOOD.value not in bad[0]
+    assert GOOD not in load.result(WAIT).pages
+    assert host.load(tokens)[0].pages == (GOOD,) * 2, "the pages are as good as before"
+
+
+def test_what_a_leader_tells_is_heard_by_its_number(ranks_host: Open) -> None:
+    host = ranks_host([0, 1])
+    for rank in host.ranks:
+        rank.tell("told", 1, WAIT)
+    for number in (1, 2, 3, 4):
+        host.engine.tell_ranks(number, b"%d" % number)
+    assert [rank.hear() for rank in host.ranks] == [b"1"] * 2
+    assert host.every("told", 3, WAIT) == [b"3"] * 2
+    assert host.every("told", 2, 0.01) == [b""] * 2, "that is over"
+    assert host.every("told", 4, WAIT) == [b"4"] * 2
+    assert host.every("told", 5, 0.01) == [b""] * 2
+    for rank in host.ranks:
+        rank.tell("told", 6, 10 * WAIT)
+    host.engine.close()
+    assert [rank.hear() for rank in host.ranks] == [b""] * 2, "the leader has gone"
 
 
 @pytest.mark.gpu

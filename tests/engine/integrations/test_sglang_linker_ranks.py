@@ -1,0 +1,230 @@
+"""The linker's parts on several ranks, which are in this process: what is promised is loaded on each, or on none."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gdscache.errors import RankError
+from gdscache.integrations.sglang import linker_ranks as parts
+from gdscache.integrations.sglang.linker_ranks import place_in, shard_of, together
+from tests.support.helpers import drop_from, until
+from tests.support.sglang_linker_ranks import BLOCKS, Ranks, keys_of
+
+Open = Callable[..., Ranks]
+KEYS = keys_of(range(6))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    found: list[Ranks] = []
+
+    def open_(shards: list[int] | None = None, **config: Any) -> Ranks:
+        found.append(Ranks(tmp_path / "cache", shards or [0, 1], **config))
+        return found[-1]
+
+    yield open_
+    for ranks in found:
+        ranks.close()
+
+
+def computed(ranks: Ranks, keys: list[str]) -> None:
+    """These pages are stored, and their blocks free."""
+    blocks = ranks.take(len(keys))
+    for one, its in zip(ranks.of, blocks, strict=True):
+        one.compute(keys, its)
+    ranks.offload(keys, blocks)
+    ranks.settle()
+
+
+def served(ranks: Ranks, rid: str, keys: list[str]) -> int:
+    """A request whose cached pages are loaded, checked on every rank; how many."""
+    found = ranks.lookup(rid, keys)
+    if not found:
+        return 0
+    blocks = ranks.load(rid, keys[:found])
+    assert ranks.run(ranks.start()) == [True] * len(ranks.of)
+    for one, its in zip(ranks.of, blocks, strict=True):
+        one.check(keys[:found], its)
+    ranks.give(blocks)
+    return found
+
+
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 0, 1, 1]])
+def test_pages_come_back_on_every_rank_into_its_own_blocks(opened: Open, shards: list[int]) -> None:
+    ranks = opened(shards)
+    assert ranks.of[0].free != ranks.of[1].free
+    assert served(ranks, "a", KEYS) == 0
+    computed(ranks, KEYS)
+    assert served(ranks, "b", KEYS) == len(KEYS)
+    ranks.engine.drain(30)
+    drop_from(ranks.engine, "cpu")
+    assert served(ranks, "c", KEYS) == len(KEYS), "a lookup waits for the SSD"
+
+
+def test_a_promise_that_the_leader_has_lost_fails_on_every_rank_and_is_no_other_length_on_any(opened: Open) -> None:
+    ranks = opened()
+    computed(ranks, KEYS)
+    assert ranks.lookup("a", KEYS) == len(KEYS)
+    ranks.table.reset()
+    blocks = ranks.load("a", KEYS)
+    assert ranks.run(ranks.start()) == [False, False]
+    assert [one.counts["failed_loads"] for one in ranks.of] == [1, 1]
+    ranks.give(blocks)
+    assert served(ranks, "b", KEYS) == len(KEYS)
+
+
+def test_loads_that_are_cancelled_or_flushed_hold_nothing(opened: Open) -> None:
+    ranks = opened()
+    computed(ranks, KEYS)
+    ranks.lookup("a", KEYS)
+    blocks = ranks.load("a", KEYS)
+    assert [one.table.cancel("a") for one in ranks.of] == [True, True]
+    assert [one.table.cancel("a") for one in ranks.of] == [False, False]
+    assert ranks.start() == -1
+    ranks.give(blocks)
+    for begin in (False, True):
+        ranks.lookup("b", KEYS)
+        blocks = ranks.load("b", KEYS)
+        if begin:
+            ranks.start()
+        ranks.reset()
+        ranks.give(blocks)
+        until(lambda: ranks.engine.stats()["leases"] == [], "nothing is held")
+    assert [len(one.table) for one in ranks.of] == [0, 0]
+    assert served(ranks, "c", KEYS) == len(KEYS)
+
+
+def test_a_rank_waits_no_longer_than_that_for_an_order(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ORDER_S", 0.1)
+    ranks = opened()
+    computed(ranks, KEYS)
+    ranks.lookup("a", KEYS)
+    blocks = ranks.load("a", KEYS)
+    monkeypatch.setattr(ranks.engine, "tell_ranks", lambda number, what: None)
+    begun = time.monotonic()
+    assert ranks.run(ranks.start()) == [False, False]
+    assert time.monotonic() - begun < 5
+    monkeypatch.undo()
+    ranks.give(blocks)
+    ranks.reset()
+    assert served(ranks, "b", KEYS) == len(KEYS), "a late order is not taken for the next one"
+
+
+def test_an_order_that_comes_late_is_of_its_own_batch(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ORDER_S", 0.1)
+    ranks, other = opened(), keys_of([7, 8, 9])
+    computed(ranks, KEYS)
+    computed(ranks, other)
+    held: list[tuple[int, bytes]] = []
+    monkeypatch.setattr(ranks.engine, "tell_ranks", lambda *told: held.append(told))
+    ranks.lookup("a", KEYS)
+    blocks = ranks.load("a", KEYS)
+    assert ranks.run(ranks.start()) == [False, False]
+    ranks.give(blocks)
+    monkeypatch.undo()
+    for told in held:
+        ranks.engine.tell_ranks(*told)
+    assert served(ranks, "b", other) == len(other)
+
+
+def test_a_rank_that_has_left_costs_hits_alone(opened: Open) -> None:
+    ranks = opened()
+    computed(ranks, KEYS)
+    ranks.of[1].rank.close()
+    until(lambda: ranks.engine.stats()["ranks"][1]["state"] == "lost", "it is heard of")
+    assert ranks.lookup("a", KEYS) == 0
+    computed(ranks, keys_of([1]))
+    ranks.reset()
+
+
+def test_a_store_is_over_when_the_last_rank_has_come_to_it(opened: Open) -> None:
+    ranks = opened()
+    blocks = ranks.take(len(KEYS))
+    first, last = ranks.of
+    first.compute(KEYS, blocks[0])
+    first.offloads.start(ranks.links.named(KEYS), lambda: blocks[0], "", None)
+    time.sleep(0.1)
+    assert first.offloads.completed() == 0
+    last.compute(KEYS, blocks[1])
+    last.offloads.start(KEYS, lambda: blocks[1], "", None)
+    ranks.reading.append(blocks)
+    ranks.settle()
+    assert served(ranks, "a", KEYS) == len(KEYS)
+
+
+class Done:
+    """Pages that were loaded."""
+
+    loaded = 0
+
+
+def traffic(ranks: Ranks, operations: int, seed: int) -> Done:
+    """Against a plain model: what was offered may be found, nothing else, and each byte is its page's."""
+    source, offered, done = random.Random(seed), set[str](), Done()
+    for number in range(operations):
+        tokens = [source.randrange(2) for _ in range(source.randrange(1, 10))]
+        keys, rid, what = keys_of(tokens), f"r{number}", source.random()
+        ranks.alone = source.random() < 0.7
+        ranks.poll()
+        if what < 0.03:
+            ranks.reset()
+        elif what < 0.12:
+            ranks.lookup(rid, keys)  # never heard of again
+        elif what < 0.2:
+            if found := ranks.lookup(rid, keys):
+                blocks = ranks.load(rid, keys[:found])
+                assert all(one.table.cancel(rid) for one in ranks.of)
+                ranks.give(blocks)
+        elif what < 0.6:
+            found = served(ranks, rid, keys)
+            assert offered >= {*keys[:found]}
+            done.loaded += found
+        else:
+            blocks = ranks.take(len(keys))
+            for one, its in zip(ranks.of, blocks, strict=True):
+                one.compute(keys, its)
+            ranks.offload(keys, blocks)
+            offered |= {*keys}
+    ranks.settle()
+    ranks.reset()
+    assert [sorted(one.free) for one in ranks.of] == [[*range(BLOCKS)]] * len(ranks.of)
+    assert [one.counts["failed_loads"] for one in ranks.of] == [0] * len(ranks.of)
+    until(lambda: ranks.engine.stats()["leases"] == [], "nothing is held")
+    assert ranks.engine.check().ok
+    return done
+
+
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0]])
+def test_random_operations(opened: Open, shards: list[int]) -> None:
+    assert traffic(opened(shards, cpu=24, ssd=64), 500, 1).loaded > 200
+
+
+@pytest.mark.suite
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 0, 1, 1]])
+def test_ten_thousand_random_operations(opened: Open, shards: list[int]) -> None:
+    assert traffic(opened(shards, cpu=24, ssd=64), 10_000, 2).loaded > 5_000
+
+
+def test_shards() -> None:
+    heads, latents = SimpleNamespace(k_buffer=[], head_num=1), SimpleNamespace(kv_buffer=[])
+    assert [shard_of(heads, 8, rank, 8) for rank in range(8)] == [*range(8)]
+    assert [shard_of(heads, 2, rank, 8) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [shard_of(heads, 1, rank, 2) for rank in range(2)] == [0, 0]
+    assert [shard_of(heads, 3, rank, 4) for rank in range(4)] == [0, 1, 2, 3], "nobody knows how these are spread"
+    assert [shard_of(SimpleNamespace(k_buffer=[], head_num=4), 8, rank, 2) for rank in range(2)] == [0, 1]
+    assert [shard_of(latents, 8, rank, 8) for rank in range(8)] == [0] * 8
+
+
+def test_who_is_alone_enters_no_collective() -> None:
+    assert place_in(None) == (0, 1)
+    assert together(None, lambda: 3) == [3]
+    with pytest.raises(RankError, match="mine"):
+        together(None, lambda: (_ for _ in ()).throw(RankError("mine")))

@@ -1,0 +1,163 @@
+"""SGLang's own radix trees and pools on a CPU as two or more ranks, a process each, with our linker below each tree.
+
+Every rank runs a case from its begin to its end, in step with the others by SGLang's own reductions, over gloo. What is
+called of torch.distributed is written down, and has to be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engines import sglang_rig as rig
+
+_CASES: dict[str, Callable[[Ranks], None]] = {}
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier",
+                "reduce", "gather", "scatter", "all_to_all", "send", "recv", "isend", "irecv", "new_group")  # fmt: skip
+PATIENCE_S = 60.0  # of gloo
+
+
+class Ranks:
+    """This process, as one of them. `group`: of SGLang's tensor parallelism."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
+        self.folder, self.rank, self.ranks = folder, rank, ranks
+        self.entered: list[tuple[str, str]] = []  # collectives, and the files that have called them
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=PATIENCE_S),
+        )
+        self.group = dist.new_group(backend="gloo")
+        self._barrier = functools.partial(dist.barrier, self.group)
+        for name in _COLLECTIVES:
+            setattr(dist, name, self._watched(name, getattr(dist, name)))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code.co_filename
+            shape = str(tuple(args[0].shape)) if args and isinstance(args[0], torch.Tensor) else ""
+            self.entered.append((name + shape, caller))
+            return call(*args, **kwargs)
+
+        return entered
+
+    def barrier(self) -> None:
+        """For the test itself: not written down."""
+        self._barrier()
+
+    def rig(self, kind: str = "mha", heads: int = 2, **more: Any) -> RankRig:
+        """A tree of this rank. `heads`: of keys, of the whole model."""
+        return RankRig(self, kind, heads, **more)
+
+    def leave(self) -> None:
+        """Where others have died, nobody is waited for."""
+        print("done", flush=True)
+        os._exit(0)
+
+    def told(self) -> None:
+        """What was entered, for the test that compares it over the ranks."""
+        ours = {name for name, caller in self.entered if "gdscache" in caller}
+        assert ours <= {"all_gather_object"}, ours
+        (self.folder / f"entered-{self.rank}.json").write_text(json.dumps([name for name, _ in self.entered]))
+
+
+class RankRig(rig.Rig):
+    """A rank's tree. Its bytes are those of its heads, and its blocks have other numbers than those of other ranks."""
+
+    def __init__(self, ranks: Ranks, kind: str, heads: int, **more: Any) -> None:
+        self.ranks = ranks
+        replicas = ranks.ranks if kind == "mla" else max(1, ranks.ranks // heads)
+        self.shard = ranks.rank // replicas
+        self._heads = max(1, heads // ranks.ranks)
+        server = {"tp_size": ranks.ranks, **more.pop("server", {})}
+        super().__init__(ranks.folder, kind, server=server, model={"num_key_value_heads": heads}, **more)
+        self.shuffle()
+
+    def device_pool(self, kind: str) -> Any:
+        return rig.device_pool(kind, heads=self._heads)
+
+    def tree_params(self, **more: Any) -> Any:
+        return super().tree_params(tp_cache_group=self.ranks.group, **more)
+
+    def content(self, tokens: Sequence[int], at: int, number: int, value: Callable[[int], float] | None) -> float:
+        return float(int(super().content(tokens, at, number, value)) ^ (37 * self.shard))
+
+    def shuffle(self) -> None:
+        """Free blocks come in an order of this rank's own."""
+        pages = self.slots.free_pages
+        order = [*range(len(pages))]
+        random.Random(self.ranks.rank).shuffle(order)
+        self.slots.free_pages = pages[torch.tensor(order)]
+
+    def flush(self) -> None:
+        super().flush()
+        self.shuffle()
+
+    def settle_reads(self) -> None:
+        """SGLang knows of all offloads that they are over, on all ranks."""
+        for _ in range(10_000):
+            self.poll()
+            if not self.tree.linker.pending_offloads:  # equal on all ranks: by a reduction
+                return
+            time.sleep(0.002)
+        raise AssertionError("offloads complete")
+
+    def settle(self) -> None:
+        """Everything is stored, on all ranks."""
+        self.settle_reads()
+        if self.linker.engine is not None:
+            self.linker.engine.drain(30)
+        self.ranks.barrier()
+
+    def _make_room(self, tokens: int) -> bool:
+        for _ in range(5_000):  # as often as on the other ranks
+            if super()._make_room(tokens):
+                return True
+            time.sleep(0.002)
+        return False
+
+    def hit(self, tokens: Sequence[int], rid: str | None = None) -> int:
+        """Tokens that a lookup promises on all ranks."""
+        return int(self.match(tokens, rid)[1].host_hit_length)
+
+
+def case(run: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
+    """One that a test starts by its name, on every rank."""
+    _CASES[run.__name__] = run
+    return run
+
+
+def run_case() -> None:
+    """FILE CASE FOLDER RANK RANKS"""
+    name, folder, rank, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    ranks = Ranks(folder, rank, count)
+    try:
+        _CASES[name](ranks)
+        ranks.told()
+        ranks.barrier()
+    except BaseException:  # noqa: BLE001 - the other ranks wait in a reduction, and the test is to hear of it at once
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    ranks.leave()

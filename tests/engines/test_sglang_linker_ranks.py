@@ -1,0 +1,69 @@
+"""Our linker under SGLang's own radix trees on several ranks: a process each, on a CPU, over gloo.
+
+Each case runs on every rank (`sglang_linker_ranks_cases.py`), and what they have called of torch.distributed is
+compared: none has entered a collective alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engines.sglang_parts import HERE, start
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
+FILE, LIMIT_S = HERE / "sglang_linker_ranks_cases.py", 300.0
+CASES = [
+    node.name
+    for node in ast.parse(FILE.read_text()).body
+    if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
+]
+DIES = {"a_dead_leader": 0, "a_dead_rank": 1}  # the rank that does
+FOUR = ["heads_that_two_ranks_have_come_back", "latents_come_back"]  # on four ranks, too
+
+
+def run(case: str, folder: Path, ranks: int = 2) -> None:
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    children = [start(FILE, case, folder, str(rank), str(ranks), log=log) for rank, log in enumerate(logs)]
+    until = time.monotonic() + LIMIT_S
+    while any(child.poll() is None for child in children) and time.monotonic() < until:
+        if any(child.poll() not in (None, 0, -signal.SIGKILL) for child in children):
+            break  # the others would wait for it
+        time.sleep(0.1)
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+    said = "".join(f"--- rank {rank}\n{log.read_text()[-5000:]}" for rank, log in enumerate(logs))
+    ends = [0] * ranks
+    if case in DIES:
+        ends[DIES[case]] = -signal.SIGKILL
+    assert [child.returncode for child in children] == ends, said
+    entered = [json.loads((folder / f"entered-{rank}.json").read_text()) for rank in range(ranks)]
+    assert entered[0], "nothing was written down"
+    assert entered == entered[:1] * ranks, "a rank has entered a collective alone"
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_two_ranks(case: str, tmp_path: Path) -> None:
+    run(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks(case: str, tmp_path: Path) -> None:
+    run(case, tmp_path, 4)
+
+
+@pytest.mark.suite
+@pytest.mark.timeout(4000)
+@pytest.mark.skipif("GDSCACHE_SGLANG_OPERATIONS" in os.environ, reason="the number is given")
+def test_ten_thousand_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDSCACHE_SGLANG_OPERATIONS", "5000")  # of each kind of model
+    monkeypatch.setattr("tests.engines.test_sglang_linker_ranks.LIMIT_S", 3600.0)
+    run("random_traffic", tmp_path)
