@@ -7,6 +7,7 @@ one is done here call by call, in the scheduler's order.
 from __future__ import annotations
 
 import json
+import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -43,7 +44,9 @@ def server_args(folder: Path, model: dict[str, Any] | None = None, **changes: An
     """
     place = folder / "model"
     place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps({**MODEL, **(model or {})}))
+    written = place / f"config-{os.getpid()}"  # ranks write the same file, and read it, side by side
+    written.write_text(json.dumps({**MODEL, **(model or {})}))
+    written.replace(place / "config.json")
     given = {"model_path": str(place), "load_format": "dummy", "device": "cpu", "page_size": PAGE, **changes}
     args = ServerArgs(**given)
     runtime_context.publish(args, role="scheduler")
