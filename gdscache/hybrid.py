@@ -211,12 +211,12 @@ class HybridEngine:
             managers[0].sample = lambda: group_words(why())
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
 
-    def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
-        """The tokens that the longest hit ends at, and the full pages of all groups that keep all tokens: up to token
-        `most`. Counts as no use of the pages."""
+    def reach(self, names: GroupNames, most: int, start: int = 0) -> tuple[int, int]:
+        """The tokens that the longest hit behind token `start` ends at, and the full pages of all groups that keep all
+        tokens: up to token `most`. Counts as no use of the pages."""
         has, most = self._presence(names), min(most, names.tokens)
-        whole = complete(self.groups, has, most)
-        return next(lengths(self.groups, has, most, whole=whole), 0), whole
+        whole = complete(self.groups, has, most, local=start)
+        return next(lengths(self.groups, has, most, local=start, whole=whole), start), whole
 
     def _presence(self, names: GroupNames) -> Presence:
         return names.presence(*(engine.manager.visible for engine in self.engines))
@@ -256,6 +256,20 @@ class HybridEngine:
         self.states.stand(names, pages)
         by_name = {group.name: some for group, some in zip(self.groups, pages, strict=True)}
         return HybridHit(start, found - start, by_name, start, parts=tuple(parts), order=tuple(chains))
+
+    def behind(self, hit: HybridHit, start: int) -> HybridHit:
+        """The same hit from token `start` on, with the pages that end behind it."""
+        sizes = {group.name: group.page_tokens for group in self.groups}
+        pages = {n: range(max(its.start, start // sizes[n]), its.stop) for n, its in hit.pages.items()}
+        parts, chains = list[Hit](), list[Chain]()
+        for part, chain in zip(hit.parts, hit.order, strict=True):
+            some = [at for at, one in enumerate(chain) if one.number in pages[self.groups[one.group].name]]
+            parts.append(part.part(some))
+            chains.append(chain.part(some))
+        tokens = hit.start + hit.tokens - start
+        return dataclasses.replace(
+            hit, start=start, tokens=tokens, pages=pages, parts=tuple(parts), order=tuple(chains)
+        )
 
     def load(self, hit: HybridHit, slots: Slots, after: Event = None) -> HybridLoad:
         """Begin copying a hit into blocks; returns at once. `slots`: of each group by name, blocks for the pages

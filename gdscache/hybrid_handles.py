@@ -93,6 +93,11 @@ class HybridLoad:
         self._engine, self._hits, self._loads = engine, hits, loads
 
     @property
+    def begun(self) -> list[LayerwiseLoad]:
+        """The loads of the pools that have pages of it."""
+        return [load for load in self._loads if load is not None]
+
+    @property
     def tokens(self) -> int:
         """Tokens on their way, over all requests: those of a hit, or 0 where a page of it has gone since."""
         return sum(self.tokens_by_request)
@@ -164,19 +169,19 @@ class HybridLoad:
 
     def __await__(self) -> Generator[Any, None, HybridReport]:
         """`result()` in an event loop of asyncio's. The load goes on where the await is cancelled."""
-        for load in filter(None, self._loads):
+        for load in self.begun:
             yield from load.__await__()
         return self.result()
 
     def cancel(self) -> None:
         """Stop early. The slots stay the engine's until `released`."""
-        for load in filter(None, self._loads):
+        for load in self.begun:
             load.cancel()
 
     def released(self, seconds: float | None = None) -> None:
         """Wait until nothing writes to the slots any more. Raises `DeadlineError`."""
         left = remaining(seconds)
-        for load in filter(None, self._loads):
+        for load in self.begun:
             load.release_event.synchronize(left())
 
 

@@ -48,6 +48,11 @@ class Chain(Sequence[GroupPage]):
         found: GroupPage | Chain = kind(self.groups[at], self.numbers[at], self.pages[at])
         return found
 
+    def part(self, places: Sequence[int]) -> Chain:
+        """Those at some places."""
+        groups, numbers, pages = self.groups, self.numbers, self.pages
+        return Chain([groups[at] for at in places], [numbers[at] for at in places], tuple(pages[at] for at in places))
+
 
 class GroupNames:
     """The names of one request's pages. `digests`: of each `digest_tokens` tokens and all before them, 32 bytes.

@@ -67,6 +67,9 @@ class Fetch(Fetched, Protocol):
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
 
+    def loadable(self, pages: int) -> bool:
+        """Whether a load may bring so many of the first pages, and no more: they are checked and pinned."""
+
     def outpaced(self) -> bool:
         """Whether computing what has not come takes less time than waiting for it, at its best possible pace."""
 
@@ -166,6 +169,10 @@ class PinnedFetch(Pinned):
     def verified(self) -> int:
         """How many of the first pages are checked and pinned."""
         return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
+
+    def loadable(self, pages: int) -> bool:
+        """Whether these first pages are checked and pinned."""
+        return pages <= self.verified()
 
     def outpaced(self) -> bool:
         """Whether computing what has not come takes less time than waiting for it, at its best possible pace."""

@@ -32,16 +32,19 @@ class GroupFetch(Pinned):
     asking = False  # no tier beyond this machine is asked
     _prefetch: HybridPrefetch | None
 
-    def __init__(self, engine: HybridEngine, names: GroupNames, most: int, tokens: int, seconds: float) -> None:
-        """`most`: tokens of a hit that can be of use; `tokens`: of the request."""
+    def __init__(
+        self, engine: HybridEngine, names: GroupNames, most: int, tokens: int, seconds: float, start: int = 0
+    ) -> None:
+        """`most`: the token that a hit of use ends at, at most; `tokens`: of the request; `start`: tokens before the
+        first page that is fetched, which is page 0 of the fetch."""
         super().__init__(seconds)
-        self.found: HybridHit = engine.lookup_named(names, most, tokens)
+        self.found: HybridHit = engine.lookup_named(names, most, tokens, start)
         self.parted = self.found.parted  # grows with what others store while the request waits
         self.cached = (self.found.tokens + self.found.declined) // engine.alignment
         self.wanted = self.found.tokens // engine.alignment
         begun = any(self.pages) and engine.config.cpu is not None
         self._prefetch = engine.prefetch(self.found, pin=seconds) if begun else None
-        self._gate, self._engines = engine.gate, engine.engines
+        self._engine, self._gate, self._engines = engine, engine.gate, engine.engines
 
     @property
     def pages(self) -> Sequence[Chain]:
@@ -56,6 +59,10 @@ class GroupFetch(Pinned):
         """All that is wanted, where all of it is checked and pinned; else 0."""
         there = not any(self.pages) if self._prefetch is None else self._prefetch.verified
         return self.wanted if there else 0
+
+    def loadable(self, pages: int) -> bool:
+        """Whether these first pages are the hit, and it is checked and pinned: in a part of it there is no window."""
+        return pages == self.verified()
 
     def outpaced(self) -> bool:
         """Whether computing the hit takes less time than waiting for what has not come, at its best possible pace."""

@@ -7,12 +7,26 @@ Nothing of an inference engine is imported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from gdscache.runtime.threads import Flag, Workers
 
-if TYPE_CHECKING:
-    from gdscache.store.handle import StoreHandle
+
+class Reading(Protocol):
+    """When blocks have been read: an event of CUDA's, or of the host's."""
+
+    def done(self) -> bool:
+        """Whether they have been; never waits."""
+
+    def synchronize(self) -> None:
+        """Wait until they have been."""
+
+
+class Stored(Protocol):
+    """The handle of a store: a `StoreHandle`, or several as one."""
+
+    @property
+    def release_event(self) -> Reading: ...
 
 
 class HandedStore:
@@ -20,7 +34,7 @@ class HandedStore:
 
     def __init__(self) -> None:
         self._handed = Flag()
-        self._handle: StoreHandle | None = None
+        self._handle: Stored | None = None
 
     @property
     def taken(self) -> bool:
@@ -37,7 +51,7 @@ class HandedStore:
         if self._handle is not None:
             self._handle.release_event.synchronize()
 
-    def hand_over(self, store: Callable[[], StoreHandle]) -> None:
+    def hand_over(self, store: Callable[[], Stored]) -> None:
         """What `store()` gives; where it raises, nothing reads the blocks."""
         try:
             self._handle = store()
@@ -51,7 +65,7 @@ class StoreThread:
     def __init__(self, name: str) -> None:
         self._worker = Workers(1, name)
 
-    def start(self, store: Callable[[], StoreHandle]) -> HandedStore:
+    def start(self, store: Callable[[], Stored]) -> HandedStore:
         """Have `store()` called soon. What it reads must follow an event that is recorded already."""
         handed = HandedStore()
         self._worker.submit(lambda: handed.hand_over(store))

@@ -217,6 +217,11 @@ class PageHashes:
         """Whether the first page is the first of its request; else there is a `parent`."""
         return self._parent is None
 
+    def chain(self) -> list[bytes]:
+        """The caller's digests: the parent's, where there is one, and those of the pages."""
+        with self._lock:
+            return [*([] if self._parent is None else [self._parent]), *self._hashes]
+
     def __repr__(self) -> str:
         return f"PageHashes({len(self._hashes)} pages, tokens={self._tokens})"
 

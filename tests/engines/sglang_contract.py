@@ -54,6 +54,22 @@ SOURCES = [  # whose order of calls the integrations rest on
     "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation",  # names the batch first
     "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner._wait_for_layer_loads",
 ]
+COMPONENTS = f"{_CACHE}.unified_cache.components"
+SOURCES += [  # of hybrid models
+    *(
+        f"{COMPONENTS}.{module}:{name}.{method}"
+        for module, name in (("full", "FullComponent"), ("swa", "SWAComponent"), ("mamba", "MambaComponent"))
+        for method in ("build_external_linker_transfer", "update_external_linker_load")
+    ),
+    f"{COMPONENTS}.mamba:MambaComponent.finalize_match_result_in_tree_core",  # where a state is to be kept
+    f"{COMPONENTS}.swa:SWAComponent.prepare_for_caching_req",
+    f"{_CACHE}.unified_cache.unified_tree_core:UnifiedTreeCore.build_external_linker_offload_transfers",
+    f"{_CACHE}.unified_radix_cache:UnifiedRadixCache.checkpoint_into_tree",
+    f"{_CACHE}.swa_memory_pool:SWAKVPool.__init__",
+    f"{_CACHE}.memory_pool:HybridReqToTokenPool.mamba2_layer_index",  # waits for the layer
+    "sglang.srt.managers.schedule_batch:ScheduleBatch._mamba_radix_cache_v2_req_prepare_for_extend",
+    "sglang.srt.model_executor.model_runner:ModelRunner._maybe_execute_deferred_mamba_cow_and_clear",
+]
 FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:HiCacheStorageConfig": [
         "tp_rank", "tp_size", "pp_size", "attn_cp_size", "dcp_size", "is_mla_model", "extra_config",
@@ -62,7 +78,8 @@ FIELDS = {  # what is read of objects that SGLang hands over
     f"{_CACHE}.hicache_storage:PoolTransfer": ["name", "keys", "host_indices", "device_indices", "hit_policy"],
     f"{_CACHE}.hicache_storage:PoolTransferResult": ["kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"],
     f"{_CACHE}.cache_init_params:CacheInitParams": [
-        "page_size", "req_to_token_pool", "token_to_kv_pool_allocator", "tp_cache_group",
+        "page_size", "req_to_token_pool", "token_to_kv_pool_allocator", "sliding_window_size", "swa_gates_prefix_match",
+        "tp_cache_group",
     ],
     "sglang.srt.server_args:ServerArgs": ["resolved_dict"],  # its fields are in our table, see `_unknown`
 }  # fmt: skip

@@ -22,7 +22,10 @@ from tests.engines.vllm_parts import changes
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "pools", "namespace", "metrics")]
+FILES = [
+    HERE / f"sglang_{name}_cases.py"
+    for name in ("linker", "hybrid", "storage", "ranks", "pools", "namespace", "metrics")
+]
 CASES = {  # the file of each
     node.name: file
     for file in FILES

@@ -30,6 +30,9 @@ class FakeFetch:
         assert not self.released
         return 0 if self.lapsed() else self.there
 
+    def loadable(self, pages: int) -> bool:
+        return pages <= self.verified()
+
     def outpaced(self) -> bool:
         return self.too_slow
 

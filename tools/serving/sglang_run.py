@@ -97,6 +97,8 @@ def main() -> None:
         max_running_requests=parts.CLIENTS,
         schedule_policy="lpm",
         log_level="warning",
+        # Of a request that runs three states are in use: its own, and two that are kept in turns.
+        **({"max_mamba_cache_size": 4 * parts.CLIENTS} if order["states"] else {}),
         **cache(order),
     )
     answers.say(opened_s=time.monotonic() - started)

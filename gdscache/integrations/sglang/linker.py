@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sglang
@@ -28,10 +28,13 @@ from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.fetching import PinningCache
+from gdscache.hybrid import HybridEngine
+from gdscache.integrations.fetching import Cache, PinningCache
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
 from gdscache.integrations.sglang.facts import resolved
+from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
+from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import (
     LEFT_S,
     LeadTable,
@@ -45,10 +48,11 @@ from gdscache.integrations.sglang.linker_ranks import (
 )
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Offloads
-from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Load, Offloads
+from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import device_planes
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
+from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, SeveralPools
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     WEIGHT_METHODS,
@@ -57,7 +61,6 @@ from gdscache.integrations.sglang.setup import (
     model_of,
 )
 from gdscache.integrations.watching import WeightWatch
-from gdscache.load.handle import LayerwiseLoad
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
 
@@ -67,8 +70,9 @@ class _Lead:
     """What decides: the engine, what is known of requests, and who is told of it. Where there are several ranks, the
     first one has it alone."""
 
-    engine: CacheEngine
+    engine: CacheEngine | HybridEngine
     cache: PinningCache
+    pages: Cache
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
@@ -90,6 +94,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.counts: Counter[str] = Counter()
         self._params, self._links = params, PageLinks()
         self._used = self._outdated = self._broken = False
+        self._one: CacheEngine | None = None  # of a model with one pool
+        self._hybrid: SeveralPools | None = None
+        self._junctions: Junctions | None = None
         self._number, self._ranks = place_in(params.tp_cache_group)
         with contextlib.ExitStack() as undo:
             facts = together(params.tp_cache_group, lambda: self._prepare(undo, server_args, components, extra_config))
@@ -104,11 +111,17 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._server, self._model = server, model = resolved(server_args), process_model_config()
         refuse_setup(server)
         refuse_model(model)
-        refuse_components([component.name for component in components])
-        self._options = LinkerOptions.of(extra)
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self._planes = planes = device_planes(pool, params.page_size)
-        self.pools = {PoolName.KV: pool}
+        names = [component.name for component in components]
+        refuse_components(names, params, self._ranks)
+        self._options = options = LinkerOptions.of(extra)
+        pool, size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
+        if len(names) == 1:
+            planes = device_planes(pool, size, untried=options.untried)
+        else:
+            states = params.req_to_token_pool if "MAMBA" in names else None
+            planes = grouped_planes(pool, states, params.swa_retain_window, size, untried=options.untried)
+        self._planes = planes
+        self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
         self._rank: Rank | None = None
         if self._ranks > 1:
@@ -124,12 +137,19 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.engine = None if self._lead is None else self._lead.engine
         layers, rank = len(self._planes.tensors), self._rank
         self._rank_loads: RankLoads | None = None
-        if rank is None:
+        if self._hybrid is not None:
+            self.layer_done_counter = LayerLoads(self._begin_loads, self._hybrid.layers, self.counts)
+            self._offloads = Offloads(self._hybrid, self.counts)
+            self._junctions = Junctions(self, self._params.page_size, self._params.swa_retain_window, self._has)
+            undo.callback(self._junctions.close)
+            if PoolName.MAMBA in self.pools:  # SGLang registers it with the pools of tokens alone
+                self._params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        elif rank is None:
             self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
-            self._offloads = Offloads(self.engine, self.counts)
+            self._offloads = Offloads(self._one, self.counts)
         else:
-            self._offloads = offloads = RankOffloads(rank, self.engine, self.counts)
-            self._rank_loads = RankLoads(rank, self.engine, offloads)
+            self._offloads = offloads = RankOffloads(rank, self._one, self.counts)
+            self._rank_loads = RankLoads(rank, self._one, offloads)
             self.layer_done_counter = LayerLoads(self._rank_loads.begin, layers, self.counts)
         undo.callback(self._offloads.close)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
@@ -148,14 +168,22 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if tells and config.events is None:
             config = config.model_copy(update={"events": EventsConfig()})
         addresses = [its.address for its in facts if its.address is not None]
-        engine = CacheEngine(config, ranks=addresses) if addresses else CacheEngine(config, planes.tensors)
+        engine: CacheEngine | HybridEngine
+        if planes.groups:
+            self._hybrid = SeveralPools(config, planes)
+            engine, parts = self._hybrid.engine, self._hybrid.engine.by_groups
+        else:
+            engine = CacheEngine(config, ranks=addresses) if addresses else CacheEngine(config, planes.tensors)
+            self._one, parts = engine, {"": engine}
         undo.callback(engine.close, drain=False)
-        events = SglangEvents(engine, self, params.page_size) if tells else None
+        first, *others = parts.values()
+        events = SglangEvents(first, self, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
-        cache = PinningCache(engine, options.pin_seconds)
+        cache = PinningCache(first, options.pin_seconds, *others)
+        pages = cache if self._hybrid is None else LinkedCache(cache, self._hybrid.engine)
         table = (LeadTable if addresses else LoadTable)(
-            cache,
+            pages,
             self._links,
             wait=options.ssd_wait if config.ssd is not None else 0.0,
             alone=self._alone,
@@ -163,9 +191,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             seconds=self._seconds,
             counts=self.counts,
         )
-        told = ToldMetrics({"": engine}, server)
+        told = ToldMetrics(parts, server)
         undo.callback(told.close)
-        return _Lead(engine, cache, table, events, told)
+        return _Lead(engine, cache, pages, table, events, told)
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -179,6 +207,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._name(keys)
             with lead.cache.telling(rid):
                 pages = lead.table.lookup(rid, keys)
+            fetch, first = lead.table.fetch(rid, keys) or (None, 0)
+            if self._junctions is not None and isinstance(fetch, LinkedFetch):
+                self._junctions.whole = fetch.whole - first
         except GdsCacheError as error:  # nothing is found: a rank that raises would leave the others in a reduction
             log_failure(None if self._broken else error)
             self._broken = True
@@ -186,8 +217,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [pages] if pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        transfer = _of_kv(transfers)
-        return self._table.load(rid, transfer.keys or [], lambda: self._blocks.begin(transfer.device_indices))
+        return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._blocks_of(transfers))
 
     def start_layer_wise_loading(self) -> int:
         """SGLang begins a batch of prompts, with loads or without."""
@@ -207,14 +237,15 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- offloads ------------------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        transfer = _of_kv(transfers)
-        keys = transfer.keys or []
+        keys = max((one.keys or [] for one in transfers), key=len)  # a pool that has fewer has the last of them
         self._used = True
         self._table.computed(keys)
         if self._outdated or not keys:
             return False
         ready = self.record_offload_ready() if self._device.type == "cuda" else [None]
-        blocks = self._blocks.begin(transfer.device_indices)
+        if self._junctions is not None:
+            self._junctions.offered(transfers)
+        blocks = self._blocks_of(transfers)
         self._name(keys)
         if self._lead is None:
             self._offloads.start(keys, blocks, "", ready[-1])
@@ -243,6 +274,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         lead, rank = self._lead, self._rank
         if lead is not None and lead.events is not None:
             lead.events.close()
+        if self._junctions is not None:
+            self._junctions.close()
         self._end_transfers()
         self._offloads.close()
         if lead is not None:
@@ -262,6 +295,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._lead is not None:
             self._lead.cache.renew_salt()
         self._table.reset()
+        self._forget()
         self._outdated = self._outdated or self._used
 
     def _end_transfers(self) -> None:
@@ -269,18 +303,35 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._table.reset()
         self.layer_done_counter.reset()
         self._offloads.reset()
+        self._forget()
 
-    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
+    def _forget(self) -> None:
+        if self._junctions is not None:
+            self._junctions.forget()
+
+    def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
         """Where this rank is alone."""
-        assert self.engine is not None, "who is alone leads"
-        return self.engine.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
+        engine = self._hybrid or self._one
+        assert engine is not None, "who is alone leads"
+        return engine.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
+
+    def _blocks_of(self, transfers: list[PoolTransfer]) -> Callable[[], Any]:
+        """Begin to read the blocks of pages; what waits for them."""
+        if self._hybrid is not None:
+            return self._hybrid.begin(transfers)
+        return self._blocks.begin(_of_kv(transfers).device_indices)
+
+    def _has(self, name: str, keys: Sequence[str]) -> bool:
+        """Whether our tiers have these pages of a hybrid model's pool."""
+        assert self._hybrid is not None, "a hybrid model's rank is alone"
+        assert self._lead is not None, "who is alone leads"
+        return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)
 
     def _name(self, keys: Sequence[str]) -> None:
         """KV events may say these hashes of SGLang's."""
         lead = self._lead
         if lead is not None and lead.events is not None and keys:
-            pages = lead.engine.pages(self._links.named(keys), lead.cache.salt)
-            lead.events.asked(keys, [page.key for page in pages])
+            lead.events.asked(keys, lead.pages.keys(self._links.named(keys)))
 
     def _slots_free(self) -> Event:
         """After this event nothing that was launched before the forward pass writes to the slots of a load."""
@@ -293,7 +344,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _seconds(self, pages: int) -> float | None:
         """What bringing so many pages from the SSD should take."""
-        return None if self.engine is None else self.engine.load_seconds("ssd", pages)
+        if self._hybrid is not None:
+            return self._hybrid.seconds(pages)
+        return None if self._one is None else self._one.load_seconds("ssd", pages)
 
 
 def _of_kv(transfers: list[PoolTransfer]) -> PoolTransfer:

@@ -28,6 +28,7 @@ from gdscache.cuda.streams import Event
 from gdscache.engine import CacheEngine
 from gdscache.errors import EngineClosedError, GdsCacheError, LoadOrderError, RankError, RankLostError
 from gdscache.integrations.fetching import Fetched
+from gdscache.integrations.handing import Stored
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import Offloads
 from gdscache.load.handle import LayerwiseLoad
@@ -35,7 +36,6 @@ from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
-from gdscache.store.handle import StoreHandle
 
 ORDER_S = 60.0  # that a rank waits for what the leader orders: its own pass waits for the leader's, too
 LEFT_S = 60.0  # that the others stay at the end, while the leader stores what it has accepted
@@ -184,7 +184,7 @@ class RankOffloads(Offloads):
         self._places.append(number)
         engine = self._engine
 
-        def store() -> StoreHandle:
+        def store() -> Stored:
             assert engine is not None, "the leader has one"
             return engine.store(hashes, np.arange(len(hashes)), salt=salt, after=StoreMark(number, b""))
 

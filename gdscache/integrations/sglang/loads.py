@@ -56,7 +56,7 @@ class QueuedLoad:
     fetch: Fetched
     first: int
     pages: int
-    blocks: Callable[[], Sequence[int]]
+    blocks: Callable[[], Any]
 
     def hit(self) -> Any:
         """What a load takes."""
@@ -113,7 +113,13 @@ class LoadTable:
             self.counts["late"] += fetch.verified() < end
         return max(0, min(fetch.verified() - first, len(keys)))
 
-    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Sequence[int]]]) -> bool:
+    def fetch(self, rid: str, keys: Sequence[str]) -> tuple[Fetch, int] | None:
+        """What is fetched for a request that was looked up, and where these keys begin among its pages."""
+        sought = self._sought.get(rid)
+        first = None if sought is None or not keys else sought.place(keys)
+        return None if sought is None or first is None else (sought.fetch, first)
+
+    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
         """Queue a load of pages that were promised. False where they were not, or their pins have ended.
 
         `blocks()` gives what waits for the numbers of the blocks that they go to.
@@ -121,7 +127,7 @@ class LoadTable:
         self.cancel(rid)
         sought = self._sought.pop(rid, None)
         first = None if sought is None or not keys else sought.place(keys)
-        if sought is None or first is None or sought.fetch.verified() < first + len(keys):
+        if sought is None or first is None or not sought.fetch.loadable(first + len(keys)):
             self.counts["refused"] += 1
             if sought is not None:
                 sought.fetch.release()
@@ -187,7 +193,7 @@ class LoadTable:
         now = self._clock()
         sought = self._sought.get(rid)
         first = None if sought is None else sought.place(keys)
-        if sought is not None and first is not None and not self._outdated(sought, now):
+        if sought is not None and first is not None and not self._outdated(sought, first + len(keys), now):
             self._sought.move_to_end(rid)
             sought.asked, sought.batch = now, self._batch
             return sought, first
@@ -202,9 +208,9 @@ class LoadTable:
         self._sought[rid] = sought
         return sought, 0
 
-    def _outdated(self, sought: _Sought, now: float) -> bool:
-        """Whether its pins have ended, or others have stored more of its pages meanwhile."""
-        if sought.fetch.lapsed(PROMISE_S + self._wait):
+    def _outdated(self, sought: _Sought, end: int, now: float) -> bool:
+        """Whether its pins have ended, fewer pages are asked for, or others have stored more of them meanwhile."""
+        if sought.fetch.lapsed(PROMISE_S + self._wait) or end < sought.fetch.wanted:
             return True
         if sought.fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
             return False

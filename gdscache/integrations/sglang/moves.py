@@ -12,21 +12,35 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from gdscache.cuda.streams import Event, record_on
-from gdscache.engine import CacheEngine
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.handing import StoreThread
+from gdscache.integrations.handing import Stored, StoreThread
 from gdscache.integrations.sglang.loads import QueuedLoad
-from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
 from gdscache.runtime.threads import log_failure
-from gdscache.store.handle import StoreHandle
+
+
+class Load(Protocol):
+    """A load under way: a `LayerwiseLoad`, or a `LinkedLoad` of a hybrid model."""
+
+    @property
+    def release_event(self) -> Any: ...
+
+    def wait(self, layer: int) -> None: ...
+
+    def results(self) -> Sequence[Any]: ...
+
+
+class Engine(Protocol):
+    """What stores pages: a `CacheEngine`, or several pools of a hybrid model, for which slots are blocks of each."""
+
+    def store(self, tokens: Any, slots: Any, *, salt: str = "", after: Event = None) -> Stored:
+        """See `CacheEngine.store`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,7 +48,7 @@ class _Batch:
     """Loads that begin together. `load` is None until they have begun, and where they could not begin."""
 
     queued: Sequence[QueuedLoad]
-    load: LayerwiseLoad | None = None
+    load: Load | None = None
     waited: set[int] = dataclasses.field(default_factory=set)
     failed: bool = False
 
@@ -56,9 +70,7 @@ class LayerLoads:
     they would wait, as a copy engine carries copies out in their order.
     """
 
-    def __init__(
-        self, load: Callable[[int, Sequence[QueuedLoad]], LayerwiseLoad], layers: int, counts: Counter[str]
-    ) -> None:
+    def __init__(self, load: Callable[[int, Sequence[QueuedLoad]], Load], layers: int, counts: Counter[str]) -> None:
         """`load(number, queued)`: begin the loads of a batch, behind whatever writes to their slots."""
         self.num_layers = layers
         self._load = load
@@ -187,7 +199,7 @@ class Handed(Protocol):
 class Offloads:
     """Stores that still read the pools' pages, the oldest first. A thread hands them over, in their order."""
 
-    def __init__(self, engine: CacheEngine | None, counts: Counter[str]) -> None:
+    def __init__(self, engine: Engine | None, counts: Counter[str]) -> None:
         self._engine = engine
         self._counts = counts
         self._offloads: deque[Handed] = deque()
@@ -197,17 +209,15 @@ class Offloads:
         """Offloads that were begun and not forgotten."""
         return len(self._offloads)
 
-    def start(
-        self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Sequence[int]], salt: str, after: Event
-    ) -> None:
+    def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:
         """Begin to store pages. `blocks()` waits for the blocks that they are in, which are read after `after`. What is
         stored already is not read again."""
 
         engine = self._engine
 
-        def store() -> StoreHandle:
+        def store() -> Stored:
             assert engine is not None, "pages of another process"
-            return engine.store(hashes, np.asarray(blocks(), np.int64), salt=salt, after=after)
+            return engine.store(hashes, blocks(), salt=salt, after=after)
 
         self._offloads.append(self._thread.start(store))
         self._counts.update(offloads=1, offloaded_pages=len(hashes))

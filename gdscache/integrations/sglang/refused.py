@@ -128,12 +128,24 @@ def refuse_setup(server: Any) -> None:
             )
 
 
-def refuse_components(names: Collection[str]) -> None:
-    """Raise where the tree has more than full attention. `names`: those of SGLang's `ComponentType`."""
-    if set(names) != {"FULL"}:
+def refuse_components(names: Collection[str], params: Any, ranks: int = 1) -> None:
+    """Raise for what the tree has beside full attention, windows and states. `names`: those of SGLang's
+    `ComponentType`; `params`: its `CacheInitParams`; `ranks`: processes over which a model is spread."""
+    if "FULL" not in names or not set(names) <= {"FULL", "SWA", "MAMBA"}:
         raise CacheGroupsUnsupportedError(
-            f"the model's cache has {', '.join(sorted(names))}; FULL alone is supported",
-            "use a model whose every layer attends to all tokens",
+            f"the model's cache has {', '.join(sorted(names)) or 'nothing'}; FULL, SWA and MAMBA are supported, the "
+            "last two beside the first",
+            "use a model whose layers keep all tokens, a sliding window, or a state",
+        )
+    if len(names) > 1 and ranks > 1:
+        raise ParallelismUnsupportedError(
+            f"the model's cache has {', '.join(sorted(names))}, and is spread over {ranks} ranks",
+            "hybrid models are served on one GPU: run one server a GPU, each with an ssd.path of its own",
+        )
+    if "SWA" in names and not params.swa_gates_prefix_match:
+        raise CacheGroupsUnsupportedError(
+            "the model's sliding windows are kept for each request, and are not in SGLang's tree",
+            "use another model, or leave the cache out of this server",
         )
 
 

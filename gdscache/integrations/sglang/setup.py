@@ -16,6 +16,7 @@ from gdscache.config import Config
 from gdscache.errors import (
     ConfigError,
     InterfaceUnsupportedError,
+    InvalidValueError,
     UnknownKeyError,
     WeightsNotFoundError,
 )
@@ -52,20 +53,25 @@ class LinkerOptions:
 
     `config`: a YAML file, or its sections. `ssd_wait`: seconds that the lookups for a batch may wait for pages on their
     way, while no other request runs. `pin_seconds`: how long pages that were brought for a request are kept for it.
+    `untried`: models are served, too, whose pools follow the contract and that no GPU has run.
     """
 
     config: str | Mapping[str, Any]
     ssd_wait: float = 0.02
     pin_seconds: float = 60.0
+    untried: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> LinkerOptions:
         """Raises `ConfigError` subclasses that name the key."""
         config = _config_of(given, [field.name for field in dataclasses.fields(cls)], LINKER_OPTIONS, "sglang")
+        untried = given.get("untried", cls.untried)
+        if not isinstance(untried, bool):
+            raise InvalidValueError(f"untried is {arguments.shown(untried)}", "pass true or false")
         wait = given.get("ssd_wait", cls.ssd_wait)
         wait = 0.0 if wait in (0, 0.0) else arguments.span(wait, "ssd_wait", _LONGEST)  # 0: nobody waits
         pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, PROMISE_S + wait)
-        return cls(config=config, ssd_wait=wait, pin_seconds=pins)
+        return cls(config=config, ssd_wait=wait, pin_seconds=pins, untried=untried)
 
 
 def storage_config_of(given: Mapping[str, Any]) -> str | Mapping[str, Any]:

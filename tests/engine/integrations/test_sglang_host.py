@@ -6,7 +6,7 @@ import functools
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +23,10 @@ from gdscache.errors import GdsCacheError
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import planes_section
 from gdscache.integrations.sglang.host import HostPages
-from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
 from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
 from gdscache.testing.faults import Fault
@@ -260,13 +261,16 @@ class Linked:
         self.counts: Counter[str] = Counter()
         self.cache, self.links = PinningCache(self.engine, 60.0), PageLinks()
         self.table = LoadTable(self.cache, self.links, wait=WAIT, alone=lambda: True, rest=self.cache.rest)
-        self.loads = LayerLoads(self.engine, 3, self.counts)
+        self.loads = LayerLoads(self.begin_loads, 3, self.counts)
         self.offloads = Offloads(self.engine, self.counts)
 
     def offload(self, keys: list[str], blocks: list[int], mark: int) -> None:
         for number, block in enumerate(blocks):
             fill(self.tensors, block, mark + number)
         self.offloads.start(self.links.named(keys), lambda: blocks, self.cache.salt, None)
+
+    def begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
+        return self.engine.load_many([(one.hit(), one.blocks()) for one in queued])
 
     def drain(self) -> None:
         """What was offloaded is stored."""
@@ -423,7 +427,7 @@ def test_statuses_are_counted_page_by_page(linked: Linked, monkeypatch: pytest.M
     linked.forward(index)
     load = linked.loads._batches[index].load
     (report,) = load.results()
-    bad = type(report)(report.tokens, (PageStatus.LOADED, PageStatus.ABORTED), {}, 0.0)
+    bad = type(report)(report.tokens // 2, (PageStatus.LOADED, PageStatus.ABORTED), {}, 0.0)
     monkeypatch.setattr(load, "results", lambda: [bad])
     assert not linked.loads.finish(index)
 

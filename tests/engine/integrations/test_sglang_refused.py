@@ -40,6 +40,10 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
         ({"disaggregation_mode": "prefill"}, "ConnectorRoleError", "leave it out"),
         ({"dllm_algorithm": "LowConfidence"}, "AttentionUnsupportedError", "leave the cache out"),
         ({"enable_mis": True}, "AttentionUnsupportedError", "--enable-mis"),
+        *(
+            ({name: True}, "CacheLayoutUnsupportedError", "leave it out")
+            for name in ("enable_int8_mamba_checkpoint", "enable_linear_replayssm", "enable_linear_replayssm_spec")
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -65,10 +69,19 @@ def test_ranks_of_one_host_are_served(name: str) -> None:
 
 
 def test_components() -> None:
-    refuse_components(["FULL"])
-    for names in (["FULL", "SWA"], ["FULL", "MAMBA"], ["SWA"], []):
-        with pytest.raises(CacheGroupsUnsupportedError):
-            refuse_components(names)
+    params = SimpleNamespace(swa_gates_prefix_match=True)
+    for names in (["FULL"], ["FULL", "SWA"], ["FULL", "MAMBA"], ["FULL", "MAMBA", "SWA"]):
+        refuse_components(names, params)
+    for names in (["FULL", "C128"], ["SWA"], ["MAMBA", "SWA"], []):
+        with pytest.raises(CacheGroupsUnsupportedError, match="FULL, SWA and MAMBA"):
+            refuse_components(names, params)
+    refuse_components(["FULL"], params, 2)
+    with pytest.raises(errors.ParallelismUnsupportedError, match="FULL, SWA, and is spread over 2 ranks"):
+        refuse_components(["FULL", "SWA"], params, 2)
+    params.swa_gates_prefix_match = False
+    refuse_components(["FULL", "MAMBA"], params)
+    with pytest.raises(CacheGroupsUnsupportedError, match="not in SGLang's tree"):
+        refuse_components(["FULL", "SWA"], params)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

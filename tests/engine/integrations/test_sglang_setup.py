@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache import CacheEngine, PageHashes, errors
+from gdscache import CacheEngine, HybridEngine, PageHashes, errors
+from gdscache.integrations.sglang.groups import grouped_planes
 from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, host_planes
 from gdscache.integrations.sglang.setup import LinkerOptions, configuration, storage_config_of
 from tests.support.fake_pool import POOLS, FakePool, pool_entry
@@ -33,6 +34,18 @@ class MLATokenToKVPool(SimpleNamespace):
 
 
 class MHATokenToKVPoolFP4(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class DSATokenToKVPool(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class SWAKVPool(SimpleNamespace):
+    """By the name of SGLang's."""
+
+
+class HybridLinearKVPool(SimpleNamespace):
     """By the name of SGLang's."""
 
 
@@ -88,6 +101,7 @@ ONLY_SSD: dict[str, Any] = {"ssd": SECTIONS["ssd"]}
         ({"config": SECTIONS, "pin_seconds": "long"}, errors.InvalidValueError, "pin_seconds"),
         ({"config": SECTIONS, "pin_seconds": 10}, errors.InvalidValueError, "more than 10.02"),
         ({"config": SECTIONS, "ssd_wait": 60}, errors.InvalidValueError, "pin_seconds is 60"),
+        ({"config": SECTIONS, "untried": "yes"}, errors.InvalidValueError, "untried is 'yes'"),
     ],
 )
 def test_options_that_are_wrong(given: dict[str, Any], error: type[errors.GdsCacheError], told: str) -> None:
@@ -203,3 +217,98 @@ def test_host_pools_that_are_none(pool: Any) -> None:
 
 def test_planes_say_what_they_are() -> None:
     assert isinstance(device_planes(mha(), PAGE), PoolPlanes)
+
+
+# -- hybrid models -----------------------------------------------------------------------------------------------------
+
+
+def states(layers: dict[int, int], **changes: Any) -> Any:
+    """A pool of requests with states: two tensors of a convolution, and one that recurs."""
+    slots, count = 6, len(layers)
+    cache = SimpleNamespace(
+        conv=[zeros(count, slots, 3, 4), zeros(count, slots, 5)], temporal=zeros(count, slots, 2, 8)
+    )
+    off = SimpleNamespace(enabled=False)
+    given = {"mamba_pool": SimpleNamespace(mamba_cache=cache), "mamba_map": layers}
+    return SimpleNamespace(**{**given, "short_conv_pool": off, "ngram_pool": off, **changes})
+
+
+def windowed() -> Any:
+    small = mha(k_buffer=[zeros(3 * PAGE, 2, 8)] * 2, v_buffer=[zeros(3 * PAGE, 2, 8)] * 2)
+    where = {0: (0, True), 1: (0, False), 2: (1, True), 3: (1, False), 5: (2, False)}
+    return SWAKVPool(full_kv_pool=mha(), swa_kv_pool=small, layers_mapping=where)
+
+
+def test_layers_of_all_pools_are_in_the_order_of_the_model() -> None:
+    planes = grouped_planes(windowed(), None, 9, PAGE)
+    assert planes.layers == {0: [0], 1: [1], 2: [2], 3: [3], 5: [4]}
+    assert planes.groups == [
+        {"name": "kv", "layers": [1, 3, 4], "page_tokens": PAGE},
+        {"name": "swa", "layers": [0, 2], "page_tokens": PAGE, "window": 10},
+    ]
+    assert [len(layer[0]) for layer in planes.tensors] == [3, PAGES, 3, PAGES, PAGES]
+    model = planes.model()
+    assert (model["layers"], model["page_tokens"]) == (5, PAGE)
+
+
+def test_a_state_is_a_page_of_one_row_without_padding() -> None:
+    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    planes = grouped_planes(pool, states({0: 0, 3: 1}), None, PAGE)
+    assert planes.layers == {0: [0], 1: [1], 3: [2, 3], 4: [4]}, "layer 3 has keys and a state"
+    assert planes.groups[1] == {"name": "mamba", "layers": [0, 3], "page_tokens": PAGE, "state": True}
+    assert planes.names[0] == ("conv", "conv1", "state")
+    assert [tuple(t.shape) for t in planes.tensors[0]] == [(6, 1, 24), (6, 1, 10), (6, 1, 32)]
+    opened = {"cpu": {"capacity": "8MiB"}, "host_buffer": "8MiB"}
+    config = configuration(opened, server(load_format="dummy"), SimpleNamespace(), planes, "0.5.23", "it", cpu=True)
+    with HybridEngine(config, planes.tensors) as engine:
+        sizes = {names: part.layout.page_bytes for names, part in engine.by_groups.items()}
+        assert sizes == {"kv": LAYERS * 2 * PAGE * 32, "mamba": 2 * 66}
+
+
+def test_a_state_without_a_tensor_that_recurs() -> None:
+    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    given = states({0: 0})
+    given.mamba_pool.mamba_cache.temporal = zeros(1, 6, 0)
+    assert grouped_planes(pool, given, None, PAGE).names[0] == ("conv", "conv1")
+
+
+@pytest.mark.parametrize("name", ["short_conv_pool", "ngram_pool"])
+def test_states_that_are_not_all_in_their_slot(name: str) -> None:
+    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    with pytest.raises(errors.CacheLayoutUnsupportedError, match=name):
+        grouped_planes(pool, states({0: 0}, **{name: SimpleNamespace(enabled=True)}), None, PAGE)
+
+
+def test_strided_states_and_other_pools_are_refused() -> None:
+    given = states({0: 0, 2: 1})
+    given.mamba_pool.mamba_cache.temporal = zeros(6, 2, 2, 8).transpose(0, 1)
+    pool = HybridLinearKVPool(full_kv_pool=mha(), full_attention_layer_id_mapping={1: 0, 3: 1, 4: 2})
+    with pytest.raises(errors.CacheLayoutUnsupportedError, match="strides"):
+        grouped_planes(pool, given, None, PAGE)
+    with pytest.raises(errors.CacheLayoutUnsupportedError, match="SWAKVPool and HybridLinearKVPool"):
+        grouped_planes(mha(), None, 9, PAGE)
+    quantised = windowed()
+    quantised.swa_kv_pool.k_scale_buffer = [1]
+    with pytest.raises(errors.CacheLayoutUnsupportedError, match="scales"):
+        grouped_planes(quantised, None, 9, PAGE)
+
+
+def test_an_indexer_s_keys_are_untried() -> None:
+    latent, keys = zeros(PAGES * PAGE, 1, 9), torch.zeros((PAGES + 1, PAGE * 6), dtype=torch.uint8)
+    pool = DSATokenToKVPool(
+        kv_buffer=[latent] * LAYERS, index_k_with_scale_buffer=[keys] * LAYERS, dtype=torch.bfloat16, index_kpool=1
+    )
+    with pytest.raises(errors.CacheLayoutUnsupportedError) as raised:
+        device_planes(pool, PAGE)
+    assert '"untried": true' in raised.value.hint
+    planes = device_planes(pool, PAGE, untried=True)
+    assert planes.model()["planes"] == [
+        {"name": "latent", "shape": [18], "layers": [0, 1, 2]},
+        {"name": "index", "shape": [6], "layers": [0, 1, 2]},
+    ]
+    assert [len(part) for part in planes.tensors[0]] == [PAGES, PAGES]
+    planes.tensors[0][1][2] = 7
+    assert keys[2].unique().tolist() == [7]
+    pool.index_k_with_scale_buffer = [keys, torch.zeros((0, PAGE * 6), dtype=torch.uint8), keys]
+    with pytest.raises(errors.CacheLayoutUnsupportedError, match="2 of 3 layers"):
+        device_planes(pool, PAGE, untried=True)

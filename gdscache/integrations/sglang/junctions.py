@@ -1,0 +1,134 @@
+"""Where prompts part, in SGLang's tree of a hybrid model.
+
+SGLang keeps a window, or a state, where another prompt parts from one that its tree has. That is within a node which
+was offered before, so SGLang offers nothing there: without that, no later prompt would find it in our tiers. So what a
+node has got since is offered here, and locked and acknowledged as SGLang does with its own offers.
+
+Where our tiers have full pages behind the last window or state, other prompts have gone on there: SGLang is asked to
+keep one at that token, as it does where its own tree has such pages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import _PendingOffload
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from gdscache.integrations.watching import MethodWatch
+
+UNDER_WAY = 4096  # pages and states that were offered last: some are not stored yet
+
+
+class Junctions:
+    """SGLang's scheduler is one thread, which calls all of this."""
+
+    def __init__(
+        self, linker: Any, page_tokens: int, window: int | None, have: Callable[[str, Sequence[str]], bool]
+    ) -> None:
+        """`linker`: whose tree it is. `window`: tokens in front of one that it attends to. `have(name, keys)`: whether
+        our tiers have these pages of a pool.
+
+        `whole`: of the pages that a request was just looked up for, up to which our tiers have all that is kept of all
+        tokens."""
+        self._linker, self._size, self._have = linker, page_tokens, have
+        self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
+        self.whole = 0
+        self._last: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
+
+    def close(self) -> None:
+        """Attend to no more trees. Twice is fine."""
+        self._watch.close()
+
+    def offered(self, transfers: Sequence[PoolTransfer]) -> None:
+        """What pools have at the end of a node is on its way to our tiers."""
+        for one in transfers:
+            if one.name != PoolName.KV:
+                self._last.update(dict.fromkeys((one.name.value, key) for key in (one.keys or [])[-self._pages :]))
+        while len(self._last) > UNDER_WAY:
+            self._last.popitem(last=False)
+
+    def forget(self) -> None:
+        """What was offered is not to be found any more, or SGLang's tree is empty."""
+        self._last.clear()
+
+    def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A tree has got a linker."""
+        tree, *rest = args
+        if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
+            tree.match_prefix = self._with_branches(tree, tree.match_prefix)
+            tree.insert = self._with_offers(tree, tree.insert)
+
+    # -- where SGLang is to keep one -----------------------------------------------------------------------------------
+
+    def _with_branches(self, tree: Any, match: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`match_prefix` of a tree, whose branching points may lie in pages of ours."""
+        states = tree.components.get(ComponentType.MAMBA)
+        grids = {} if states is None else {"mamba_branching_seqlen": states.mamba_checkpoint_grid}
+        grids |= {"swa_branching_seqlen": self._size} if ComponentType.SWA in tree.components else {}
+
+        def matched(params: Any) -> Any:
+            self.whole = 0
+            result = match(params)
+            whole = result.device_prefix_len + self.whole * self._size
+            reached = result.device_prefix_len + result.host_hit_length
+            ends = {name: whole // grid * grid for name, grid in grids.items()}
+            ends = {name: end for name, end in ends.items() if end > max(reached, getattr(result, name) or 0)}
+            return result._replace(**ends) if ends else result
+
+        return matched
+
+    # -- what it has kept ----------------------------------------------------------------------------------------------
+
+    def _with_offers(self, tree: Any, insert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`insert` of a tree, behind which is offered what its last node has got."""
+
+        def inserted(params: Any) -> Any:
+            result = insert(params)
+            if result.last_device_node is not None and not tree.is_root(result.last_device_node):
+                self._offer(tree, result.last_device_node)
+            return result
+
+        return inserted
+
+    def _offer(self, tree: Any, node: Any) -> None:
+        transfers = [one for one in (self._state(tree, node), self._window(tree, node)) if one is not None]
+        if transfers:
+            lock = tree.inc_lock_ref(node).to_dec_params()
+            if self._linker.offload(transfers):
+                tree.linker.pending_offloads.append(_PendingOffload(node, lock, []))
+            else:
+                tree.dec_lock_ref(node, lock)
+
+    def _state(self, tree: Any, node: Any) -> PoolTransfer | None:
+        slot = _value(tree, node, ComponentType.MAMBA)
+        keys = [] if slot is None else tree.tree_core.get_hash_values(node)[-1:]
+        return (
+            PoolTransfer(PoolName.MAMBA, keys=keys, device_indices=slot) if self._lack(PoolName.MAMBA, keys) else None
+        )
+
+    def _window(self, tree: Any, node: Any) -> PoolTransfer | None:
+        """The window in front of the node's end; what is gone of it has slot 0."""
+        if _value(tree, node, ComponentType.SWA) is None:
+            return None
+        pages, keys = self._pages, tree.tree_core.get_hash_values(node)
+        keys = (keys if len(keys) >= pages else [*tree.get_prefix_hash_values(node), *keys])[-pages:]
+        if not self._lack(PoolName.SWA, keys):
+            return None
+        path = tree.path_device_indices(node)[-len(keys) * self._size :]
+        slots = tree.token_to_kv_pool_allocator.translate_swa_indices_for_transfer(path)
+        return PoolTransfer(PoolName.SWA, keys=keys, device_indices=slots)
+
+    def _lack(self, name: PoolName, keys: Sequence[str]) -> bool:
+        """Whether our tiers lack one of these that is not on its way."""
+        asked = [key for key in keys if (name.value, key) not in self._last]
+        return bool(asked) and not self._have(name.value, asked)
+
+
+def _value(tree: Any, node: Any, kind: ComponentType) -> Any:
+    return tree.tree_core.get_component_device_value(node, kind) if kind in tree.components else None

@@ -1,0 +1,193 @@
+"""What SGLang's linker serves of a hybrid model: a device pool for each kind of its layers. Nothing of SGLang is
+imported.
+
+A linker is called with a transfer a component of SGLang's tree: pages from the first that the device lacks (KV), the
+last `ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Each names its pages by the hashes
+of the request's tokens; a state is named by the page that it stands behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gdscache.config import Config
+from gdscache.cuda.streams import Event
+from gdscache.errors import LoadOrderError
+from gdscache.groups.base import kept, needed
+from gdscache.groups.names import GroupNames
+from gdscache.hybrid import HybridEngine
+from gdscache.hybrid_handles import HybridHit, HybridLoad
+from gdscache.integrations.fetching import PinningCache
+from gdscache.integrations.group_fetching import GroupFetch
+from gdscache.integrations.sglang.moves import BlockReader
+from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.load.report import LoadReport
+from gdscache.moves import PageStatus
+from gdscache.pages.keys import PageHashes
+from gdscache.pages.reasons import CACHED
+from gdscache.store.handle import StoreHandle
+
+Blocks = Mapping[str, Sequence[int]]  # of each group, by the name of SGLang's pool
+NONE = 0  # the block of SGLang that is never a page
+
+
+class SeveralPools:
+    """A hybrid model."""
+
+    def __init__(self, config: Config, planes: PoolPlanes) -> None:
+        self.engine = HybridEngine(config, planes.tensors)
+        self.layers = max(planes.layers) + 1
+        self._places = planes.layers
+        self._readers: dict[str, BlockReader] = {}
+        for group in self.engine.groups:
+            first = planes.tensors[group.layers[0]][0]
+            self._readers[group.name] = BlockReader(first.device, int(first.shape[1]))
+
+    def begin(self, transfers: Sequence[Any]) -> Callable[[], Blocks]:
+        begun = {one.name.value: self._readers[one.name.value].begin(one.device_indices) for one in transfers}
+        return lambda: {name: wait() for name, wait in begun.items()}
+
+    def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> LinkedLoad:
+        return LinkedLoad(self.engine.load_many(requests, after), self._places, self.engine.alignment)
+
+    def store(self, tokens: PageHashes, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
+        """Begin to store pages of a node of SGLang's tree, which ends where they do. `slots`: blocks of each group, of
+        the last pages that it still has, `NONE` for those that are gone.
+
+        Of a window those pages are stored that a hit needs which ends with the node, or so many tokens before it
+        (`store.window_every`). SGLang has a state at the node's end, or none.
+        """
+        engine, size = self.engine, self.engine.alignment
+        names, start = _named(engine, tokens, salt)
+        stop, every = names.tokens, engine.window_every // size * size
+        ends = [*range(stop, start, -every)] if every else [stop]
+        last, wanted, places = stop // size, list[Sequence[int]](), dict[tuple[int, int], int]()
+        for g, group in enumerate(engine.groups):
+            given = slots.get(group.name, ())
+            some = [n for n in kept(group, ends, last - len(given), last) if given[n - last] != NONE]
+            wanted.append(some)
+            places |= {(g, number): given[number - last] for number in some}
+        handles = []
+        for pool, chain in zip(engine.engines, names.chain(wanted), strict=True):
+            if chain:
+                table = np.array([[places[at]] for at in zip(chain.groups, chain.numbers, strict=True)], np.int64)
+                handles.append(pool.store_pages(chain.pages, table, salt, after))
+        return LinkedStore(handles)
+
+    def has(self, name: str, digests: Sequence[bytes], salt: str) -> bool:
+        """Whether the tiers have these pages of a group."""
+        names = self.engine.group_names(salt, self.engine.alignment)
+        names.extend(digests)
+        chains = names.chain([range(len(digests) * (group.name == name)) for group in self.engine.groups])
+        told = [
+            one for engine, chain in zip(self.engine.engines, chains, strict=True) for one in engine.told(chain.pages)
+        ]
+        return all(one.cause == CACHED for one in told)
+
+    def seconds(self, pages: int) -> float | None:
+        wanted, took = needed(self.engine.groups, pages * self.engine.alignment), list[float]()
+        for part, pool in zip(self.engine.engines, self.engine.pools, strict=True):
+            some = part.load_seconds("ssd", sum(len(wanted[g]) for g in pool.groups))
+            if some is None:
+                return None
+            took.append(some)
+        return max(took)  # all at once
+
+
+def _named(engine: HybridEngine, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
+    """Names of consecutive pages in all groups, and the tokens in front of the first.
+
+    What comes before these pages is the page in front alone, where it is known: page 0. How many there are does not
+    matter, since windows are counted from the end.
+    """
+    names = engine.group_names(salt, engine.alignment)
+    names.extend(hashes.chain())
+    return names, names.tokens - len(hashes) * engine.alignment
+
+
+class LinkedFetch(GroupFetch):
+    """The pages of a request from the first that the device lacks: page 0 of the fetch."""
+
+    @property
+    def whole(self) -> int:
+        """Of the first pages, those that are cached in all groups that keep all tokens."""
+        return (self.parted - self.found.start) // self._engine.alignment
+
+    def checked(self, first: int, pages: int) -> HybridHit:
+        """The hit without its first `first` pages. Raises `LoadOrderError` for another end than the hit has."""
+        if first + pages != self.wanted:
+            raise LoadOrderError(
+                f"pages {first} to {first + pages} are to be loaded, of a hit that ends behind page {self.wanted}",
+                "report it: SGLang asks for a length that was not promised",
+            )
+        hit = super().checked(first, pages)
+        return self._engine.behind(hit, hit.start + first * self._engine.alignment)
+
+
+class LinkedCache:
+    """A hybrid engine as the `Cache` of a table of requests. A page is one of all groups."""
+
+    def __init__(self, cache: PinningCache, engine: HybridEngine) -> None:
+        self._cache, self._engine = cache, engine
+
+    def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
+        """See `Cache`; all that the longest hit needs, or nothing."""
+        names, start = _named(self._engine, hashes, self._cache.salt)
+        end = start + pages * self._engine.alignment
+        return LinkedFetch(self._engine, names, end, names.tokens, self._cache.pin_seconds, start)
+
+    def cached(self, hashes: PageHashes) -> int:
+        """See `Cache`: of the longest hit."""
+        names, start = _named(self._engine, hashes, self._cache.salt)
+        return (self._engine.reach(names, names.tokens, start)[0] - start) // self._engine.alignment
+
+    def keys(self, hashes: PageHashes) -> Sequence[bytes]:
+        """See `Cache`: of the first group."""
+        names, start = _named(self._engine, hashes, self._cache.salt)
+        first = start // self._engine.alignment
+        return names.keys(0, first, first + len(hashes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _AllRead:
+    """The `release_event` of a store or a load in several pools."""
+
+    parts: Sequence[Any]
+
+    def done(self) -> bool:
+        return all(part.release_event.done() for part in self.parts)
+
+    def synchronize(self) -> None:
+        for part in self.parts:
+            part.release_event.synchronize()
+
+
+class LinkedStore:
+    """A store in several pools, as one."""
+
+    def __init__(self, handles: Sequence[StoreHandle]) -> None:
+        self.release_event = _AllRead(handles)
+
+
+class LinkedLoad:
+    """A load in several pools. Layers are the model's, as SGLang counts them."""
+
+    def __init__(self, load: HybridLoad, layers: Mapping[int, Sequence[int]], page_tokens: int) -> None:
+        self._load, self._layers, self._size = load, layers, page_tokens
+        self.release_event = _AllRead(load.begun)
+
+    def wait(self, layer: int) -> None:
+        """See `LayerwiseLoad.wait`. A layer without a cache has nothing to wait for."""
+        for place in self._layers.get(layer, ()):
+            self._load.wait(place)
+
+    def results(self) -> list[LoadReport]:
+        """See `HybridLoad.results`. A page is one of all groups; all are loaded, or none."""
+        return [
+            LoadReport(r.tokens, (PageStatus.LOADED,) * (r.tokens // self._size), r.bytes_by_tier, r.seconds)
+            for r in self._load.results()
+        ]
