@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -29,11 +30,12 @@ def start(*arguments: str | Path, log: Path | None = None) -> subprocess.Popen[s
         "GDSCACHE_PROMETHEUS_CLIENT": str(Path(prometheus_client.__file__).parent),
         "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the other one is built for one version of torch
     }
-    return subprocess.Popen(
-        [str(PYTHON), *map(str, arguments)],
-        stdout=subprocess.PIPE if log is None else log.open("w"),
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        env=settings,
-        text=True,
-    )
+    with contextlib.ExitStack() as ours:
+        return subprocess.Popen(
+            [str(PYTHON), *map(str, arguments)],
+            stdout=subprocess.PIPE if log is None else ours.enter_context(log.open("w")),
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=settings,
+            text=True,
+        )

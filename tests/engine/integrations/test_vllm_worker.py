@@ -181,7 +181,7 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
 
     engine: Any = SimpleNamespace(
         groups=(),
-        namespaces=lambda salt="": [b""],
+        namespaces=lambda salt="": [b"namespace"],
         store_pages=store,
         epoch=lambda salt="": 0,
     )
