@@ -102,12 +102,13 @@ def _hybrid(kind: str, shape: dict[str, Any]) -> Any:
         shape |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "head_dim": 64, "global_head_dim": 128}
         return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**shape))
     if kind == "sinks":
-        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
         shape |= {"sliding_window": 128, "layer_types": [_WINDOW, _FULL] * 2, **experts}
         return transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
     if kind == "gdn":
         states = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2}
         states |= {"linear_num_value_heads": 4, "layer_types": ["linear_attention"] * 3 + [_FULL]}
+        states |= {"full_attention_interval": 4}  # which SGLang reads
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
         experts |= {"shared_expert_intermediate_size": 128}
         return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**shape, **states, **experts))
