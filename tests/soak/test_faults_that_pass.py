@@ -73,7 +73,9 @@ def test_each_kind_once_or_from_now_on(soak: Soak) -> None:
     assert {fault.split(", ")[1] for fault in found["faults"]} >= {"once", "from now on"}
     assert {"calls", "plan", "damage", "memory", "thread"} <= {means for means, n in found["met"].items() if n}
     assert found["switched_off"] > 0, "no tier was ever switched off"
-    assert {"io_error", "short_read", "checksum", "deadline"} <= found["statuses"].keys()
+    assert {"io_error", "short_read", "checksum"} <= found["statuses"].keys()
+    # Who waits for a load has a deadline, too, which comes first where the machine is busy.
+    assert found["statuses"].get("deadline") or found["errors"].get("load: DeadlineError")
     assert found["compared"] > 1000
     assert found["killed"] > 0
 
