@@ -155,7 +155,7 @@ def the_rig_notices(folder: Path) -> None:
 
 def _spoil(found: rig.HybridRig, name: str) -> None:
     """Blocks of one group are zero behind a load."""
-    load_many, engine = found.linker._served.load_many, found.linker.engine
+    load_many, engine = found.linker._hybrid.load_many, found.linker.engine
     layers = next(group.layers for group in engine.groups if group.name == name)
 
     def spoilt(requests: Any, after: Any = None) -> Any:
@@ -167,7 +167,7 @@ def _spoil(found: rig.HybridRig, name: str) -> None:
                     plane[torch.tensor(blocks[name])] = 0
         return load
 
-    found.linker._served.load_many = spoilt
+    found.linker._hybrid.load_many = spoilt
 
 
 @case
