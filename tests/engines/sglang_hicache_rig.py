@@ -43,6 +43,25 @@ class HiCacheRig(host.PoolRig):
         ranks: int = 1,
         **changes: Any,
     ) -> None:
+        args = self.join(folder, policy, rank, ranks, timeout, None, changes)
+        params = rig.tree_params(rig.device_pool(kind), tp_cache_group=torch.distributed.group.WORLD)
+        self.tree = UnifiedRadixCache(params)
+        self.tree.init_hicache(args, params)
+        self.pool = self.tree.cache_controller.storage_host_pool
+        self.storage = self.tree.cache_controller.storage_backend
+
+    @staticmethod
+    def join(
+        folder: Path,
+        policy: str,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        model: dict[str, Any] | None,
+        changes: dict[str, Any],
+    ) -> Any:
+        """This process is one of the ranks: SGLang's settings of HiCache with our storage below it. `model`: more of
+        its configuration; `changes`: of ours."""
         if not torch.distributed.is_initialized():
             where = f"file://{folder}/group"
             torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
@@ -52,6 +71,7 @@ class HiCacheRig(host.PoolRig):
         more = {"prefetch_threshold": rig.PAGE, "prefetch_timeout_base": timeout, "prefetch_timeout_per_ki_token": 0}
         args = rig.server_args(
             folder,
+            model,
             tp_size=ranks,
             enable_hierarchical_cache=True,
             hicache_ratio=2.0,
@@ -63,11 +83,7 @@ class HiCacheRig(host.PoolRig):
             hicache_storage_backend_extra_config=json.dumps({**host.DYNAMIC, **more, "config": config}),
         )
         rig.runtime_context.get_parallel().override_permanently(tp_rank=rank, tp_size=ranks, pp_rank=0)
-        params = rig.tree_params(rig.device_pool(kind), tp_cache_group=torch.distributed.group.WORLD)
-        self.tree = UnifiedRadixCache(params)
-        self.tree.init_hicache(args, params)
-        self.pool = self.tree.cache_controller.storage_host_pool
-        self.storage = self.tree.cache_controller.storage_backend
+        return args
 
     def store(self, tokens: Sequence[int], seed: int) -> list[torch.Tensor]:
         """Random pages of these tokens, in the storage and no longer in the pool; what they hold."""

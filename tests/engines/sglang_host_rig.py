@@ -46,6 +46,13 @@ def host_pool(kind: str, layout: str) -> Any:
     )
 
 
+def same(now: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Pages hold what they are to hold."""
+    assert len(now) == len(wanted), (len(now), len(wanted))
+    for number, (a, b) in enumerate(zip(now, wanted, strict=True)):
+        assert torch.equal(a, b), (number, "a wrong byte")
+
+
 class PoolRig:
     """The pages of a host pool, and our storage below it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,19 +9,16 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool, ReqToTokenPool
-from sglang.srt.mem_cache.pool_host import common
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from tests.engines import sglang_hicache_rig as hicache
-from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
 
 WINDOW, WINDOW_PAGES = 8, 2
@@ -44,28 +40,9 @@ class PoolsRig(hicache.HiCacheRig):
         timeout: float = 0.3,
         **changes: Any,
     ) -> None:
-        if not torch.distributed.is_initialized():
-            where = f"file://{folder}/group"
-            torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-        common._cuda_host_register = lambda *arguments, **more: None  # page-locking is CUDA's
-        cache_controller.STORAGE_BATCH_SIZE = hicache.BATCH
-        config = rig.sections(folder, cpu=None, **changes)
-        more = {"prefetch_threshold": rig.PAGE, "prefetch_timeout_base": timeout, "prefetch_timeout_per_ki_token": 0}
-        args = rig.server_args(
-            folder,
-            {"sliding_window": WINDOW} if kind == "swa" else None,
-            tp_size=ranks,
-            enable_hierarchical_cache=True,
-            hicache_ratio=2.0,
-            hicache_mem_layout="page_first_direct",
-            hicache_io_backend="direct",
-            hicache_write_policy="write_through",
-            hicache_storage_backend="dynamic",
-            hicache_storage_prefetch_policy=policy,
-            hicache_storage_backend_extra_config=json.dumps({**host.DYNAMIC, **more, "config": config}),
-        )
+        model = {"sliding_window": WINDOW} if kind == "swa" else None
+        args = self.join(folder, policy, rank, ranks, timeout, model, changes)
         args._mamba_cache_chunk_size = rig.PAGE
-        rig.runtime_context.get_parallel().override_permanently(tp_rank=rank, tp_size=ranks, pp_rank=0)
         self.kind, self.rank = kind, rank
         rows: Any = ReqToTokenPool(8, rig.TOKENS, "cpu", False)
         if kind == "swa":

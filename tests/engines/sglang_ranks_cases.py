@@ -22,6 +22,7 @@ from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_rig as rig
 from tests.engines.collectives import Recorder, compared
 from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
+from tests.engines.sglang_host_rig import same
 from tests.support.faulty import PLAN
 
 RANKS = int(os.environ.get("GDSCACHE_RANKS", "2"))
@@ -139,18 +140,18 @@ def _come_back(folder: Path, rank: int, kind: str) -> None:
     wanted = found.store(tokens, 1)
     for turn in range(2):
         assert found.came(f"a{turn}", tokens) == 50
-        _same(found.pages(tokens), wanted)
+        same(found.pages(tokens), wanted)
         found.flush()
     longer = rig.prompt(2, 240, tokens)
     assert found.came("b", longer) == 50
-    _same(found.pages(longer), wanted)
+    same(found.pages(longer), wanted)
     stored = found.storage.engine.stats()["tiers"]["ssd"]["pages"] if found.storage._place.leads else None
     assert stored == (50 if rank == 0 or kind == "mha" else None)
     found.close()
     restart()
     again = RanksRig(folder, rank, kind)
     assert again.came("c", tokens) == 50
-    _same(again.pages(tokens), wanted)
+    same(again.pages(tokens), wanted)
     again.close()
 
 
@@ -172,7 +173,7 @@ def _late(folder: Path, rank: int, kind: str, late: int) -> None:
         assert time.monotonic() - begun < 10
         assert found.all_agree(came)
         assert hicache.BATCH <= came <= 12, came  # two threads read: not the first pages first
-        _same(found.pages(tokens), wanted[:came])
+        same(found.pages(tokens), wanted[:came])
         found.until_free(room, came)
         free = found.pool.alloc(found.pool.available_size())
         found.pool.kv_buffer.view(torch.uint8).view(-1)[:] = 7  # all of the pool is others' now
@@ -183,7 +184,7 @@ def _late(folder: Path, rank: int, kind: str, late: int) -> None:
     found.flush()
     rig.until(lambda: found.all_agree(found.storage.batch_exists(found.keys(tokens)) == 50), "all are found again")
     assert found.came("b", tokens) == 50
-    _same(found.pages(tokens), wanted)
+    same(found.pages(tokens), wanted)
     found.close()
 
 
@@ -206,12 +207,12 @@ def _fail(folder: Path, rank: int, kind: str, failing: int) -> None:
             came = found.came(f"a{number}", tokens)
             assert found.all_agree(came)
             assert 16 <= came < 50, came
-            _same(found.pages(tokens), wanted[:came])
+            same(found.pages(tokens), wanted[:came])
         found.flush()
         found.store(tokens, 1)
         rig.until(lambda: found.all_agree(found.storage.batch_exists(found.keys(tokens)) == 50), "stored again")
         assert found.came(f"b{number}", tokens) == 50
-        _same(found.pages(tokens), wanted)
+        same(found.pages(tokens), wanted)
         found.flush()
     others = rig.prompt(2, 200)
     with PLAN.rule(Op.WRITE, Fault.ENOSPC) if mine else contextlib.nullcontext():
@@ -225,7 +226,7 @@ def _fail(folder: Path, rank: int, kind: str, failing: int) -> None:
     found.flush()
     again = found.store(others, 2)
     assert found.came("d", others) == 50
-    _same(found.pages(others), again)
+    same(found.pages(others), again)
     found.close()
 
 
@@ -254,7 +255,7 @@ def _die(folder: Path, rank: int, kind: str, dying: int) -> None:
         assert found.storage.batch_get_v1(keys, slots) == [there > 0] * 8
         assert time.monotonic() - begun < 2.5
     if there:
-        _same(found.read(range(8)), wanted[:8])
+        same(found.read(range(8)), wanted[:8])
     stored = found.storage.batch_set_v1(found.keys(rig.prompt(2, 32)), slots)
     assert stored == [found.storage._place.leads] * 8
     begun = time.monotonic()
@@ -290,7 +291,7 @@ def _open(folder: Path, rank: int, kind: str) -> None:
     tokens = rig.prompt(1, 100)
     wanted = found.store(tokens, 1)
     assert found.came("a", tokens) == 25
-    _same(found.pages(tokens), wanted)
+    same(found.pages(tokens), wanted)
     found.close()
     torch.distributed.barrier()
     if kind == "mha":
@@ -337,7 +338,7 @@ def _new_weights(folder: Path, rank: int, kind: str) -> None:
             found.flush()
         fresh = found.store(tokens, 10 + first)
         assert found.came(f"{first}", tokens) == 25
-        _same(found.pages(tokens), fresh)
+        same(found.pages(tokens), fresh)
         found.flush()
     found.close()
 
@@ -388,7 +389,7 @@ def _random(folder: Path, rank: int, kind: str, count: int, faults: bool) -> Non
         assert found.all_agree(pages)
         keys = found.keys(tokens)
         if pages:
-            _same(found.pages(tokens), [found.content(key) for key in keys[:pages]])
+            same(found.pages(tokens), [found.content(key) for key in keys[:pages]])
         came, asked = came + pages, asked + len(keys)
         found.flush()
         if pages < len(keys):
@@ -407,12 +408,6 @@ def _random(folder: Path, rank: int, kind: str, count: int, faults: bool) -> Non
     problems = found.storage.engine.check().problems if found.storage._place.leads else ()
     assert not problems, problems
     found.close()
-
-
-def _same(now: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(now) == len(wanted), (len(now), len(wanted))
-    for number, (a, b) in enumerate(zip(now, wanted, strict=True)):
-        assert torch.equal(a, b), (number, "a wrong byte")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
+from tests.engines.sglang_host_rig import same
 from tests.support.faulty import PLAN
 
 
@@ -81,7 +82,7 @@ def host_faults(folder: Path) -> None:
     with PLAN.rule(Op.READ, Fault.HANG):
         assert found.prefetch(keys[:2], [40, 41]) == 0
         before = found.fill(range(40, 50), 4)  # the pool's again
-    _same(found.read(range(40, 50)), before)  # nothing comes late
+    same(found.read(range(40, 50)), before)  # nothing comes late
     found.close()
     more = host.HostRig(folder, ssd=FAULTY["ssd"], deadline=0.5)
     others = more.keys(rig.prompt(2, 40))
@@ -122,7 +123,7 @@ def host_new_weights(folder: Path) -> None:
     fresh = found.fill(range(10), 2)
     assert host.in_thread(lambda: found.backup(keys, range(10)))
     assert host.in_thread(lambda: found.prefetch(keys, range(20, 30))) == 10
-    _same(found.read(range(20, 30)), fresh)
+    same(found.read(range(20, 30)), fresh)
     change_weights("begin_weight_update")
     change_weights()
     found.flush()  # by SGLang, behind that part of the update
@@ -133,7 +134,7 @@ def host_new_weights(folder: Path) -> None:
     restart()
     again = host.HostRig(folder)
     assert again.prefetch(keys, range(20, 30)) == 10
-    _same(again.read(range(20, 30)), wanted)  # the weights of the files
+    same(again.read(range(20, 30)), wanted)  # the weights of the files
     again.close()
 
 
@@ -207,13 +208,13 @@ def hicache_waits_for_all(folder: Path) -> None:
         rig.until(lambda: found.poll() or PLAN.held, "a read hangs")
         assert not found.tree.check_prefetch_progress(request)
     found.wait(request)
-    _same(found.pages(tokens), wanted)
+    same(found.pages(tokens), wanted)
     found.poll()
     assert found.pool.available_size() == room - 200
     found.tree.reset()
     assert found.match(tokens).host_hit_length == 0
     found.wait(found.begin("b", tokens))
-    _same(found.pages(tokens), wanted)
+    same(found.pages(tokens), wanted)
     found.close()
 
 
@@ -240,13 +241,13 @@ def _goes_on(folder: Path, policy: str) -> None:
         rig.until(lambda: found.poll() or (PLAN.held and operation.completed_tokens), "the third batch hangs")
         seconds = found.wait(request)
         assert seconds < 0.2 if policy == "best_effort" else 0.4 < seconds < 5, seconds
-        _same(found.pages(tokens), wanted[:whole])
+        same(found.pages(tokens), wanted[:whole])
         others = found.pool.alloc(found.pool.available_size())  # the pool's next pages
         found.pool.kv_buffer[:, others // rig.PAGE] = 7
     rig.until(lambda: found.poll() or found.pool.available_size(), "pages that did not come are the pool's again")
     rig.until(lambda: found.poll() or found.pool.available_size() + len(others) + 4 * whole == room, "all of them")
     assert (found.pool.kv_buffer[:, others // rig.PAGE] == 7).all(), "nothing comes late"
-    _same(found.pages(tokens), wanted[:whole])
+    same(found.pages(tokens), wanted[:whole])
     found.pool.free(others)
     found.close()
 
@@ -261,15 +262,9 @@ def hicache_and_a_disk_that_hangs(folder: Path) -> None:
         assert found.wait(found.begin("a", tokens)) < 10
         came = found.pages(tokens)
         assert len(came) in (8, 9, 10)
-        _same(came, wanted[: len(came)])
+        same(came, wanted[: len(came)])
         rig.until(lambda: found.poll() or found.pool.available_size() == room - 4 * len(came), "the rest is free")
     found.close()
-
-
-def _same(now: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(now) == len(wanted), (len(now), len(wanted))
-    for number, (a, b) in enumerate(zip(now, wanted, strict=True)):
-        assert torch.equal(a, b), (number, "a wrong byte")
 
 
 if __name__ == "__main__":

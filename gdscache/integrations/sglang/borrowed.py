@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gdscache.errors import GdsCacheError
-from gdscache.integrations.sglang.pages import digest
+from gdscache.integrations.sglang.host import lengths_of
+from gdscache.integrations.sglang.pages import digest, parent_of
+from gdscache.integrations.sglang.planes import KV
 from gdscache.moves import PageStatus
 from gdscache.ranks.borrower import Borrower
 from gdscache.runtime.threads import log_failure
@@ -28,28 +30,27 @@ class BorrowedPages:
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
         """See `HostPages.exists`."""
         try:
-            return self._borrower.find([digest(key) for key in keys], _parent(before), self._epoch)
+            return self._borrower.find([digest(key) for key in keys], parent_of(before), self._epoch)
         except GdsCacheError as error:
             log_failure(error)
             return 0
 
     def pool(self, name: str) -> BorrowedPages | None:
         """See `HostPages.pool`."""
-        return self if name == "kv" else None
+        return self if name == KV else None
 
     def lengths(
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
     ) -> tuple[dict[str, int], list[int]]:
         """See `HostPages.lengths`."""
-        found = self.exists(keys, before)
-        return {"kv": found, **dict.fromkeys(trailing, 0)}, [] if trailing else [*range(1, found + 1)]
+        return lengths_of(self.exists(keys, before), trailing)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
         """See `HostPages.get`."""
         blocks = (np.asarray(slots, np.int64) // self._page_tokens).reshape(-1, 1)
         came: list[PageStatus] = []
         try:
-            came = self._borrower.load([digest(key) for key in keys], _parent(before), self._epoch, blocks)
+            came = self._borrower.load([digest(key) for key in keys], parent_of(before), self._epoch, blocks)
         except GdsCacheError as error:
             log_failure(error)
         good = [status is PageStatus.LOADED for status in came]
@@ -72,7 +73,3 @@ class BorrowedPages:
     def close(self) -> None:
         """Give everything back. Twice is fine."""
         self._borrower.close()
-
-
-def _parent(before: Sequence[str]) -> bytes | None:
-    return digest(before[-1]) if before else None

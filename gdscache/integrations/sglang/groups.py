@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from gdscache.errors import CacheLayoutUnsupportedError
-from gdscache.integrations.sglang.planes import PoolPlanes, device_planes, rows_of
+from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, device_planes, rows_of
 
-GROUPS = {"FULL": "kv", "SWA": "swa", "MAMBA": "mamba"}  # SGLang's components, and its names of their pools
+GROUPS = {"FULL": KV, "SWA": WINDOWS, "MAMBA": STATES}  # the pools of SGLang's components
 _HYBRID_POOLS = ("SWAKVPool", "HybridLinearKVPool")
 _MODEL = "use a model whose layers keep all tokens, a sliding window, or a state"
 
@@ -32,15 +32,15 @@ def grouped_planes(
         )
     own: dict[str, tuple[PoolPlanes, dict[int, int]]] = {}
     if kind == "SWAKVPool":
-        for name, part, windowed in (("kv", pool.full_kv_pool, False), ("swa", pool.swa_kv_pool, True)):
+        for name, part, windowed in ((KV, pool.full_kv_pool, False), (WINDOWS, pool.swa_kv_pool, True)):
             where = {layer: at for layer, (at, its) in pool.layers_mapping.items() if its == windowed}
             if where:
                 own[name] = device_planes(part, page_tokens, untried=untried), where
     else:
         where = dict(pool.full_attention_layer_id_mapping)
-        own["kv"] = device_planes(pool.full_kv_pool, page_tokens, untried=untried), where
+        own[KV] = device_planes(pool.full_kv_pool, page_tokens, untried=untried), where
     if states is not None:
-        own["mamba"] = _state_planes(states), dict(states.mamba_map)
+        own[STATES] = _state_planes(states), dict(states.mamba_map)
     return _joined(own, window, page_tokens)
 
 
@@ -61,9 +61,9 @@ def _joined(
     groups: list[dict[str, object]] = []
     for name, some in in_group.items():
         about: dict[str, object] = {"name": name, "layers": some, "page_tokens": page_tokens}
-        if name == "swa":
+        if name == WINDOWS:
             about["window"] = (window or 0) + 1  # the token itself among them
-        elif name == "mamba":
+        elif name == STATES:
             about["state"] = True
         groups.append(about)
     described = {name: {**planes.described, "layers": sorted(where)} for name, (planes, where) in own.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gdscache.engine import CacheEngine
 from gdscache.errors import DeadlineError, GdsCacheError
 from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.planes import KV
 from gdscache.integrations.weights import fresh_salt
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus
@@ -67,7 +68,7 @@ class HostPages:
 
     def pool(self, name: str) -> HostPages | None:
         """What keeps a pool of SGLang's, by its name; None where nothing does."""
-        return self if name == "kv" else None
+        return self if name == KV else None
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
@@ -78,8 +79,7 @@ class HostPages:
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
     ) -> tuple[dict[str, int], list[int]]:
         """See `PoolPages.lengths`: no pool is kept beside this one."""
-        found = self.exists(keys, before)
-        return {"kv": found, **dict.fromkeys(trailing, 0)}, [] if trailing else [*range(1, found + 1)]
+        return lengths_of(self.exists(keys, before), trailing)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
         """Bring pages into the pool, each to the tokens from `slots[i]` on; which of them are there, and good.
@@ -210,3 +210,10 @@ class HostPages:
         except GdsCacheError as error:
             self._count(errors=1)
             log_failure(error)
+
+
+def lengths_of(found: int, trailing: Iterable[str]) -> tuple[dict[str, int], list[int]]:
+    """What SGLang is told where the pool of all tokens alone is kept, and has the first `found` pages: how many each
+    pool has, and the lengths at which all pools have what is needed. `trailing`: the pools beside it."""
+    told = {KV: found, **dict.fromkeys(trailing, 0)}
+    return told, [] if len(told) > 1 else [*range(1, found + 1)]

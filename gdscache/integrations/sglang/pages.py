@@ -34,7 +34,7 @@ class PageLinks:
         Raises `InvalidValueError` for what is no key.
         """
         hashes = [digest(key) for key in keys]
-        parent = digest(before[-1]) if before else None
+        parent = parent_of(before)
         with self._lock:
             if hashes and parent is None:
                 parent = self._before.get(hashes[0])
@@ -50,6 +50,11 @@ class PageLinks:
             last = name
         while len(links) > self._kept:
             links.popitem(last=False)
+
+
+def parent_of(before: Sequence[str]) -> bytes | None:
+    """The bytes of the last key; None where there is none. Raises `InvalidValueError`."""
+    return digest(before[-1]) if before else None
 
 
 def digest(key: str) -> bytes:

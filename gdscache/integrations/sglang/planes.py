@@ -16,6 +16,7 @@ import torch
 from gdscache.errors import CacheLayoutUnsupportedError
 from gdscache.integrations.settings import planes_section
 
+KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
 _DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
 _UNTRIED_POOLS = ("DSATokenToKVPool",)  # that follow the contract, and that no GPU has run
 _HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")

@@ -13,9 +13,8 @@ from gdscache.engine import CacheEngine
 from gdscache.errors import CacheGroupsUnsupportedError
 from gdscache.hybrid import HybridEngine
 from gdscache.integrations.sglang.host import HostPages
-from gdscache.integrations.sglang.planes import PoolPlanes, host_planes, refuse_layout, rows_of
+from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, host_planes, refuse_layout, rows_of
 
-KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
 _STATES = "MambaPoolHost"
 
 

@@ -38,8 +38,8 @@ from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.planes import PoolPlanes
-from gdscache.integrations.sglang.pools import KV, PoolPages, pools_planes, refuse_pool
+from gdscache.integrations.sglang.planes import KV, PoolPlanes
+from gdscache.integrations.sglang.pools import PoolPages, pools_planes, refuse_pool
 from gdscache.integrations.sglang.ranks import AllRanks, RankPlace
 from gdscache.integrations.sglang.refused import refuse_model, refuse_setup
 from gdscache.integrations.sglang.setup import (
