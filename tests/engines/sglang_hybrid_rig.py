@@ -39,7 +39,7 @@ COMPONENTS = {"swa": ["FULL", "SWA"], "mamba": ["FULL", "MAMBA"], "all": ["FULL"
 prompt, until = sglang_rig.prompt, sglang_rig.until
 
 
-class HybridRig:
+class HybridRig(sglang_rig.Linked):
     """A tree over a hybrid model's pools, and our linker below it. `kind`: of `COMPONENTS`."""
 
     def __init__(self, folder: Path, kind: str, options: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -222,15 +222,6 @@ class HybridRig:
             self.poll()  # pages that were being read
             self.tree.evict(EvictParams(num_tokens=max(0, tokens - full), swa_num_tokens=max(0, tokens - own)))
         return bool(full >= tokens and own >= tokens)
-
-    def poll(self) -> None:
-        """What the scheduler asks in each step."""
-        self.tree.check_hicache_events()
-
-    def settle(self) -> None:
-        """Everything is stored, and SGLang knows it."""
-        until(lambda: self.poll() or not self.tree.linker.pending_offloads, "offloads complete")
-        self.linker.engine.drain(30)
 
     def flush(self) -> None:
         """`flush_cache`: the device's pages are gone."""

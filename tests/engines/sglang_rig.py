@@ -143,7 +143,23 @@ def waiting_request(rid: str, tokens: Sequence[int]) -> Request:
     return request
 
 
-class Rig:
+class Linked:
+    """A `tree` of SGLang's, and our `linker` below it."""
+
+    tree: Any
+    linker: Any
+
+    def poll(self) -> None:
+        """What the scheduler asks in each step."""
+        self.tree.check_hicache_events()
+
+    def settle(self) -> None:
+        """Everything is stored, and SGLang knows it."""
+        until(lambda: self.poll() or not self.tree.linker.pending_offloads, "offloads complete")
+        self.linker.engine.drain(30)
+
+
+class Rig(Linked):
     """A tree over a device pool, and our linker below it."""
 
     def __init__(
@@ -257,15 +273,6 @@ class Rig:
             self.poll()  # pages that were being read
             self.tree.evict(EvictParams(num_tokens=short))
         return bool(self.slots.available_size() >= tokens)
-
-    def poll(self) -> None:
-        """What the scheduler asks in each step."""
-        self.tree.check_hicache_events()
-
-    def settle(self) -> None:
-        """Everything is stored, and SGLang knows it."""
-        until(lambda: self.poll() or not self.tree.linker.pending_offloads, "offloads complete")
-        self.linker.engine.drain(30)
 
     def flush(self) -> None:
         """`flush_cache`: the device's pages are gone."""
