@@ -50,7 +50,6 @@ class LoadObserver(Protocol):
 
     number: int
     parts: Sequence[LoadPart]
-    cancelled: bool
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """What to pass a cancellation on to."""
@@ -342,8 +341,6 @@ class LoadRun:
         return self._parts[0]
 
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
-        if status is PageStatus.LOADED and self._load.cancelled:
-            status = PageStatus.CANCELLED
         self._planner.finish(self.plan, self.rows[rows], status)
 
     def ready(self, layers: range, event: Event) -> None:

@@ -56,6 +56,7 @@ class NativeMoving:
         self._rows = len(move)
         self._listener = listener
         self._end: End | None = None
+        self._cancelled = False
         self._lock = threading.Lock()
         self._late: int | None = None  # rows, once that is known
         self._ended: set[int] = set()  # late rows that have ended by now
@@ -71,6 +72,7 @@ class NativeMoving:
 
     def cancel(self) -> None:
         if self._end is None:
+            self._cancelled = True
             self._carrier.moves.cancel(self.number)
 
     def _wait(self, layer: int, seconds: float) -> Landed | None:
@@ -113,7 +115,7 @@ class NativeMoving:
         if listener is not None:
             for code in sorted(set(statuses.tobytes())):
                 if _STATUSES[code] is not PageStatus.PENDING:
-                    listener.judged(np.flatnonzero(statuses == code), _STATUSES[code])
+                    listener.judged(np.flatnonzero(statuses == code), self._told(_STATUSES[code]))
             if self.into_planes:
                 listener.ready(range(self._carrier.moves.layers), None)
         errors = {row: write_error(self.move.ways[0].target, code) for row, code in failed}
@@ -125,6 +127,11 @@ class NativeMoving:
         if over:
             self._carrier.forget(self)
         return end
+
+    def _told(self, status: PageStatus) -> PageStatus:
+        """Of a cancelled move the library finishes pages that stay in a memory, and copies none into planes."""
+        gone = status is PageStatus.LOADED and self._cancelled and self.into_planes
+        return PageStatus.CANCELLED if gone else status
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         late = set() if self._end is None else set(self._end.late)

@@ -90,7 +90,6 @@ class _Handle:
     """A load that nobody waits for layer by layer."""
 
     number = 0
-    cancelled = False
 
     def __init__(self, parts: Sequence[LoadPart]) -> None:
         self.parts = parts

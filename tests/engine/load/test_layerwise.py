@@ -3,6 +3,7 @@ of pages that have a place in the CPU tier, and of those that pass through a bou
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -439,14 +440,17 @@ def test_groups_that_were_not_begun_when_the_tier_was_switched_off_are_not_read(
 def test_a_load_is_cancelled_between_any_two_groups(
     open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, device: str, place: str, verify: str
 ) -> None:
+    """By its caller, or as a leader ends the moves of ranks that are late or left alone: its move, and no more."""
     host, resident = opened(open_host, monkeypatch, place, device=device, load={"verify": verify})
     tokens = stored(host, resident)
-    for group in groups_of(host):
+    for group, by_caller in itertools.product(groups_of(host), (True, False)):
         with PLAN.rule(Op.READ, Fault.HANG, part=only(host, group)) as rule:
             load, blocks, keys = host.begin(tokens)
             whole(host, load, blocks, keys, range(group.start))
             met(rule)
-            load.cancel()
+            moving = load._moving
+            assert moving is not None
+            load.cancel() if by_caller else moving.cancel()
             assert not load.release_event.done()
         report = load.result(WAIT)
         load.release_event.synchronize(WAIT)
