@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gdscache.store.handle import StoreHandle, StoreReport
     from gdscache.tiers.pins import Pin
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where the names are, each imported when somebody asks for it (PEP 562): the engine takes torch in, which takes longer
 # than most commands.
