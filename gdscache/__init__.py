@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gdscache.config import Config, load_config
-    from gdscache.engine import CacheEngine, CheckReport
+    from gdscache.engine.engine import CacheEngine, CheckReport
+    from gdscache.engine.hybrid import HybridEngine
+    from gdscache.engine.hybrid_handles import HybridHit
+    from gdscache.engine.sequence import Sequence
     from gdscache.errors import (
         CapacityError,
         ConfigError,
@@ -16,8 +19,6 @@ if TYPE_CHECKING:
         PoolFullError,
         StorageError,
     )
-    from gdscache.hybrid import HybridEngine
-    from gdscache.hybrid_handles import HybridHit
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
     from gdscache.moves.base import PageStatus
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from gdscache.prefetch.queue import PrefetchEnd
     from gdscache.ranks.address import RankAddress
     from gdscache.ranks.rank import Rank
-    from gdscache.sequence import Sequence
     from gdscache.store.handle import StoreHandle, StoreReport
     from gdscache.tiers.pins import Pin
 
@@ -36,9 +36,9 @@ __version__ = "0.2.0"
 # Where the names are, each imported when somebody asks for it (PEP 562): the engine takes torch in, which takes longer
 # than most commands.
 _HOMES = {
-    "CacheEngine": "engine",
+    "CacheEngine": "engine.engine",
     "CapacityError": "errors",
-    "CheckReport": "engine",
+    "CheckReport": "engine.engine",
     "Config": "config",
     "ConfigError": "errors",
     "DeadlineError": "errors",
@@ -46,8 +46,8 @@ _HOMES = {
     "Gap": "load.handle",
     "GdsCacheError": "errors",
     "Hit": "pages.hit",
-    "HybridEngine": "hybrid",
-    "HybridHit": "hybrid_handles",
+    "HybridEngine": "engine.hybrid",
+    "HybridHit": "engine.hybrid_handles",
     "LayerwiseLoad": "load.handle",
     "LoadFailedError": "errors",
     "LoadReport": "load.report",
@@ -60,7 +60,7 @@ _HOMES = {
     "PrefetchReport": "prefetch.handle",
     "Rank": "ranks.rank",
     "RankAddress": "ranks.address",
-    "Sequence": "sequence",
+    "Sequence": "engine.sequence",
     "StorageError": "errors",
     "StoreHandle": "store.handle",
     "StoreReport": "store.handle",

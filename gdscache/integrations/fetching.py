@@ -25,8 +25,8 @@ from gdscache.prefetch.queue import PrefetchEnd
 from gdscache.runtime.threads import log_failure
 
 if TYPE_CHECKING:
-    from gdscache.engine import CacheEngine
-    from gdscache.hybrid_handles import HybridPrefetch
+    from gdscache.engine.engine import CacheEngine
+    from gdscache.engine.hybrid_handles import HybridPrefetch
     from gdscache.prefetch.handle import Prefetch
 
 

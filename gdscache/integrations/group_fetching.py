@@ -17,8 +17,8 @@ from gdscache.pages.hit import Hit
 from gdscache.prefetch.queue import PrefetchEnd
 
 if TYPE_CHECKING:
-    from gdscache.hybrid import HybridEngine
-    from gdscache.hybrid_handles import HybridHit, HybridPrefetch
+    from gdscache.engine.hybrid import HybridEngine
+    from gdscache.engine.hybrid_handles import HybridHit, HybridPrefetch
     from gdscache.integrations.fetching import PinningCache
 
 

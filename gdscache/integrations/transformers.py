@@ -28,7 +28,9 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from gdscache import arguments
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
+from gdscache.engine.hybrid_handles import HybridStore
 from gdscache.errors import (
     GeometryError,
     RopeByLengthError,
@@ -36,8 +38,6 @@ from gdscache.errors import (
     TokensError,
     UnsupportedRequestError,
 )
-from gdscache.hybrid import HybridEngine
-from gdscache.hybrid_handles import HybridStore
 from gdscache.integrations.forwards import Forwards
 from gdscache.integrations.live_model import LiveModel
 from gdscache.integrations.ropes import rope_limit

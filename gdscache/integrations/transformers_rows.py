@@ -17,11 +17,11 @@ import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
 from gdscache.cuda.streams import record
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
+from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, HybridStore
 from gdscache.errors import DeadlineError, SequenceStateError
 from gdscache.groups.base import kept, marks
-from gdscache.hybrid import HybridEngine
-from gdscache.hybrid_handles import HybridHit, HybridLoad, HybridStore
 from gdscache.integrations.transformers_layers import Layer, WindowLayer
 from gdscache.integrations.transformers_parts import LayerPart, layers_of
 from gdscache.integrations.transformers_states import FullStateLayer, StateLayer, States

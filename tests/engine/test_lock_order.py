@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gdscache import opening as build
+from gdscache.engine import opening as build
 from gdscache.storage.base import Op
 from gdscache.testing.faults import FaultRule
 from tests.support.faulty import PLAN, Fault

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import Retention
 from gdscache.tiers.base import Tier

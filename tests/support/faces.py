@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from gdscache import CacheEngine
+from gdscache.engine.sequence import Sequence as EngineSequence
 from gdscache.limits import EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
-from gdscache.sequence import Sequence as EngineSequence
 from gdscache.store.handle import StoreHandle, StoreReport
 from tests.support.helpers import WAIT, Host, drop_from, fill, holds, quiet, until
 

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from gdscache import opening as build
+from gdscache.engine import opening as build
 from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.layout import PageLayout
 from gdscache.storage import cufile

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from gdscache import opening as build
+from gdscache.engine import opening as build
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import PageCopies
 from gdscache.kernels.cuda import SHORTEST, PlaneRuns, can_look, plane_runs

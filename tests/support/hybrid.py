@@ -14,8 +14,8 @@ import torch
 from gdscache import CacheEngine, HybridEngine, PageHashes
 from gdscache.config import Config
 from gdscache.config.pools import pool_parts
+from gdscache.engine.hybrid_handles import HybridHit, HybridLoad, HybridReport, HybridStoreReport
 from gdscache.groups.base import Group
-from gdscache.hybrid_handles import HybridHit, HybridLoad, HybridReport, HybridStoreReport
 from gdscache.limits import EngineLimits
 from tests.support.helpers import (
     SENTINEL,

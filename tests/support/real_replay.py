@@ -21,7 +21,7 @@ import torch
 from gdscache.commands.replay.traffic import Found
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
 from gdscache.pages.keys import Page, namespace_digest, page_keys
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes

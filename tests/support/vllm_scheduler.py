@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gdscache import PageHashes
+from gdscache.engine.hybrid import HybridHit
 from gdscache.groups.base import Group, alignment, complete, lengths, needed
 from gdscache.groups.names import GroupNames
-from gdscache.hybrid import HybridHit
 from gdscache.integrations.group_fetching import GroupFetch
 from gdscache.integrations.vllm.groups import NULL, GroupTable, KeptStates
 from gdscache.integrations.vllm.requests import LoadOrder, RequestTable

@@ -17,7 +17,7 @@ from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.trace import Request, read_trace
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.config import Config
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
 from tests.support.real_replay import RealOutcome, WrongBytesError, namespace_of, replay_real, tokens_of, with_keys
 from tests.support.traces import request
 

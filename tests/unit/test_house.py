@@ -51,26 +51,11 @@ MAY_IMPORT = {
     "ranks": "config cuda disk extents kernels load moves native pages runtime storage tiers",
     "store": "cuda index moves native pages runtime tiers",
     "metrics": "moves policies prefetch tiers",
-    "sequence": "cuda index load pages store tiers",
-    "opening": (
-        "config cuda disk events extents gate kernels load moves pages policies prefetch ranks runtime store "
-        "tiers tracing"
-    ),
-    "closing": "metrics opening runtime",
     "engine": (
-        "closing config cuda events gate groups index load moves opening pages prefetch ranks runtime sequence store "
-        "tiers tracing"
+        "config cuda disk events extents gate groups index kernels load metrics moves pages policies prefetch ranks "
+        "runtime store tiers tracing"
     ),
-    "hybrid_handles": "groups load moves pages prefetch store tiers",
-    "hybrid_states": "groups tiers",
-    "hybrid": (
-        "config cuda engine events gate groups hybrid_handles hybrid_states load metrics pages prefetch ranks tiers "
-        "tracing"
-    ),
-    "integrations": (
-        "config cuda disk engine events groups hybrid hybrid_handles load metrics moves pages prefetch ranks runtime "
-        "store"
-    ),
+    "integrations": ("config cuda disk engine events groups load metrics moves pages prefetch ranks runtime store"),
     "testing": "cuda pages storage",
 }
 

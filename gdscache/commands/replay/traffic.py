@@ -13,10 +13,10 @@ from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.config.pools import window_every
+from gdscache.engine.hybrid_states import StandingStates
 from gdscache.groups.base import alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames
 from gdscache.groups.pools import pools_of
-from gdscache.hybrid_states import StandingStates
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
 from gdscache.pages.keys import Page, namespace_digest
@@ -64,7 +64,7 @@ class Traffic:
     """Requests of a workload on a hierarchy. `run` once.
 
     Pages that a lookup found are loaded, the others computed and then stored, from the first one on. With a GPU pool of
-    its own (`own_pool`) a request does what `gdscache.sequence` does; it leaves when its prompt is computed.
+    its own (`own_pool`) a request does what `gdscache.engine.sequence` does; it leaves when its prompt is computed.
 
     `serial`: a request ends entirely, writes included, before the next one begins; what a lookup sends on to the SSD is
     there before the load. Else requests come at their time, `speed` times as fast.
@@ -262,7 +262,7 @@ class Traffic:
             self._line.popleft().fire()
 
     def _publish(self, pages: Sequence[Page], entries: list[Entry | None], slots: Sequence[int], lease: Lease) -> Lease:
-        """Every full page is in the pool, and pinned until it is stored. As `gdscache.sequence`."""
+        """Every full page is in the pool, and pinned until it is stored. As `gdscache.engine.sequence`."""
         gpu, manager = self._tiers.gpu, self._manager
         assert gpu is not None, "no pool"
         sources = manager.lease("store")

@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, Stora
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
 from gdscache.events.names import EXPECTED, BlockName
 from gdscache.integrations.watching import MethodWatch
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
 from gdscache.errors import DeadlineError, GdsCacheError
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.sglang.planes import KV

@@ -26,9 +26,9 @@ from sglang.srt.runtime_context import process_model_config
 
 from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import GdsCacheError
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.fetching import Cache, PinningCache
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from gdscache.cuda.streams import Event
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
 from gdscache.errors import EngineClosedError, GdsCacheError, LoadOrderError, RankError, RankLostError
 from gdscache.integrations.fetching import Fetched
 from gdscache.integrations.handing import Stored

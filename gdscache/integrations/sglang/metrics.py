@@ -17,7 +17,7 @@ from gdscache.errors import EngineClosedError
 from gdscache.runtime.threads import failure_of, log_failure, start
 
 if TYPE_CHECKING:
-    from gdscache.engine import CacheEngine
+    from gdscache.engine.engine import CacheEngine
     from gdscache.metrics.mirror import Differences, Mirror
 
 EVERY_S = 1.0

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.planes import KV, STATES, WINDOWS, PoolPlanes, host_planes, refuse_layout, rows_of
 

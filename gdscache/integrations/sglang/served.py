@@ -16,11 +16,11 @@ import numpy as np
 
 from gdscache.config import Config
 from gdscache.cuda.streams import Event
+from gdscache.engine.hybrid import HybridEngine
+from gdscache.engine.hybrid_handles import HybridHit, HybridLoad
 from gdscache.errors import LoadOrderError
 from gdscache.groups.base import kept, needed
 from gdscache.groups.names import GroupNames
-from gdscache.hybrid import HybridEngine
-from gdscache.hybrid_handles import HybridHit, HybridLoad
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupFetch
 from gdscache.integrations.sglang.moves import BlockReader

@@ -31,9 +31,9 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import get_context, get_server_args, process_model_config
 
 from gdscache.config import Config
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, InterfaceUnsupportedError, ParallelismUnsupportedError
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.facts import resolved
 from gdscache.integrations.sglang.host import HostPages

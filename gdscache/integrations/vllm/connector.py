@@ -41,9 +41,9 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gdscache.config import Config
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.logs import follow
 from gdscache.integrations.settings import one_model

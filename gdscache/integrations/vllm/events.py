@@ -14,9 +14,9 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.events.names import BlockName
-from gdscache.hybrid import HybridEngine
 
 
 class VllmEvents:

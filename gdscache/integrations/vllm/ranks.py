@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from gdscache.engine import CacheEngine
+    from gdscache.engine.engine import CacheEngine
 
 Observed = tuple[int, int, float]  # of `CacheEngine.observe_prefill`
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Set
 from typing import Protocol
 
-from gdscache.engine import CacheEngine
+from gdscache.engine.engine import CacheEngine
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import InterfaceUnsupportedError
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.fetching import PinningCache
 
 

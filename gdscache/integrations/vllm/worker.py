@@ -32,7 +32,7 @@ from gdscache.runtime.threads import log_failure
 if TYPE_CHECKING:
     import torch
 
-    from gdscache.engine import CacheEngine
+    from gdscache.engine.engine import CacheEngine
     from gdscache.integrations.vllm.session import VllmSession
     from gdscache.store.handle import StoreHandle
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gdscache.config import Config
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.errors import CacheGroupsUnsupportedError, CacheLayoutUnsupportedError
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.sglang.pools import PoolPages, pools_planes
 
 PAGE, PAGES, SLOTS = 4, 40, 12

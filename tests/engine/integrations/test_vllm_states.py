@@ -17,8 +17,8 @@ import torch
 
 from gdscache.config import Config
 from gdscache.config.pools import pool_parts
+from gdscache.engine.hybrid import HybridEngine
 from gdscache.groups.pools import pools_of
-from gdscache.hybrid import HybridEngine
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.vllm.cache_groups import block_tokens, state_layers
 from gdscache.integrations.vllm.facts import model_of

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from gdscache import arguments
-from gdscache.closing import EngineClosing, at_exit_of_child
 from gdscache.config import Config, load_config
 from gdscache.cuda.streams import Event, on_stream_of_caller
+from gdscache.engine.closing import EngineClosing, at_exit_of_child
+from gdscache.engine.opening import Parts, build
+from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
     ConfigError,
     DeadlineError,
@@ -36,7 +38,6 @@ from gdscache.limits import KEY_BYTES, LIMITS, MAX_SECONDS, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.loader import Loader
 from gdscache.moves.native import NativeExecutor
-from gdscache.opening import Parts, build
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page, PageHashes, PageNames, as_tokens, namespace_digest
 from gdscache.pages.layout import PageLayout
@@ -48,7 +49,6 @@ from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import RanksExecutor
 from gdscache.ranks.lender import Lender, Named
 from gdscache.runtime.calls import Calls
-from gdscache.sequence import Sequence as TokenSequence
 from gdscache.sizes import MAX_SIZE
 from gdscache.store.handle import StoreHandle
 from gdscache.tiers.base import Lease

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from multiprocessing import parent_process, util
 from typing import TYPE_CHECKING, Any
 
+from gdscache.engine.opening import Parts
 from gdscache.errors import DeadlineError
-from gdscache.opening import Parts
 from gdscache.runtime.calls import Calls
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
     from gdscache.config import MetricsConfig
-    from gdscache.engine import CacheEngine
+    from gdscache.engine.engine import CacheEngine
     from gdscache.metrics.server import MetricsServer
 
 EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for what was stored

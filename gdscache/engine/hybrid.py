@@ -28,7 +28,16 @@ from gdscache import arguments
 from gdscache.config import Config, load_config
 from gdscache.config.pools import PoolPart, pool_parts, window_every
 from gdscache.cuda.streams import Event, resolve_device
-from gdscache.engine import CacheEngine, CheckReport
+from gdscache.engine.engine import CacheEngine, CheckReport
+from gdscache.engine.hybrid_handles import (
+    HybridHit,
+    HybridLoad,
+    HybridPin,
+    HybridPrefetch,
+    HybridStore,
+    remaining,
+)
+from gdscache.engine.hybrid_states import StandingStates
 from gdscache.errors import (
     ConfigError,
     InvalidValueError,
@@ -44,15 +53,6 @@ from gdscache.groups.base import Group, Presence, alignment, complete, kept, len
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.groups.pools import Pool
 from gdscache.groups.reasons import AskedGroup, GroupReasons, group_reasons, group_words
-from gdscache.hybrid_handles import (
-    HybridHit,
-    HybridLoad,
-    HybridPin,
-    HybridPrefetch,
-    HybridStore,
-    remaining,
-)
-from gdscache.hybrid_states import StandingStates
 from gdscache.limits import LIMITS, MAX_COUNT, EngineLimits
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.hit import Hit

@@ -30,7 +30,7 @@ from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
-    from gdscache.engine import CacheEngine
+    from gdscache.engine.engine import CacheEngine
 
 _log = logging.getLogger("gdscache.sequence")
 

@@ -22,7 +22,7 @@ from gdscache.store.handle import StoreHandle
 from gdscache.tiers.pins import Pin
 
 if TYPE_CHECKING:
-    from gdscache.hybrid import HybridEngine
+    from gdscache.engine.hybrid import HybridEngine
 
 Said = TypeVar("Said")
 

@@ -1,0 +1,1 @@
+"""The engine: the public calls, and the engines that several engines make."""
