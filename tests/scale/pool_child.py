@@ -13,9 +13,9 @@ from typing import Any, Self
 import numpy as np
 
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.pool.client import MooncakeClient, PoolAddress
-from gdscache.pool.io import BATCH_PAGES, TRAILER_BYTES
-from gdscache.tiers.mooncake import MooncakeTier
+from gdscache.mooncake.client import MooncakeClient, PoolAddress
+from gdscache.mooncake.io import BATCH_PAGES, TRAILER_BYTES
+from gdscache.mooncake.tier import MooncakeTier
 from tests.support.helpers import Host, drop_from, prompt, quiet
 
 

@@ -190,7 +190,7 @@ class RealPool:
     ) -> Engine:
         """`pool`: with the shared tier. `large`: pages of 1 MiB. `store`: store.write_policy."""
         entry = {
-            "tier": "gdscache.tiers.mooncake:MooncakeTier",
+            "tier": "gdscache.mooncake.tier:MooncakeTier",
             "capacity": 512 * (8 if large else 1) * EXTENT,
             "options": {"master": self.address} | options,
         }

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from gdscache.pool.client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, PoolAddress
-from gdscache.pool.link import Connect
-from gdscache.tiers.mooncake import MooncakeTier
+from gdscache.mooncake.client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, PoolAddress
+from gdscache.mooncake.link import Connect
+from gdscache.mooncake.tier import MooncakeTier
 from tests.support.helpers import MHA, layout_of
 
 EXTENT = layout_of(MHA).extent_bytes

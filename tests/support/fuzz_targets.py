@@ -34,11 +34,11 @@ from gdscache.errors import GdsCacheError
 from gdscache.gate.costs import Costs, Prices
 from gdscache.gate.costs_file import COSTS_NAME, CostsFile
 from gdscache.index.index import PageIndex
+from gdscache.mooncake.io import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page, namespace_digest
 from gdscache.policies import new_policy
 from gdscache.policies.sketch import RecentCounter
-from gdscache.pool.io import TRAILER_BYTES, is_stored, trailer
 from gdscache.runtime.latencies import Summary
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gdscache.kernels import kvcacheio
-from gdscache.kernels.kvcacheio_launch import FORMS
+from gdscache import kvcacheio
+from gdscache.kvcacheio.launch import FORMS
 from tests.support.helpers import SENTINEL
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdscache import kvcacheio
 from gdscache.errors import CaptureUnsupportedError, KernelUnavailableError, TransferArgumentError
-from gdscache.kernels import kvcacheio, kvcacheio_launch
+from gdscache.kvcacheio import launch as kvcacheio_launch
 from tests.support.helpers import SENTINEL
 from tests.support.kvcacheio_parts import OPERATIONS, Pool, Positions, Rig, Shape, SlowKernels
 

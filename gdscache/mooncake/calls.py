@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from gdscache.errors import GdsCacheError, IOFailedError
-from gdscache.pool.breaker import Breaker
-from gdscache.pool.client import CODES, NO_MASTER, Client
+from gdscache.mooncake.breaker import Breaker
+from gdscache.mooncake.client import CODES, NO_MASTER, Client
 from gdscache.runtime.threads import Flag, log_failure, start
 
 PROBE_S, PROBES_S = 0.2, 5.0  # seconds between the first two probes; they double up to the second
 _T = TypeVar("_T")
-_log = logging.getLogger("gdscache.pool")
+_log = logging.getLogger("gdscache.mooncake")
 
 
 class Pool(Protocol):

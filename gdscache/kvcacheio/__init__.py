@@ -2,7 +2,7 @@
 
 They copy KV rows between a GPU's pool and a host's, token by token: `src_indices[i]` to `dst_indices[i]`. An engine
 that uses them changes one import. The ten kernel operations are below; the three `direct` ones, by the copy engine,
-come from `kvcacheio_direct`, which says what is different there.
+come from `direct`, which says what is different there.
 
 Layouts of a pool (K, or V, or the one tensor of MLA), where `item_size` is the bytes of one token's row of one layer:
 
@@ -32,13 +32,13 @@ from __future__ import annotations
 import torch
 
 from gdscache.errors import TransferArgumentError
-from gdscache.kernels import kvcacheio_launch as launch
-from gdscache.kernels.kvcacheio_direct import (
+from gdscache.kvcacheio import launch
+from gdscache.kvcacheio.direct import (
     transfer_kv_all_layer_direct_lf_pf,
     transfer_kv_direct,
     transfer_kv_per_layer_direct_pf_lf,
 )
-from gdscache.kernels.kvcacheio_launch import NUM_WARPS_PER_BLOCK, table_side, tensor_side, whole
+from gdscache.kvcacheio.launch import NUM_WARPS_PER_BLOCK, table_side, tensor_side, whole
 
 __all__ = [
     "build",

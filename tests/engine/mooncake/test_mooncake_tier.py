@@ -19,12 +19,12 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
-from gdscache.pool import calls as pool_calls
-from gdscache.pool import link as pool_link
-from gdscache.pool.io import SIDE_BY_SIDE, TRAILER_BYTES
+from gdscache.mooncake import calls as pool_calls
+from gdscache.mooncake import link as pool_link
+from gdscache.mooncake.io import SIDE_BY_SIDE, TRAILER_BYTES
+from gdscache.mooncake.tier import MooncakeTier
 from gdscache.prefetch.queue import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
-from gdscache.tiers.mooncake import MooncakeTier
 from tests.support.fake_pool import EXTENT, POOLS, FakePool, pool_entry
 from tests.support.helpers import WAIT, Host, OpenHost, drop_from, make_config, prompt, quiet, settle, until
 

@@ -7,7 +7,7 @@ import threading
 from typing import Literal
 
 State = Literal["connecting", "closed", "open", "ended"]
-_log = logging.getLogger("gdscache.pool")
+_log = logging.getLogger("gdscache.mooncake")
 
 
 class Breaker:

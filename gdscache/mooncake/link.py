@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gdscache.errors import TierUnavailableError
-from gdscache.pool.client import DONE, Client, MooncakeClient, MooncakeQueries, PoolAddress
+from gdscache.mooncake.client import DONE, Client, MooncakeClient, MooncakeQueries, PoolAddress
 
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
 _ANSWERS = 3  # in a row, of each client: each has connections of its own to a master that was started anew

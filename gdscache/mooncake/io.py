@@ -23,13 +23,13 @@ from gdscache.arrays import integers
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, StorageError, TierAnswerError
 from gdscache.limits import KEY_BYTES
+from gdscache.mooncake.calls import Lines
+from gdscache.mooncake.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, Client
 from gdscache.moves.machine import Descriptors
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import Checksums, bound, unbound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
-from gdscache.pool.calls import Lines
-from gdscache.pool.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, Client
 from gdscache.runtime.threads import log_failure
 from gdscache.storage.base import Memory, Transport, address_of
 

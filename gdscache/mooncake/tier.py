@@ -18,13 +18,13 @@ from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.limits import MAX_SECONDS
+from gdscache.mooncake.calls import Lines
+from gdscache.mooncake.client import Client, PoolAddress, load_package, size_of
+from gdscache.mooncake.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, PoolFiles
+from gdscache.mooncake.link import Connect, PoolLink, mooncake
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
-from gdscache.pool.calls import Lines
-from gdscache.pool.client import Client, PoolAddress, load_package, size_of
-from gdscache.pool.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, PoolFiles
-from gdscache.pool.link import Connect, PoolLink, mooncake
 from gdscache.storage.base import address_of
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PREFIX = "gdscache1"  # of all names in the pool; the digit is the trailer's format
 _ASKED = 512  # pages a question
 _OPEN_S = 1.5  # that an engine waits at open for a pool that is there
-_log = logging.getLogger("gdscache.pool")
+_log = logging.getLogger("gdscache.mooncake")
 
 
 class MooncakeTier(DurableTier):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gdscache.errors import CaptureUnsupportedError, TransferArgumentError
-from gdscache.kernels import kvcacheio_direct as direct
 from gdscache.kernels.copy_engine import CopyEngine
-from gdscache.kernels.kvcacheio import (
+from gdscache.kvcacheio import (
+    direct,
     transfer_kv_all_layer_direct_lf_pf,
     transfer_kv_direct,
     transfer_kv_per_layer_direct_pf_lf,

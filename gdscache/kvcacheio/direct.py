@@ -30,7 +30,7 @@ from gdscache.arrays import Int64Array, UInt64Array
 from gdscache.cuda.driver import Driver
 from gdscache.errors import TransferArgumentError
 from gdscache.kernels.copy_engine import CopyEngine, merge
-from gdscache.kernels.kvcacheio_launch import refuse_capture, whole
+from gdscache.kvcacheio.launch import refuse_capture, whole
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
