@@ -1,6 +1,6 @@
 """`python -m gdscache` is the command `gdscache`."""
 
-from gdscache.exits import main
+from gdscache.commands.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""What every command shows: tables, figures, a progress bar, a JSON file, the way to a plot.
+"""What every command shows: tables, figures, a progress bar, a JSON file, the way to a plot, its help.
 
     table = Table("Copies", "page", "what", "GB/s")  # without columns: pairs of a name and a text
     table.add_row("2MiB", "load", figure(31.42))
@@ -21,9 +21,10 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
+import typer.core
 
 from gdscache.errors import InvalidValueError, MissingPackageError, printable
 from gdscache.runtime.user_cache import write_whole
@@ -33,6 +34,8 @@ Progress = Callable[[int, int, str], None]
 """Called as `progress(done, total, text)` while something long goes on."""
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _GAP = "  "
 _LONG_WORD = 24  # a longer word, such as a path or a digest, may go on in the next line
@@ -213,3 +216,46 @@ def _block(row: Sequence[str], names: Sequence[str], color: str, width: int | No
 
 def _painted(text: str, color: str) -> str:
     return typer.style(text, fg=color) if color else text
+
+
+class App(typer.Typer):
+    """A `typer.Typer` whose help shows a flag by its name alone, and a docstring's paragraphs as wide as the terminal.
+
+    Typer's own is `--json <bool>`, which reads as if the flag took a value. Without arguments it shows that help.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, no_args_is_help=True, **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
+        return super().command(name, cls=_Command, **settings)
+
+
+class _Group(typer.core.TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.help = _joined(self.help)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+class _Command(typer.core.TyperCommand):
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        self.help = _joined(self.help)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+def _joined(text: str | None) -> str | None:
+    """Each paragraph in one line. Typer would show a docstring's own ends of lines, in the middle of sentences."""
+    return None if text is None else "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def _untyped(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters

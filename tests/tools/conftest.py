@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache import cli
+from gdscache.commands.main import main
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def gdscache(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     def start(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["gdscache", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            main()
         assert isinstance(caught.value.code, int)
         return caught.value.code, *capfd.readouterr()
 

@@ -330,7 +330,7 @@ def test_a_bad_page_is_said(client: TransformersClient) -> None:
 
 
 def test_without_transformers_it_names_the_extra(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['transformers'] = None; from gdscache.exits import main; main()"
+    code = "import sys; sys.modules['transformers'] = None; from gdscache.commands.main import main; main()"
     command = [sys.executable, "-c", code, "bench", "ttft", "--quick", "--device", "cpu", "--dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2

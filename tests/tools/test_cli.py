@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from gdscache import cli
+from gdscache.commands import cli
+from gdscache.commands.main import main
 from gdscache.config import config_schema, load_config
 from gdscache.pages.keys import namespace_digest
 from tests.support.places import ROOT
@@ -172,7 +173,7 @@ def test_an_error_inside_gdscache_is_not_hidden(gdscache, monkeypatch: pytest.Mo
     monkeypatch.setattr(cli, "load_config", broken)
     monkeypatch.setattr(sys, "argv", ["gdscache", "config", "check", "x"])
     with pytest.raises(ZeroDivisionError):
-        cli.main()
+        main()
 
 
 def test_as_a_module_in_its_own_process(tmp_path: Path) -> None:

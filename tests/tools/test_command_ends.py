@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gdscache import exits
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
+from gdscache.commands.main import main
 from gdscache.commands.replay import trace
-from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from tests.support.places import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -36,7 +36,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
             if stdout is not None:
                 patched.setattr(sys, "stdout", stdout)
             with pytest.raises(SystemExit) as caught:
-                exits.main()
+                main()
         assert isinstance(caught.value.code, int)
         return caught.value.code, capfd.readouterr().err
 
@@ -223,7 +223,7 @@ LATER = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gdscache.cli", "yaml", *LATER])
+@pytest.mark.parametrize("name", ["gdscache.commands.cli", "yaml", *LATER])
 def test_ctrl_c_while_a_command_starts_ends_it_with_a_line(name: str) -> None:
     code = INTERRUPTED_IMPORT.format(name=name, config=str(CONFIG))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -237,7 +237,7 @@ def test_what_breaks_off_a_command_ends_it_without_a_traceback(
     def broken(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("gdscache.cli.load_config", broken)
+    monkeypatch.setattr("gdscache.commands.cli.load_config", broken)
     status, said = run("config", "check", CONFIG)
     assert "Traceback" not in said
     if error is KeyboardInterrupt:
@@ -248,6 +248,6 @@ def test_what_breaks_off_a_command_ends_it_without_a_traceback(
 
 def test_a_defect_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody foresaw is not hidden behind a line."""
-    monkeypatch.setattr("gdscache.cli.describe", lambda _: 1 // 0)
+    monkeypatch.setattr("gdscache.commands.cli.describe", lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run("config", "check", CONFIG)

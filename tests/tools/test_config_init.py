@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from gdscache import cli, load_config
+from gdscache import load_config
+from gdscache.commands.config_init import Printed, Shipped
 from gdscache.commands.doctor import engines
+from gdscache.commands.main import main
 from gdscache.config import Config
-from gdscache.config.start import Printed, Shipped
 from gdscache.integrations.sglang.setup import LinkerOptions, storage_config_of
 from gdscache.sizes import GIB, MIB
 from tests.support.helpers import MHA
@@ -166,7 +167,7 @@ def test_a_shipped_file_is_written_and_printed_as_it_is(
     assert load_config("mine.yaml") == load_config(ROOT / "configs" / f"{name}.yaml")
     monkeypatch.setattr(sys, "argv", ["gdscache", "config", "print", name])
     with pytest.raises(SystemExit):
-        cli.main()
+        main()
     assert capfd.readouterr() == (text, "")
     assert json.loads(init(name, "again.yaml", "--json")[1])["name"] == name
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from gdscache.cli import app
+from gdscache.commands.cli import app
 from gdscache.metrics import FAMILIES
 from tests.support.places import ROOT
 from tests.support.processes import program

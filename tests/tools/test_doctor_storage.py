@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from gdscache import cli
 from gdscache.commands.bench import measure
 from gdscache.commands.doctor import disk, storage, trial
 from gdscache.commands.doctor.facts import Asked, Directory, Facts, FreeSpace, Mount, Place, Ssd, defaults
 from gdscache.commands.doctor.report import Found, Row
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.trial import Moved
+from gdscache.commands.main import main
 from gdscache.config import Config
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import slab_name
@@ -677,7 +677,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
     def runs(*arguments: str | Path) -> tuple[int, Any]:
         monkeypatch.setattr(sys, "argv", ["gdscache", "doctor", "--json", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
-            cli.main()
+            main()
         sections = {section["title"]: section["rows"] for section in json.loads(capfd.readouterr().out)["sections"]}
         assert isinstance(caught.value.code, int)
         return caught.value.code, {row["name"]: row for row in sections["SSD"]}

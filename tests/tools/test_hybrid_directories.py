@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from gdscache.cli import app
+from gdscache.commands.cli import app
 from gdscache.commands.doctor import Asked, examine, group_rows
 from gdscache.config import Config
 from tests.support.doctor_facts import PLAIN

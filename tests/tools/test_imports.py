@@ -18,7 +18,7 @@ SHARE = 0.6  # of the processor time of importing torch: what importing gdscache
 OPTIONAL = ["cupy", "kvikio", "nixl", "transformers", "matplotlib", "mooncake", "pylibcudf", "numba", "typer", "rich"]
 LIGHT = [
     "pages.layout", "pages.keys", "pages.checksum", "policies", "config", "errors", "sizes", "index.index",
-    "tiers.base", "tiers.manager", "cli",
+    "tiers.base", "tiers.manager", "commands.cli",
 ]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_the_wheel_is_complete_and_says_what_it_fits(wheel: zipfile.ZipFile) -> 
     tag = "cp312-abi3" if STABLE else "cp311-cp311"
     assert re.findall("Tag: (.*)", about) == [f"{tag}-linux_{os.uname().machine}"]
     assert f"{info}/licenses/LICENSE" in names
-    assert "gdscache = gdscache.exits:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "gdscache = gdscache.commands.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
 @pytest.mark.suite
@@ -98,7 +98,7 @@ def test_the_wheel_works_away_from_the_tree(wheel: zipfile.ZipFile, tmp_path: Pa
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import gdscache.config, gdscache.csrc, gdscache.exits, gdscache.native
+import gdscache.config, gdscache.csrc, gdscache.commands.main, gdscache.native
 assert gdscache.native.best_arm() in ("scalar", "avx2", "avx512", "neon")
 assert not hasattr(gdscache._native, "hooks"), "which are for tests"
 assert gdscache._native.__file__.startswith(sys.argv[1]), gdscache._native.__file__
@@ -106,7 +106,7 @@ assert gdscache.config.__file__.startswith(sys.argv[1]), gdscache.config.__file_
 assert gdscache.csrc.__file__.startswith(sys.argv[1] + "/gdscache/csrc/"), gdscache.csrc.__file__
 sys.argv[1:] = ["config", "init", "llama3_8b", "here.yaml"]
 try:
-    gdscache.exits.main()
+    gdscache.commands.main.main()
 except SystemExit as ended:
     assert ended.code in (0, None)
 print(gdscache.config.load_config("here.yaml").model.layout().extent_bytes)

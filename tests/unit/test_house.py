@@ -23,7 +23,7 @@ BASICS = (
     "arguments",
     "histograms",
 )  # modules of the root that any package may import
-TOOLS = ("cli", "exits", "commands")  # the commands: nothing imports them
+TOOLS = ("commands",)  # nothing imports them
 
 # Package -> packages that it may import, the lowest first.
 MAY_IMPORT = {
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "runtime": "",
     "policies": "native runtime",
     "groups": "native pages",
-    "config": "groups pages runtime",
+    "config": "groups pages",
     "cuda": "runtime",
     "index": "pages policies",
     "extents": "cuda pages runtime",

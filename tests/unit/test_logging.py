@@ -35,9 +35,10 @@ def test_the_names_of_loggers_are_documented() -> None:
 def test_a_command_s_warnings_carry_the_logger_s_name_and_level() -> None:
     code = """
 import logging, sys
-from gdscache import cli, exits
+from gdscache.commands import cli
+from gdscache.commands.main import main
 cli.app = lambda prog_name: logging.getLogger("gdscache.config").warning("ssd.endurance is %s", "9 pages")
-exits.main()
+main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "WARNING gdscache.config: ssd.endurance is 9 pages\n"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from gdscache.commands.flags import App
+from gdscache.commands.console import App
 from gdscache.errors import InvalidValueError
 from gdscache.sizes import parse_size
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import typer
 
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.bench import machine
 from gdscache.commands.bench.measure import cause_of
 from gdscache.commands.console import (
@@ -44,7 +45,6 @@ from gdscache.commands.console import (
     write_json,
 )
 from gdscache.errors import GdsCacheError, InvalidValueError
-from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.sizes import about
 
 Report = Mapping[str, Any]

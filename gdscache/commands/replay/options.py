@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.console import Progress, progress_bar
 from gdscache.commands.replay.setup import MODELS
 from gdscache.errors import InvalidValueError
-from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED
 
 TIERS, MACHINE = "Tiers", "The machine of the simulation"
 MODEL = MODELS[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from gdscache import cli
+from gdscache.commands import cli
 from gdscache.commands.inspect import inspect, tables
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION

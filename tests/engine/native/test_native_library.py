@@ -55,7 +55,7 @@ except NativeMissingError as error:
 
 def test_importing_gdscache_loads_nothing_native() -> None:
     script = """
-import gdscache, gdscache.exits
+import gdscache, gdscache.commands.main
 gdscache.load_config, gdscache.GdsCacheError
 print("_native." in open("/proc/self/maps").read())
 """

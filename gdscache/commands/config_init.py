@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gdscache.commands.config_engines import WRITTEN_FOR, Sizes, SupportedEngine
 from gdscache.config import load_config
-from gdscache.config.engines import WRITTEN_FOR, Sizes, SupportedEngine
 from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size, parse_size
 

@@ -12,19 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.commands.bench.commands import bench_app
-from gdscache.commands.console import Table, progress_bar, show
-from gdscache.commands.flags import App
+from gdscache.commands.config_init import init, print_shipped
+from gdscache.commands.console import App, Table, progress_bar, show
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.plan_commands import plan_tiers
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import pool_parts
-from gdscache.config.start import init, print_shipped
-from gdscache.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, main
 from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
-
-__all__ = ["app", "describe", "main"]
 
 app = App(
     name="gdscache",

@@ -1,4 +1,4 @@
-"""Exit statuses of the commands, and their entry point. Imports what a command needs only when it runs."""
+"""The entry point of the commands. Imports what a command needs only when it runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import logging
 import os
 import sys
 
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED
 from gdscache.errors import GdsCacheError
-
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
 
 
 def main() -> None:
@@ -26,7 +23,7 @@ def main() -> None:
             if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is written as \u65e5
                 stream.reconfigure(errors="backslashreplace")
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-        from gdscache.cli import app
+        from gdscache.commands.cli import app
 
         try:
             app(prog_name="gdscache")
