@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from gdscache import CacheEngine
 from gdscache.errors import TransportUnavailableError
 from gdscache.limits import EngineLimits
-from gdscache.storage import cufile_library, probe
+from gdscache.storage import cufile, probe
 from tests.support.faces import Attached, Face, Pool
 from tests.support.faulty import PLAN
 from tests.support.helpers import SMALL, Host, close_kept, make_config, settle
@@ -95,7 +95,7 @@ def real_cufile(tmp_path_factory: pytest.TempPathFactory) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     try:
-        cufile_library.find_cufile()
+        cufile.find_cufile()
     except TransportUnavailableError as error:
         pytest.skip(error.message)
     if not (found := probe.probe_cufile(tmp_path_factory.mktemp("probe"), 0, 60)).ok:

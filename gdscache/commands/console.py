@@ -27,7 +27,7 @@ import typer
 import typer.core
 
 from gdscache.errors import InvalidValueError, MissingPackageError, printable
-from gdscache.runtime.user_cache import write_whole
+from gdscache.runtime.files import write_whole
 from gdscache.sizes import significant
 
 Progress = Callable[[int, int, str], None]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 
 ROOT = Path("/")
 _log = logging.getLogger("gdscache.cuda")

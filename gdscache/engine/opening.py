@@ -55,10 +55,8 @@ from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
-from gdscache.tiers.base import DurableTier, Tier
-from gdscache.tiers.bounce import Bounce
-from gdscache.tiers.cpu import CpuTier
-from gdscache.tiers.custom import open_tier
+from gdscache.tiers.base import DurableTier, Tier, open_tier
+from gdscache.tiers.cpu import Bounce, CpuTier
 from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.journal import Journal

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 from typing import Any, Literal
 
-from gdscache.runtime.user_cache import user_cache, write_whole
+from gdscache.runtime.files import user_cache, write_whole
 
 _log = logging.getLogger("gdscache")
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from gdscache.errors import KernelUnavailableError
-from gdscache.runtime.user_cache import user_cache, write_whole
+from gdscache.runtime.files import user_cache, write_whole
 
 INSTALL = "install gdscache[cuda13] or gdscache[cuda12], as torch's CUDA version is"
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.arrays import Int64Array
+from gdscache.arrays import Int64Array, integers
 from gdscache.moves.base import Move
-from gdscache.native import NEVER, Executor
+from gdscache.native import NEVER, Executor, Pool
+from gdscache.pages.layout import DTYPE_BYTES
+from gdscache.pages.planes import PagedPlanes
 
 if TYPE_CHECKING:
     from gdscache.moves.machine import Descriptors
-    from gdscache.native import Gpu, Pool
+    from gdscache.native import Gpu
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
 
@@ -48,6 +51,25 @@ class Space:
     device: int = 0
     pinned: bool = False
     fence: int = 0
+
+
+class NativePool(Pool):
+    """Planes in host memory, as the library knows them. The tensors live as long as the pool.
+
+    Raises `NativeCallError` for planes that are none in host memory.
+    """
+
+    def __init__(self, planes: PagedPlanes) -> None:
+        self.planes = planes
+        rows, counts = [], []
+        for layer, tensors in zip(planes.layout.layers, planes.tensors, strict=True):
+            counts.append(len(layer))
+            for plane, tensor in zip(layer, tensors, strict=True):
+                item = DTYPE_BYTES[plane.dtype]
+                block, token = (item * stride for stride in tensor.stride()[:2])
+                rows.append((tensor.data_ptr(), block, token, plane.row_bytes))
+        firsts = np.array([0, *itertools.accumulate(counts)], np.int32)
+        super().__init__(integers(rows), firsts, planes.blocks, planes.block_tokens, planes.blocks_per_page)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,10 +19,9 @@ from gdscache.arrays import Int64Array
 from gdscache.cuda.streams import Event, Landed, given
 from gdscache.errors import NativeCallError
 from gdscache.kernels.gpu import events_of
-from gdscache.kernels.host import NativePool
 from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, Space, until
+from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, NativePool, Space, until
 from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gdscache.errors import DeviceError, NoMemoryError
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 from gdscache.sizes import about
 
 _CGROUPS = Path("/sys/fs/cgroup")

@@ -8,8 +8,9 @@ the direct route goes through Python.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -17,7 +18,6 @@ from gdscache.errors import DeadlineError, DeviceError, NativeCallError, Transpo
 from gdscache.native import CuFiles, error_of
 from gdscache.storage.base import Memory, Op, Switch, failed
 from gdscache.storage.calls import within
-from gdscache.storage.cufile_library import find_cufile
 from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 PROC_MODULES = "/proc/modules"
 CONFIGURATION = Path("/etc/cufile.json")
 CALL_S = 60.0
+ROOT = Path("/")
+_LIBRARIES = (
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib64",
+    "usr/local/cuda*/lib64",
+    "usr/local/cuda*/targets/*/lib",
+)
 
 _T = TypeVar("_T")
 
@@ -173,3 +181,20 @@ def log_folder() -> str | None:
     """Where cuFile's log is to go; None where somebody has said it."""
     told = any(name in os.environ for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"))
     return None if told or CONFIGURATION.exists() else tempfile.gettempdir()
+
+
+def find_cufile(root: Path = ROOT, paths: Sequence[str] | None = None) -> str:
+    """The path of libcufile, in the system or in the wheels below `paths` (the import path). It is not loaded.
+
+    Raises `TransportUnavailableError` where it is not found.
+    """
+    places = [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p] if root == ROOT else []
+    places += [place for pattern in _LIBRARIES for place in sorted(root.glob(pattern))]
+    for path in sys.path if paths is None else paths:
+        places += [Path(path, "libcufile_cu12.libs"), *sorted(Path(path).glob("nvidia/*/lib"))]
+    for place in places:
+        if found := sorted(place.glob("libcufile.so*")):
+            return str(found[0])
+    raise TransportUnavailableError(
+        "libcufile.so is not found", "install the CUDA toolkit's libcufile, or the wheel nvidia-cufile"
+    )

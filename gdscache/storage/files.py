@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 from gdscache.storage.base import PROBE_PREFIX, EitherWay, Switch, failed, refused
 
 _log = logging.getLogger("gdscache.storage")

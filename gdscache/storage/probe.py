@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 from gdscache.storage.base import PROBE_PREFIX, failed
 from gdscache.storage.trial import run_child
 

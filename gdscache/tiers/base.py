@@ -17,6 +17,7 @@ may be called twice.
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
 import threading
 import time
@@ -25,19 +26,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gdscache.errors import TierAnswerError
+from gdscache.errors import TierAnswerError, TierUnavailableError
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import Retention
 from gdscache.index.table import Entry
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
+from gdscache.runtime.named_class import named_class
 
 if TYPE_CHECKING:
     import torch
 
+    from gdscache.config import TierConfig
     from gdscache.moves.machine import Files
+    from gdscache.pages.layout import PageLayout
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
+_TAKEN = ("gpu", "cpu", "ssd", "planes", "bounce")  # names of tiers and memories that there are
 
 
 class Tier(abc.ABC):
@@ -260,3 +265,23 @@ class Lease:
         held, self._held = self._held, []
         for index, pages, slots in held:
             index.let_go(pages, slots)
+
+
+def open_tier(config: TierConfig, layout: PageLayout, lock: threading.RLock) -> DurableTier:
+    """An instance of the class that `config` names: `Class(layout, capacity, lock, **options)`.
+
+    Raises `TierUnavailableError` where there is no such class, or it does not take these; and what the class raises.
+    """
+    given, options = (layout, config.capacity, lock), config.options or {}
+    refuse = functools.partial(_bad_class, config.tier)
+    tier: DurableTier = named_class(config.tier, DurableTier, refuse, *given, **options)(*given, **options)
+    if tier.name in _TAKEN:
+        tier.close()
+        raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory has")
+    return tier
+
+
+def _bad_class(target: str, cause: str) -> TierUnavailableError:
+    return TierUnavailableError(
+        f"tier {target!r}: {cause}", "name a subclass of gdscache.tiers.base.DurableTier as package.module:Class"
+    )

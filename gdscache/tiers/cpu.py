@@ -1,15 +1,19 @@
-"""The CPU tier: pages in page-locked host memory."""
+"""Page-locked host memory: the CPU tier, and the reserve that pages pass through."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gdscache.extents.base import PoolMemory
+from gdscache.index.free_slots import SlotPool
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
 from gdscache.policies import new_policy
 from gdscache.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from gdscache.tiers.quarantine import Quarantine
 
 
 class CpuTier(Tier):
@@ -50,3 +54,20 @@ class CpuTier(Tier):
 
     def close(self) -> None:
         self.extents.close()
+
+
+class Bounce:
+    """The bounce reserve: extents for pages that only pass through. Half of the slots are for stores, half for loads;
+    neither borrows from the other. `quarantine` watches over both, and the memory outlives I/O that hangs."""
+
+    def __init__(self, extents: PoolMemory, quarantine: Quarantine) -> None:
+        self.extents = extents
+        half = extents.slots // 2
+        self.stores = SlotPool(range(half))
+        self.loads = range(half, 2 * half)  # the executor gives these out
+        self._quarantine = quarantine
+        quarantine.add_pool("bounce_stores", self.stores.slots)
+
+    def close(self) -> None:
+        """Give the memory back, once no I/O that hangs may touch it."""
+        self._quarantine.afterwards(self.extents.close)

@@ -28,8 +28,7 @@ from gdscache.tiers.clear import PAUSE_S, Clearing
 from gdscache.tiers.expiry import Expiry
 from gdscache.tiers.fates import PageFates
 from gdscache.tiers.measures import Measures
-from gdscache.tiers.pinning import Pins
-from gdscache.tiers.pins import Pin
+from gdscache.tiers.pins import Pin, Pins
 from gdscache.tiers.quarantine import Quarantine
 from gdscache.tracing import OFF, Timeline
 

@@ -1,20 +1,31 @@
-"""Pins: what a request keeps from eviction for a time. `Pin` is the caller's handle, `Claim` the pin of a prefetch."""
+"""Pins: what a request keeps from eviction for a time. `Pin` is the caller's handle, `Claim` the pin of a prefetch,
+`Pins` has all pins of all tiers. The manager's lock is held in every call of `Pins`.
+
+There is no thread of its own: a pin whose time is up is found by the next lookup, plan or store. Time comes from a
+clock that the manager was given.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Self, TypeVar
 
+from gdscache import arguments
 from gdscache.errors import EngineClosedError, ForkedProcessError
+from gdscache.index.retention import LONGEST_TTL
 from gdscache.index.table import Entry
 from gdscache.pages.keys import Page
 from gdscache.tiers.base import Lease
 
 if TYPE_CHECKING:
     from gdscache.index.index import PageIndex
-    from gdscache.tiers.pinning import Pins
+    from gdscache.tiers.manager import TierManager
+
+PIN_SHARE = 0.5  # of a tier's slots: what pins may hold together
 
 
 class Pin:
@@ -128,3 +139,193 @@ class Claim(Pin):
             return self._good
         with pins.manager.lock:
             return self.count()
+
+
+_P = TypeVar("_P", bound=Pin)
+
+
+class Pins:
+    """The pins that have not ended. `clock`: seconds, monotonic."""
+
+    def __init__(self, manager: TierManager, clock: Callable[[], float]) -> None:
+        self.manager = manager
+        self.clock = clock
+        self._pins: dict[Lease, Pin] = {}
+        # Pins on each page, by its slot, which no other page gets meanwhile.
+        self._held: dict[str, Counter[int]] = {name: Counter() for name in manager.tiers}
+        # In the landing tier: keys that claims expect, and those of them for which no pinned page has taken room.
+        self._promised: Counter[bytes] = Counter()
+        self._owed: set[bytes] = set()
+        self._ends: list[tuple[float, int, Pin]] = []
+        self._numbers = itertools.count()
+
+    def begin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
+        """Lease the consecutive pages from the first on that some tier has, on every tier, up to its bound."""
+        seconds = arguments.span(seconds, "seconds", LONGEST_TTL)
+        lease = self.manager.lease("pin")
+        distinct = {page.key: page for page in pages}.values()
+        held = list(itertools.takewhile(bool, (self._hold(page, lease) for page in distinct)))
+        return self._begun(Pin(self, lease, held, page_tokens, self.clock() + seconds))
+
+    def _begun(self, pin: _P) -> _P:
+        self._pins[pin._lease] = pin
+        end: tuple[float, int, Pin] = (pin.until, next(self._numbers), pin)
+        heapq.heappush(self._ends, end)
+        return pin
+
+    def _hold(self, page: Page, lease: Lease) -> list[Entry]:
+        found = []
+        for name, tier in self.manager.served:
+            entry, held = tier.index.get(page.key), self._held[name]
+            if entry is None or self.manager.hidden(name, entry.slot):
+                continue
+            if entry.slot in held or self._room(name) > 0:
+                lease.add(tier.index, entry)
+                held[entry.slot] += 1
+                found.append(entry)
+        return found
+
+    def _room(self, name: str) -> int:
+        """How many pages more may be pinned on a tier."""
+        landing = self.manager.landing
+        owed = len(self._owed) if landing is not None and name == landing.name else 0
+        return int(PIN_SHARE * self.manager.tiers[name].index.slots) - len(self._held[name]) - owed
+
+    def describe(self) -> dict[str, int]:
+        """Pages of the landing tier that are pinned, those that claims have room for, and the most of both together."""
+        landing = self.manager.landing
+        held = 0 if landing is None else len(self._held[landing.name])
+        most = 0 if landing is None else int(PIN_SHARE * landing.index.slots)
+        return {"pinned_pages": held, "promised_pages": len(self._owed), "pin_quota_pages": most}
+
+    # -- claims: the pins of prefetches -------------------------------------------------------------------------------
+
+    def claim(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Claim:
+        """Lease what the landing tier has of `pages`, from the first on, and promise room for the others, as far as
+        there is room: to who asks first, and nobody waits for any."""
+        landing = self.manager.landing
+        assert landing is not None, "a claim on no tier"
+        index, held, owed = landing.index, self._held[landing.name], self._owed
+        claim = Claim(self, self.manager.lease("prefetch pin"), index, page_tokens, self.clock() + seconds)
+        keys = [page.key for page in pages]
+        shown, at, room = index.visible(keys), 0, self._room(landing.name)
+        while at < len(keys):
+            end = shown.find(1 - shown[at], at)
+            end = len(keys) if end < 0 else end
+            there = index.hold_run(pages, at, end) if shown[at] else []
+            new = [slot not in held for slot in there] if there else [key not in owed for key in keys[at:end]]
+            fits = _fitting(new, room)
+            room -= sum(new[:fits])
+            if there:
+                index.let_go(pages[at + fits : end], there[fits:])
+                claim.take(pages[at : at + fits], there[:fits])
+                held.update(there[:fits])
+            else:
+                claim.expect(pages[at : at + fits])
+                self._promised.update(keys[at : at + fits])
+                owed.update(keys[at : at + fits])
+            at += fits
+            if at < end:
+                break
+        return self._begun(claim)
+
+    def fill(self, claim: Claim, numbers: Iterable[int]) -> None:
+        """Pages of a claim, by their numbers, lie in the landing tier now, and are good.
+
+        Each has room that was promised, but where what took it was dropped since and is still held.
+        """
+        landing = self.manager.landing
+        assert landing is not None, "a claim on no tier"
+        index, held, new = landing.index, self._held[landing.name], list[Page]()
+        for number in numbers if claim._lease in self._pins else ():
+            page = claim.pages[number]
+            slot = index.slot(page.key)
+            if slot is None or claim.holds(number) or not index.has(page.key):
+                continue
+            if not (slot in held or page.key in self._owed or self._room(landing.name) > 0):
+                continue
+            held[slot] += 1
+            self._owed.discard(page.key)
+            new.append(page)
+            claim.put(number, slot)
+            if number in claim.promised:
+                self._forgo((claim.promised.pop(number),))
+        if new:
+            claim._lease.hold(index, new, index.hold_run(new, 0, len(new)))
+
+    def settle(self, claim: Claim) -> None:
+        """No page of a claim comes any more: what lies behind the first that lacks goes, and it ends without any."""
+        landing = self.manager.landing
+        if claim._lease not in self._pins or landing is None:
+            return
+        self._forgo(claim.promised.values())
+        claim.promised = {}
+        kept = claim.count()
+        claim.cut(kept)
+        if not kept:
+            self.end(claim)
+            return
+        if kept < len(claim._lease):  # what lies behind, and what was dropped and came again
+            index, left = landing.index, {*claim.slots}
+            pins = [pin for _, pages, slots in claim._lease.runs() for pin in zip(pages, slots, strict=True)]
+            gone = [(page, slot) for page, slot in pins if slot not in left]
+            held = index.hold_run(claim.pages, 0, kept)
+            claim._lease.end()
+            claim._lease.hold(index, claim.pages[:], held)
+            self._unhold(index, [page for page, _ in gone], [slot for _, slot in gone])
+
+    def _forgo(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._promised[key] -= 1
+            if not self._promised[key]:
+                del self._promised[key]
+                self._owed.discard(key)
+
+    def _unhold(self, index: PageIndex, pages: Sequence[Page], slots: Sequence[int]) -> None:
+        """Pages of a tier are pinned once less each."""
+        name = next(name for name, tier in self.manager.tiers.items() if tier.index is index)
+        held, landing = self._held[name], self.manager.landing
+        expected = self._promised if landing is not None and landing.index is index else ()
+        for page, slot in zip(pages, slots, strict=True):
+            times = held.pop(slot)
+            if times > 1:
+                held[slot] = times - 1
+            elif expected and page.key in expected:  # the room is theirs from now on
+                self._owed.add(page.key)
+
+    # -- their ends ---------------------------------------------------------------------------------------------------
+
+    def live(self, pin: Pin) -> bool:
+        """Whether a pin has not ended; its time may be up all the same."""
+        return pin._lease in self._pins
+
+    def end(self, pin: Pin) -> None:
+        if self._pins.pop(pin._lease, None) is None:
+            return
+        for index, pages, slots in pin._lease.runs():
+            self._unhold(index, pages, slots)
+        if isinstance(pin, Claim):
+            self._forgo(pin.promised.values())
+            pin.gone()
+        pin._pages = []
+        self.manager.end(pin._lease)
+        if len(self._ends) > 2 * len(self._pins) + 16:
+            self._ends = sorted(end for end in self._ends if end[2]._lease in self._pins)
+
+    def end_due(self) -> None:
+        """End the pins whose time is up."""
+        while self._ends and self._ends[0][0] <= self.clock():
+            self.end(heapq.heappop(self._ends)[2])
+
+    def seconds_left(self, lease: Lease) -> float | None:
+        """Of the pin whose lease this is; None for a lease of somebody else."""
+        pin = self._pins.get(lease)
+        return None if pin is None else max(0.0, pin.until - self.clock())
+
+
+def _fitting(new: Sequence[bool], room: int) -> int:
+    """How many of the first pages fit, of which `new` take room."""
+    if sum(new) <= room:
+        return len(new)
+    taken = itertools.accumulate(new)
+    return next(i for i, used in enumerate(taken) if used > room)

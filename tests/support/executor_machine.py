@@ -31,7 +31,7 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
 from gdscache.storage.native import NativeTransport
 from gdscache.testing.faults import ExtentPart, FaultRule
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support import fake_cufile
 from tests.support.executor_cases import STRETCH, Case, Spaces

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.kernels.host import NativePool
+from gdscache.moves.library import NativePool
 from gdscache.pages.planes import PagedPlanes
 
 

@@ -17,7 +17,7 @@ from gdscache.moves.machine import Descriptors, Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support.helpers import MHA, WAIT, layout_of
 from tests.support.hooks import hooks

@@ -16,7 +16,7 @@ import numpy as np
 
 from gdscache.extents.base import Extents
 from gdscache.moves.library import DIGEST, MoveLimits, NativeMoves, Space
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import Bounce
 from tests.support.hooks import Job, hooks
 from tests.support.host_copies import HostCopies
 from tests.support.window import Window

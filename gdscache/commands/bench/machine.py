@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 from gdscache.storage.files import mount_of
 
 PACKAGES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gdscache.commands.doctor.facts import Mount
 from gdscache.commands.doctor.report import Row, Verdict
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 
 ROOT = Path("/")
 OPEN_KERNEL_MODULE = "Open Kernel Module"

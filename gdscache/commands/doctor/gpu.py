@@ -14,7 +14,7 @@ from gdscache.commands.doctor.facts import Asked, Facts, Gpu, NvidiaDriver
 from gdscache.commands.doctor.report import Found, Row, Verdict, comes_to
 from gdscache.cuda.numa import gpu_address, placement
 from gdscache.errors import DeviceError
-from gdscache.runtime.system_files import text_of
+from gdscache.runtime.files import text_of
 from gdscache.sizes import about
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")

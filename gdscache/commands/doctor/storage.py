@@ -25,7 +25,7 @@ from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
 from gdscache.storage.base import Switch
-from gdscache.storage.cufile_library import find_cufile
+from gdscache.storage.cufile import find_cufile
 from gdscache.storage.files import probe_direct_io
 from gdscache.tiers import ssd_route as routes
 

@@ -17,7 +17,7 @@ from gdscache.extents.host import HostExtents
 from gdscache.index.free_slots import SlotPool
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support.window import Window
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
 from gdscache.kernels.choice import COPY_ENGINE_FROM, Calibration, Choice, Direction, Paths, Rates
-from gdscache.runtime import user_cache
+from gdscache.runtime import files
 from tests.support.rates import DOWN, UP
 
 KEY = {
@@ -498,7 +498,7 @@ def breaks_off(error: BaseException) -> Iterator[None]:
 
             yield SimpleNamespace(write=part)
 
-    with mock.patch.object(user_cache, "open", opened, create=True):
+    with mock.patch.object(files, "open", opened, create=True):
         yield
 
 

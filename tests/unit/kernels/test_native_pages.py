@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import NativeCallError
-from gdscache.kernels.host import NativePool
+from gdscache.moves.library import NativePool
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane

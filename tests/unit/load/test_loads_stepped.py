@@ -34,7 +34,7 @@ from gdscache.pages.checksum import Checksums, layer_checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import GroupSizes
 from gdscache.pages.planes import PagedPlanes
-from gdscache.tiers.bounce import Bounce
+from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.manager import TierManager
 from tests.support.helpers import MHA, SEED, layout_of, read_page, write_page
 from tests.support.stepped import Order, SteppedExecutor, every_order, random_orders

@@ -1,10 +1,19 @@
-"""Files that are kept for a user over processes, such as calibrations and compiled kernels: where, and how written."""
+"""Small files: what the kernel says of the machine below `/proc` and `/sys`, and what is kept for a user over
+processes, such as calibrations and compiled kernels."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+
+
+def text_of(path: Path) -> str:
+    """A small file's content, stripped; empty where it is not there, or not for this user."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def user_cache() -> str:
