@@ -53,21 +53,26 @@ class Table:
 
     def __init__(self, title: str = "", *columns: str, caption: str = "") -> None:
         self.title, self.columns, self.caption = title, columns, caption
-        self._rows: list[tuple[str, ...]] = []
+        self.rows: list[tuple[str, ...]] = []
         self._colors: list[str] = []
 
     def add_row(self, *cells: str, color: str = "") -> None:
         """A row, which may end before the last column. `color` is that of its first cell on a terminal."""
-        self._rows.append(tuple(map(printable, cells)))
+        self.rows.append(tuple(map(printable, cells)))
         self._colors.append(color)
+
+    def numeric(self) -> list[bool]:
+        """Of each column, whether its cells are numbers: they are aligned to the right."""
+        count = max(map(len, [self.columns, *self.rows]))
+        return [_is_numbers([row[n] for row in self.rows if n < len(row)]) for n in range(count)]
 
     def lines(self, width: int | None = None) -> list[str]:
         """The table as lines of at most `width` characters; None: as wide as it is, and without colors. Without rows
         it has no lines."""
-        if not self._rows:
+        if not self.rows:
             return []
-        count = max(map(len, [self.columns, *self._rows]))
-        grid = [[_together(cell) for cell in [*row, *[""] * (count - len(row))]] for row in [self.columns, *self._rows]]
+        count = max(map(len, [self.columns, *self.rows]))
+        grid = [[_together(cell) for cell in [*row, *[""] * (count - len(row))]] for row in [self.columns, *self.rows]]
         widths = _widths(list(zip(*grid, strict=True)), math.inf if width is None else width - len(_GAP) * (count - 1))
         rows = list(zip(grid[1:], [""] * len(self._colors) if width is None else self._colors, strict=True))
         if widths is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from gdscache.commands.console import App
 from gdscache.errors import InvalidValueError
 from gdscache.sizes import parse_size
@@ -179,6 +181,70 @@ def links(
     settings = _replaced(Settings.of(_profile(quick=quick)), given)
     settings.check()
     BENCH.command(settings, Path(), json_file, plot)
+
+
+@bench_app.command("report")
+def report(
+    out: Annotated[Path, typer.Option("--out", help="Folder for report.html and report.json.")],
+    directory: Dir = Path(),
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="Begin no case after these. Default: 9 with a GPU, 13 without.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out.")] = False,
+    quick: Quick = False,
+) -> None:
+    """Run every bench that this machine can, and write one page of it.
+
+    The page has the machine, a sentence, a plot and tables of each bench, and what could not be measured and why.
+    """
+    import torch
+
+    from gdscache.commands.bench import report as measured
+    from gdscache.commands.console import progress_bar
+
+    if not directory.is_dir():
+        raise InvalidValueError(f"--dir {directory} is not a directory", "name a directory that exists")
+    out.mkdir(parents=True, exist_ok=True)
+    seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
+    with progress_bar() as progress:
+        found = measured.measure(directory, out, seconds, progress, quick=quick, resume=resume)
+    typer.echo(f"{out / measured.HTML_NAME}: {', '.join(found['benches'])} in {found['seconds']:.0f} s")
+    for name, cause in found["cannot"].items():
+        typer.echo(f"not measured: {name}: {cause}")
+    if found["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if any(one["failed"] for one in found["benches"].values()):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@bench_app.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A report of a bench, or the folder of bench report.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another report, of the same bench.")],
+    everything: Annotated[bool, typer.Option("--all", help="Show the figures that are the same, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
+) -> None:
+    """Say what changed from report A to report B beyond noise: where the spreads of four rounds or more do not meet."""
+    from gdscache.commands.bench import compare as measured
+    from gdscache.commands.console import Table, figure, show
+
+    both, gone, new = measured.compare(first, second)
+    if as_json:
+        rows = [{"what": one.name, "ratio": one.ratio, "word": one.word} for one in both]
+        typer.echo(json.dumps({"changes": rows, "only_in_first": gone, "only_in_second": new}, indent=2))
+        return
+    table = Table("", "figure", "A", "B", "B / A", "")
+    for one in both:
+        if everything or one.word not in measured.QUIET:
+            spread = [f"{figure(f.middle)} ({figure(f.low)} to {figure(f.high)})" for f in (one.before, one.after)]
+            table.add_row(one.name, *spread, figure(one.ratio), one.word)
+    words = [one.word for one in both]
+    counts = ", ".join(
+        f"{words.count(word)} {word}" for word in ("better", "worse", "other", *measured.QUIET) if word in words
+    )
+    show(
+        table, f"{len(both)} figures are in both reports: {counts}. {len(gone)} are in A alone, {len(new)} in B alone."
+    )
 
 
 def _profile(*, full: bool = False, quick: bool) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,9 @@ class Run:
         done: Report | None = None,
         progress: Progress = silent,
         keep: Keep = lambda found: None,
+        seconds: float | None = None,
     ) -> None:
+        """`seconds`: after these no further case is begun, whatever the bench's own budget is."""
         before = done or {}
         known = set(before.get("done", ()))
         self.found: dict[str, Any] = {
@@ -92,18 +95,18 @@ class Run:
         self.progress = progress
         self._keep = keep
         self._planned: list[str] = []
-        self._until: float | None = None
+        self._until = math.inf if seconds is None else time.monotonic() + seconds
 
     def plan(self, names: Sequence[str], budget_seconds: float | None = None) -> None:
         """The names of all cases. After `budget_seconds` no further case is begun."""
         self._planned = list(names)
-        self._until = None if budget_seconds is None else time.monotonic() + budget_seconds
+        if budget_seconds is not None:
+            self._until = min(self._until, time.monotonic() + budget_seconds)
         self._count()
 
     def wants(self, name: str) -> bool:
         """Whether a case is planned, not measured yet, and may be begun."""
-        over = self._until is not None and time.monotonic() >= self._until
-        return name in self._planned and name not in self.found["done"] and not over
+        return name in self._planned and name not in self.found["done"] and time.monotonic() < self._until
 
     def case(self, name: str, action: Callable[[], Report]) -> None:
         """Measure a case. `action` returns rows, or a single value, by the key of the report."""
@@ -187,9 +190,11 @@ class Bench:
         progress: Progress = silent,
         keep: Keep = lambda found: None,
         done: Report | None = None,
+        seconds: float | None = None,
     ) -> dict[str, Any]:
         """Measure, as plain data. `done`: a report whose cases are taken over. Raises what is wrong before any case."""
-        run = Run({k: [] if isinstance(v, list) else v for k, v in self.sections.items()}, done, progress, keep)
+        begun = {k: [] if isinstance(v, list) else v for k, v in self.sections.items()}
+        run = Run(begun, done, progress, keep, seconds)
         try:
             self.measure(run, settings, directory)
         except KeyboardInterrupt:
@@ -215,7 +220,7 @@ class Bench:
         check_writable(json_file, "--report")
         done = None if resume is None else self.resumed(resume, settings, directory)
         written = json_file or resume
-        head = {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
+        head = self.head(settings, directory)
 
         def keep(found: Report) -> None:
             if written is not None and (written.is_file() or not written.exists()):  # a pipe gets one report
@@ -225,13 +230,13 @@ class Bench:
             found = self.run(settings, directory, progress, keep, done)
         report = {**head, **found}
         details = self.details(report) if everything else ()
-        show(*_above(report), *self.tables(report), *details, *_below(report), *self.bottom(report))
+        show(*_above(report), *self.tables(report), *details, *below(report), *self.bottom(report))
         if written is not None:
             write_json(written, report)
         if matplotlib is not None and self.plot is not None:
             figure = matplotlib.figure.Figure(layout="constrained")
             self.plot(report, figure)
-            title = _gpus(report["machine"]) or report["machine"]["cpu"] or ""
+            title = gpus(report["machine"]) or report["machine"]["cpu"] or ""
             figure.suptitle(f"{title} (--quick: figures mean nothing)" if quick(report) else title)
             figure.savefig(plot, dpi=150)
         if report["interrupted"]:
@@ -239,15 +244,26 @@ class Bench:
         if report["failed"]:
             raise typer.Exit(EXIT_FAILED)
 
+    def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
+        """What a report begins with."""
+        return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
+
     def resumed(self, path: Path, settings: Settings, directory: Path) -> dict[str, Any]:
-        """The report that a run goes on with. Raises `InvalidValueError` where it is none of this bench, or of other
-        settings, or of another machine or disk."""
+        """The report that a run goes on with. Raises `InvalidValueError` where it cannot be; see `check_same`."""
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             hint = f"name a report of bench {self.name}"
             raise InvalidValueError(f"--resume {path} cannot be read: {error}", hint) from None
-        if not isinstance(found, dict) or found.get("schema") != self.schema:
+        if not isinstance(found, dict):
+            raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
+        self.check_same(found, settings, directory, str(path))
+        return found
+
+    def check_same(self, found: Report, settings: Settings, directory: Path, path: str) -> None:
+        """Raises `InvalidValueError` where a report is none of this bench, or of other settings, or of another machine
+        or disk. `path` names it."""
+        if found.get("schema") != self.schema:
             raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
         here = {"settings": settings.describe(), "machine": machine.describe(directory)}
         keys = [("settings", key) for key in here["settings"] if key not in _MAY_DIFFER]
@@ -255,9 +271,8 @@ class Bench:
             if found[part].get(key) != here[part][key]:
                 raise InvalidValueError(
                     f"--resume {path} was measured with {key} {found[part].get(key)}, now it is {here[part][key]}",
-                    "give the options of the first run, on the same machine; or begin a new report with --report",
+                    "give the options of the first run, on the same machine; or begin a new report",
                 )
-        return found
 
 
 def quick(report: Report) -> bool:
@@ -265,20 +280,24 @@ def quick(report: Report) -> bool:
     return bool(report["settings"]["profile"] == "quick")
 
 
-def _gpus(machine: Report) -> str:
+def gpus(machine: Report) -> str:
     """Each kind once, with its number where there are several."""
     return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter[str](machine["gpus"]).items())
 
 
-def _above(report: Report) -> list[str]:
-    said = report["machine"]
-    gpus, storage = _gpus(said) or "no GPU", said["storage"]
+def machine_line(said: Report) -> str:
+    """A machine in one line."""
+    storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
-    lines = [f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus}; {where}"]
+    return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
+
+
+def _above(report: Report) -> list[str]:
+    lines = [machine_line(report["machine"])]
     return [*lines, "--quick: these figures show that everything runs, and mean nothing."] if quick(report) else lines
 
 
-def _below(report: Report) -> list[Table | str]:
+def below(report: Report) -> list[Table | str]:
     """What has no figure, a row for each cause."""
     found: list[Table | str] = []
     for key, title in (("cannot", "Cannot be measured here"), ("failed", "Failed")):

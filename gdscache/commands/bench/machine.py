@@ -11,11 +11,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gdscache import __version__
 from gdscache.runtime.files import text_of
 from gdscache.storage.files import mount_of
 
 PACKAGES = (
-    "gdscache",
     "torch",
     "numpy",
     "xxhash",
@@ -42,7 +42,7 @@ def describe(directory: Path) -> dict[str, Any]:
         "storage": storage(directory),
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {"gdscache": __version__, **{name: found for name in PACKAGES if (found := _version(name))}},
         "commit": commit(),
     }
 

@@ -1,0 +1,109 @@
+"""What changed between two reports of benches, beyond their noise. Behind `gdscache bench compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gdscache.commands.bench.report import JSON_NAME
+from gdscache.commands.bench.rows import RATES
+from gdscache.errors import InvalidValueError
+
+QUIET = ("same", "unsure")  # words that say nothing has changed, as far as is known
+_ROUNDS = 4  # in each report: spreads of fewer miss each other by chance in more than one of twenty cases
+_LESS = ("s", "us", "bytes")  # units of which less is better; of `RATES` more is
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A measured figure with its spread. `more`: whether more of it is better; None: not known."""
+
+    middle: float
+    low: float
+    high: float
+    more: bool | None
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A figure of both reports. `ratio`: the second's median in parts of the first's."""
+
+    name: str
+    before: Figure
+    after: Figure
+
+    @property
+    def ratio(self) -> float:
+        return self.after.middle / self.before.middle
+
+    @property
+    def word(self) -> str:
+        """`same` where the spreads of all rounds meet, `unsure` where either report has fewer than four rounds; else
+        `better` or `worse`, or `other` where it is not known which is better."""
+        if self.after.low <= self.before.high and self.before.low <= self.after.high:
+            return "same"
+        if min(self.before.rounds, self.after.rounds) < _ROUNDS:
+            return "unsure"
+        if self.before.more is None:
+            return "other"
+        return "better" if (self.ratio > 1) == self.before.more else "worse"
+
+
+def compare(first: Path, second: Path) -> tuple[list[Change], list[str], list[str]]:
+    """Figures of both reports, the largest changes first; names of those that only one of them has.
+
+    Raises `InvalidValueError` for files that are no reports of the same benches.
+    """
+    a, b = _figures(first), _figures(second)
+    both = [Change(name, a[name], b[name]) for name in a if name in b and a[name].middle and b[name].middle]
+    if not both:
+        raise InvalidValueError(f"{first} and {second} have no figure in common", "name two reports of one bench")
+    both.sort(key=lambda change: (change.word in QUIET, -abs(change.ratio - 1)))
+    return both, [name for name in a if name not in b], [name for name in b if name not in a]
+
+
+def _figures(path: Path) -> dict[str, Figure]:
+    file = path / JSON_NAME if path.is_dir() else path
+    try:
+        report = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(f"{file} cannot be read: {error}", "name a report, or the folder of one") from None
+    if not isinstance(report, dict) or not str(report.get("schema", "")).startswith("gdscache.bench."):
+        raise InvalidValueError(f"{file} is no report of gdscache bench", "see gdscache bench --help")
+    benches = report.get("benches", {report["schema"].split(".")[2].partition("/")[0]: report})
+    return {f"{name}: {key}": figure for name, one in benches.items() for key, figure in _of_bench(one)}
+
+
+def _of_bench(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    for section, rows in report.items():
+        for row in rows if isinstance(rows, list) else ():
+            if isinstance(row, dict):
+                yield from _of_row(section, row)
+
+
+def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    """The ratio of a row to what it is held against, where it has one: that is steadier than the figure itself."""
+    words = [str(row[key]) for key in ("case", "what", "op", "against", "path", "direction") if key in row]
+    name = ", ".join(dict.fromkeys([*words, *(f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row)]))
+    unit = row.get("unit", "GB/s" if "gb_per_second" in row else "")
+    more = True if unit in RATES else False if unit in _LESS else None
+    low, high = (row.get(f"ratio_{a}", row.get(f"ratio_{b}")) for a, b in (("low", "min"), ("high", "max")))
+    if "ratio" in row and low is not None and high is not None:
+        series = row.get("figure", row.get("gb_per_second"))
+        yield f"{name or section} (ratio)", Figure(row["ratio"], low, high, more, _rounds(series))
+        return
+    for key, series in row.items():
+        if isinstance(series, Mapping) and {"median", "min", "max"} <= series.keys():
+            better = False if key.endswith("_seconds") else more
+            yield (
+                f"{name or section}, {key}",
+                Figure(series["median"], series["min"], series["max"], better, _rounds(series)),
+            )
+
+
+def _rounds(series: Any) -> int:
+    return len(series.get("values", ())) if isinstance(series, Mapping) else 0
