@@ -47,7 +47,6 @@ ABOVE: dict[str, float] = {
     "ranks": 28,
     "runtime": 39,
     "storage": 19,
-    "store": 25,
     "testing": 25,
     "tools": 22,
     "tracing": 28,
