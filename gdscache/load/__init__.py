@@ -1,1 +1,1 @@
-"""Loads: the caller's handle, what a load moves, and the steps that have it moved."""
+"""Loads: the caller's handle, the plan, and the steps that carry the plan out."""

@@ -1,4 +1,4 @@
-"""The caller's side of loads: the handle of a load that is under way, and what is missing when it is over."""
+"""The caller's handle of a load: waits, verdicts, and the gaps that are left."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gdscache.tracing import OFF, Timeline
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
-    """Tokens of a prompt, from number `first` to `stop` (exclusive), that a load promised and did not bring.
+    """Tokens `first` to `stop` (exclusive) of a prompt that a load promised and did not bring.
 
     `first` begins the first bad page of request number `request` (its place in `load_many`, else 0). The load ends at
-    `stop`. Tokens behind `stop` that were computed while the load was under way rest on these tokens.
+    `stop`. Tokens behind `stop` that were computed while the load ran depend on these tokens.
     """
 
     request: int
@@ -36,7 +36,7 @@ class Gap:
 
 
 class LayerwiseLoad:
-    """The handle of one load, or of a batch of them. Made by `CacheEngine.load` and `load_many`; thread-safe."""
+    """The handle of one load, or of a batch of loads. Made by `CacheEngine.load` and `load_many`; thread-safe."""
 
     def __init__(
         self,
@@ -52,10 +52,9 @@ class LayerwiseLoad:
         orders: Orders | None = None,
         waited: Callable[[str, float], object] = lambda what, seconds: None,
     ) -> None:
-        """Without `layered` (a load into the CPU tier) there are no layers to wait for. `device`: the planes'.
-        `checked`: it takes as long as it takes, so whoever waits does, unless they say for how long. `orders`: what
-        makes its `order`, where ranks carry it out. `waited`: told how many seconds a caller waited for a `layer`,
-        or for the `verdict`."""
+        """`layered`: False for a load into the CPU tier, which has no layers to wait for. `device`: the planes' device.
+        `checked`: waits have no limit unless the caller names one. `orders` makes `order`, where ranks carry the load
+        out. `waited` is called with the seconds that a caller waited for a `layer` or for the `verdict`."""
         self.number = timeline.number()
         self._timeline = timeline
         self._device = device
@@ -69,29 +68,28 @@ class LayerwiseLoad:
         self.cancelled = False
         self._moving: Moving | None = None
         self._moves: list[Moving] = []
-        self._begun = Flag()  # nothing comes behind these
+        self._begun = Flag()  # the list of moves is complete
         self._orders = orders
         self._waited = waited
         self._calls: Caller = Direct() if calls is None else calls
         self._over = Flag()
-        self._error: BaseException | None = None  # what broke the run off
-        self._broken: BaseException | None = None  # what broke its begin off, in the caller's thread
+        self._error: BaseException | None = None  # raised by the run
+        self._broken: BaseException | None = None  # raised by `begin`, in the caller's thread
 
     @property
     def tokens(self) -> int:
-        """Tokens that are being loaded, over all requests; what `result()` confirms may be fewer."""
+        """Tokens planned, over all requests; `result()` may confirm fewer."""
         return sum(part.pages for part in self.parts) * self._layout.page_tokens
 
     @property
     def tokens_by_request(self) -> tuple[int, ...]:
-        """`tokens` of each request, in the order in which they were given."""
         return tuple(part.pages * self._layout.page_tokens for part in self.parts)
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
-        """Order the current stream after this layer's pages; on a CPU-only machine, wait for their bytes.
+        """Order the current stream after this layer's copies; without a GPU, wait for the bytes.
 
-        The thread waits until the copies are queued, for `deadline` by default (without limit for a load of
-        checked hits). Then it raises `DeadlineError`.
+        The thread waits until the copies are queued, for `deadline` by default (without limit for a load of checked
+        hits). Then it raises `DeadlineError`.
         """
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
@@ -101,7 +99,8 @@ class LayerwiseLoad:
         self._waited("layer", time.monotonic() - start)
 
     def results(self, seconds: float | None = None) -> list[LoadReport]:
-        """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when it is late."""
+        """The verdict on each request, in order. Never raises for a bad page; `DeadlineError` when the verdict is
+        late."""
         self._calls.check()
         limit = arguments.seconds(seconds)
         start = time.monotonic()
@@ -117,11 +116,11 @@ class LayerwiseLoad:
         return [part.report for part in self.parts if part.report is not None]
 
     def result(self, seconds: float | None = None) -> LoadReport:
-        """The verdict; of a batch, that on all its requests as one, whose `tokens` are the sum of the good prefixes."""
+        """The verdict. A batch gives one report over all its requests: `tokens` is the sum of their good prefixes."""
         return self._as_one(self.results(seconds))
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
-        """`result()` in an event loop of asyncio's. The load goes on where the await is cancelled."""
+        """`result()` in asyncio's event loop. Cancelling the await does not cancel the load."""
         over = yield from self._calls.until(self._over, self._patience).__await__()
         return self._as_one(self._reports(over))
 
@@ -137,12 +136,12 @@ class LayerwiseLoad:
         return LoadReport(sum(r.tokens for r in reports), pages, dict(by_tier), seconds, reasons)
 
     def settle(self, recompute: Callable[[Gap], object], seconds: float | None = None) -> LoadReport:
-        """Wait for the verdict, have computed what is missing, and return the report that `result()` returns.
+        """Wait for the verdict, have the missing tokens computed, and return the report of `result()`.
 
         Call it after the forward pass, before any of its output is used. `recompute(gap)` is called in this thread for
         each request with a bad page, in order. It computes the tokens from `gap.first` on into the same slots, which
-        are the caller's again, and everything that the forward pass computed behind them. When `settle` returns, every
-        promised token is in its slot. Without a bad page `recompute` is not called.
+        belong to the caller again, and everything that the forward pass computed behind them. When `settle` returns,
+        every promised token is in its slot. Without a bad page `recompute` is not called.
 
         Raises `DeadlineError` if the verdict is late: nothing was recomputed, and the slots are still being written
         (`cancel()`, and `release_event`). An exception of `recompute` is passed on; then no output may be used.
@@ -168,9 +167,10 @@ class LayerwiseLoad:
 
     @property
     def order(self) -> bytes:
-        """What each rank of the engine begins (`Rank.load`), in the order of its own steps; b"" without ranks.
+        """The bytes that each rank begins the load with (`Rank.load`), in the order of its own steps; b"" without
+        ranks.
 
-        Waits until all of it is planned: only where a page's checksums have to be read, or another load brings it.
+        Waits until the whole load is planned. Planning is slow only where it reads checksums or waits for another load.
         """
         if self._orders is None:
             return b""
@@ -181,49 +181,49 @@ class LayerwiseLoad:
 
     @property
     def ordered(self) -> bool:
-        """Whether `order` is there, so that asking for it waits for nothing."""
+        """Whether `order` returns at once."""
         return self._orders is None or self._begun.is_set()
 
     def done(self) -> bool:
-        """True when the verdict is there; never waits."""
+        """True when the verdict is known; never waits."""
         return self._over.is_set()
 
     def signal(self, layer: int, event: Event) -> None:
-        """Called by the worker: this layer's copies are queued, and done when `event` is."""
-        if not (self._layers.queued(layer) or self._layers.watched):  # else whoever moves the bytes has said so
+        """Called by the run: this layer's copies are queued, and done when `event` is."""
+        if not (self._layers.queued(layer) or self._layers.watched):  # else the executor has traced it
             self._timeline.instant("ready", layer=layer, load=self.number)
         self._layers.signal(layer, event)
 
     def released(self) -> None:
-        """Called by the worker: nothing writes to the slots any more."""
         self.release_event.signal()
 
     def end(self, error: BaseException | None) -> None:
-        """Called by the worker: the verdict is there, or what broke the run off."""
+        """Called by the loader: the verdict is known, or `error` ended the run."""
         self._error = error
         self._over.set()
         self._begun.set()
         self._calls.ended()
 
     def cancel(self) -> None:
-        """Stop early. The slots stay the engine's until `release_event`; what was not loaded by then is `CANCELLED`."""
+        """Stop early. The slots stay the engine's until `release_event`; pages not loaded by then are `CANCELLED`."""
         self._calls.check()
         self.cancelled = True
         if self._moving is not None:
             self._moving.cancel()
 
     def begun(self) -> None:
-        """Raises what broke the begin off, when nothing is under way any more."""
+        """Raise the error of `begin`, if it failed, once nothing moves any more."""
         if self._broken is not None:
             self._over.wait()
             raise self._broken
 
     def broken_off(self, error: BaseException) -> None:
-        """Called where it begins: that was broken off, which `begun` raises when the load is over."""
+        """Called by the loader: `begin` failed with `error`, which `begun` raises when the load is over."""
         self._broken = error
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
-        """Called by the worker: what `cancel` is passed on to. `last`: with this move the layers are there."""
+        """Called by the run: `cancel` cancels this move too. `last`: this move brings the layers, and no move follows
+        it."""
         self._moving = moving
         if moving not in self._moves:
             self._moves.append(moving)

@@ -1,4 +1,4 @@
-"""Who plans loads, and has each moved by one of a few threads (load/run.py)."""
+"""Plans loads and has each carried out (load/run.py): begun in the caller's thread, ended by a thread of a lane."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gdscache.pages.layout import GroupSizes, PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.runtime.threads import log_failure
 
-FIRST_PAGES = 16  # of a large load, and at least `FIRST_BYTES`, are planned before the first of them moves
+FIRST_PAGES = 16  # pages of a large load's first part, or more, up to `FIRST_BYTES`
 FIRST_BYTES = 64 << 20
-PLANNED_BYTES = 1 << 20  # the bus carries them in 20 us: in that time more than one page is planned
+PLANNED_BYTES = 1 << 20  # the bus takes 20 us for these, and more than one page is planned in 20 us
 _Request = tuple[Sequence[Page], Blocks, int]
 
 
 class Loader:
-    """Runs loads into planes of `device`, `threads` at once.
+    """Runs loads into the planes of `device`, `threads` at once.
 
-    `keep`: what is read stays in the landing tier, as far as there is room.
+    `keep`: pages read from slower tiers stay in the landing tier, as far as it has room.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Loader:
         keep: bool = True,
         sizes: GroupSizes | None = None,
     ) -> None:
-        """`sizes`: of the groups of layers that are read, where they are not the usual ones."""
+        """`sizes` replaces the usual sizes of the groups of layers that are read together."""
         self.planner = planner
         self.manager = planner.manager
         self.executor = executor
@@ -58,29 +58,30 @@ class Loader:
         self.keep = keep
         self.sizes = sizes
         self._device = device
-        self._running: set[LayerwiseLoad] = set()  # or waiting for a thread; the manager's lock guards it
-        self.changed = threading.Condition(self.manager.lock)  # notified when there are none any more
+        self._running: set[LayerwiseLoad] = set()  # running, or waiting for a thread; the manager's lock guards it
+        self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
         self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
         self._closed = False
-        self.order = threading.RLock()  # of plans; taken before the manager's lock
+        self.order = threading.RLock()  # serializes plans; taken before the manager's lock
 
     @property
     def loads(self) -> int:
-        """Loads under way or waiting for a thread that may read files. The manager's lock is held."""
+        """Loads that run or wait for a thread and may read files. The manager's lock is held."""
         return len(self._running)
 
     def start(
         self, requests: Sequence[_Request], owner: str, after: Iterable[Event] = (), *, checked: bool = False
     ) -> LayerwiseLoad:
-        """Start moving pages into planes. The first copies or reads are begun in this thread, which does not hold the
-        manager's lock.
+        """Start moving pages into planes. This thread begins the first copies or reads; it must not hold the manager's
+        lock.
 
-        A request is its pages, their blocks, int64 (pages, blocks_per_page), and the token that its first page begins
-        with. `checked`: only pages that are complete in the landing tier, without a second look and without a deadline.
-        What is begun waits for nothing; ask the load whether it has `begun`, which may.
+        A request is (pages, blocks, start): blocks are int64 (pages, blocks_per_page), and `start` is the token that
+        the first page begins with. `checked`: load only pages that are complete in the landing tier, without hashing
+        them again and without a deadline. `start` never waits. `LayerwiseLoad.begun`, which may wait, raises the error
+        of a failed begin.
         """
         first = self._first_part(sum(len(pages) for pages, _, _ in requests))
-        with self.order:  # in which plans are carried out too, so that waiting for another load ends
+        with self.order:  # plans begin in this order too, so a load only ever waits for earlier loads
             with self.manager.lock:
                 plan = self._plan(requests, owner, checked=checked, most=first)
                 try:
@@ -96,7 +97,7 @@ class Loader:
         return load
 
     def queue(self, requests: Sequence[_Request], owner: str, after: Iterable[Event] = ()) -> LayerwiseLoad:
-        """`start`, for a caller that holds the manager's lock: a thread of the lane begins the load."""
+        """`start` for a caller that holds the manager's lock: a thread of the lane begins the load."""
         with self.manager.lock:
             plan = self._plan(requests, owner)
             try:
@@ -133,18 +134,19 @@ class Loader:
         return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after), checked=checked)
 
     def _first_part(self, pages: int) -> int | None:
-        """How many pages are planned before the first of them moves; None: all of them."""
+        """Pages to plan before the first of them moves; None: all pages at once."""
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
         return first if pages > 2 * first else None
 
     def _next_part(self, part: int) -> int:
-        """The pages of the part behind one of so many: as many as are planned while that is on the bus, two for each
-        at least."""
+        """Pages of the part that follows a part of `part` pages: as many as can be planned while the bus carries that
+        one, and at least twice as many."""
         return part * max(2, self.layout.page_bytes // PLANNED_BYTES)
 
     def _begin(self, load: LayerwiseLoad, run: LoadRun, part: int | None) -> None:
-        """Begin in this thread, part by part of a large load, each as much larger than the one before as is planned
-        while that is on the bus. The rest is left to a thread of the lane: the end too, where that breaks off."""
+        """Begin the load in this thread. A large load begins part by part, each part larger than the one before it, so
+        that the next is planned while the bus carries the last. A thread of the lane does the rest, and ends the load
+        if this fails."""
         try:
             run.begin()
             while part is not None and not run.plan.whole:
@@ -159,12 +161,12 @@ class Loader:
                 self._leave(load, run)
         except BaseException as error:
             self._lane.start(self._lost(load, run))
-            if not isinstance(error, Exception):  # which ends the engine
+            if not isinstance(error, Exception):  # an interrupt, which ends the engine
                 raise
-            load.broken_off(error)  # `LayerwiseLoad.begun` raises it
+            load.broken_off(error)
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        """To a thread of the lane, with a plan that is whole. The manager's lock is held."""
+        """Plan the pages that are left, and hand the load to a thread of the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
         if load.tokens and not load.checked:
@@ -172,9 +174,9 @@ class Loader:
         self._lane.start(self._carry_out(load, run), functools.partial(self._lost, load, run))
 
     def bring(self, plan: LoadPlan) -> Steps[LoadReport]:
-        """Read pages into the slots of the landing tier that the plan has for them, and no further. Ends the plan.
+        """Read pages into their slots of the landing tier, and no further. Ends the plan.
 
-        No page of it may be somebody else's to read.
+        No page of the plan may be one that another plan reads.
         """
         part, timeline = LoadPart(len(plan)), self.manager.timeline
         load = LayerwiseLoad([part], self.layout, self.deadline, layered=False, timeline=timeline)
@@ -203,7 +205,6 @@ class Loader:
             yield from run.steps()
 
     def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
-        """A load on its thread. Whatever ends it, whoever waits for it goes on."""
         error = yield from failure(self._timed("load", load, run))
         if error is not None:
             log_failure(error)
@@ -222,7 +223,7 @@ class Loader:
                 self.changed.notify_all()
 
     def close(self) -> None:
-        """Refuse new loads and wait for those that run."""
+        """Refuse new loads and wait for the running ones."""
         with self.order, self.manager.lock:
             self._closed = True
         self._lane.close()

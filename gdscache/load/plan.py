@@ -1,4 +1,4 @@
-"""What a load or a prefetch moves, as its plan has it: which pages, out of which tiers, and what becomes of each."""
+"""The plan of a load or a prefetch: its pages, their tiers and slots, and a status for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Behind = Literal["more", "busy", "missing", "no_room"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TierRun:
-    """Consecutive pages of a plan that one tier has. `filling`: the page of another plan that brings this one there.
+    """Consecutive rows of a plan whose pages are in one tier. `filling`: (plan, row) of the page of another plan that
+    brings this page into `tier`.
 
     Not changed once made; `frozen` would take three times as long to make.
     """
@@ -40,8 +41,8 @@ class TierRun:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LoadRequest:
-    """The pages that a load is asked for, one sequence a request, and how far its plan has come: up to page `at` of
-    request number `request`."""
+    """The pages that a load is asked for, one sequence a request. Planned are all pages before page `at` of request
+    number `request`."""
 
     requests: Sequence[Sequence[Page]] = ()
     owner: str = ""
@@ -52,23 +53,20 @@ class LoadRequest:
 
     @property
     def pages(self) -> int:
-        """How many there are."""
         return sum(map(len, self.requests))
 
     @property
     def left(self) -> int:
-        """Pages that no part of the plan has asked for."""
         return sum(map(len, self.requests[self.request :])) - self.at
 
 
 class LoadPlan:
-    """The pages that a load will move, in order, and the leases on everything that it touches, one a request.
+    """The pages that a load moves, in order, and one lease a request on every page and slot in use.
 
-    A page's row is its place in `pages`. `slots` are theirs in the tiers that `runs` say. `sources`: their entries in
-    these, None for a page in memory that is complete. `targets`: the entries that they get in the landing tier, None
-    where they get none. `requests`: the rows of each request. `statuses` are codes, places in `STATUSES`, uint8 of
-    shape (pages,); the manager's lock guards them. A plan may be made in parts: then all of it grows
-    (`LoadPlanner.go_on`) until it is `whole`.
+    A page's row is its place in `pages`. `slots` has its slot in the tier that `runs` says. `sources` has its entry
+    there, or None for a complete page in memory. `targets` has its entry in the landing tier, or None where it gets
+    none. `requests` has the rows of each request. `statuses` are places in `STATUSES`, uint8 of shape (pages,); the
+    manager's lock guards them. A plan may be made in parts: all lists grow (`LoadPlanner.go_on`) until it is `whole`.
     """
 
     def __init__(self, asked: LoadRequest | None = None) -> None:
@@ -81,39 +79,37 @@ class LoadPlan:
         self.targets: list[Entry | None] = []
         self.requests: list[range] = []
         self.statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self.under_way: Counter[str] = Counter()  # pages by tier, while they are counted
-        self._rows: dict[int, int] = {}  # by the slots of the targets, once somebody asked
+        self.under_way: Counter[str] = Counter()  # pages by tier that `LoadPlanner.under_way` counts
+        self._rows: dict[int, int] = {}  # row by the slot of its target; filled by the first `row_of`
 
     def __len__(self) -> int:
         return len(self.pages)
 
     @property
     def whole(self) -> bool:
-        """Whether no part is to come."""
         return self.asked.request == len(self.asked.requests)
 
     def status(self, row: int) -> PageStatus:
         return STATUSES[int(self.statuses[row])]
 
     def pending(self) -> Int64Array:
-        """The rows that have no verdict."""
         code = CODES[PageStatus.PENDING]
         return np.flatnonzero(self.statuses == code) if code in self.statuses.tobytes() else _NONE
 
     def loaded(self, rows: range | None = None) -> bytes:
-        """1 for each page that is, else 0; of some rows, or of all."""
+        """A byte for each of the rows (all by default): 1 if the page is loaded, else 0."""
         mask = self.statuses.tobytes().translate(_IS_LOADED)
         return mask if rows is None else mask[rows.start : rows.stop]
 
     def told(self, rows: range) -> tuple[PageStatus, ...]:
-        """The statuses of some rows."""
         codes = self.statuses.tobytes()[rows.start : rows.stop]
         if codes.count(_LOADED) == len(codes):
             return (PageStatus.LOADED,) * len(codes)
         return tuple([STATUSES[code] for code in codes])
 
     def reasons(self, rows: range, start: int, page_tokens: int) -> Iterator[Reason]:
-        """Where the pages of a request come from, or why they have not come. `start`: the token of the first."""
+        """The tiers that a request's pages come from, or why they have not come. `start`: the token that the first
+        begins with."""
         good = self.loaded()
         for run in self.runs:
             first, stop = max(rows.start, run.rows.start), min(rows.stop, run.rows.stop)
@@ -126,7 +122,7 @@ class LoadPlan:
                 yield Reason(at, at + (stop - first) * page_tokens, CACHED, tier)
 
     def by_tier(self, good: bytes | bytearray, rows: range | None = None) -> dict[str, int]:
-        """Pages of each tier for which `good` has a 1; of some rows, or of all."""
+        """Pages by tier, of those rows (all by default) for which `good` has a 1."""
         found: dict[str, int] = {}
         start, stop = (0, len(good)) if rows is None else (rows.start, rows.stop)
         for run in self.runs:
@@ -136,11 +132,9 @@ class LoadPlan:
         return found
 
     def entries(self, rows: Iterable[int]) -> list[Entry]:
-        """The sources of pages that have one."""
         return cast("list[Entry]", [*map(self.sources.__getitem__, rows)])
 
     def row_of(self, target: Entry) -> int:
-        """The row of the page that gets this slot of the landing tier."""
         if target.slot not in self._rows:
             self._rows = {one.slot: row for row, one in enumerate(self.targets) if one is not None}
         return self._rows[target.slot]
@@ -151,10 +145,11 @@ class LoadPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefetchPlan:
-    """The next pages of a prefetch: whether each moves, or is at hand. `chunk` has those that do.
+    """The next pages of a prefetch. `found` says of each whether it moves (True) or is in a fast tier already; `chunk`
+    is the plan of the moving pages.
 
-    `then` says what comes behind them: `more`, or a page that is somebody else's to bring (`busy`), that is not there
-    any more (`missing`), or that finds no slot (`no_room`).
+    `then` is the state of the page behind them: `more` (it can be planned), `busy` (another plan brings it), `missing`
+    (no tier has it any more) or `no_room` (the landing tier has no slot for it).
     """
 
     found: list[bool]

@@ -1,4 +1,4 @@
-"""Who plans loads and prefetches, and has the last word on their pages. No bytes, no threads."""
+"""Plans loads and prefetches, and decides how their pages end. Moves no bytes and has no threads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from gdscache.prefetch.queue import PrefetchedPages
     from gdscache.tiers.manager import TierManager
 
-_BAD = (PageStatus.CHECKSUM, PageStatus.GONE)  # what the page itself is; the tier forgets it
+_BAD = (PageStatus.CHECKSUM, PageStatus.GONE)  # the page itself is bad, and its tier forgets it
 _FAILED = (PageStatus.IO_ERROR, PageStatus.SHORT_READ)
 _log = logging.getLogger("gdscache.load")
-# What a line says of a page that did not come.
+# The log's words for a page that did not come.
 _SAID = {
     PageStatus.CHECKSUM: "its bytes are not what was stored, so it is dropped",
     PageStatus.GONE: "it is not where its tier keeps it, so it is forgotten",
@@ -38,11 +38,11 @@ _SAID = {
 
 
 class LoadPlanner:
-    """Plans loads and prefetches over the chain of tiers, and has the last word on their pages.
+    """Plans loads and prefetches over the chain of tiers, and decides how their pages end.
 
-    Pages of the tiers behind the *landing* tier, the first one in memory, get slots of that one as they are read.
-    `due`: called before a load is planned. `prefetched`: told which pages loads read. The manager's lock guards
-    everything here.
+    The *landing* tier is the first one in memory. Pages of slower tiers get slots in it as they are read. `due`
+    functions are called before a load is planned. `prefetched` is told which pages loads read. The manager's lock
+    guards everything here.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LoadPlanner:
         prefetched: PrefetchedPages | None = None,
     ) -> None:
         self.manager = manager
-        self.under_way: Counter[str] = Counter()  # pages of plans that have not ended, by source
-        # Notified when pages have their verdict.
+        self.under_way: Counter[str] = Counter()  # pages by tier, of plans that have not ended
+        # Notified when pages get their verdict.
         self.filled = threading.Condition(manager.lock) if filled is None else filled
         self.landing = manager.landing
         self._due = due
         self._prefetched = prefetched
         self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]
-        self._filling: dict[int, LoadPlan] = {}  # slots of the landing tier: whose reads they are for
+        self._filling: dict[int, LoadPlan] = {}  # slot of the landing tier -> the plan that reads a page into it
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -74,12 +74,12 @@ class LoadPlanner:
         checked: bool = False,
         most: int | None = None,
     ) -> LoadPlan:
-        """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
-        those of slower ones, in one step.
+        """In one step, lease the consecutive pages of each request that the tiers hold, and reserve slots of the
+        landing tier for pages of slower tiers.
 
-        What finds no such slot (without `keep`, all of them) is to pass through. Never waits.
-        `checked`: only what is complete in the landing tier, up to the first page that is not. `most`: pages, of which
-        a first part is planned; then `go_on`.
+        Pages that get no such slot (without `keep`, all pages) pass through the bounce reserve. Never waits. `checked`:
+        plan only pages that are complete in the landing tier, up to the first that is not. `most`: plan a first part of
+        this many pages; `go_on` plans the next.
         """
         with self.manager.lock:
             plan = LoadPlan(LoadRequest(requests, owner, keep, checked))
@@ -91,7 +91,7 @@ class LoadPlanner:
             return plan
 
     def go_on(self, plan: LoadPlan, most: int | None = None) -> None:
-        """Plan `most` pages more, or all that are left. A request whose next page is gone by now ends there."""
+        """Plan `most` more pages, or all that are left. A request ends at the first page that no tier has any more."""
         asked, first, runs = plan.asked, len(plan), len(plan.runs)
         with self.manager.lock:
             try:
@@ -99,7 +99,7 @@ class LoadPlanner:
                     pages = asked.requests[asked.request]
                     stop = len(pages) if most is None else min(len(pages), asked.at + most - (len(plan) - first))
                     if not asked.at:
-                        plan.leases.append(self.manager.lease(asked.owner))  # requests may have pages in common
+                        plan.leases.append(self.manager.lease(asked.owner))  # one a request: requests may share pages
                         plan.requests.append(range(len(plan), len(plan)))
                     with self.manager.timeline.span("plan", pages=stop - asked.at):
                         found = self._plan_some(plan, pages, stop)
@@ -113,7 +113,6 @@ class LoadPlanner:
                 raise
 
     def _plan_some(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> int:
-        """Plan pages of the request that it has come to, up to `stop`; how many there are."""
         asked, first = plan.asked, len(plan)
         self.manager.expire(pages if stop - asked.at == len(pages) else pages[asked.at : stop])
         if not asked.at:
@@ -131,7 +130,8 @@ class LoadPlanner:
         return len(plan) - first
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        """Lease pages up to `stop`, or the first that no tier has; the rows of those that the landing tier lacks."""
+        """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of pages that the landing tier
+        lacks."""
         absent: list[int] = []
         first = at = plan.asked.at
         while at < stop:
@@ -143,7 +143,6 @@ class LoadPlanner:
         return absent
 
     def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        """`_lease`, of the landing tier alone."""
         assert self.landing is not None, "pages of no tier"
         at, row = plan.asked.at, len(plan)
         taken = self._take_run_of(plan, self.landing, pages, at, stop, row)
@@ -151,9 +150,10 @@ class LoadPlanner:
         return []
 
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
-        """Lease `pages[at]`, and those behind it, before `stop`, that the same tier has and no faster one; how many.
-        `row`: its row."""
-        behind, lacking = False, True  # pages before `stop` are in no faster tier
+        """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier.
+        `row` is the row of the first. Returns the number of pages leased."""
+        # `behind`: the tier is slower than the landing tier, and no faster tier has a page before `stop`
+        behind, lacking = False, True
         for tier in self._chain:
             taken = self._take_run_of(plan, tier, pages, at, stop, row)
             if taken:
@@ -161,7 +161,7 @@ class LoadPlanner:
                     absent.extend(range(row, row + taken))
                 return taken
             if tier is self.landing:
-                behind, copy = True, tier.index.find(pages[at].key)  # not complete, if it is there
+                behind, copy = True, tier.index.find(pages[at].key)  # a copy found here is incomplete
                 filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy.slot)
                 if copy is not None and filling is not None:
                     plan.leases[-1].add(tier.index, copy)
@@ -169,14 +169,14 @@ class LoadPlanner:
                     plan.sources.append(copy)
                     plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
-                lacking = copy is None  # any other copy is a store's, on its way: a slower tier may have the page
+                lacking = copy is None  # other incomplete copies are a store's: a slower tier may have the page
             if tier is not self._chain[-1]:
                 stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
         return 0
 
     def _take_run_of(self, plan: LoadPlan, tier: Tier, pages: Sequence[Page], at: int, stop: int, row: int) -> int:
-        """Lease those of `pages[at:stop]`, from the first on, that a tier has; how many. `row`: of the first."""
-        if tier.kind == "memory":  # which quarantine hides no page of
+        """Lease the pages of `pages[at:stop]` that `tier` has, up to the first that it lacks. Returns their number."""
+        if tier.kind == "memory":  # the quarantine hides no page in memory
             slots = tier.index.hold_run(pages, at, stop)
             plan.leases[-1].hold(tier.index, pages[at : at + len(slots)], slots)
             plan.sources += [None] * len(slots)
@@ -190,7 +190,6 @@ class LoadPlanner:
         return len(slots)
 
     def _take(self, tier: Tier, pages: Sequence[Page], start: int, stop: int, lease: Lease) -> list[Entry]:
-        """Lease those of `pages[start:stop]`, from the first on, that a tier has and that quarantine does not hide."""
         index, quarantine = tier.index, self.manager.quarantine
         entries = index.pin_run(pages, start, stop)
         if quarantine.hiding:
@@ -209,7 +208,7 @@ class LoadPlanner:
                 self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier is self.landing else None)
 
     def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], keep: Collection[bytes] = ()) -> None:
-        """Give pages a slot of the landing tier each, as far as there is room."""
+        """Give each row's page a slot of the landing tier, in order, until no slot is left."""
         if not rows:
             return
         slots = index.allocate_some(len(rows), keep)
@@ -222,25 +221,26 @@ class LoadPlanner:
         plan.leases[-1].take(index, targets)
 
     def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
-        """All pages are known, or a part of them, whose runs begin with number `first`. They count as under way until
-        the plan ends."""
+        """Count the pages of the runs from number `first` on as under way, until the plan ends."""
         self._cover(plan)
         for run in plan.runs[first:]:
             plan.under_way[run.tier.name] += len(run.rows)
             self.under_way[run.tier.name] += len(run.rows)
 
     def waits(self, plan: LoadPlan) -> None:
-        """A plan's blocks are still used: until they are free its pages in memory keep no other load waiting."""
+        """The plan's blocks are still in use: its pages in memory do not hold up other loads until then, so they are
+        not counted as under way."""
         with self.manager.lock:
             for name in [name for name in plan.under_way if self.manager.tiers[name].kind != "files"]:
                 self.under_way[name] -= plan.under_way.pop(name)
 
     def _cover(self, plan: LoadPlan) -> None:
-        """Statuses for the pages that have none: 0. Not by numpy, which gives the interpreter's lock up for many."""
+        """Give pages without a status 0 (`PENDING`). Not by numpy, which releases the interpreter's lock for large
+        arrays."""
         plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan), b"\0")), np.uint8)
 
     def _break_off(self, plan: LoadPlan) -> None:
-        """Something broke: what is planned is all there will be."""
+        """Planning failed: the pages planned so far are the whole plan."""
         self._cover(plan)
         plan.requests += [range(len(plan), len(plan))] * (len(plan.asked.requests) - len(plan.requests))
         plan.asked.request, plan.asked.at = len(plan.asked.requests), 0
@@ -253,8 +253,8 @@ class LoadPlanner:
 
     def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, keep: Collection[bytes]) -> PrefetchPlan:
         """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tier have, and reserve
-        slots of that one, evicting none of `keep`. Never waits, and no page of it waits for another plan.
-        """
+        slots of the landing tier for them, without evicting any of `keep`. Never waits; no page of the plan waits for
+        another plan."""
         manager, landing = self.manager, self.landing
         assert landing is not None, "no tier to bring pages to"
         with manager.lock, contextlib.ExitStack() as undo:
@@ -313,7 +313,6 @@ class LoadPlanner:
             runs.append(TierRun(tier, range(row, row + 1)))
 
     def _cut(self, plan: LoadPlan, pages: int) -> None:
-        """Leave out what is behind the first `pages`."""
         for entry in plan.entries(range(pages, len(plan))):
             plan.leases[-1].remove(entry)
         del plan.pages[pages:], plan.slots[pages:], plan.sources[pages:], plan.targets[pages:]
@@ -322,16 +321,16 @@ class LoadPlanner:
     # -- the end of pages ----------------------------------------------------------------------------------------------
 
     def finish(self, plan: LoadPlan, rows: Int64Array, status: PageStatus) -> None:
-        """A verdict on pages: publish what they got in the landing tier, or drop it; drop what is bad everywhere. What
-        could not be read stays where it is, unless `FailedReads` gives it up."""
+        """A verdict on pages. A good page is published in the landing tier. A bad page is dropped from every tier. A
+        page that could not be read stays, unless `FailedReads` gives it up."""
         if not len(rows):
             return
         manager, some = self.manager, rows.tolist()
-        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read, and are what was stored
+        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read and their checksums match
         with manager.lock:
             plan.statuses[rows] = CODES[status]
             if self.landing is not None and plan.targets.count(None) < len(plan.targets):
-                filled = self._filling.pop  # a target has its slot for as long as its plan leases it
+                filled = self._filling.pop  # a target keeps its slot while its plan leases it
                 targets = [target for row in some if (target := plan.targets[row]) is not None]
                 ended = [target for target in targets if filled(target.slot, None) is not None]
                 if good:
@@ -345,7 +344,8 @@ class LoadPlanner:
                 for row in some:
                     index = plan.tier_of(row).index
                     entry = plan.sources[row] or index.find(plan.pages[row].key)
-                    if entry is not None and entry.slot == plan.slots[row]:  # else it is another, or gone already
+                    # else the page has another slot by now, or is gone
+                    if entry is not None and entry.slot == plan.slots[row]:
                         index.drop(entry)
             if status in _FAILED:
                 for tier, of_tier in self._of_files(plan, some):
@@ -364,8 +364,8 @@ class LoadPlanner:
             self.filled.notify_all()
 
     def _say(self, plan: LoadPlan, rows: Sequence[int], status: PageStatus) -> None:
-        """Tell the log, and whoever asks later, of pages that did not come. Those that another plan was to bring are
-        its to tell."""
+        """Log pages that did not come, and note the bad ones for `explain`. A page that another plan was to bring is
+        that plan's to report."""
         manager, asked = self.manager, set(rows)
         for run in plan.runs:
             mine = [row for row in run.rows if row in asked] if run.filling is None else []
@@ -384,25 +384,23 @@ class LoadPlanner:
             )
 
     def _of_files(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[tuple[Tier, list[int]]]:
-        """Those of the rows that are read from tiers of files, by tier."""
         for tier in self.manager.files:
             of_tier = [row for row in rows if plan.tier_of(row) is tier]
             if of_tier:
                 yield tier, of_tier
 
     def landed(self, plan: LoadPlan, row: int) -> PageStatus:
-        """Whether a page of another plan is in the landing tier by now: `PENDING` until that is known."""
+        """The status of a page that another plan brings; `PENDING` until it is in the landing tier or has failed."""
         status = plan.status(row)
         return PageStatus.LOADED if status is PageStatus.CANCELLED else status
 
     def abandon(self, plan: LoadPlan) -> None:
-        """Nobody moves the pages that have no verdict yet. Ends the plan."""
         with self.manager.lock:
             self.finish(plan, plan.pending(), PageStatus.ABORTED)
             self.end(plan)
 
     def end(self, plan: LoadPlan) -> None:
-        """Release every page; twice is fine."""
+        """Release every page; may be called twice."""
         with self.manager.lock:
             for lease in plan.leases:
                 self.manager.end(lease)

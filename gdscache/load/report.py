@@ -1,4 +1,4 @@
-"""How loads end: what is said of each request, and of each page."""
+"""How loads end: a report for each request, a status for each page."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gdscache.pages.reasons import CACHED, Reason, Told
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """How a load ended. `tokens` counts the good prefix; `pages` has a status for each page that it found.
+    """How a load ended. `tokens` counts the good prefix; `pages` has a status for each page that the load found.
 
-    `reasons`: where the tokens of a request come from, and why others that were asked for have not come; those of a
-    batch's requests one after the other.
+    `reasons` says which tiers the tokens of a request come from, and why others have not come. A batch has its
+    requests' reasons one after the other.
     """
 
     tokens: int
@@ -24,13 +24,12 @@ class LoadReport:
 
     @property
     def first_bad(self) -> int | None:
-        """Position of the first page that is not loaded, or None."""
         return next((i for i, status in enumerate(self.pages) if status is not PageStatus.LOADED), None)
 
 
 @dataclasses.dataclass(slots=True)
 class LoadPart:
-    """One request of a load: how many pages are moved, and the token of the prompt that the first begins with."""
+    """One request of a load: its number of pages, and the token of the prompt that the first page begins with."""
 
     pages: int
     start: int = 0
@@ -50,6 +49,5 @@ _CAUSES = {
 
 
 def told_of(status: PageStatus, tier: str) -> Told:
-    """A page's end as a `Reason` has it."""
     cause = _CAUSES.get(status, "off")
     return Told(cause, tier, "" if cause in (CACHED, "late") else status.value)

@@ -1,7 +1,7 @@
-"""One load, as steps: what it has moved, and what becomes of its pages.
+"""One load as steps: begin its moves, wait for them, give each page its verdict.
 
-A verdict exists for every page before `result()` returns, and nothing is published from here except copies of verified
-pages in the landing tier. Pages that another load brings come last: they are waited for, and copied from there.
+Every page has a verdict before `result()` returns. The only pages published are verified copies in the landing tier.
+Pages that another load brings come last: this load waits for them, then copies them from the landing tier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
     from gdscache.pages.checksum import Checksums
 
-GROUP_SIZES = GroupSizes()  # layers that are read at a time
+GROUP_SIZES = GroupSizes()  # groups of layers that are read together
 _NONE = np.empty(0, np.int64)
 
 
@@ -39,39 +39,33 @@ class Stage(enum.Enum):
     """How much of a load's plan its move has."""
 
     NONE = enum.auto()
-    OPEN = enum.auto()  # a part, and the move takes more
-    SHARED = enum.auto()  # all but the pages that other loads bring, which come behind the move
-    WHOLE = enum.auto()  # all: nothing comes behind the move
-    ENDED = enum.auto()  # the move has ended
+    OPEN = enum.auto()  # a part; `Moving.extend` adds the rest
+    SHARED = enum.auto()  # all pages but the ones that other loads bring, which get a second move
+    WHOLE = enum.auto()  # all pages
+    ENDED = enum.auto()
 
 
 class LoadObserver(Protocol):
-    """Who is told how a load gets on: the caller's handle, for one."""
+    """Hears how a load proceeds; the caller's handle is one."""
 
     number: int
     parts: Sequence[LoadPart]
 
-    def carried_by(self, moving: Moving, *, last: bool) -> None:
-        """What to pass a cancellation on to."""
-        ...
+    def carried_by(self, moving: Moving, *, last: bool) -> None: ...
 
     def signal(self, layer: int, event: Event) -> None:
-        """A layer's copies are queued, and done when `event` is (None: they are, or never will be)."""
+        """A layer's copies are queued, and done when `event` is. None: they are done, or will never be."""
         ...
 
-    def released(self) -> None:
-        """Nothing writes to the blocks any more."""
-        ...
+    def released(self) -> None: ...
 
 
 class LoadRun:
-    """The execution of one load, which hears itself how its move gets on. Drive `steps` once, and `abort` where they
-    raise.
+    """The execution of one load, and the listener of its move. Drive `steps` once, and `abort` where they raise.
 
-    `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, perhaps for more pages than are
-    planned; None for a prefetch, whose pages stay in the landing tier.
-    `sizes`: of the groups of layers that are read. `checked`: the pages lie in memory and are good; they are not hashed
-    again, and have all the time that they take.
+    `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, with at least the planned pages;
+    None for a prefetch, whose pages stay in the landing tier. `sizes`: of the groups of layers that are read.
+    `checked`: the pages are in memory and verified; they are not hashed again and have no deadline.
     """
 
     def __init__(
@@ -103,12 +97,12 @@ class LoadRun:
         self._blocks: Int64Array | None = None
         self._after = after
         self._shared: list[TierRun] = []
-        self._begun = 0  # runs of the plan
+        self._begun = 0  # runs of the plan that a move has
         self._stage = Stage.NONE
         self._moving: Moving | None = None
-        self._parts: list[Int64Array] = []  # the row in the plan of each row of the move
-        self._busy = ""  # the tier whose speed is measured
-        self._spent: Spent | None = None  # what ranks say of the move
+        self._parts: list[Int64Array] = []  # in pieces, the plan's row of each row of the move
+        self._busy = ""
+        self._spent: Spent | None = None  # the ranks' times of the move
         self._grow()
 
     # -- the moves -----------------------------------------------------------------------------------------------------
@@ -121,12 +115,10 @@ class LoadRun:
         return all(tier.at_hand(plan.entries(rows)) for tier, rows in durable)
 
     def grow(self, most: int | None = None) -> None:
-        """Plan `most` pages more, or all that are left."""
         self._planner.go_on(self.plan, most)
         self._grow()
 
     def _grow(self) -> None:
-        """Tell the load how many pages are planned, and take their blocks."""
         for part, rows in zip(self._load.parts, self.plan.requests, strict=False):
             part.pages = len(rows)
         if self._tables is not None and len(self._tables) == 1:
@@ -136,8 +128,8 @@ class LoadRun:
             self._blocks = np.concatenate(cut) if cut else np.empty((0, 1), np.int64)
 
     def begin(self) -> None:
-        """Begin what is planned and not begun yet, perhaps in the caller's thread. Raises what breaks it off, which
-        `abort` then ends."""
+        """Begin the planned pages that have no move yet. Any thread may call it. If it raises, `abort` ends the
+        load."""
         plan = self.plan
         runs, self._begun = plan.runs[self._begun :], len(plan.runs)
         self._shared += [run for run in runs if run.filling is not None]
@@ -154,7 +146,6 @@ class LoadRun:
                 self._time()
 
     def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
-        """Begin the move, or let it go on: until the plan is whole it is open."""
         stage = Stage.OPEN if not self.plan.whole else Stage.SHARED if self._shared else Stage.WHOLE
         if self._moving is not None:
             self._parts += order
@@ -168,9 +159,12 @@ class LoadRun:
             self._stage = stage
 
     def _time(self) -> None:
-        """Measure the slowest tier. Not where it is memory and the blocks are still used, perhaps by a forward pass
-        that the GPU has not begun: what the pages wait for is not the tier. They keep no other load waiting. When ranks
-        come to the load, and whether it waits there, they say at its end."""
+        """Measure the speed of the slowest tier.
+
+        A memory tier is not measured while the blocks are still in use, for example by a forward pass that the GPU has
+        not begun: the pages then wait for the blocks, not for the tier, and do not hold up other loads. Ranks say at
+        the load's end when they came to it, and whether it waited.
+        """
         waits = self._by_ranks or any(event is not None and not event.query() for event in self._after)
         if waits:
             self._planner.waits(self.plan)
@@ -188,12 +182,12 @@ class LoadRun:
         return self._executor.orders is not None
 
     def _slowest(self) -> str:
-        """The slowest tier that the move has pages of."""
         found = {run.tier.name for run in self.plan.runs if run.filling is None}
         return [name for name in self._manager.tiers if name in found][-1]
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
-        """Pages of a tier: those in memory; those that get a place in the landing tier, and those that get none."""
+        """The pages of a tier as ways: straight from memory, through slots of the landing tier, or from files without
+        such a slot."""
         if not isinstance(tier, DurableTier):
             return [self._out_of_memory(tier, runs)]
         rows = [*itertools.chain.from_iterable(runs)]
@@ -217,9 +211,8 @@ class LoadRun:
         return found
 
     def _learned(self, tier: DurableTier, rows: list[int]) -> list[int]:
-        """Those of the rows whose checksums are at hand, now that the tier was told to read them; of the others nobody
-        could say whether their bytes are right. Asked before the checksums are taken: another load may read them
-        meanwhile."""
+        """Have the tier read the missing checksums. Returns the rows that have one now; a page without a checksum
+        cannot be verified and fails. Asked before the checksums are taken: another load may read them meanwhile."""
         tier.learn(self.plan.entries(rows))
         there = [row for row in rows if tier.at_hand(self.plan.entries((row,)))]
         unread = sorted({*rows} - {*there})
@@ -249,7 +242,6 @@ class LoadRun:
         return Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), through, places, sums)
 
     def _move(self, ways: Sequence[Way], order: Sequence[Int64Array], stage: Stage) -> None:
-        """Begin a move."""
         priority = Priority.PREFETCH if self._blocks is None else Priority.LOAD
         seconds = max(0.0, self._until - self._executor.now())
         self._stage, self._moving, self._parts = stage, None, [*order]
@@ -259,8 +251,8 @@ class LoadRun:
         self._load.carried_by(moving, last=stage is Stage.WHOLE)
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
-        """The layers that move together, when so many pages are there or read; of a part, when all that are asked for
-        are."""
+        """The layers that move together, by the number of pages to read, or to copy where none is read; pages that are
+        not planned yet count too."""
         if self._blocks is None:
             return ()
         tiers = self._manager.tiers
@@ -273,8 +265,8 @@ class LoadRun:
         return read_groups(self._layout, sum(map(len, read)) + ahead, self._sizes.paced(speed))
 
     def _files_ahead(self) -> str:
-        """The tier that the last page asked for has to be read from, which goes first where room is needed; "" where
-        it is in memory, or planned already."""
+        """The tier of files that has the last page asked for; "" if that page is in memory or planned. The last page is
+        the first to be evicted, so it stands for the pages not planned yet."""
         asked = self.plan.asked
         if asked.left:
             key = asked.requests[-1][-1].key if asked.requests[-1] else b""
@@ -284,7 +276,7 @@ class LoadRun:
         return ""
 
     def steps(self) -> Steps[None]:
-        """Everything, to the verdict. Raises what broke the load off; then drive `abort`."""
+        """All steps, to the verdict. If one raises, drive `abort`."""
         if self._stage in (Stage.NONE, Stage.OPEN):
             self.begin()
         yield from self._end_move()
@@ -297,18 +289,18 @@ class LoadRun:
         moving = self._moving
         if moving is None or self._stage is Stage.ENDED:
             return
-        if self._stage is Stage.OPEN:  # its plan broke off
+        if self._stage is Stage.OPEN:  # the planning failed
             moving.extend((), last=True)
             self._stage = Stage.SHARED
         end = yield from moving.end()
         self._stage, self._spent = Stage.ENDED, end.spent
-        if end.late:  # reads that keep what they may still touch, until they end
+        if end.late:  # late reads keep their slots until they end
             self._manager.quarantine.hold(moving, {row: self._late(int(self.rows[row])) for row in end.late})
         if end.error is not None:
             raise end.error
 
     def _share(self) -> Steps[None]:
-        """Pages that another load, planned before this one, is bringing. Waits only for earlier loads, so it ends."""
+        """Copy the pages that another load, planned earlier, brings. Waits only for earlier loads, so it ends."""
         planner, there = self._planner, list[range]()
         for run in self._shared:
             assert run.filling is not None, "nobody to wait for"
@@ -327,15 +319,17 @@ class LoadRun:
             yield from self._end_move()
 
     def abort(self) -> Steps[None]:
-        """In place of `steps`, or behind those that broke off, anywhere: end what was begun."""
-        yield from failure(self._end_move())  # which raises what is known already
+        """End the load, in place of `steps` or after they raised, at any point."""
+        yield from failure(self._end_move())  # its error is known already
         self._finish()
 
-    # -- what the move says --------------------------------------------------------------------------------------------
+    # -- the listener of the move
+    # ---------------------------------------------------------------------------------------
 
     @property
     def rows(self) -> Int64Array:
-        """Of the plan, for each row of the move. Not for the caller's thread: numpy gives the lock up for many."""
+        """The plan's row of each row of the move. Not for the caller's thread: numpy releases the interpreter's lock
+        for large arrays."""
         if len(self._parts) != 1:
             self._parts = [np.concatenate(self._parts) if self._parts else _NONE]
         return self._parts[0]
@@ -356,7 +350,7 @@ class LoadRun:
         tier = plan.tier_of(row)
         with manager.lock:
             lease = manager.lease("quarantine")
-            if source is not None:  # a page in memory is late on a rank alone, which gets no other move meanwhile
+            if source is not None:  # only a rank can be late with a page in memory, and it gets no other move meanwhile
                 lease.add(tier.index, source)
             if target is not None and landing is not None:
                 lease.add(landing.index, target)
@@ -364,7 +358,8 @@ class LoadRun:
         return Late("read", pool, tier.name, plan.slots[row], functools.partial(manager.end, lease))
 
     def _measure(self) -> None:
-        """Tell the cost model what pages of a tier took. A chunk of a prefetch says little about a load."""
+        """Tell the cost model how long the pages of a tier took. A prefetch is not measured: it says little about a
+        load."""
         tier, self._busy = self._busy, ""
         if tier and self._by_ranks:
             spent = self._spent
@@ -378,18 +373,18 @@ class LoadRun:
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
     def _finish(self) -> None:
-        """The last word on everything; again is fine."""
+        """Give every page its verdict, report, and release the leases; may be called twice."""
         plan, planner = self.plan, self._planner
         in_turn(
             lambda: planner.finish(plan, plan.pending(), PageStatus.ABORTED),
-            self._all_ready,  # nobody waits for a layer any more
+            self._all_ready,  # no caller waits for a layer any more
             self._measure,
             self._report,
             lambda: planner.end(plan),
             self._load.released,
             self._commit_deletions,
         )
-        self._moving = None  # it has us as its listener: both go without the garbage collector
+        self._moving = None  # the move refers to this run as its listener: cut the circle
 
     def _all_ready(self) -> None:
         if self._blocks is not None:
@@ -405,7 +400,6 @@ class LoadRun:
             self._tell(seconds)
 
     def _tell(self, seconds: float) -> None:
-        """Have it measured what the load took, by its slowest tier, and which ways its pages went."""
         plan, manager, landing = self.plan, self._manager, self._planner.landing
         good = plan.loaded()
         found = plan.by_tier(good)
@@ -437,7 +431,7 @@ class LoadRun:
         prefix = len(rows) if bad < 0 else bad - rows.start
         size, asked = self._layout.page_tokens, plan.asked.requests
         reasons = [*plan.reasons(rows, start, size)]
-        if asked and len(rows) < len(asked[number]):  # they have gone since the lookup
+        if asked and len(rows) < len(asked[number]):  # pages that went after the lookup
             reasons += self._manager.missing(asked[number], len(rows), 0, start, size)
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
 
@@ -454,7 +448,6 @@ def _known(planner: LoadPlanner, plan: LoadPlan, row: int) -> bool:
 def _taken(
     tables: tuple[Int64Array, Int64Array, Checksums | None], rows: list[int]
 ) -> tuple[Int64Array, Int64Array, Checksums | None]:
-    """Some rows of the tables, or all."""
     first, second, sums = tables
     if len(rows) == len(first):
         return tables

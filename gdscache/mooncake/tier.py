@@ -1,8 +1,8 @@
-"""The tier beyond this machine: pages in a Mooncake Store, which other engines put and get too.
+"""The tier beyond this machine: pages in a Mooncake Store, which other engines use too.
 
-The pool is its own master over what it keeps: it evicts, and it loses what a dead owner had. The index here only has
-names of pages that were put from here, or found by asking; a name that leads to nothing is a miss, and goes. Neither
-lookups nor loads see these pages (`served`): a prefetch asks for them once (`ask`), and brings them to the CPU tier.
+The pool evicts by itself, and loses the pages of a dead process. The index here only has names of pages that this
+engine put, or asked for and found; a name without a page is a miss, and is dropped. Lookups and loads do not see these
+pages (`served`): a prefetch asks for them once (`ask`), and brings them to the CPU tier.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 if TYPE_CHECKING:
     import torch
 
-PREFIX = "gdscache1"  # of all names in the pool; the digit is the trailer's format
-_ASKED = 512  # pages a question
-_OPEN_S = 1.5  # that an engine waits at open for a pool that is there
+PREFIX = "gdscache1"  # prefix of all names in the pool; the digit is the trailer's format
+_ASKED = 512  # pages a query
+_OPEN_S = 1.5  # seconds that opening an engine waits for the pool
 _log = logging.getLogger("gdscache.mooncake")
 
 
 class MooncakeTier(DurableTier):
-    """Pages in the pool of a `mooncake_master`; `capacity` bounds how many of them this engine knows by name.
+    """Pages in the pool of a `mooncake_master`; `capacity` bounds the pages that this engine knows by name.
 
-    `master`: host:port. `segment`: memory of this process that it adds to the pool (bytes, or text as "4GiB"); 0: none,
-    the pool is that of others. `replicas`: of each page. `tenant`: whose pages the store keeps apart from others'.
-    `hostname`: by which other machines reach this process. `devices`: RDMA devices. `deadline`: seconds of a call,
-    after which the pool is left alone until it answers again. `batch`: pages of a call, 128 at most.
+    `master`: host:port. `segment`: memory of this process that it adds to the pool (bytes, or text as "4GiB"); 0: none.
+    `replicas`: copies of each page. `tenant`: the store's name for this group of users, whose pages it keeps apart.
+    `hostname`: the name by which other machines reach this process. `devices`: RDMA devices. `deadline`: seconds of a
+    call, after which the pool is not used until it answers again. `batch`: pages of a call, 128 at most.
     """
 
     name = "mooncake"
@@ -78,9 +78,9 @@ class MooncakeTier(DurableTier):
         self.layout = layout
         self.lock = lock
         self.index = PageIndex(capacity // layout.extent_bytes)
-        self._owed: dict[bytes | None, str] = {}  # namespaces whose removal from the pool has not been done; lock
-        self._namespaces: set[bytes] = set()  # that this engine had pages of
-        self._cleared = 0  # times that pages were cleared
+        self._owed: dict[bytes | None, str] = {}  # namespaces that are still to be removed from the pool; lock
+        self._namespaces: set[bytes] = set()  # namespaces of this engine's pages
+        self._cleared = 0  # clears so far
         self._asked = self._found = 0
         address = PoolAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
         self._link = PoolLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
@@ -97,17 +97,17 @@ class MooncakeTier(DurableTier):
 
     @classmethod
     def connection(cls) -> Connect:
-        """What connects. Raises `MissingPackageError` where nothing can."""
+        """Connects to the pool. Raises `MissingPackageError`."""
         load_package()
         return mooncake
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
-        """Announce memory that pages are put from and got into. Memory of a device is none of that."""
         if isinstance(memory, memoryview):
             self._link.register(address_of(memory), memory.nbytes)
 
     def _come_back(self, client: Client) -> bool:
-        """The pool answers, again perhaps, and may have forgotten everything. What it is owed is paid first."""
+        """The pool answers (again), and may have lost everything: forget its pages, and do the removals that are still
+        owed."""
         with self.lock:
             self.index.evict(len(self.index))
         self._pay(client)
@@ -138,7 +138,6 @@ class MooncakeTier(DurableTier):
         return codes
 
     def _note(self, pages: Sequence[Page], codes: Sequence[int]) -> None:
-        """What the pool has of some pages: names come, and go. The lock is held."""
         self._asked += len(pages)
         there = [page for page, code in zip(pages, codes, strict=True) if code == 1]
         self._found += len(there)
@@ -160,12 +159,12 @@ class MooncakeTier(DurableTier):
         return entries
 
     def checksums(self, entries: Sequence[Entry]) -> None:
-        """They come with the bytes, whoever has put them: the pool keeps the first page that it was given of a name."""
+        """None: they come with the bytes, of any writer; the pool keeps the first page of a name."""
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
-        """Names for the first of `pages`. None while the pool does not answer, or has pages that are to go first."""
+        """Slots for the first of `pages`. None while the pool does not answer, or removals are owed."""
         if not self.asks(pages):
             return []
         with self.lock:
@@ -182,7 +181,7 @@ class MooncakeTier(DurableTier):
             return [self.index.commit(entry) for entry in entries]
 
     def _written(self, slots: Sequence[int]) -> None:
-        """Pages are in the pool: what was cleared meanwhile has to go again."""
+        """Pages are in the pool: remove pages that were cleared meanwhile."""
         with self.lock:
             pages = [page for slot in slots if (page := self.io.pages[slot]) is not None]
             cleared = [page for slot, page in zip(slots, pages, strict=True) if self.index.slot(page.key) != slot]
@@ -194,9 +193,9 @@ class MooncakeTier(DurableTier):
         self._namespaces.add(digest)
 
     def commit_all_deletions(self, namespace: bytes | None = None) -> None:
-        """Remove the pages of a namespace, or of all that this engine had, from the pool: for every engine.
+        """Remove the pages of a namespace (None: of all namespaces of this engine) from the pool, for every engine.
 
-        Waits for a deadline at most. What could not be removed is owed: until it is, nothing is asked for or put.
+        Waits `deadline` seconds at most. Until a removal has succeeded, it is owed, and no page is asked for or put.
         """
         with self.lock:
             self._cleared += 1
@@ -205,7 +204,6 @@ class MooncakeTier(DurableTier):
         self._lines.finish(self._pay)
 
     def _pay(self, client: Client) -> None:
-        """Remove what is owed."""
         for digest, pattern in list(self._owed.items()):
             code = client.remove_matching(pattern)
             if code < 0:
@@ -238,7 +236,8 @@ class MooncakeTier(DurableTier):
         }
 
     def close(self) -> None:
-        """Drop what waits, and leave the pool: its segment goes with it. A call that hangs keeps what it may touch."""
+        """Drop queued calls, and leave the pool with our segment. A call that hangs keeps the memory that it may
+        touch."""
         if not self._lines.close():
             _log.error("closed while a call to the shared pool %s hangs: its memory is kept", self._link.master)
             return

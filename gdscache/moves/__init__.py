@@ -1,4 +1,4 @@
-"""Moves of pages: what one is, and what carries it out. See `gdscache.moves.base`."""
+"""Moves of pages between tiers and planes, and their executors. See `gdscache.moves.base`."""
 
 from gdscache.moves.base import (
     PLANES,

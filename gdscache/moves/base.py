@@ -1,12 +1,12 @@
-"""A move says, as plain data, which bytes go where. An executor carries it out. Steps wait, whoever drives them.
+"""The contract of moves. A move says, as plain data, which bytes go where; an executor carries it out.
 
-What decides (a store's plan, the writer to the SSD) is written as *steps*: a generator that begins moves and yields
-what it waits for. It knows no thread, no clock and no transport. Threads drive it in an engine, virtual time in a
+Code that decides (a store's plan, the writer to the SSD) is written as *steps*: a generator that begins moves and
+yields waits. Steps know no thread, no clock and no transport. Threads drive them in an engine, virtual time in a
 replay.
 
-A move names the spaces that its bytes lie in: `planes` (the GPU pool, or attached planes), a memory of extents (`cpu`,
-`bounce`), or the files of a tier (`ssd`). Both ends of every page are pinned by whoever made the move, until its end;
-those of a page that is late, until `Moving.on_end` says that nothing touches them any more.
+A move names the spaces of its bytes: `planes` (the GPU pool, or attached planes), a memory of extents (`cpu`,
+`bounce`), or the files of a tier (`ssd`). The caller pins both ends of every page until the move's end, and both ends
+of a late page until `Moving.on_end` says that nothing touches them any more.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class PageStatus(enum.Enum):
 
     PENDING = "pending"
     LOADED = "loaded"
-    CHECKSUM = "checksum"  # the bytes are not what was stored
+    CHECKSUM = "checksum"  # the bytes do not match the stored checksum
     SHORT_READ = "short_read"
     IO_ERROR = "io_error"
-    GONE = "gone"  # it is not where its tier keeps it
+    GONE = "gone"  # its tier does not have it where the index says
     DEADLINE = "deadline"
-    SWITCHED_OFF = "switched_off"  # the SSD tier is: too much of its I/O hangs, or fails
-    LOCK_LOST = "lock_lost"  # the SSD tier has stopped: its directory is not ours alone any more
+    SWITCHED_OFF = "switched_off"  # the SSD tier is off: too much of its I/O hangs or fails
+    LOCK_LOST = "lock_lost"  # the SSD tier has stopped: another process may use its directory
     CANCELLED = "cancelled"
-    ABORTED = "aborted"  # the load itself broke off; see its exception
-    RANK_AWAY = "rank_away"  # one of several ranks does not answer for now
-    RANK_LOST = "rank_lost"  # ... or has ended
+    ABORTED = "aborted"  # the load raised; see its exception
+    RANK_AWAY = "rank_away"  # a rank does not answer for now
+    RANK_LOST = "rank_lost"  # a rank has ended
 
 
 class Priority(enum.IntEnum):
-    """What a move is for. The smaller goes first where both wait for the same device."""
+    """The purpose of a move. The smaller number goes first where two moves wait for the same device."""
 
     LOAD = 0
     PREFETCH = 1
@@ -64,13 +64,14 @@ class Priority(enum.IntEnum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Way:
-    """Pages that go from one space to another. `sources` and `targets` are int64.
+    """Pages that go from one space to another.
 
-    Their shape is (pages,), slots of the space; for `planes` it is (pages, blocks_per_page), block indices.
+    `sources` and `targets` are int64: slots, shape (pages,), or for `planes` block indices, shape (pages,
+    blocks_per_page).
 
-    On their way from files into the planes pages are read into `places` of the memory `through`, int64 (pages,), where
-    they stay; without `places` they pass through memory that the executor finds. `sums`: what the bytes have to give,
-    uint64 (pages, layers); None where they are known to be right, and need no look.
+    Pages from files into the planes are read into slots `places` of the memory `through`, int64 (pages,), where they
+    stay; without `places` they pass through memory that the executor finds. `sums`: the expected checksums, uint64
+    (pages, layers); None where the bytes are verified already.
     """
 
     source: str
@@ -87,12 +88,11 @@ class Way:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Move:
-    """Pages that move together: plain data that can be pickled. A page's row is its place in `ways`, counted through.
+    """Pages that move together: plain data that can be pickled. A page's row counts through all `ways`.
 
-    `seconds`: how long its I/O may take from its begin; `math.inf` is for ever. A page that takes longer is late.
-    `groups`: the layers that move together, in their order; all at once where there are none. `number`: what a timeline
-    knows it by. `open`: a load to which more ways come (`Moving.extend`): it ends, and its layers are there, when the
-    last of them has come, and not before.
+    `seconds`: time for the move's I/O from its begin; a page that takes longer is late; `math.inf` sets no limit.
+    `groups`: the layers that move together, in order; empty: all layers at once. `number`: its name in a timeline.
+    `open`: a load that `Moving.extend` gives more ways; neither it nor its layers end before the last way has come.
     """
 
     priority: Priority
@@ -103,12 +103,11 @@ class Move:
     open: bool = False
 
     def __len__(self) -> int:
-        """Pages."""
         return sum(map(len, self.ways))
 
 
 class Spent(NamedTuple):
-    """What a move took where it was carried out. `waited`: when it came there, its blocks were still used."""
+    """The time of a move where it was carried out. `waited`: at its begin the blocks were still in use."""
 
     seconds: float
     waited: bool
@@ -116,10 +115,10 @@ class Spent(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class End:
-    """How a move ended: the rows whose I/O failed, each with its error, and those whose I/O had not ended in time.
+    """How a move ended: the rows whose I/O failed, each with its error, and the rows that are late.
 
-    `error`: what broke a load off, whose late pages have to be kept all the same. A store's end raises it.
-    `spent`: of a load that other processes carry out, when they come to it.
+    `error`: the failure of a load as a whole; its late pages stay pinned all the same. A store's `end` raises it.
+    `spent`: for a load that other processes carried out.
     """
 
     errors: Mapping[int, StorageError] = dataclasses.field(default_factory=dict)
@@ -129,65 +128,67 @@ class End:
 
 
 class Wait(Protocol):
-    """Something that happens once. Its executor knows how to wait for it."""
+    """An event that happens once. The executor that made it can wait for it."""
 
 
 Steps = Generator[Wait, None, _T]
 
 
 class Listener(Protocol):
-    """Who is told how a load or a prefetch gets on, by whoever drives it. `rows`: its own names of the move's rows."""
+    """Hears how a load or a prefetch proceeds. `rows`: the listener's own number for each row of the move."""
 
     @property
     def rows(self) -> Int64Array: ...
 
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
-        """The verdict on pages, by their rows; one a page. `LOADED`: the bytes are what `sums` says."""
+        """The verdict on pages, by their rows; one verdict a page. `LOADED`: the bytes match `sums`."""
         ...
 
     def ready(self, layers: range, event: Event) -> None:
-        """The copies of these layers are queued, and done when `event` is (None: they are done). May be said again."""
+        """The copies of these layers are queued, and done when `event` is (None: they are done). May be called
+        again."""
         ...
 
 
 class Moving(Protocol):
-    """A move under way.
+    """A move that has begun.
 
-    `lands(layer, seconds)` waits until a load's copies of a layer are queued, or never will be, and is None when that
-    takes longer; of a store, until what reads its sources is. None where only the listener, or its end, says so.
+    `lands(layer, seconds)` waits until a load's copies of a layer are queued, or never will be; it returns None after
+    `seconds`. For a store it waits until the reads of the planes are queued. None where only the listener or the move's
+    end tells this.
     """
 
     lands: Callable[[int, float], Landed | None] | None
 
     def extend(self, ways: Sequence[Way], *, last: bool) -> None:
-        """More ways of a load that was begun open: their rows come behind those that it has. `last`: these are all."""
+        """Add ways to an open load. Their rows follow the rows that it has. `last`: no more ways follow."""
         ...
 
     def cancel(self) -> None:
-        """Copy no further; what is being read is still brought to its end. For loads."""
+        """Copy no further; reads that have begun still end. For loads."""
         ...
 
     def end(self) -> Steps[End]:
-        """Wait until every page has ended or is late, and everything that was queued is copied. To be run once."""
+        """Wait until every page has ended or is late, and all queued copies are done. Run it once."""
         ...
 
     def on_end(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(row)` for each page, once, when nothing touches its places any more; perhaps at once."""
+        """Call `callback(row)` once for each page, when nothing touches its places any more; perhaps at once."""
         ...
 
 
 class Lane(Protocol):
-    """Runs steps in the order in which they come, as many at a time as it has threads."""
+    """Runs steps in the order of their arrival, one at a time on each of its threads."""
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
-        """Have steps run. Where they raise, that goes to the log, and those of `lost()` end what waits for them.
+        """Queue steps. If they raise, the error is logged, and the steps of `lost()` end the waits of others.
 
-        Raises `EngineClosedError` behind `close`.
+        Raises `EngineClosedError` after `close`.
         """
         ...
 
     def close(self) -> None:
-        """Wait until what was started has ended. Again is fine."""
+        """Wait until all queued steps have ended. May be called again."""
         ...
 
 
@@ -195,82 +196,71 @@ Orders = Callable[[Sequence[Any], Sequence[tuple[int, int]], Mapping[str, Any]],
 
 
 class Executor(Protocol):
-    """Carries moves out. Only what it returns is waited for, and only by the steps that yield it.
+    """Carries moves out. Only steps that yield a `Wait` wait for it.
 
-    A move out of the planes leaves the checksums of what it copied with the target's slots (`checksums`). `orders`:
-    what makes of a load's moves what ranks are told (`LayerwiseLoad.order`), where ranks carry them out.
+    A move out of the planes leaves the checksums of its copies with the target's slots (`checksums`). `orders` makes
+    the bytes that ranks begin a load with (`LayerwiseLoad.order`); None without ranks.
     """
 
     @property
     def orders(self) -> Orders | None: ...
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:
-        """A new lane for steps whose moves have this priority.
-
-        `rest()` follows each of them when they have ended, where nobody waits for it.
-        """
+        """A new lane for steps whose moves have this priority. `rest()` is called after each of them, when no caller
+        waits any more."""
         ...
 
-    def finish(self, steps: Steps[_T]) -> _T:
-        """Drive steps to their end while the caller waits."""
-        ...
+    def finish(self, steps: Steps[_T]) -> _T: ...
 
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
-        """Begin a move, whose copies wait for the events `after`; returns at once.
-
-        `listener`: for loads and prefetches, which have one.
-        """
+        """Begin a move, whose copies wait for the events `after`; returns at once. Loads and prefetches have a
+        `listener`."""
         ...
 
     def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
-        """That a slot of a pool is free, for so long. It may end before, so that who waits looks around."""
+        """A wait for a free slot of a pool, `seconds` at most. It may end early, so check again."""
         ...
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:
-        """That `over()` holds, which is asked for under `condition`; for so many seconds at most."""
+        """A wait until `over()` holds, `seconds` at most. `over` is called under `condition`."""
         ...
 
-    def now(self) -> float:
-        """Seconds, of the clock that deadlines are told by."""
-        ...
+    def now(self) -> float: ...
 
-    def reads_queued(self) -> Event:
-        """An event behind all reads of the planes that stores have queued so far."""
-        ...
+    def reads_queued(self) -> Event: ...
 
-    def happened(self, event: Event) -> Wait:
-        """An event."""
-        ...
+    def happened(self, event: Event) -> Wait: ...
 
     def pause(self, changed: Flag, seconds: float) -> None:
-        """Wait for `changed`, for up to `seconds`: for calls that wait until steps have ended."""
+        """Wait for `changed`, up to `seconds`: for calls that wait until steps have ended."""
         ...
 
     def behind(self, after: object) -> Event:
-        """What a load comes behind, for who gave `after`; None is the current stream's work. Raises
+        """The event that a load's copies wait for. `after` None: the current stream's work. Raises
         `InvalidValueError`."""
         ...
 
     def mark(self, after: object) -> Event:
-        """What a store comes behind: `behind`, or what stands for it."""
+        """`behind` for a store, or a mark that stands for the event."""
         ...
 
     def passed(self, mark: Event) -> None:
-        """No move comes behind it any more."""
+        """No move waits for this mark any more."""
         ...
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
-        """Those of the bytes in slots of a memory. uint64 of shape (slots, layers), a copy."""
+        """The checksums of a memory's slots, uint64 of shape (slots, layers), a copy."""
         ...
 
 
 def failure(steps: Steps[object]) -> Steps[BaseException | None]:
-    """What steps raise, if they do: for steps behind which others wait."""
+    """Run steps and return the exception that they raise, or None."""
     try:
         yield from steps
     except GeneratorExit:
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for what comes behind it
-        failure_of(steps.close)  # where it was not they who raised it: else they would end when the error is forgotten
+    except BaseException as error:  # noqa: BLE001 - others wait for the end, after any error
+        # if a wait raised, the steps are still open, and would end only when the error is forgotten
+        failure_of(steps.close)
         return error
     return None

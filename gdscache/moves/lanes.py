@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gdscache.index.free_slots import SlotPool
 
 _T = TypeVar("_T")
-_LOOK_S = 1.0  # seconds after which steps that wait for room look around
-NAMES = {  # of the lanes' threads
+_LOOK_S = 1.0  # steps that wait for a slot check again after this time
+NAMES = {
     Priority.LOAD: "gdscache-load",
     Priority.PREFETCH: "gdscache-prefetch",
     Priority.STORE: "gdscache-gather",
@@ -28,7 +28,7 @@ NAMES = {  # of the lanes' threads
 
 
 class Blocking:
-    """What a thread waits for by a call that returns when it has happened."""
+    """A wait as a call that returns when the event has happened."""
 
     __slots__ = ("wait",)
 
@@ -37,7 +37,7 @@ class Blocking:
 
 
 def drive(steps: Steps[_T]) -> _T:
-    """Run steps to their end in this thread, which waits where they wait. What breaks a wait is raised there."""
+    """Run steps to their end in this thread, which waits where they wait. An error of a wait is raised in the steps."""
     with contextlib.closing(steps):
         try:
             wait = next(steps)
@@ -49,8 +49,6 @@ def drive(steps: Steps[_T]) -> _T:
 
 
 class ThreadLane:
-    """Some threads. What steps raise goes to the log."""
-
     def __init__(self, name: str, rest: Callable[[], object], threads: int) -> None:
         self._rest = rest
         self._threads = Workers(threads, name)
@@ -68,11 +66,11 @@ class ThreadLane:
 
 
 class ThreadDriver:
-    """Drives steps by threads, in the system's time: what executors of real moves have in common."""
+    """The part of an executor that drives steps by threads, in the system's time."""
 
     @property
     def orders(self) -> Orders | None:
-        """Nobody else carries its moves out."""
+        """None: no ranks carry its moves out."""
         return None
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> Lane:

@@ -1,4 +1,4 @@
-"""The library's executor, told in the words of moves: spaces by name, groups of layers as a layout has them."""
+"""The library's executor in the terms of moves: spaces have names, and groups are layers of a layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
 
-SCATTER, GATHER, DIGEST = range(3)  # kinds of copies
-SPAN_KINDS = (  # what a thread of the library did
+SCATTER, GATHER, DIGEST = range(3)
+SPAN_KINDS = (  # a library thread's spans
     *("read", "write", "scatter", "gather", "check", "ready"),
-    *("load copies", "load kernel", "store copies", "store kernel"),  # of a GPU's streams
+    *("load copies", "load kernel", "store copies", "store kernel"),
 )
 
 
@@ -33,10 +33,10 @@ SPAN_KINDS = (  # what a thread of the library did
 class Space:
     """A space of moves. `foreign`: planes or a memory of a GPU.
 
-    `slots`: of a memory or of files, blocks of planes. `memory`: the bytes, uint8, or in `device_memory` their address
-    on the GPU `device`. `sums`: uint64 (slots, layers), where stores leave checksums; of files: see `Descriptors`.
-    `files`: handles of the disk with the number `disk`, over which slots go in stretches of `stretch`. `pinned`: a
-    GPU's copy engines reach the memory, of which no copy leaves `fence` slots.
+    `slots`: of a memory or of files; of planes, blocks. `memory`: the bytes, uint8; for a GPU, `device_memory` is their
+    address on the GPU `device` instead. `sums`: uint64 (slots, layers), where stores leave checksums; for files see
+    `Descriptors`. `files`: handles of the disk number `disk`, over which slots are striped, `stretch` at a time.
+    `pinned`: the GPU's copy engines reach the memory. A copy never crosses a multiple of `fence` slots.
     """
 
     kind: str  # planes, memory or files
@@ -74,7 +74,7 @@ class NativePool(Pool):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MoveLimits:
-    """In bytes: what is in flight over all moves, and what a job has. See move.h."""
+    """In bytes: I/O in flight over all moves, and the size of one job of each kind. See move.h."""
 
     flying: int = 64 << 20
     io: int = 4 << 20
@@ -83,13 +83,12 @@ class MoveLimits:
 
 
 class NativeMoves(Executor):
-    """Moves over `spaces`, by name. Thread-safe, but for `close`.
+    """Moves over `spaces`, by name. Thread-safe, except `close`.
 
-    `reserve`: the memory of the bounce reserve, its first slot for loads, and how many; `fence`: no run of them crosses
-    a multiple of so many. `pool`: of planes that are not foreign. `disks`: what moves the bytes of files, to and from
-    foreign memory that it knows, too. `threads` copy, and see deadlines pass. `gpu`: whose the foreign planes and
-    memories are. Tests step one by hand that has no threads, no GPU, and None for disks (tests/support/hooks.py).
-    Raises `NativeCallError`.
+    `reserve`: the memory of the bounce reserve, its first slot for loads, and their number; `fence`: no run of its
+    slots crosses a multiple of this. `pool`: planes on the host. `disks`: the files' means of I/O. `threads` copy, and
+    check deadlines. `gpu`: of the foreign planes and memories. Tests step an executor by hand that has no threads, no
+    GPU, and None for disks (tests/support/hooks.py). Raises `NativeCallError`.
     """
 
     def __init__(
@@ -123,10 +122,10 @@ class NativeMoves(Executor):
         after: Sequence[int] = (),
         routes: Callable[[range], tuple[int, int]] | None = None,
     ) -> None:
-        """Begin a move that ends by `until`, in nanoseconds. `number`: what it is known by; no other has it.
+        """Begin a move that ends by `until`, in nanoseconds. `number` is unique among moves that have not ended.
 
-        `after`: CUevents that copies of a GPU come behind, and which live until the move has ended; `routes(layers)`:
-        their ways, without checksums and with.
+        `after`: CUevents that a GPU's copies wait for; they live until the move has ended. `routes(layers)`: the kinds
+        of copies for these layers, without checksums and with them.
         """
         groups = self._groups.get(move.groups)
         if groups is None:
@@ -135,7 +134,8 @@ class NativeMoves(Executor):
         self.begin(number, move.priority, until, move.ways, groups, routes, events, move.open)
 
     def _table(self, groups: Sequence[range]) -> Int64Array:
-        """int64 (groups, 8): layers, their bytes in an extent, what is read behind the group before, and alone."""
+        """int64 (groups, 8): first and last layer, their bytes in an extent, the bytes to read after the group before,
+        and the bytes to read alone."""
         layout = self._layout
         rows = [
             (some.start, some.stop, layout.layer_bounds[some.start][0], layout.layer_bounds[some.stop - 1][1])
@@ -146,5 +146,4 @@ class NativeMoves(Executor):
 
 
 def until(seconds: float, now: int) -> int:
-    """A deadline, in nanoseconds, so many seconds behind `now`."""
     return int(min(now + seconds * 1e9, NEVER))

@@ -1,4 +1,4 @@
-"""What a machine has to move pages with: memories, files, what copies pages of its planes."""
+"""The memories, files and copies that an executor moves pages with."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Files that the library reads and writes. Slots go over `files` in stretches of `stretch` of them.
+    """Files that the library reads and writes. Slots are striped over `files`, `stretch` slots at a time.
 
-    `threads`: of the kernel with `uring`, else of the library. `cufile`: what they reach a GPU's memory by, and by what
-    they read and write then. `transport`: what they call, with its handles for `files`. None: the system, and memory of
-    the host alone. `sums`: where the checksums come with the bytes, uint64 (slots, layers): `read` compares both, and
-    puts down here what the bytes of each slot give, before it returns.
+    `threads`: of the kernel with `uring`, else of the library. `cufile`: reads and writes go by cuFile, which reaches a
+    GPU's memory. `transport`: reads and writes call this, with its handles for `files`. Both None: system calls, which
+    reach only host memory. `sums`: uint64 (slots, layers), for files that come with their checksums: `read` compares
+    each slot with them, and writes the checksums of the bytes read here before it returns.
     """
 
     files: Sequence[int]
@@ -37,16 +37,14 @@ class Descriptors:
 
     @property
     def means(self) -> tuple[object, object]:
-        """Files that have these in common are one disk of an executor."""
+        """Files with equal means share one disk of an executor."""
         return self.cufile, self.transport
 
 
 class Files(Protocol):
-    """Where a tier has its bytes."""
+    """The files of a tier."""
 
-    def hand_over(self) -> Descriptors:
-        """What the library needs to read and write them."""
-        ...
+    def hand_over(self) -> Descriptors: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -59,9 +57,10 @@ class Reserve:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """What moves bytes: copies of the planes' pages, memories and files by the names of their spaces, the reserve.
+    """An executor's copies of planes, and its memories and files by the names of their spaces.
 
-    `slots`: of each of the files. `refusal`: why no further read may begin, or None. It may cost a system call.
+    `slots`: the number of slots of each space of files. `refusal`: the reason why no further read may begin, or None;
+    it may cost a system call.
     """
 
     copies: PageCopies

@@ -1,4 +1,4 @@
-"""A move that the native library carries out: its begin, its end, and what is late of it."""
+"""A move that the native library carries out: its begin, its end, and its late pages."""
 
 from __future__ import annotations
 
@@ -18,38 +18,35 @@ _STATUSES = tuple(PageStatus)
 
 
 class Carrier(Protocol):
-    """Who drives native moves."""
+    """Drives native moves."""
 
     moves: NativeMoves
 
-    def tell_spans(self) -> None:
-        """Tell the timeline what was done so far."""
-        ...
+    def tell_spans(self) -> None: ...
 
     def expect(self, ways: Sequence[Way]) -> None:
-        """Pages that are read into a memory to stay there have their checksums from now on."""
+        """Note the checksums of pages that are read into a memory to stay there."""
         ...
 
-    def over(self, number: int) -> Wait:
-        """That a move has ended."""
-        ...
+    def over(self, number: int) -> Wait: ...
 
     def forget(self, moving: NativeMoving) -> None:
-        """Nothing of a move is under way any more. Before, `moving.ended(row)` is told of each late page that ends."""
+        """The move and its late pages have ended; `moving.ended(row)` was called for each late page."""
         ...
 
     def await_move(self, number: int, group: int, seconds: float) -> Landed | None:
-        """Wait until copies of a group of layers are queued, or never will be; None when that takes longer."""
+        """Wait until the copies of a group of layers are queued, or never will be; None after `seconds`."""
         ...
 
 
 class NativeMoving:
-    """See `Moving`. `listener`: of loads and prefetches."""
+    """See `Moving`. Loads and prefetches have a `listener`."""
 
     def __init__(
         self, carrier: Carrier, number: int, move: Move, listener: Listener | None, *, in_order: bool = False
     ) -> None:
-        """`in_order`: copies are done in the order in which moves begin, so one that has read is behind all before."""
+        """`in_order`: moves' copies run in the order of their begin, so reads of the planes by one come after all
+        earlier ones."""
         self.number = number
         self._carrier = carrier
         self.move = move
@@ -58,8 +55,8 @@ class NativeMoving:
         self._end: End | None = None
         self._cancelled = False
         self._lock = threading.Lock()
-        self._late: int | None = None  # rows, once that is known
-        self._ended: set[int] = set()  # late rows that have ended by now
+        self._late: int | None = None  # late rows, once known
+        self._ended: set[int] = set()
         self._callback: Callable[[int], None] | None = None
         self.into_planes = any(way.target == PLANES for way in move.ways)
         known = self.into_planes or (in_order and any(way.source == PLANES for way in move.ways))
@@ -76,7 +73,6 @@ class NativeMoving:
             self._carrier.moves.cancel(self.number)
 
     def _wait(self, layer: int, seconds: float) -> Landed | None:
-        """See `Moving.lands`."""
         if self._end is not None:
             return Landed(None)
         group, layers = next(((n, some) for n, some in enumerate(self.move.groups) if layer in some), (0, range(0)))
@@ -85,7 +81,7 @@ class NativeMoving:
         except NativeCallError:
             if not self.known:
                 raise
-            return Landed(None)  # a close has ended it, and then the executor, since it was asked above
+            return Landed(None)  # `close` has ended the move and the executor meanwhile
         return None if landed is None else Landed(landed.event, layers)
 
     def end(self) -> Steps[End]:
@@ -98,17 +94,16 @@ class NativeMoving:
 
     @property
     def known(self) -> bool:
-        """Whether somebody knows how it ended."""
+        """Whether the move's outcome was read."""
         return self._end is not None
 
     def lose(self) -> Sequence[int]:
-        """It has ended, and nobody asks what became of its pages: its late rows."""
+        """The move has ended and no caller waits for it. Returns its late rows."""
         self._listener = None
         self._end = self._finish()
         return self._end.late
 
     def _finish(self) -> End:
-        """It has ended: say what became of its pages."""
         statuses, failed, late, why = self._carrier.moves.outcome(self.number)
         self._carrier.tell_spans()
         listener = self._listener
@@ -129,7 +124,8 @@ class NativeMoving:
         return end
 
     def _told(self, status: PageStatus) -> PageStatus:
-        """Of a cancelled move the library finishes pages that stay in a memory, and copies none into planes."""
+        """`CANCELLED` for pages of a cancelled load into the planes that the library calls loaded: it reads them to the
+        end but does not copy them."""
         gone = status is PageStatus.LOADED and self._cancelled and self.into_planes
         return PageStatus.CANCELLED if gone else status
 
@@ -142,7 +138,6 @@ class NativeMoving:
             callback(row)
 
     def ended(self, row: int) -> None:
-        """Nothing touches a late page any more."""
         with self._lock:
             self._ended.add(row)
             over = len(self._ended) == self._late
@@ -154,7 +149,8 @@ class NativeMoving:
 
 
 def write_error(files: str, code: int, why: str = "") -> StorageError:
-    """Why a page was not written to a tier's files: `code` is an errno or the library's, `why` is known better."""
+    """The error of a page that was not written to a tier's files. `code`: an errno or the library's code; `why`
+    replaces its text."""
     if code == SHORT:
         return ShortIOError(f"a write to {files} moved too few bytes", "the file system is full or limited")
     error = error_of(code)

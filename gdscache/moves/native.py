@@ -1,4 +1,4 @@
-"""The executor of an engine: the native library carries moves out, Python's threads drive steps."""
+"""The executor of an engine: the native library carries moves out, threads of Python drive steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gdscache.tracing import OFF
 
 _T = TypeVar("_T")
 LIMITS = MoveLimits()
-TRACKS = {  # of a timeline, that the library's threads have
+TRACKS = {  # timeline tracks of the library's threads
     "read": "SSD reads",
     "write": "SSD writes",
     "scatter": "copies",
@@ -44,7 +44,7 @@ TRACKS = {  # of a timeline, that the library's threads have
     "store copies": "stores: copy stream",
     "store kernel": "stores: kernel stream",
 }
-_COPYING = 4  # threads of the library that copy, at most
+_COPYING = 4  # most threads of the library that copy
 _CODES = {status: code for code, status in enumerate(PageStatus)}
 
 
@@ -128,13 +128,13 @@ class NativeExecutor(ThreadDriver):
                 routes = functools.partial(self.machine.copies.routes, "load" if moving.into_planes else "store")
                 self.moves.start(moving.number, move, ends, events_of(after), routes)
         except BaseException:
-            if self.moves.wait(moving.number, 0) is not None:  # else an interrupt came when it had begun
+            if self.moves.wait(moving.number, 0) is not None:  # None: an interrupt came after the move had begun
                 del self._under_way[moving.number]
             raise
         return moving
 
     def look(self) -> None:
-        """Ask whether reads may begin: before a load, and when that has changed."""
+        """Tell the library whether reads may begin: before a load, and when the answer has changed."""
         refusal = self.machine.refusal()
         if self._closed:
             return
@@ -153,11 +153,9 @@ class NativeExecutor(ThreadDriver):
 
     mark = behind
 
-    def passed(self, mark: Event) -> None:
-        """The event goes with whoever has it."""
+    def passed(self, mark: Event) -> None: ...
 
     def held_slots(self) -> int:
-        """Slots of the loads' share of the bounce reserve that late I/O holds."""
         return self.moves.held_slots()
 
     def reads_queued(self) -> Event:
@@ -166,25 +164,26 @@ class NativeExecutor(ThreadDriver):
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         return take_rows(self.machine.memories[space].checksums, slots)
 
-    # -- for moves under way -------------------------------------------------------------------------------------------
+    # -- for moves
+    # ---------------------------------------------------------------------------------------------------------
 
     def over(self, number: int) -> Wait:
         return Blocking(functools.partial(self.await_move, number))
 
     def await_move(self, number: int, group: int = -1, seconds: float = math.inf) -> Landed | None:
-        """Wait until a move has ended, or copies of a group of its layers are queued; None when that takes longer."""
+        """Wait until a move has ended, or copies of a group of its layers are queued; None after `seconds`."""
         point = self.moves.wait(number, seconds, group)
         if point is None:
             return None
         return Landed(self._gpu.point(point) if point and self._gpu is not None else None)
 
     def end_lost(self) -> Iterator[tuple[NativeMoving, Sequence[int]]]:
-        """Cancel moves that nobody waits for, because the call that began them was interrupted, and wait until they
-        end: each, and its rows that are late. Nothing else is under way any more, but what is late."""
+        """Cancel moves whose calls were interrupted, and wait for their ends. Yields each move and its late rows.
+        Afterwards only late I/O is in progress."""
         for moving, _, _ in list(self._under_way.values()):
             if not moving.known:
                 self.moves.cancel(moving.number)
-                with contextlib.suppress(NativeCallError):  # its last ways may be known
+                with contextlib.suppress(NativeCallError):  # it may have its last ways already
                     self.moves.extend(moving.number, (), last=True)
                 self.await_move(moving.number)
                 yield moving, moving.lose()
@@ -192,7 +191,7 @@ class NativeExecutor(ThreadDriver):
     # -- for timelines -------------------------------------------------------------------------------------------------
 
     def _about(self, number: int, layers: range) -> dict[str, Any]:
-        """What a timeline is told of a part of a move; nothing of a store's layers, which it moves at once."""
+        """A span's labels: the load's number and, where layers move in groups, the layers; nothing for a store."""
         found = self._under_way.get(number)
         if found is None or found[0].move.priority >= Priority.STORE:
             return {}
@@ -200,7 +199,6 @@ class NativeExecutor(ThreadDriver):
         return load | {"layers": layers} if found[0].move.groups else load
 
     def tell_spans(self) -> None:
-        """Tell the timeline what the library's threads have done."""
         timeline = self.machine.timeline
         while timeline is not OFF and (spans := self.moves.take_spans()):
             for kind_, layers, number, pages, nbytes, begin, end in spans:
@@ -214,7 +212,8 @@ class NativeExecutor(ThreadDriver):
     def forget(self, moving: NativeMoving) -> None:
         self._under_way.pop(moving.number, None)
 
-    # -- what is late --------------------------------------------------------------------------------------------------
+    # -- late pages
+    # --------------------------------------------------------------------------------------------------------
 
     def _serve_late(self) -> None:
         while (error := failure_of(self._tell_late)) is not None:
@@ -223,7 +222,7 @@ class NativeExecutor(ThreadDriver):
             log_failure(error)
 
     def _tell_late(self) -> None:
-        while True:  # until the executor is stopped
+        while True:  # until `stop`
             found = self.moves.take_late(math.inf)
             self.tell_spans()
             for number, row in found:
@@ -232,13 +231,13 @@ class NativeExecutor(ThreadDriver):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """No move is begun any more, and none is waited for. Again is fine."""
+        """Begin no more moves, and end all waits. May be called again."""
         if not self._closed:
             self._closed = True
             self.moves.stop()
 
     def close(self) -> None:
-        """Give everything back; nothing is under way, and what was late has ended."""
+        """Free everything. Call it when all moves and their late pages have ended."""
         self.stop()
         self._late.join()
         self.moves.close()

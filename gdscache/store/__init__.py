@@ -1,1 +1,1 @@
-"""Stores: the handle of the caller, the plan of what goes where, and the steps that carry it out."""
+"""Stores: the caller's handle, the plan, and the steps that carry it out."""

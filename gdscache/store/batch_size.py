@@ -1,14 +1,13 @@
-"""How many pages a batch of writes has: as many as the tier writes in a moment."""
+"""The number of pages in a batch of writes, by the tier's speed."""
 
 from __future__ import annotations
 
 from gdscache.limits import BATCH_BYTES, BATCH_PAGES, LEAST_BATCH, SMALL_BATCH_BYTES
 
-_QUICK_S, _SLOW_S = 0.25, 2.0  # of a batch: below, the next has twice as many pages; above, half as many
+_QUICK_S, _SLOW_S = 0.25, 2.0  # seconds of a batch: below, the next has twice as many pages; above, half as many
 
 
 def batch_pages(extent_bytes: int) -> int:
-    """The most that a batch has."""
     most = max(BATCH_PAGES, SMALL_BATCH_BYTES // extent_bytes)
     return max(LEAST_BATCH, min(BATCH_BYTES // extent_bytes, most))
 
@@ -16,8 +15,8 @@ def batch_pages(extent_bytes: int) -> int:
 class BatchSize:
     """Begins with `pages`, and stays between `least` and `most`.
 
-    A batch costs a millisecond of Python however few pages it has. It has one deadline, behind those that are under way
-    with it, so on a slow tier it must not have many.
+    A batch costs a millisecond of Python for any number of pages. Its deadline covers the batches in flight before it
+    too, so on a slow tier it must be small.
     """
 
     __slots__ = ("_least", "_most", "pages")
@@ -29,12 +28,11 @@ class BatchSize:
 
     @classmethod
     def of(cls, extent_bytes: int) -> BatchSize:
-        """For pages of so many bytes: 128 MiB at first."""
+        """For extents of this size: batches of 128 MiB at first."""
         most = batch_pages(extent_bytes)
         return cls(LEAST_BATCH, min(most, max(LEAST_BATCH, SMALL_BATCH_BYTES // extent_bytes)), most)
 
     def learn(self, pages: int, seconds: float) -> None:
-        """A batch of so many pages was written, or given up, in so many seconds."""
         if seconds > _SLOW_S:
             self.pages = max(self._least, min(self.pages, pages // 2))
         elif seconds < _QUICK_S and pages >= self.pages:

@@ -1,4 +1,4 @@
-"""What uses of pages in the landing tier earn them: an offer to tiers of files, with the next load or store."""
+"""Pages that uses in the landing tier have earned an offer to tiers of files, with the next load or store."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from gdscache.store.outlets import Outlet
 if TYPE_CHECKING:
     from gdscache.pages.keys import Page
 
-_MOST_HITS = 255  # counted a page
+_MOST_HITS = 255
 
 
 class EarnedOffers:
     """Notes uses, and starts nothing. The manager's lock guards it.
 
-    With `write_through_selective` a page has to be hit `hits` times since it came. With `write_through` hits offer
-    pages again where a first offer is not enough; where it is enough but for a lack of room, what was refused.
+    With `write_through_selective` a page has to be hit `hits` times since it came. With `write_through` a hit offers a
+    page again if the admission refuses first offers; otherwise only pages that were refused for lack of room are
+    offered again.
     """
 
     def __init__(self, index: PageIndex | None, outlets: Sequence[Outlet], policy: str, hits: int) -> None:
-        """`index`: the landing tier's; None: there is no such tier, and nothing is earned."""
+        """`index`: the landing tier's; None: no such tier, and nothing is earned."""
         refuses = any(outlet.admission.refuses for outlet in outlets)
         self.by_hits = bool(outlets) and (
             policy == "write_through_selective" or (policy == "write_through" and refuses)
@@ -32,17 +33,16 @@ class EarnedOffers:
         self._outlets = outlets
         self._selective = policy == "write_through_selective"
         self._wanted = hits
-        self._hits = bytearray(0 if index is None else index.slots)  # of the page in each slot, since it came
+        self._hits = bytearray(0 if index is None else index.slots)  # hits of the page in each slot, since it came
         self._earned: dict[bytes, None] = {}
 
     def came(self, slots: Sequence[int]) -> None:
-        """Other pages are in these slots."""
         if self._selective:
             for slot in slots:
                 self._hits[slot] = 0
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Pages were hit, tail first: those that have earned an offer are noted heads first."""
+        """Pages were hit, tail first. Pages that have earned an offer are noted heads first."""
         refused = dict.fromkeys(key for outlet in self._outlets for key in outlet.admission.use(keys))
         index = self._index
         if index is None:
@@ -61,7 +61,7 @@ class EarnedOffers:
             del self._earned[next(iter(self._earned))]
 
     def take(self) -> list[Page]:
-        """The pages that were noted since the last time, as far as they are there."""
+        """The pages noted since the last call that are still present."""
         if self._index is None or not self._earned:
             return []
         earned, self._earned = self._earned, {}

@@ -1,4 +1,4 @@
-"""On to tiers of files: the writers get pages that lie in slots of the CPU tier, or of the bounce reserve."""
+"""Hands pages in slots of the CPU tier, or of the bounce reserve, to the writers of the tiers of files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gdscache.store.writer import Outgoing, TierWriter
 
 
 class Forwarder:
-    """Hands pages to the writers, and gives back what they held when these are done. The manager's lock is held.
+    """Hands pages to the writers, and frees their slots afterwards. The manager's lock is held.
 
-    `writers`: by the names of their tiers; `spare`: slots of the bounce reserve; `idle`: told when nothing is queued.
+    `writers`: by tier name. `spare`: slots of the bounce reserve. `idle` rings when nothing is queued.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Forwarder:
 
     @contextlib.contextmanager
     def closing(self, *, drain: bool) -> Iterator[None]:
-        """End the writers around the end of what hands pages over. The manager's lock is not held here."""
+        """End the writers around the end of the storer's own thread. The manager's lock is not held here."""
         for writer in self._writers.values():
             writer.begin_close(drain=drain)
         yield
@@ -48,7 +48,7 @@ class Forwarder:
                 ends.callback(writer.close, drain=drain)
 
     def demote(self, parcels: Sequence[Parcel]) -> int:
-        """Send on pages of the landing tier without a store; how many."""
+        """Send pages of the landing tier on without a store. Returns their number."""
         if not parcels:
             return 0
         try:
@@ -59,12 +59,12 @@ class Forwarder:
         return sum(map(len, parcels))
 
     def send(self, parcels: Sequence[Parcel]) -> None:
-        """Hand pages that lie in their slots to the writers. Raises only where none of them has been taken."""
+        """Hand pages in slots to the writers. Raises only if no writer has taken any."""
         taken = False
         for outlet in self._planner.outlets if parcels else ():
             some = [parcel for parcel in parcels if outlet in parcel.to]
             writer = self._writers.get(outlet.tier.name)
-            if writer is None or not self._open:  # a load that found them worth it while the engine closes
+            if writer is None or not self._open:  # a load may offer pages while the engine closes
                 self._turn_away(some, outlet, "closed")
                 continue
             error = failure_of(functools.partial(writer.put, [self._outgoing(parcel, outlet) for parcel in some]))
@@ -108,7 +108,6 @@ class Forwarder:
         self.tell_idle()
 
     def _released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> None:
-        """An outlet does not read the pages' slots any more."""
         self._give_bounce(parcel, self._planner.released(parcel, outlet, rows))
 
     def _give_bounce(self, parcel: Parcel, rows: Sequence[int]) -> None:

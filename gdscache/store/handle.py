@@ -1,4 +1,4 @@
-"""The caller's side of stores: the handle of a store that is under way, and the report when it is over."""
+"""The caller's handle of a store, and the report at its end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gdscache.runtime.threads import Flag, failure_of, log_failure
 
 @dataclasses.dataclass(frozen=True)
 class StoreReport:
-    """What became of a store: for each page the tiers that committed it now, and why pages were dropped, by page.
+    """How a store ended: for each page the tiers that committed it now, and why pages were dropped, by page.
 
-    A page that was stored already, or is on its way by another store, has no tiers and no cause.
+    A page that was stored already, or that another store is bringing, has no tiers and no cause.
     """
 
     tiers: tuple[tuple[str, ...], ...]
@@ -30,7 +30,7 @@ class StoreHandle:
     def __init__(self, pages: int, calls: Caller | None = None) -> None:
         self._calls = Direct() if calls is None else calls
         self.release_event = Fence()
-        self.order = b""  # what each rank of the engine is told (`Rank.store`), in the order of its own steps
+        self.order = b""  # the bytes for each rank (`Rank.store`), in the order of its own steps
         self._tiers: list[tuple[str, ...]] = [()] * pages
         self._dropped: dict[int, str] = {}
         self._left = pages
@@ -43,12 +43,12 @@ class StoreHandle:
         return self._done.is_set()
 
     def result(self, seconds: float | None = None) -> StoreReport:
-        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
+        """The report. Waits up to `seconds` (None: without limit), then raises `DeadlineError`."""
         self._calls.check()
         return self._report(self._done.wait(arguments.seconds(seconds)))
 
     def __await__(self) -> Generator[Any, None, StoreReport]:
-        """`result()` in an event loop of asyncio's. The store goes on where the await is cancelled."""
+        """`result()` in asyncio's event loop. Cancelling the await does not cancel the store."""
         over = yield from self._calls.until(self._done, None).__await__()
         return self._report(over)
 
@@ -58,15 +58,14 @@ class StoreHandle:
         return StoreReport(tuple(self._tiers), dict(self._dropped))
 
     def reading(self, lands: Callable[[float], Landed | None]) -> None:
-        """Called by the storer: the blocks may be written again when what `lands(seconds)` waits for has happened."""
+        """Called by the storer: the blocks may be written again after the event that `lands(seconds)` waits for."""
         self.release_event.watch(lands)
 
     def read(self, event: Event) -> None:
-        """Called by the storer: the blocks may be written again when this has happened."""
+        """Called by the storer: the blocks may be written again after this event."""
         self.release_event.signal(event)
 
     def committed(self, pages: Sequence[int], tier: str) -> None:
-        """Called by the storer, under the manager's lock."""
         for page in pages:
             self._tiers[page] += (tier,)
 
@@ -77,4 +76,5 @@ class StoreHandle:
         self._left -= len(pages)
         if not self._left:
             self._done.set()
-            log_failure(failure_of(self._calls.ended))  # the storer's books are not done yet
+            # a failure here must not reach the storer, which still has work to do
+            log_failure(failure_of(self._calls.ended))

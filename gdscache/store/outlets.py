@@ -1,4 +1,4 @@
-"""The outlets to tiers of files: what is on its way to each, and which pages may set out."""
+"""Outlets to tiers of files: the pages on their way to each, and the choice of pages that may set out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Outlet:
-    """The way out to one tier. `keys`: the pages on it, `limit` at most. The manager's lock guards it."""
+    """The way to one tier. `keys`: the pages on it, at most `limit`. The manager's lock guards it."""
 
     __slots__ = ("admission", "keys", "limit", "tier")
 
@@ -24,22 +24,19 @@ class Outlet:
 
     @property
     def room(self) -> int:
-        """Pages that may still set out."""
         return max(0, self.limit - len(self.keys))
 
     def lacks(self, key: bytes) -> bool:
-        """Whether the tier neither has nor gets a page."""
         return key not in self.keys and key not in self.tier.index
 
     def lacking(self, pages: Sequence[Page]) -> list[int]:
-        """The places of those pages that the tier neither has nor gets."""
         lacking, keys = self.tier.index.lacking(pages), self.keys
         return [i for i in lacking if pages[i].key not in keys] if keys else lacking
 
     def offer(self, pages: Sequence[Page], *, open: bool = True) -> list[str]:
-        """Offer pages that the tier lacks: for each why it does not get it, "" when it does. `open`: any may set out.
+        """Offer pages that the tier lacks: for each the cause why it is refused, or "". `open`: False refuses all.
 
-        Who gets one says so (`keys`) before the next offer.
+        The caller adds accepted pages to `keys` before the next offer.
         """
         room, admission = self.room if open else 0, self.admission
         if admission.admits_all and room >= len(pages):
@@ -48,7 +45,7 @@ class Outlet:
         causes: list[str] = []
         going, asks = 0, admission.asks_victim
         for page in pages:
-            full = asks and self.tier.spare_slots <= len(self.keys) + going  # those have no slot yet
+            full = asks and self.tier.spare_slots <= len(self.keys) + going  # pages on their way have no slot yet
             cause = admission.admit(page, self.tier.index.coldest() if full else None, room=going < room)
             causes.append(cause)
             if not cause:

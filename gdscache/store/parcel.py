@@ -1,4 +1,4 @@
-"""Pages of a store, as columns: those that were accepted together, and those that go the same ways from there."""
+"""Pages of a store, in columns: jobs are accepted together, parcels go the same ways."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ if TYPE_CHECKING:
 
 
 class Receipt(Protocol):
-    """Who wants to know what becomes of a store. Pages are told by their places in it."""
+    """Hears how the pages of a store end. Pages are numbered as in the store."""
 
-    def committed(self, pages: Sequence[int], tier: str) -> None:
-        """A tier has these pages now."""
-        ...
+    def committed(self, pages: Sequence[int], tier: str) -> None: ...
 
     def finish(self, pages: Sequence[int], cause: str = "") -> None:
-        """The last word on these pages; `cause`: why they were dropped."""
+        """The outcome of these pages is final; `cause`: why they were dropped."""
         ...
 
 
 class Nobody:
-    """The receipt of pages that go on without any store."""
+    """The receipt of pages that go on without a store."""
 
     def committed(self, pages: Sequence[int], tier: str) -> None: ...
 
@@ -37,9 +35,9 @@ class Nobody:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StoreJob:
-    """Pages of one salt, as accepted. `numbers[i]` is page `i`'s place in the receipt; `epoch` the namespace's
-    when their bytes were known good. `since`: when that was, by the executor's clock; None for pages that go on without
-    a store. `left`: the pages that have no last word yet."""
+    """Pages of one salt, as accepted. `numbers[i]` is page `i`'s number in the receipt. `epoch`: the namespace's when
+    the bytes were known good. `since`: the time of acceptance, by the executor's clock; None without a store. `left`:
+    the pages without an outcome."""
 
     receipt: Receipt
     numbers: Sequence[int]
@@ -57,16 +55,15 @@ class StoreJob:
         return self.pages[0].namespace
 
     def numbers_of(self, some: Iterable[int]) -> list[int]:
-        """The places of pages in the receipt."""
         numbers = self.numbers
         return [numbers[i] for i in some]
 
 
 class Parcel:
-    """Pages of a job in slots of one memory, all of which take the same outlets. A *row* is a page's place in it.
+    """Pages of a job in slots of one memory, all with the same outlets. A *row* is a page's number in the parcel.
 
-    `places`: the pages' places in the job. `entries`: the pages in the landing tier, each leased; None: the slots are
-    of the bounce reserve, whose name is `space` then. `copied`: the bytes are in the slots already. `to`: the outlets.
+    `places`: the pages' numbers in the job. `entries`: the pages in the landing tier, each leased; None: the slots are
+    in the bounce reserve (`space`). `copied`: the bytes are in the slots already. `to`: the outlets.
     """
 
     __slots__ = (
@@ -103,9 +100,9 @@ class Parcel:
         self.copied = copied
         self.to = to
         self._leases = [] if lease is None else [lease]
-        self._open = {outlet: set(self.rows) for outlet in to}  # rows of which it has not said what became
-        self._reading = {outlet: set(self.rows) for outlet in to}  # rows whose slots it still reads
-        self._causes: dict[int, str] = {}  # what the first outlet said that did not take the page
+        self._open = {outlet: set(self.rows) for outlet in to}  # rows that the outlet has not ended
+        self._reading = {outlet: set(self.rows) for outlet in to}  # rows whose slots the outlet still reads
+        self._causes: dict[int, str] = {}  # the cause of the first outlet that did not take the page
 
     def __len__(self) -> int:
         return len(self.places)
@@ -124,19 +121,16 @@ class Parcel:
         return [pages[places[row]].key for row in rows]
 
     def places_of(self, rows: Iterable[int]) -> list[int]:
-        """The places of rows in the job."""
         places = self.places
         return [places[row] for row in rows]
 
-    # -- what outlets said -------------------------------------------------------------------------------------------
+    # -- outcomes by outlet ------------------------------------------------------------------------------------------
 
     def open(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
-        """Those of the rows of which an outlet has not said yet what became."""
         left = self._open.get(outlet, ())
         return [row for row in rows if row in left]
 
     def open_elsewhere(self, outlet: Outlet) -> set[int]:
-        """The rows that other outlets have not ended."""
         if len(self._open) == 1 and outlet in self._open:
             return set()
         return set().union(*(rows for other, rows in self._open.items() if other is not outlet))
@@ -145,12 +139,11 @@ class Parcel:
         self._open[outlet].difference_update(rows)
 
     def note(self, rows: Iterable[int], cause: str) -> None:
-        """An outlet did not take these pages."""
         for row in rows:
             self._causes.setdefault(row, cause)
 
     def by_cause(self, rows: Sequence[int]) -> dict[str, list[int]]:
-        """The rows by what the first outlet said that did not take them; "" where each took them."""
+        """The rows by the cause of the first outlet that did not take them; "" where every outlet did."""
         if not self._causes:
             return {"": list(rows)}
         found: dict[str, list[int]] = {}
@@ -159,7 +152,7 @@ class Parcel:
         return found
 
     def read(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
-        """Those of the rows whose slots nobody reads any more, now that an outlet does not."""
+        """The rows whose slots no outlet reads any more, now that this one does not."""
         left = self._reading.get(outlet, ())
         over = [row for row in rows if row in left]
         for other, reading in self._reading.items():
@@ -172,7 +165,7 @@ class Parcel:
             self._reading[outlet].difference_update(rows)
 
     def give_up(self) -> list[tuple[Outlet, list[int]]]:
-        """No outlet gets what it has not had: the rows that each of them lacks."""
+        """End the rows of all outlets; returns the rows that each outlet had not ended."""
         lacking = [(outlet, sorted(rows)) for outlet, rows in self._open.items() if rows]
         self._open = {outlet: set() for outlet in self.to}
         self._reading = {outlet: set() for outlet in self.to}
@@ -182,11 +175,10 @@ class Parcel:
 
     @property
     def leases(self) -> Sequence[Lease]:
-        """What pins its entries."""
         return self._leases
 
     def set_apart(self, rows: Sequence[int], lease: Lease) -> None:
-        """Let another lease pin these rows: they are kept for longer than the others."""
+        """Give the pins of these rows to another lease, which ends later than the others."""
         if self.entries is not None:
             entries = [self.entries[row] for row in rows]
             for held in self._leases:

@@ -1,24 +1,24 @@
-"""What becomes of stores: which pages go to which tier, and when. Decisions only; no bytes, no threads, no torch.
+"""Plans stores: which pages go to which tier, and when. Decisions only; no bytes, no threads, no torch.
 
-A page is *offered* by a store. The planner accepts it (or drops and counts it), finds its slot in the landing tier (the
-first in memory: the CPU tier), and says which tiers of files are to get it now, by the write policy. To each of them
-there is an *outlet* (store/outlets.py). With one of them, the SSD:
+The planner accepts a page (or drops and counts it), finds its slot in the landing tier (the first in memory: the CPU
+tier), and chooses the tiers of files that get it now, by the write policy. Each of them has an *outlet*
+(store/outlets.py). With one of them, the SSD:
 
 * `write_through`: every page, at once.
-* `write_through_selective`: a page that was hit twice since it came. A lookup only notes that; the
-  next load or store sends the page on.
-* `write_back`: a page that the CPU tier is about to give up. Until then it is *dirty* there, which eviction respects;
-  the coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
-* `never`: none.
+* `write_through_selective`: a page that was hit twice since it came. A lookup only notes the hit; the next load or
+  store sends the page on.
+* `write_back`: a page that the CPU tier is about to evict. Until then it is *dirty* there, and not evicted; the
+  coldest are written ahead when more than half of the slots are dirty, down to a quarter (`WATERMARKS`).
+* `never`: no page.
 
-What the policy would write still has to pass the SSD's admission. Whoever runs the plan (the storer) moves the bytes
-and reports back. Pages go through it as *parcels* (store/parcel.py). The manager's lock is held in every call.
+Such a page must also pass the SSD's admission. The storer runs the plan: it moves the bytes and reports back. Pages go
+through it as *parcels* (store/parcel.py). The manager's lock is held in every call.
 
-The ways into the two tiers are bounded apart, by `store.queue` each, so that an SSD that falls behind does not keep
-pages out of the CPU tier. What the first has no room for is dropped. What the second has no room for is refused, as by
-the admission ("queue_full"): it stays in the CPU tier alone, and may be evicted. Pages on their way to the SSD hold CPU
-slots, so a store that finds more of them on their way than half of those slots finds no room there either; dirty pages
-hold slots too, so the coldest are refused where there are too many.
+The ways into the two tiers are bounded separately, by `store.queue` each, so that a slow SSD does not keep pages out of
+the CPU tier. A page without room on the first way is dropped. A page without room on the second is refused, as by the
+admission ("queue_full"): it stays in the CPU tier alone, and may be evicted. Pages on their way to the SSD hold CPU
+slots: a store finds no CPU slot while they hold more than half of them. Dirty pages hold slots too: where too many do,
+the coldest are refused.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ if TYPE_CHECKING:
 
 _FIRST_ROUND_BYTES = 32 << 20
 WATERMARKS = (0.25, 0.5)  # of `write_back`: shares of the landing tier's slots that are dirty
-_UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes for which no byte of a page went out
+_UNWRITTEN = ("closed", "switched_off", "lock_lost")  # causes that come before any byte is written
 _NOBODY = Nobody()
 
 
 def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
-    """Pages of a store that find slots and are gathered at a time, round after round.
+    """Pages of each round of a store, which finds slots and is gathered together.
 
-    Each costs 0.3 ms of Python. `waiting`: a writer has nothing to do, so the first rounds are small, and
-    each takes twice as many.
+    A round costs 0.3 ms of Python. `waiting`: a writer is idle, so the first round is small, and each doubles.
     """
     most = min(BATCH_PAGES, batch_pages(extent_bytes))
     pages = min(most, max(LEAST_BATCH // 2, _FIRST_ROUND_BYTES // extent_bytes)) if waiting else most
@@ -63,10 +62,10 @@ def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
 
 
 class StorePlanner:
-    """The state of all stores that were accepted and are not done.
+    """The state of all accepted stores that are not done.
 
-    On each outlet are at most `store.queue` bytes, and so are the other pages that are `queued`; without a landing tier
-    both together are.
+    Each outlet has at most `store.queue` bytes, and so have the other `queued` pages; without a landing tier both have
+    it together.
     """
 
     def __init__(
@@ -78,12 +77,12 @@ class StorePlanner:
         earned: EarnedOffers,
         watermarks: tuple[float, float] | None = None,
     ) -> None:
-        """`outlets`: to the manager's tiers of files. `earned`: what the manager's lookups note. `watermarks` of
-        `write_back`, as shares of the landing tier's slots: above the second the coldest dirty pages are written, down
-        to the first."""
+        """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `watermarks` of `write_back`,
+        as shares of the landing tier's slots: above the second the coldest dirty pages are written, down to the
+        first."""
         self.outlets = outlets
         self.queued = 0  # pages accepted and not finished
-        self._cleaning = 0  # ... that are on their way from the CPU tier to the SSD without a store
+        self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
         self._manager = manager
         self.lock = manager.lock
         self._landing = manager.landing
@@ -93,15 +92,14 @@ class StorePlanner:
         slots = 0 if self._landing is None else self._landing.index.slots
         low, high = WATERMARKS if watermarks is None else watermarks
         self._low, self._high = int(low * slots), int(high * slots)
-        # CPU slots that may be held by what is not on the SSD yet: pages on their way, or dirty ones.
+        # Most CPU slots of pages that the SSD lacks: pages on their way, or dirty ones.
         self._most_held = (self._high + slots) // 2 if self._policy == "write_back" else slots // 2
-        self.behind = False  # the SSD was, when the store that is being placed had its turn: it is not waited for
+        self.behind = False  # the SSD was behind when the current store began: do not wait for it
         self._earned = earned
-        self.now: Callable[[], float] = time.monotonic  # the clock of whoever runs the plans
+        self.now: Callable[[], float] = time.monotonic  # the executor's clock
 
     @property
     def keys(self) -> Collection[bytes]:
-        """The pages on their way to tiers of files."""
         if len(self.outlets) == 1:
             return self.outlets[0].keys
         return set[bytes]().union(*(outlet.keys for outlet in self.outlets))
@@ -109,7 +107,7 @@ class StorePlanner:
     # -- accepting ---------------------------------------------------------------------------------------------------
 
     def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
-        """The places of those pages that some tier lacks and the queue has room for; the last word on the others."""
+        """The numbers of the pages that some tier lacks and the queue has room for. The others get their outcome."""
         manager = self._manager
         manager.counts["stores", "requests"] += 1
         manager.retain(pages, retention)
@@ -133,7 +131,7 @@ class StorePlanner:
         return wanted
 
     def _missing(self, pages: Sequence[Page]) -> list[int]:
-        """The places of pages that a tier lacks which is to have them, and that nothing is bringing; each page once."""
+        """The numbers of pages that a tier should have, lacks and is not getting; each page once."""
         landing = self._landing
         again = landing is None or (self._policy == "write_through" and not self._earned.by_hits)
         found = absent = [] if landing is None else landing.index.lacking(pages)
@@ -145,11 +143,10 @@ class StorePlanner:
         return found
 
     def _lacking(self, page: Page) -> list[Outlet]:
-        """The outlets to tiers that are to have a page, and neither have nor get it."""
         return [] if self._policy == "never" else [outlet for outlet in self.outlets if outlet.lacks(page.key)]
 
     def _falls_behind(self) -> bool:
-        """Whether pages that are not on the SSD yet hold so much of the landing tier that no more may."""
+        """Whether pages that the SSD lacks hold as much of the landing tier as they may."""
         landing = self._landing
         if landing is None:
             return False
@@ -158,8 +155,8 @@ class StorePlanner:
     def _offer(
         self, pages: Sequence[Page], *, behind: bool
     ) -> tuple[dict[tuple[Outlet, ...], list[int]], dict[int, str]]:
-        """Offer pages to the tiers that lack them: their places, by the outlets that they take; by place, why the first
-        of the others did not take them."""
+        """Offer pages to the tiers that lack them. Returns the accepted pages' places by their outlets, and by place
+        the first refusal's cause."""
         takes: list[tuple[Outlet, ...]] = [()] * len(pages)
         causes: dict[int, str] = {}
         for outlet in self.outlets if self._policy != "never" else ():
@@ -182,10 +179,10 @@ class StorePlanner:
     # -- placing -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> Iterator[int]:
-        """A store has its turn: how many of its pages are placed next, round after round.
+        """A store begins: the numbers of pages of its rounds.
 
-        Whether the SSD is behind is decided here, once a store: else a prompt would be cut by its own pages, in a CPU
-        tier that has been idle.
+        Decides once a store whether the SSD is behind. Decided later, a prompt would be cut by its own pages in an idle
+        CPU tier.
         """
         self.behind = self._falls_behind()
         if self.behind:
@@ -194,23 +191,22 @@ class StorePlanner:
         return round_pages(self._extent_bytes, waiting=waiting)
 
     def cpu_slots(self, pages: Sequence[Page]) -> list[int]:
-        """CPU slots for those of `pages` that the tier lacks, without evicting what comes before them."""
+        """CPU slots for the pages that the tier lacks, without evicting the pages before them."""
         landing = self._landing
         if landing is None:
             return []
         return landing.index.allocate_some(len(landing.index.lacking(pages)), pages=pages)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Give CPU slots back that no page was put in."""
         if slots:
             self._manager.cpu_index.free(slots)
 
     def place(
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
     ) -> int:
-        """Find slots for the pages `at ... end-1`: of `slots` (CPU), or of `bounced`. Both shrink; `parcels` grows.
+        """Find slots for the pages `at ... end-1`: from `slots` (CPU), or from `bounced`. Both shrink; `parcels` grows.
 
-        Where it stopped: at a page that needs a bounce slot when there is none, else at `end`.
+        Returns the first page without a slot: one that needs a bounce slot when none is left, else `end`.
         """
         if self._manager.clearing.epoch(job.namespace) != job.epoch:
             self.settle(job, range(at, end), "cleared")
@@ -234,7 +230,6 @@ class StorePlanner:
         return at
 
     def _insert(self, job: StoreJob, places: range, slots: list[int], landing: Tier, parcels: list[Parcel]) -> None:
-        """Reserve slots of the landing tier for pages that it lacks."""
         pages = job.pages[places.start : places.stop]
         ways: dict[tuple[Outlet, ...], list[int]] = {}
         if self._policy == "write_through":
@@ -254,7 +249,7 @@ class StorePlanner:
             self._set_out(Parcel(job, at, taken, landing.name, entries, lease, to, copied=False), parcels)
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
-        """Pages that are in the landing tier, or on their way there by somebody else: offer what other tiers lack."""
+        """Offer pages that the landing tier has, or is getting, to other tiers."""
         entries: dict[int, Entry] = {}
         for i in places if self._policy == "write_through" else ():
             page = job.pages[i]
@@ -271,9 +266,9 @@ class StorePlanner:
         self.settle(job, [i for i in places if i not in taken])
 
     def _bounce(self, job: StoreJob, at: int, stop: int, bounced: list[int], parcels: list[Parcel]) -> int:
-        """Pages for which the landing tier has no slot: to tiers of files by way of the bounce reserve.
+        """Pages without a slot in the landing tier: to tiers of files through the bounce reserve.
 
-        Where it stopped: at a page that needs a slot of it, when there is none.
+        Returns the first page without a slot: one that needs a bounce slot when none is left, else `stop`.
         """
         quarantine = self._manager.quarantine  # its writes hold the bounce slots
         full = "" if self._landing is None else f"{self._landing.name}_full"
@@ -305,14 +300,13 @@ class StorePlanner:
         return at
 
     def turn_away(self, job: StoreJob, i: int) -> None:
-        """No bounce slot is free for page `i`, and the SSD is behind: it is dropped."""
+        """No bounce slot is free for page `i`, and the SSD is behind: drop it."""
         _, causes = self._offer((job.pages[i],), behind=True)
         self.settle(job, (i,), causes.get(0, ""))
 
     def _copied(
         self, job: StoreJob, places: Sequence[int], entries: Sequence[Entry], landing: Tier, to: tuple[Outlet, ...]
     ) -> Parcel:
-        """Pages that lie in the landing tier."""
         lease = self._manager.lease("store")
         for entry in entries:
             lease.add(landing.index, entry)
@@ -326,7 +320,7 @@ class StorePlanner:
     # -- outcomes ----------------------------------------------------------------------------------------------------
 
     def publish(self, parcel: Parcel) -> bool:
-        """The bytes are in the slots: the landing tier shows the pages. True when they go on to tiers of files now."""
+        """The bytes are in the slots: show the pages in the landing tier. True if they go on to tiers of files now."""
         job, landing, entries = parcel.job, self._landing, parcel.entries
         shown: Sequence[int] = parcel.rows
         if landing is not None and entries is not None and not parcel.copied:
@@ -343,22 +337,21 @@ class StorePlanner:
         for lease in parcel.leases:
             self._manager.end(lease)
         self.settle(job, parcel.places_of(shown))
-        for i in parcel.places:  # what left the CPU tier while it was being put there
+        for i in parcel.places:  # pages that left the CPU tier meanwhile
             if i in job.left:
                 self.settle(job, (i,), "expired" if self._manager.expiry.was(job.pages[i].key) else "cleared")
         return False
 
     def _measure(self, parcel: Parcel, source: str, target: str, pages: int) -> None:
-        """Pages of a store are committed on a tier."""
         measures, job = self._manager.measures, parcel.job
         measures.moved(source, target, pages)
         if pages and job.since is not None:
             measures.stored(target, len(job.pages) * self._extent_bytes, self.now() - job.since)
 
     def written(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int], cause: str) -> None:
-        """A writer's last word on pages, "" or why its tier has not got them. `released` gives their slots back.
+        """A writer's outcome for pages: "" or the cause why its tier lacks them. `released` frees their slots.
 
-        Where it is broken off, it may be said again.
+        May be called again after an exception.
         """
         rows = parcel.open(outlet, rows)
         if not rows:
@@ -381,14 +374,15 @@ class StorePlanner:
         over = [row for row in rows if row not in elsewhere] if elsewhere else rows
         if entries is not None and self._manager.cpu_index.dirty_pages:
             for row in over:
-                self._manager.cpu_index.mark_clean(entries[row])  # refused for good, too: it must not stay for ever
+                # a page refused for good is clean too, else it could never be evicted
+                self._manager.cpu_index.mark_clean(entries[row])
         for why, some in parcel.by_cause(over).items():
             self.settle(job, parcel.places_of(some), why)
         parcel.end(outlet, rows)
 
     def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> list[int]:
-        """An outlet does not read these pages' slots any more. The rows that none does; slots of the bounce reserve are
-        for their owner to give back then."""
+        """An outlet no longer reads these pages' slots. Returns the rows that no outlet reads; the caller frees bounce
+        slots."""
         over = parcel.read(outlet, rows)
         if over and parcel.entries is not None:
             self._give_back(parcel, over, parcel.entries)
@@ -419,12 +413,12 @@ class StorePlanner:
         self.settle(parcel.job, parcel.places, "error")
 
     def settle(self, job: StoreJob, places: Iterable[int], cause: str = "") -> None:
-        """The last word on pages; again changes nothing."""
+        """The outcome of pages is final. May be called again."""
         left = job.left
         some = [i for i in places if i in left]
         if not some:
             return
-        job.receipt.finish(job.numbers_of(some), cause)  # first: where it is broken off, it is said again
+        job.receipt.finish(job.numbers_of(some), cause)  # first: if it raises, `settle` is called again
         left.difference_update(some)
         if cause:
             self._manager.counts["dropped", cause] += len(some)
@@ -434,22 +428,21 @@ class StorePlanner:
             self._cleaning -= len(some)
 
     def describe(self) -> dict[str, Any]:
-        """For `stats()`: the policy, and what the SSD's admission let in and refused."""
         found = [outlet.admission.describe() for outlet in self.outlets[:1]]
         return {"write_policy": self._policy, "admission": found[0] if found else None}
 
     # -- from the CPU tier to the SSD, without a store ---------------------------------------------------------------
 
     def earned(self) -> list[Parcel]:
-        """What the lookups since the last load or store noted, as far as it is in memory: to be sent on now."""
+        """Pages noted by lookups since the last load or store, if they are in memory: to be sent on now."""
         pages = self._earned.take()
         return self.leaving(pages) if pages else []
 
     def clean(self, *, everything: bool = False) -> list[Parcel]:
-        """Dirty pages to be sent on now: where the high watermark is passed, or all of them.
+        """Dirty pages to be sent on now: down to the low watermark if the high one is passed, or all of them.
 
-        The coldest first, so that eviction finds clean pages; each behind those before it. As many as the SSD has room
-        for; where it does not keep up, others become clean as they are.
+        The coldest go first, so that eviction finds clean pages. At most as many go as the SSD has room for; if it does
+        not keep up, others become clean unwritten.
         """
         landing = self._landing
         going = self.earned() if everything else []
@@ -466,9 +459,8 @@ class StorePlanner:
         return going
 
     def _give_up(self) -> None:
-        """The SSD takes no more. Where dirty pages are more than halfway from the high watermark to the whole tier, let
-        the coldest be evicted unwritten, tails before heads, down to the high watermark.
-        """
+        """The SSD takes no more. If dirty pages fill more than half of the space between the high watermark and the
+        whole tier, let the coldest be evicted unwritten, tails before heads, down to the high watermark."""
         index = self._manager.cpu_index
         surplus = min(index.dirty_pages - self._high, index.dirty_pages - self._cleaning)
         if index.dirty_pages <= self._most_held or surplus <= 0:
@@ -479,12 +471,12 @@ class StorePlanner:
             index.mark_clean(entry)
 
     def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
-        """Pages of the landing tier that go on to tiers of files without a store."""
+        """Parcels of the landing tier's pages that go on to tiers of files without a store."""
         manager, landing = self._manager, self._landing
         if landing is None or manager.quarantine.off:
             return []
         index, groups = landing.index, dict[tuple[bytes, Retention], list[Entry]]()
-        behind = self._policy != "write_back" and self._falls_behind()  # dirty pages keep their slots anyway
+        behind = self._policy != "write_back" and self._falls_behind()  # dirty pages hold their slots anyway
         for page in pages:
             entry = index.find(page.key) if self._lacking(page) else None
             if entry is not None and entry.state is PageState.VERIFIED:
@@ -513,7 +505,7 @@ class StorePlanner:
         to: tuple[Outlet, ...],
         parcels: list[Parcel],
     ) -> None:
-        """Pages of a namespace set out, without a store; what no tier takes is clean."""
+        """Pages of a namespace set out without a store; pages that no tier takes are clean."""
         if not to:
             for entry in entries:
                 landing.index.mark_clean(entry)

@@ -1,8 +1,8 @@
-"""Stores as they are accepted and carried out: out of the planes into CPU slots, then on to the SSD.
+"""Carries stores out: from the planes into CPU slots, then on to the SSD.
 
-The planner (store/plan.py) decides what goes where, and when. The steps here move the pages of a store round by round,
-and have them published in the CPU tier; a page that finds no slot there goes through the bounce reserve. What is meant
-for the SSD goes by the forwarder (store/forwarder.py). Bytes are the executor's business, threads and time too.
+The planner (store/plan.py) decides the ways and times. The steps here move the pages of a store round by round, and
+publish them in the CPU tier; a page without a slot there goes through the bounce reserve. Pages for the SSD go to the
+forwarder (store/forwarder.py). The executor moves the bytes, and has the threads and the clock.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     from gdscache.cuda.streams import Event, Landed
 
 _NOBODYS = contextlib.nullcontext()
-_LOOK_S = 0.05  # seconds after which whoever waits for stores looks whether it is to go on
+_LOOK_S = 0.05  # a wait for stores checks every so often whether the engine has ended
 
 
 class Reader(Receipt, Protocol):
-    """A receipt that is told, too, when the blocks of a store may be written again."""
+    """A receipt that also hears when the blocks of a store may be written again."""
 
     def reading(self, lands: Callable[[float], Landed | None]) -> None:
-        """When what `lands(seconds)` waits for is queued, and has happened; None: not within that time."""
+        """After the event that `lands(seconds)` waits for; it returns None if the event is not queued in that time."""
         ...
 
     def read(self, event: Event) -> None:
-        """When `event` has happened; None: now. May be said again, which changes nothing."""
+        """After `event`; None: now. May be called again."""
         ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
-    """A store as accepted: its plan, and where its bytes are. `sources` pins blocks that are ours. `given`: its pages
-    that are the writer's to end."""
+    """An accepted store: its plan, blocks and the event before them. `sources` pins blocks of our own. `given`: pages
+    that the forwarder has."""
 
     plan: StoreJob
     receipt: Reader
@@ -69,16 +69,16 @@ class _Job:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Round:
-    """Pages of a store that have slots; `moving` brings their bytes, where somebody else has not."""
+    """Pages of a store that have slots. `moving` brings their bytes; None: they are there."""
 
     parcels: Sequence[Parcel]
     moving: Moving | None
 
 
 class Storer:
-    """Accepts stores and has them carried out. `drain` waits for what was accepted.
+    """Accepts stores and has them carried out. `drain` waits for them.
 
-    `spare`: slots of the bounce reserve for stores; `writers`: by the names of the tiers of files.
+    `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Storer:
         self._extent_bytes = extent_bytes
         self._queue = config.queue
         self._deadline = deadline
-        self._jobs: set[_Job] = set()  # stores whose blocks are still being read; the manager's lock guards it
+        self._jobs: set[_Job] = set()  # stores whose blocks are still read; the manager's lock guards it
         self._idle = Bell()
         self._dropping = False
         self._closed = False
@@ -119,11 +119,11 @@ class Storer:
         sources: Lease | None,
         retention: Retention = DEFAULT,
     ) -> bool:
-        """Accept pages for the tiers below; returns at once. The receipt is told what becomes of them.
+        """Accept pages for the tiers below; returns at once. The receipt hears the outcomes.
 
-        False where no page is to move: nothing reads the blocks, and the receipt hears no `read`.
-        The pages are of one salt. `blocks`: int64 (pages, blocks_per_page), read after the event `after`; `epoch`:
-        the namespace's when their bytes were known good; `sources` ends when the blocks were read.
+        False if no page is to move: nothing reads the blocks, and `read` is not called. The pages are of one salt.
+        `blocks`: int64 (pages, blocks_per_page), read after the event `after`. `epoch`: the namespace's when the bytes
+        were known good. `sources` ends when the blocks are read.
         """
         manager = self._manager
         with manager.lock:
@@ -145,7 +145,7 @@ class Storer:
         return False
 
     def drain(self, seconds: float | None) -> bool:
-        """Wait until nothing that was accepted is unfinished; False when `seconds` pass before, or the engine ends."""
+        """Wait until every accepted store is done. False after `seconds`, or if the engine ends."""
         until, manager = math.inf if seconds is None else time.monotonic() + seconds, self._manager
         while True:
             idle = self._idle.next
@@ -158,9 +158,10 @@ class Storer:
             self._executor.pause(idle, min(left, _LOOK_S))
 
     def flush(self, seconds: float | None, change: AbstractContextManager[object] = _NOBODYS) -> bool:
-        """`drain`, and write every page that is only in the CPU tier on to the SSD, where the policy writes any.
+        """`drain`, and write every page that is only in the CPU tier to the SSD, if the policy writes any.
 
-        `change`: around what changes the engine."""
+        `change` surrounds the steps that change the engine.
+        """
         until = None if seconds is None else time.monotonic() + seconds
         while self.drain(None if until is None else until - time.monotonic()):
             with change, self._manager.lock:
@@ -169,7 +170,7 @@ class Storer:
         return False
 
     def offer_earned(self) -> None:
-        """Send on what uses of pages have made worth it, and lies in memory. The manager's lock is held."""
+        """Send on pages that uses have made worth it and that are in memory. The manager's lock is held."""
         self._forwarder.demote(self._planner.earned())
 
     def stats(self) -> dict[str, Any]:
@@ -182,7 +183,8 @@ class Storer:
             return {"store_queue": queue, "store_policy": self._planner.describe()}
 
     def close(self, *, drain: bool) -> None:
-        """Refuse new stores, finish what was accepted and write what is dirty (or drop it), then end the threads."""
+        """Refuse new stores, finish the accepted ones and write dirty pages (without `drain`: drop both), then end the
+        threads."""
         with self._manager.lock:
             self._closed = True
             self._dropping = not drain
@@ -199,7 +201,7 @@ class Storer:
                 rounds = self._planner.begin()
             copying: list[_Round] = []
             error = yield from failure(self._rounds(job, rounds, copying))
-            while copying:  # whatever broke off: what was begun comes to its end
+            while copying:  # rounds that have begun also land after an error
                 landing = yield from failure(self._land(job, copying.pop(0)))
                 error = error or landing
             if error is not None:
@@ -207,18 +209,18 @@ class Storer:
             yield from self._end(job)
 
     def _rounds(self, job: _Job, rounds: Iterator[int], copying: list[_Round]) -> Steps[None]:
-        """Round after round: while one is copied, the next finds its slots. The last ones are left in `copying`."""
+        """Round after round: while one is copied, the next finds its slots. The last rounds are left in `copying`."""
         at, pages = 0, job.plan.pages
         while at < len(pages):
             start = at
             at, parcels = yield from self._place(job.plan, at, next(rounds), wait=not copying)
             if parcels:
                 copying.append(self._copy(job, parcels, last=at == len(pages)))
-            if len(copying) > 1 or (copying and at == start):  # the next needs slots of those before it
+            if len(copying) > 1 or (copying and at == start):  # the next round waits for slots of the last one
                 yield from self._land(job, copying.pop(0))
 
     def _end(self, job: _Job) -> Steps[None]:
-        """The blocks are free again when what was queued has read them. Once more behind what was broken off."""
+        """Release the blocks when the queued copies have read them. Called once more if it raises."""
         if job not in self._jobs:
             return
         event = None
@@ -230,11 +232,11 @@ class Storer:
             if event is not None and job.sources is not None:
                 yield self._executor.happened(event)
         finally:
-            self._forget(job)  # only now: what raises above comes here once more
+            self._forget(job)  # last, since an error above has `_end` called again
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:
-            self._planner.settle(job.plan, job.plan.left - job.given, "error")  # nothing but an exception leaves any
+            self._planner.settle(job.plan, job.plan.left - job.given, "error")  # only an exception leaves any
             if job.sources is not None:
                 self._manager.end(job.sources)
             self._jobs.discard(job)
@@ -242,7 +244,8 @@ class Storer:
         self._executor.passed(job.after)
 
     def _place(self, job: StoreJob, at: int, most: int, *, wait: bool) -> Steps[tuple[int, list[Parcel]]]:
-        """Find slots for the next pages: where it stopped, and the pages that have one. `wait`: for one, if need be."""
+        """Find slots for the next pages. Returns the first page without one, and parcels of the others. `wait`: wait
+        for a bounce slot if needed."""
         parcels: list[Parcel] = []
         slots: list[int] = []
         bounced: list[int] = []
@@ -255,7 +258,7 @@ class Storer:
                 while at < end:
                     with lock:
                         at = self._place_now(job, at, end, slots, bounced, parcels)
-                    # The page there needs a bounce slot: wait for one, unless there is other work to do first.
+                    # Page `at` needs a bounce slot: wait for one, unless other work comes first.
                     if at == end or parcels or spare is None or not wait:
                         break
                     bounced += spare.try_take(end - at)
@@ -275,14 +278,12 @@ class Storer:
     def _place_now(
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
     ) -> int:
-        """See `StorePlanner.place`."""
         if self._dropping or self._manager.calls.broken_by:
             self._planner.settle(job, range(at, end), "closed")
             return end
         return self._planner.place(job, at, end, slots, bounced, parcels)
 
     def _give_back(self, slots: Sequence[int], bounced: Sequence[int]) -> None:
-        """Slots that no page was put in."""
         if bounced and self._spare is not None:
             self._spare.give(bounced)
         if slots:
@@ -290,7 +291,7 @@ class Storer:
                 self._planner.free(slots)
 
     def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
-        """Begin to copy the pages of a round. `last`: its blocks are free again as soon as they were read."""
+        """Begin to copy the pages of a round. `last`: the blocks are free as soon as this round has read them."""
         try:
             moving = None
             if fresh := [parcel for parcel in parcels if not parcel.copied]:
@@ -303,7 +304,7 @@ class Storer:
         return _Round(parcels, moving)
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
-        """When the pages of a round are copied and signed, publish them and pass on what the SSD wants."""
+        """When a round's pages are copied and hashed, publish them, and forward the pages for the SSD."""
         parcels = round_.parcels
         try:
             if round_.moving is not None:
@@ -323,7 +324,6 @@ class Storer:
             self._forwarder.demote(self._planner.clean())
 
     def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
-        """Pages out of the planes, into the slots that they have."""
         ways = [
             Way(PLANES, parcel.space, take_rows(job.blocks, parcel.places), np.array(parcel.slots, dtype=np.int64))
             for parcel in fresh
@@ -331,6 +331,5 @@ class Storer:
         return Move(Priority.STORE, tuple(ways), self._deadline)
 
     def _abandon(self, parcels: Sequence[Parcel]) -> None:
-        """An exception ended a round: undo its reservations."""
         with self._manager.lock:
             self._forwarder.abandon(parcels)

@@ -1,8 +1,8 @@
-"""The way to a tier of files: pages that are ready in a memory, written in batches.
+"""Writes pages from memory to a tier of files, in batches.
 
-A batch is reserved, written and committed, in the order of the batches; the bytes of the next ones are under way while
-one is committed. Of two threads one waits for batches and commits them, the other begins what becomes ready. What is
-not written within its deadline is dropped, and what its I/O may still touch goes to the quarantine.
+A batch is reserved, written and committed, in order; the bytes of the next batches are written while one is committed.
+One thread completes and commits batches, the other begins them. Pages that miss their deadline are dropped, and the
+memory and slots of their I/O go to the quarantine.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from gdscache.tiers.manager import TierManager
 from gdscache.tiers.quarantine import Late
 
 _log = logging.getLogger("gdscache.store")
-_FLIGHTS = 3  # batches under way, the one that is committed with them
+_FLIGHTS = 3  # batches in flight, including the one that is committed
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Outgoing:
-    """Pages of one namespace to write, which lie in `slots` of the memory `space`, within `seconds` of the begin of
-    their batch. A *row* is a page's place in it.
+    """Pages of one namespace to write, from `slots` of the memory `space`, within `seconds` of their batch's begin. A
+    *row* is a page's number here.
 
-    Both callbacks are called under the manager's lock with rows, once for each: `finish` with "" when the pages are
-    committed, else why they are not; `release` when nothing reads their slots any more, which is later where the write
-    hangs. `open`: the rows that have no end yet.
+    Both callbacks get rows, once each, under the manager's lock. `finish`: "" for committed pages, else the cause.
+    `release`: nothing reads the slots any more, which is later if the write hangs. `open`: the rows without an outcome.
     """
 
     pages: Sequence[Page]
@@ -57,13 +56,13 @@ class Outgoing:
         self.open = set(range(len(self.pages)))
 
 
-_Part = tuple[Outgoing, Sequence[int]]  # pages of a batch that came together: their rows
+_Part = tuple[Outgoing, Sequence[int]]  # rows of an `Outgoing` in a batch
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _WriteBatch:
-    """A batch whose bytes are on their way: the pages of its parts, in their order, have `entries` and `sums`, uint64
-    (pages, layers), and are the rows of the move. `begun`: when, by the executor's clock."""
+    """A batch in flight. The pages of its parts, in order, are the rows of the move, and have `entries` and `sums`,
+    uint64 (pages, layers). `begun`: by the executor's clock."""
 
     parts: Sequence[_Part]
     entries: Sequence[Entry]
@@ -72,14 +71,14 @@ class _WriteBatch:
     begun: float
 
     def pages(self) -> list[tuple[Outgoing, int]]:
-        """Which page of what was handed in each row of the move is."""
+        """The page of each row of the move: its `Outgoing` and row there."""
         return [(out, row) for out, rows in self.parts for row in rows]
 
 
 class TierWriter:
     """Writes pages to a durable tier in the background.
 
-    Each page that it is given has its end, once, whatever happens here. `size`: of a batch.
+    Every page gets one outcome, after any error. `size`: of a batch.
     """
 
     def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
@@ -89,39 +88,38 @@ class TierWriter:
         self.size = BatchSize.of(extent_bytes)
         self._ready: deque[_Part] = deque()
         self._flying: deque[_WriteBatch] = deque()
-        self._starting = False  # a batch, by one of the threads: what one reserves the other must not count on
+        self._starting = False  # a thread begins a batch; only one may, since both would count on the same slots
         self._completing = False
         self._closing = False
         self._dropping = False
         self._lane = executor.lane(Priority.DEMOTION, manager.settle, 2)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
-        """Take pages over, or none of them."""
+        """Take all pages, or raise and take none."""
         if pages:
             with self._manager.lock:
-                self._lane.start(self._run(), self._run)  # which waits for the lock
+                self._lane.start(self._run(), self._run)  # it waits for the lock
                 self._ready.extend((out, range(len(out.pages))) for out in pages)
 
     def begin_close(self, *, drain: bool) -> None:
-        """From now on a batch that misses its deadline is the last that is waited for; without `drain`, any is."""
+        """Begin no batch after the first that misses its deadline; without `drain`, begin none at all."""
         self._closing = True
         self._dropping = self._dropping or not drain
 
     def close(self, *, drain: bool) -> None:
-        """Write what was taken over (or drop it), then end the thread."""
         self.begin_close(drain=drain)
         self._lane.close()
 
     def _run(self) -> Steps[None]:
         while (error := (yield from failure(self._batches()))) is not None:
-            log_failure(error)  # its pages have ended for it; those behind them go on
+            log_failure(error)  # its pages have their outcome; the next batches go on
 
     def _batches(self) -> Steps[None]:
         while (yield from self._step()):
             pass
 
     def _step(self) -> Steps[bool]:
-        """Begin a batch, or else complete one; False when there is nothing to do for this thread any more."""
+        """Begin a batch, or else complete one; False if this thread has nothing to do."""
         batch, flight = self._next()
         if batch:
             try:
@@ -137,17 +135,17 @@ class TierWriter:
                 yield from self._complete(flight)
             finally:
                 try:
-                    self._lose(flight)  # nothing, unless that was broken off
+                    self._lose(flight)  # does nothing unless `_complete` raised
                 finally:
                     try:
                         self._forget(flight)
                     finally:
-                        self._forget(flight)  # once more, where the first is broken off itself
+                        self._forget(flight)  # again, if an interrupt stopped the first
             self._manager.tell()
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
-        """A batch to begin, or the flight to complete, where the other thread does not, which looks further then."""
+        """A batch to begin, or the flight to complete if the other thread does not."""
         with self._manager.lock:
             if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
                 batch = self._batch()
@@ -159,7 +157,6 @@ class TierWriter:
             return (), self._flying[0]
 
     def _batch(self) -> list[_Part]:
-        """The next pages, as many as a batch takes."""
         batch: list[_Part] = []
         room = self.size.pages
         while room and self._ready:
@@ -193,7 +190,6 @@ class TierWriter:
             raise
 
     def _retentions(self, batch: Sequence[_Part]) -> dict[bytes, Retention]:
-        """How long the pages are wanted by now, where that is not the default."""
         found = {}
         with self._manager.lock:
             if not self._manager.expiry.retains and all(out.retention is DEFAULT for out, _ in batch):
@@ -206,7 +202,8 @@ class TierWriter:
         return found
 
     def _admit(self, batch: Sequence[_Part], entries: dict[bytes, Entry], cause: str) -> list[_Part]:
-        """What is still wanted and has a slot; what has none is dropped for `cause`."""
+        """The parts that are still wanted and have a slot; the other pages are dropped, for `cause` if they have no
+        slot."""
         going: list[_Part] = []
         with self._manager.lock:
             for out, rows in batch:
@@ -222,7 +219,6 @@ class TierWriter:
         return going
 
     def _fly(self, parts: Sequence[_Part], entries: Mapping[bytes, Entry]) -> _WriteBatch:
-        """Begin to move pages out of the memories that they lie in, into their slots of the tier."""
         ways, sums, moved = [], [], list[Entry]()
         for space, some in itertools.groupby(parts, lambda part: part[0].space):
             begun, slots = len(moved), list[int]()
@@ -239,8 +235,8 @@ class TierWriter:
         return _WriteBatch(parts, moved, whole, self._executor.begin(move), now)
 
     def _ended(self, flight: _WriteBatch) -> Steps[tuple[list[str], StorageError | None]]:
-        """Why each page of a flight is not written, "" where it is; those that are late are dropped, and not waited
-        for. An error, where I/O failed."""
+        """Wait for a flight. Returns the cause of each page that is not written, else "", and an I/O error if there was
+        one. Late pages are dropped."""
         end = yield from flight.moving.end()
         seconds = self._executor.now() - flight.begun
         self.size.learn(len(flight.entries), seconds)
@@ -262,7 +258,7 @@ class TierWriter:
         return causes, next(iter(end.errors.values()), None)
 
     def _hold(self, flight: _WriteBatch, late: Sequence[int], cause: str) -> None:
-        """Pages of a flight end now, what its I/O touches of them later."""
+        """Late pages of a flight get their outcome now; the quarantine keeps their slots until the I/O ends."""
         with self._manager.lock:
             for row in late:
                 self._tier.index.drop(flight.entries[row])
@@ -295,12 +291,11 @@ class TierWriter:
                 entries.clear()
                 self._tier.index.release_all(some)
                 self._finish_all(flight, causes)
-        except BaseException:  # costs the batch at hand, and nothing else waits for ever
+        except BaseException:
             self._abandon(flight.parts, entries)
             raise
 
     def _commit(self, flight: _WriteBatch, rows: Sequence[int]) -> list[str]:
-        """Have written pages committed; why each of them is not, "" where it is."""
         try:
             with self._manager.timeline.span("commit", pages=len(rows)):
                 entries, sums = flight.entries, flight.sums
@@ -320,25 +315,24 @@ class TierWriter:
             return [self._refused(error)] * len(rows)
 
     def _say(self, what: str, error: StorageError, pages: int) -> None:
-        """A full disk comes here with each batch."""
+        """A full disk gets here with each batch, so the log limits the lines."""
         cause = f"{self._tier.name}, {type(error).__name__}, {getattr(error, 'errno', None)}"
         text, about = "the %s tier %s: %s. %s", (self._tier.name, what, error.message, error.hint)
         self._manager.log.say(_log, logging.WARNING, cause, text, *about, times=pages)
 
     def _where(self, flight: _WriteBatch, row: int) -> tuple[str, int, str]:
-        """A page of a flight for a line: its key, slot and directory."""
         entry = flight.entries[row]
         return entry.key.hex(), entry.slot, self._tier.place(entry.slot)
 
     def _refused(self, error: StorageError) -> str:
-        """What pages are dropped for, where the tier raised this."""
+        """The cause that pages are dropped for after this error of the tier."""
         if isinstance(error, LockLostError):
             self._manager.watch()
             return "lock_lost"
         return _cause(error)
 
     def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
-        """The last word on the pages of a flight, but for those that are late."""
+        """Outcomes for the pages of a flight, except late ones."""
         left = iter(causes)
         if not any(causes):
             for out, rows in flight.parts:
@@ -359,21 +353,20 @@ class TierWriter:
                 self._finish(out, rows, "error")
 
     def _drop_unbegun(self, batch: Sequence[_Part]) -> None:
-        """An exception ended the begin of a batch: what of it is in no flight goes."""
+        """An exception ended the begin of a batch: drop its pages that are in no flight."""
         with self._manager.lock:
             flying = {page for flight in self._flying for page in flight.pages()}
             self._abandon([(out, [row for row in rows if (out, row) not in flying]) for out, rows in batch], {})
 
     def _lose(self, flight: _WriteBatch) -> None:
-        """An exception ended a flight, whose I/O may still be under way: its pages end now, what it touches later."""
+        """An exception ended a flight whose I/O may still run: its pages end now, the quarantine keeps their slots."""
         with self._manager.lock:
             if all(out.open.isdisjoint(rows) for out, rows in flight.parts):
-                return  # nothing did
+                return  # every page has its outcome
             left = [row for row, (out, at) in enumerate(flight.pages()) if at in out.open]
             self._hold(flight, left, "error")
 
     def _forget(self, flight: _WriteBatch) -> None:
-        """Its pages have their ends. Again is fine: steps that were broken off may be closed late."""
         with self._manager.lock:
             if self._flying and self._flying[0] is flight:
                 self._flying.popleft()
@@ -385,12 +378,12 @@ class TierWriter:
         self._tier.index.release_all(entries)
 
     def _finish(self, out: Outgoing, rows: Sequence[int], cause: str) -> None:
-        """The last word on pages, whose slots are free again; nothing where it has been said."""
+        """Give pages their outcome, once, and free their slots."""
         if ended := self._end(out, rows, cause):
             out.release(ended)
 
     def _end(self, out: Outgoing, rows: Sequence[int], cause: str) -> list[int]:
-        """Say it, once for each; of which rows it was."""
+        """Give rows without an outcome this one; returns these rows."""
         ended = [row for row in rows if row in out.open]
         if ended:
             out.finish(ended, cause)
@@ -409,6 +402,5 @@ class TierWriter:
 
 
 def _cause(error: StorageError) -> str:
-    """What pages are dropped for that could not be written."""
     full = isinstance(error, IOFailedError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "disk_full" if full else "io_error"

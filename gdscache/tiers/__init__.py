@@ -1,1 +1,1 @@
-"""The tiers, the contract that they fulfil, and the manager over all of them."""
+"""The tiers, their contract, and the manager over all of them."""

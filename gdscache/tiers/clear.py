@@ -1,4 +1,4 @@
-"""Clearing: pages go from every tier at once, durably, and what was accepted before they went does not come back."""
+"""Clearing: pages go from every tier at once, durably, and pages accepted before a clear do not come back after it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TypeVar
 from gdscache.tiers.base import DurableTier, Tier
 
 _NAMESPACE_EPOCHS_KEPT = 4096
-PIECE = 1024  # pages that a clear drops, or slots that it gives back, while it holds the lock once
-PAUSE_S = 0.0005  # ... and then leaves the lock to others: it would have it again before they wake up
+PIECE = 1024  # pages that a clear drops, or slots that it frees, under the lock at a time
+PAUSE_S = 0.0005  # then a pause: without it the clear would take the lock again before others wake up
 _T = TypeVar("_T")
 
 
 class Clearing:
-    """Drops all pages of all tiers, or those of a namespace, and knows by epochs what came before. `lock` guards the
-    tiers' indexes. `alone` is held while a clear drops pages: one at a time. `piece` pages are dropped while the lock
-    is held once, and `sleep` is called between two pieces; both may be set to others."""
+    """Drops all pages of all tiers, or those of a namespace. Epochs tell older pages from newer. `lock` guards the
+    tiers' indexes. `alone` is held while a clear drops pages: one clear at a time. Tests may set `piece` and
+    `sleep`."""
 
     def __init__(self, lock: threading.RLock, tiers: Mapping[str, Tier], files: Sequence[DurableTier]) -> None:
         self.alone = threading.Lock()
@@ -31,24 +31,26 @@ class Clearing:
         self._files = files
         self._epoch = 0
         self._epochs: dict[bytes, int] = {}
-        self._swept: frozenset[bytes] = frozenset()  # the namespaces that are being cleared
+        self._swept: frozenset[bytes] = frozenset()  # namespaces that a clear is dropping
         self._refusals = itertools.count(1)
 
     def epoch(self, namespace: bytes) -> int:
-        """Grows when the namespace is cleared: what was accepted in an older epoch must not become visible.
+        """Grows when the namespace is cleared: pages accepted in an older epoch must not become visible.
 
-        While its pages are being dropped no two answers are the same: what is accepted then may come from a page that
-        is still to go.
+        During a clear every call returns another number: pages accepted then may come from pages that the clear has yet
+        to drop.
         """
         if namespace in self._swept:
             return -next(self._refusals)
         return self._epoch + self._epochs.get(namespace, 0)
 
     def clear(self, *namespaces: bytes) -> dict[str, int]:
-        """Drop every page (of these namespaces, if some are given) from every tier, durably; the pages removed by tier.
+        """Drop every page (of these namespaces, if any are given) from every tier, durably. Returns the pages removed
+        by tier.
 
-        Everything goes in one step. Namespaces go piece by piece; what is stored of them meanwhile is dropped. When
-        several clear at once, each returns when what the others dropped before it is gone for good, too.
+        All pages together go in one step. Namespaces go piece by piece; pages of them that are stored meanwhile are
+        dropped. When several clears run at once, each returns when the pages that the others dropped before it are gone
+        for good, too.
         """
         with self.alone:
             removed = self._sweep(frozenset(namespaces)) if namespaces else self._drop_everything()
@@ -63,11 +65,11 @@ class Clearing:
             self._epoch += 1
             detached = {name: tier.index.detach() for name, tier in self._tiers.items()}
             slots = {name: iter(some.slots) for name, some in detached.items()}
-            for name, tier in self._tiers.items():  # at once for whoever needs some now
+            for name, tier in self._tiers.items():  # first slots at once, for stores that need some now
                 tier.index.retire(itertools.islice(slots[name], self.piece) if tier in self._files else slots[name])
         with contextlib.ExitStack() as ends:
             for tier in self._files:
-                ends.callback(self._retire, tier, slots[tier.name])  # nothing, unless what follows is broken off
+                ends.callback(self._retire, tier, slots[tier.name])  # the slots that are left if the loop below raises
             for tier in self._files:
                 for piece in self._pieces(slots[tier.name]):
                     self._retire(tier, piece)
@@ -80,12 +82,12 @@ class Clearing:
     def _sweep(self, namespaces: frozenset[bytes]) -> dict[str, int]:
         """Drop the pages of namespaces, each from all tiers at once: no load can bring it back from another tier.
 
-        None of its pages is new meanwhile, for `epoch` refuses stores; a load may only copy what is among the keys.
+        No new page comes meanwhile, for `epoch` refuses stores; a load only copies pages that are among the keys.
         """
         removed = dict.fromkeys(self._tiers, 0)
         try:
             with self._lock:
-                if len(self._epochs) >= _NAMESPACE_EPOCHS_KEPT:  # forget them all: a newer epoch for everybody
+                if len(self._epochs) >= _NAMESPACE_EPOCHS_KEPT:  # forget them all, in a newer epoch for every namespace
                     self._epoch += max(self._epochs.values())
                     self._epochs.clear()
                 for namespace in namespaces:
@@ -101,7 +103,6 @@ class Clearing:
         return removed
 
     def _pieces(self, items: Iterable[_T]) -> Iterator[list[_T]]:
-        """`items`, a piece at a time, with a pause after each."""
         rest = iter(items)
         while piece := list(itertools.islice(rest, self.piece)):
             yield piece

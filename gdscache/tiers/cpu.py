@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CpuTier(Tier):
-    """The CPU pool, in `extents`, which it owns."""
+    """Owns `extents`."""
 
     name = "cpu"
     kind = "memory"
@@ -58,7 +58,7 @@ class CpuTier(Tier):
 
 class Bounce:
     """The bounce reserve: extents for pages that only pass through. Half of the slots are for stores, half for loads;
-    neither borrows from the other. `quarantine` watches over both, and the memory outlives I/O that hangs."""
+    neither borrows from the other. `quarantine` watches both."""
 
     def __init__(self, extents: PoolMemory, quarantine: Quarantine) -> None:
         self.extents = extents
@@ -69,5 +69,4 @@ class Bounce:
         quarantine.add_pool("bounce_stores", self.stores.slots)
 
     def close(self) -> None:
-        """Give the memory back, once no I/O that hangs may touch it."""
         self._quarantine.afterwards(self.extents.close)

@@ -1,9 +1,9 @@
-"""Reads that failed: pages that are given up for it, and tiers that are not asked for a while.
+"""Failed reads: pages that are given up for them, and tiers that are switched off for a while.
 
-An error of a read says more of the way to a page than of the page: a device that resets, a path that fails over. So the
-page stays, and is a miss. It is given up when a read of it fails again, half a minute after the first one, while reads
-of others succeed. Where nothing but errors comes from a tier for some seconds, the tier is switched off, and every
-second tried again: the next load's first read decides.
+A read error says more about the way to a page than about the page: a device resets, a path fails over. So the page
+stays, and is a miss. It is given up when a read of it fails again, half a minute after the first failure, while reads
+of other pages succeed. A tier whose reads have all failed for some seconds is switched off, and tried again every
+second: the next load's first read decides.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from gdscache.tiers.base import Tier
 
 _log = logging.getLogger("gdscache.ssd")
-AGAIN_S = 30.0  # from the first failed read of a page to the one that it is given up for
-OFF_S, OFF_PAGES = 5.0, 8  # nothing but errors for so long, of so many pages at least: the tier is switched off
-TRY_S = 1.0  # until it is tried again; errors of several pages in a row for so long are the tier's fault
-_MOST_PAGES = 1 << 16  # that are known to have failed
+AGAIN_S = 30.0  # from a page's first failed read to the failure that it is given up for
+OFF_S, OFF_PAGES = 5.0, 8  # seconds of errors alone, and pages with errors, after which a tier is switched off
+TRY_S = 1.0  # until it is tried again; errors of several pages for this long are the tier's fault
+_MOST_PAGES = 1 << 16  # pages with failed reads that are remembered
 
 
 @dataclasses.dataclass(slots=True)
 class _Errors:
-    """Of one tier, in seconds of the clock."""
+    """Errors of one tier; times in seconds of the clock."""
 
     pages: dict[bytes, float] = dataclasses.field(default_factory=dict)  # key -> its first failed read
-    good: float = -1.0  # the last read that succeeded, among those that are watched
-    since: float | None = None  # the first of the errors in a row,
+    good: float = -1.0  # the last read that succeeded while `watching`
+    since: float | None = None  # the first error of a series,
     last: float = 0.0  # and the last
-    in_row: set[bytes] = dataclasses.field(default_factory=set)  # pages of these, `OFF_PAGES` at most
-    until: float | None = None  # switched off until then
+    in_row: set[bytes] = dataclasses.field(default_factory=set)  # the series' pages, `OFF_PAGES` at most
+    until: float | None = None
 
 
 class FailedReads:
-    """What reads of the tiers of files say of their pages and of the tiers. The manager's lock guards it.
+    """Judges pages and tiers of files by their failed reads. The manager's lock guards it.
 
-    `watching`: whether `read` wants to be told of reads that succeeded. `any_off`: whether `off` may say so of a tier.
-    `on_switch` is called when a tier is switched off or on; it must be quick. `clock` is in seconds. `log`: the
-    engine's; lines are noted there, since the lock is held.
+    `watching`: `read` wants to hear of reads that succeeded. `any_off`: `off` may be true of a tier. `on_switch` is
+    called when a tier is switched off or on; it must be quick. `clock` is in seconds. `log` gets lines without writing
+    them, since the lock is held.
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class FailedReads:
         self._counts = {"error_switch_offs": 0, "given_up": 0}
 
     def failed(self, tier: Tier, entries: Iterable[Entry]) -> None:
-        """Reads of these pages failed: drop those that are to be given up."""
+        """Reads of these pages failed: drop the ones that are to be given up."""
         now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors())
         self.watching, given_up = True, list[bytes]()
-        if errors.since is None or (errors.until is None and now - errors.last > OFF_S):  # nobody asked meanwhile
+        # a pause in reading ends a series
+        if errors.since is None or (errors.until is None and now - errors.last > OFF_S):
             errors.since = now
             errors.in_row.clear()
         errors.last = now
@@ -102,7 +103,6 @@ class FailedReads:
                 )
 
     def read(self, tier: Tier, keys: Iterable[bytes]) -> None:
-        """The bytes of these pages came."""
         errors = self._tiers.get(tier.name)
         if errors is None:
             return
@@ -110,7 +110,8 @@ class FailedReads:
         for key in keys:
             errors.pages.pop(key, None)
         if errors.since is not None:
-            if errors.last - errors.since >= TRY_S and len(errors.in_row) > 1:  # of the tier, and of no page
+            # the series was the tier's fault, so its pages are not failing
+            if errors.last - errors.since >= TRY_S and len(errors.in_row) > 1:
                 errors.pages = {key: first for key, first in errors.pages.items() if first < errors.since}
             errors.since = None
             errors.in_row.clear()
@@ -128,17 +129,14 @@ class FailedReads:
             self.watching = bool(self._tiers)
 
     def failing(self, tier: str, key: bytes) -> bool:
-        """Whether the last read of a page failed, as far as that is remembered."""
         errors = self._tiers.get(tier)
         return errors is not None and key in errors.pages
 
     def off(self, tier: str) -> bool:
-        """Whether a tier is switched off now."""
         errors = self._tiers.get(tier) if self.any_off else None
         return errors is not None and errors.until is not None and self.clock() < errors.until
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for `stats()`: pages whose last read failed, what was given up, tiers that are switched off."""
         return {
             "failing_pages": sum(len(errors.pages) for errors in self._tiers.values()),
             "switched_off_by_errors": [name for name, errors in self._tiers.items() if errors.until is not None],

@@ -1,4 +1,4 @@
-"""What became of pages that no tier has, in bounded memory: probably evicted, or why it is not there."""
+"""Why a page is in no tier: evicted (probably), or a cause that is remembered. In bounded memory."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ from gdscache.disk.history_file import BAD_KEPT, BadPage
 from gdscache.pages.reasons import Told
 from gdscache.policies.sketch import RecentCounter
 
-KEPT = 1 << 14  # pages whose causes are remembered, the last: some 3 MiB
-LEAST = 1 << 12  # evictions that are remembered by the smallest cache
-_NOTED = 1 << 13  # evicted pages that may wait to be brought in
+KEPT = 1 << 14  # the last pages whose causes are remembered: some 3 MiB
+LEAST = 1 << 12  # evictions that the smallest cache remembers
+_NOTED = 1 << 13  # evicted pages that may wait for `bring_in`
 
 
 class PageFates:
-    """Notes of pages that go, or never came. The manager's lock guards it.
+    """Notes of pages that went, or never came. The manager's lock guards it.
 
-    Evictions are in a filter: the last `evictions` of them at least, up to twice as many, in `nbytes` that never
-    change (4 to 8 for each of `evictions`). It says "evicted" of all of these, and of some 2 % of the pages that were
-    not. To put a key into it takes 0.5 us of Python, so `evict` only notes keys, which `bring_in` adds later.
+    Evictions are in a filter: at least the last `evictions`, up to twice as many, in `nbytes` that never change (4 to 8
+    for each of `evictions`). It knows all of these, and takes some 2 % of other pages for evicted. Adding a key takes
+    0.5 us of Python, so `evict` only notes keys, which `bring_in` adds later.
     """
 
     def __init__(self, evictions: int, kept: int = KEPT) -> None:
         self.evicted = RecentCounter(max(LEAST, evictions))
         self._noted: list[bytes] = []
         self._causes: OrderedDict[bytes, Told] = OrderedDict()
-        self.bad: dict[bytes, BadPage] = {}  # the last, the oldest first
+        self.bad: dict[bytes, BadPage] = {}  # the last bad pages, the oldest first
         self._kept = kept
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the filter."""
         return self.evicted.nbytes
 
     @property
     def waiting(self) -> int:
-        """Evicted pages that are not in the filter yet."""
         return len(self._noted)
 
     def evict(self, keys: Collection[bytes]) -> None:
-        """These pages make room for others."""
         self._noted += keys
         if len(self._noted) > _NOTED:
             self.bring_in()
@@ -53,7 +50,7 @@ class PageFates:
             self.evicted.add(key)
 
     def note(self, keys: Sequence[bytes], told: Told) -> None:
-        """Why these pages are not there, or will not be when they are evicted. The last note counts."""
+        """Why these pages are absent, or will be once they are evicted. The last note counts."""
         causes = self._causes
         for key in keys:
             causes[key] = told
@@ -62,21 +59,20 @@ class PageFates:
             causes.popitem(last=False)
 
     def found_bad(self, key: bytes, told: Told, slot: int, place: str, at: float) -> None:
-        """A page's bytes were bad, so that its tier has forgotten it. `at`: seconds since the epoch."""
+        """The bytes of a page were bad, and its tier has dropped it. `at`: seconds since the epoch."""
         self.bad.pop(key, None)
         self.bad[key] = BadPage(told.tier, told.detail, slot, place, at)
         while len(self.bad) > BAD_KEPT:
             del self.bad[next(iter(self.bad))]
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """These pages are stored again."""
         if self._causes or self.bad:
             for key in keys:
                 self._causes.pop(key, None)
                 self.bad.pop(key, None)
 
     def told(self, key: bytes) -> Told:
-        """What is known of a page that no tier has."""
+        """Why no tier has this page."""
         self.bring_in()
         bad, known = self.bad.get(key), self._causes.get(key)
         if bad is not None:

@@ -1,8 +1,8 @@
-"""The GPU tier: paged planes that the engine owns. On a machine without a GPU the same pool lies in host memory.
+"""The GPU tier: paged planes of the engine's own. On a machine without a GPU the pool is in host memory.
 
-Published pages are in the index. Slots of a sequence that is still computing are taken from the index and carry no key
-until they are published. A slot that is given back may still be read by work on the caller's stream: the event of
-that work travels with the slot, and whoever takes the slot next is ordered after it.
+Published pages are in the index. Private slots belong to a sequence that is still computing, and have no key. Work on
+the caller's stream may still read a slot when it is given back: the event of that work stays with the slot, and the
+slot's next owner is ordered after it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from gdscache.tiers.base import Tier
 
 
 class GpuTier(Tier):
-    """A pool of page slots in planes of its own."""
-
     name = "gpu"
     kind = "planes"
 
@@ -34,7 +32,7 @@ class GpuTier(Tier):
         with allocating("gpu.capacity", slots * layout.page_bytes, device):
             self.pool = PagedPlanes.allocate(layout, slots, device)
         self.index = PageIndex(slots, new_policy(eviction))
-        self.private: set[int] = set()  # slots of sequences, without a page
+        self.private: set[int] = set()  # slots of sequences, not published
         self._capacity = slots * layout.page_bytes
         self._last_use: dict[int, Event] = {}
 
@@ -54,13 +52,12 @@ class GpuTier(Tier):
         return slots
 
     def give(self, slots: Iterable[int]) -> None:
-        """Give private slots back."""
         for slot in slots:
             self.private.remove(slot)
             self.index.free((slot,))
 
     def used(self, slots: Iterable[int], event: Event) -> None:
-        """Remember that work up to `event` still uses these slots."""
+        """Work up to `event` still uses these slots."""
         if event is not None:
             self._last_use.update(dict.fromkeys(slots, event))
 

@@ -1,6 +1,6 @@
-"""What an engine says of itself at INFO: a line of summary every some minutes, and why one request in a while missed.
+"""An engine's lines at INFO: a summary every few minutes, and now and then why a request missed pages.
 
-It has no thread: those of the engine that nobody waits for ask it, behind their work, whether a line is due.
+It has no thread. Threads of the engine that no caller waits for ask after their work whether a line is due.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SUMMED = frozenset(("lookups", "hits", "misses", "bytes_loaded", "stored", "ref
 
 
 class Journal:
-    """Writes the lines of one engine: those that wait in its `LimitedLog`, and its own. `tick` is for threads that hold
-    no lock, and that may wait for a slow log.
+    """Writes an engine's lines: the ones that wait in its `LimitedLog`, and its own. `tick` is for threads that hold no
+    lock and may wait for a slow log.
 
-    `name`: of the engine, for lines of several. `summary`, `requests`: seconds between two lines of these kinds; 0:
-    none. Times go by the clock of the manager's log.
+    `name`: the engine's, in every line. `summary`, `requests`: seconds between two lines of these kinds; 0: none. The
+    clock is that of the manager's log.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether `tick` would do something. Takes no lock."""
+        """Whether a line is due. Takes no lock."""
         manager, now = self._manager, self._manager.log.clock()
         return now >= self._due or (manager.sample is not None and now >= self._sampled) or manager.log.waiting
 
     def tick(self) -> None:
-        """Write what is due. Where another thread does it, that is left to it."""
+        """Write the lines that are due, unless another thread is writing them."""
         self._manager.log.flush()
         now = self._manager.log.clock()
         if now < self._due and (self._manager.sample is None or now < self._sampled):
@@ -69,7 +69,6 @@ class Journal:
                 self._turn.release()
 
     def close(self) -> None:
-        """The last lines."""
         self._manager.log.flush(last=True)
 
     def _tell_request(self) -> None:
@@ -78,7 +77,7 @@ class Journal:
             _log.info("%s: a request that missed pages: %s", self._name, sample())
 
     def _sum_up(self, now: float) -> None:
-        """One line on what was counted since the last one; none where that is nothing."""
+        """One line on the counts since the last one, unless they are 0."""
         counts = Counter(self._manager.snapshot())
         seconds, self._since = now - self._since, now
         new, self._before = counts - self._before, counts
@@ -87,8 +86,6 @@ class Journal:
 
 
 def summed(counts: Mapping[tuple[str, str], int], page_bytes: int) -> str:
-    """Counts of `TierManager.counts` as a line."""
-
     def of(group: str) -> dict[str, int]:
         found = {name: n for (kind, name), n in counts.items() if kind == group and n > 0}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
@@ -114,5 +111,4 @@ def _share(part: int, whole: int) -> str:
 
 
 def _each(found: Mapping[str, int], shown: Callable[[int], str]) -> str:
-    """What a sum is made of, in brackets."""
     return f" ({', '.join(f'{name} {shown(n)}' for name, n in found.items())})" if found else ""

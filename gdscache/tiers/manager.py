@@ -1,6 +1,6 @@
-"""TierManager: which page is where, and what may happen to it. Plain Python over indexes; no bytes, no torch.
+"""TierManager: where each page is, under one lock. Plain Python over indexes; no bytes, no torch.
 
-One lock guards every index. It is held for dictionary work only, never over I/O, a copy or a wait.
+The lock guards every index. It is held for dictionary work only, never over I/O, a copy or a wait.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from gdscache.tiers.gpu import GpuTier
     from gdscache.tiers.ssd import SsdTier
 
-_LOOKED = 256  # pages that are looked for at a time
-WATCH_S = 0.05  # seconds after which calls ask again whose the directories are
+_LOOKED = 256  # pages looked up under the lock at a time
+WATCH_S = 0.05  # seconds between two checks of the directories' locks
 _log = logging.getLogger("gdscache")
 
 
 class TierManager:
     """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it."""
 
-    # Limits, which may be set to others for one manager.
-    unsettled = 1024  # changes of an eviction order that may wait for whoever looks at it
-    settled = 1024  # changes that are brought in while the lock is held once: some tenths of a millisecond
-    close_s = 5.0  # seconds that close() waits for I/O which has missed its deadline already
+    # Limits, which tests may set for one manager.
+    unsettled = 1024  # changes of an eviction order that may wait for its next use
+    settled = 1024  # changes brought in under the lock at a time: some tenths of a millisecond
+    close_s = 5.0  # seconds that close() waits for late I/O
 
     def __init__(
         self,
@@ -64,10 +64,9 @@ class TierManager:
         measured: bool = True,
         log: LimitedLog | None = None,
     ) -> None:
-        """`tiers`: the fastest first, each by a name of its own. `landing` is the first of them in memory, where pages
-        of slower ones come up to; `files` are those that only I/O reaches; `served` those that lookups see. `on_use`
-        is told the keys that a lookup found, tail first, under the lock: it notes them, and starts nothing. Without
-        `measured` nothing is learned of what loads take, since nobody asks. `log`: the engine's."""
+        """`tiers`: the fastest first, with unique names. `landing` is the first tier in memory, where pages of slower
+        tiers are read to; `files` are the tiers of files; lookups see the `served` tiers. `on_use` gets the keys that a
+        lookup found, tail first, under the lock: it only notes them. `measured`: learn the times of loads."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -87,19 +86,21 @@ class TierManager:
         self.pins = Pins(self, clock)
         self.measured = measured
         self.log = LimitedLog(clock) if log is None else log
-        self.tell: Callable[[], object] = self.log.flush  # writes lines that wait: for threads that nobody waits for
-        self.sample: Callable[[], str] | None = None  # says why the last lookup that missed pages did
+        # writes waiting lines of the log: for threads that no caller waits for
+        self.tell: Callable[[], object] = self.log.flush
+        self.sample: Callable[[], str] | None = None  # the reasons of the last lookup that missed pages
         self.fates = PageFates(sum(tier.index.slots for tier in tiers))
         for tier in tiers:
             tier.index.on_evict = self.fates.evict
         self.quarantine = Quarantine(lock, clock, self.log) if quarantine is None else quarantine
         self.timeline = timeline
         self._clock = clock
-        self._watched, self._watching = -math.inf, False  # the last look at whose the directories are, and the next
+        # time of the last check of the locks, and whether the next is posted
+        self._watched, self._watching = -math.inf, False
         if self.landing is not None:
             self.quarantine.add_pool(self.landing.name, self.landing.index.slots)
 
-    # For whoever knows which tiers there are: nothing is decided by these names.
+    # For callers that know the tiers' names: nothing is decided by these properties.
 
     @property
     def gpu(self) -> GpuTier | None:
@@ -116,9 +117,9 @@ class TierManager:
     # -- looking --------------------------------------------------------------------------------------------------
 
     def lookup(self, pages: Sequence[Page], start: int) -> list[str]:
-        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of what was found.
+        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of each page found.
 
-        Starts nothing and takes no lease: what a use earns a page is done by the next load or store.
+        Moves nothing and takes no lease: promotions follow at the next load or store.
         """
         with self.lock:
             self.expire(pages)
@@ -140,7 +141,7 @@ class TierManager:
             return found
 
     def told(self, keys: Sequence[bytes]) -> list[Told]:
-        """What is known of pages: where each is, or what became of it. Counts nothing."""
+        """The state of each page: its tier, or why it is in none. Counts nothing."""
         found: list[Told] = []
         for at in range(0, len(keys), _LOOKED):
             with self.lock:
@@ -171,8 +172,8 @@ class TierManager:
     def missing(
         self, pages: Sequence[Page], first: int, declined: int, start: int, page_tokens: int
     ) -> tuple[Reason, ...]:
-        """Why the pages from number `first` on were not in a hit: the next `declined` for what a gate said of them.
-        `start`: the token that the first of `pages` begins with."""
+        """Why the pages from number `first` on were not in a hit; a gate declined the next `declined`. `start`: the
+        token that the first of `pages` begins with."""
         told, gap = self.told([page.key for page in pages[first:]]), False
         for at, one in enumerate(told):
             if one.cause != CACHED:
@@ -184,18 +185,17 @@ class TierManager:
         return joined(start + first * page_tokens, page_tokens, told)
 
     def _before(self, key: bytes) -> str:
-        """What is known of a page from before it was stored (again)."""
         with self.lock:
             return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
-        """Pages that a lookup asked for beside those of `lookup`, and that no tier has."""
+        """Count pages that a lookup asked for besides the pages of `lookup`, and that no tier has."""
         with self.lock:
             self.counts["lookups", "pages"] += pages
             self.counts["misses", "absent"] += pages
 
     def _visible(self, found: list[str], pages: Sequence[Page], start: int) -> tuple[list[str], int]:
-        """`found` up to the first page that quarantine hides, and how many pages that leaves out."""
+        """`found` up to the first page that quarantine hides, and the number of pages cut off."""
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
         if hidden:
@@ -204,7 +204,6 @@ class TierManager:
         return found[:seen], hidden
 
     def _first_hidden(self, found: Sequence[str], pages: Sequence[Page], start: int) -> int:
-        """How many of the pages found come before one that quarantine hides."""
         if self.quarantine.hiding:
             if self.quarantine.absent():
                 return 0
@@ -215,21 +214,21 @@ class TierManager:
         return len(found)
 
     def watch(self) -> None:
-        """Stop the tiers of files if one of them is not ours alone any more. Costs an `os.stat` or more, each of which
-        gives the interpreter's lock up: without our lock, and not for who is waited for."""
+        """Stop the tiers of files if another process may use one. Costs an `os.stat` or more, each of which releases
+        the interpreter's lock: call it without the manager's lock, in a thread that no caller waits for."""
         self._watched, self._watching = self._clock(), False
         for tier in self.files:
             if tier.served and not self.quarantine.stopped and (why := tier.lock_lost()):
                 self.quarantine.stop(why)
 
     def have_watched(self) -> None:
-        """Have `watch` done soon, where the last time was more than 50 ms ago: for calls, which go by what is known."""
+        """Have `watch` run soon, if the last run is more than 50 ms ago. Calls do not wait for it."""
         if not self._watching and self._watches and self._clock() - self._watched >= WATCH_S:
             self._watching = True
             self.calls.post(self.watch)
 
     def visible(self, keys: Sequence[bytes]) -> bytes:
-        """Whether a tier that lookups see has each page, 1 or 0; counts nothing, and expires nothing."""
+        """1 for each page that a served tier has, else 0. Counts and expires nothing."""
         with self.lock:
             if self.quarantine.hiding and self.quarantine.absent():
                 return bytes(len(keys))
@@ -246,7 +245,7 @@ class TierManager:
         )
 
     def peek(self, pages: Sequence[Page], *, unserved: bool = False) -> list[str]:
-        """What `lookup` would answer; counts nothing, not even a use. `unserved`: with tiers that it does not see."""
+        """The answer of `lookup`, without counting anything. `unserved`: also from tiers that lookups do not see."""
         with self.lock:
             self.expire(pages)
             found = self._find([p.key for p in pages], unserved=unserved)
@@ -263,8 +262,7 @@ class TierManager:
         return found
 
     def _find_some(self, keys: Sequence[bytes], unserved: bool) -> list[str]:
-        """`_find`, run by run of pages that one tier has."""
-        masks: list[bytes] = []  # of the tiers, the fastest first
+        masks: list[bytes] = []
         tiers, found = list(self.tiers.items()) if unserved else self.served, list[str]()
         while (at := len(found)) < len(keys):
             stop = len(keys)
@@ -276,36 +274,36 @@ class TierManager:
                     end = mask.find(0, at, stop)
                     found += [name] * ((stop if end < 0 else end) - at)
                     break
-                faster = mask.find(1, at, stop)  # a slower tier has the pages before it, at most
+                faster = mask.find(1, at, stop)  # a slower tier can only serve the pages before it
                 stop = stop if faster < 0 else faster
             else:
                 break
         return found
 
     def hidden(self, tier: str, slot: int) -> bool:
-        """Whether quarantine hides the page in a slot of a tier."""
         return self.quarantine.hiding and self.tiers[tier].kind == "files" and self.quarantine.hides(tier, slot)
 
-    # -- what is kept how long ------------------------------------------------------------------------------------
+    # -- pins and retentions -----------------------------------------------------------------------------------------
 
     def expire(self, pages: Sequence[Page] = ()) -> None:
-        """End pins whose time is up, and drop pages that have expired: all of `pages`, and a bounded number of others.
+        """End pins whose time is up, and drop expired pages: all of `pages`, and a bounded number of others.
 
-        For the start of whatever looks for pages or room. The lock must be held.
+        Called before pages or slots are looked for. The lock must be held.
         """
         self.pins.end_due()
         self.expiry.run(pages)
 
     def retain(self, pages: Sequence[Page], retention: Retention = DEFAULT) -> None:
-        """Pages are stored (again): expired ones go; on the tiers that have them the longer wish counts from now on.
+        """Pages are stored (again): drop expired ones, and give the others the greater priority and the later expiry on
+        every tier that has them.
 
-        That is the greater priority and the later expiry. For the start of every store. The lock must be held.
+        Called first in every store. The lock must be held.
         """
         self.expire(pages)
         self.expiry.stored(pages, retention)
 
     def pin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
-        """Keep the consecutive pages from the first on that are cached from eviction; see `Pin`."""
+        """Keep the leading pages that are cached from eviction; see `Pin`."""
         with self.lock:
             self.expire(pages)
             return self.pins.begin(pages, seconds, page_tokens)
@@ -319,37 +317,34 @@ class TierManager:
         return lease
 
     def end(self, lease: Lease) -> None:
-        """Release every page of a lease; twice is fine."""
         with self.lock:
             lease.end()
             self._leases.discard(lease)
 
     @property
     def cpu_index(self) -> PageIndex:
-        """The landing tier's index, where the caller knows that there is one."""
         assert self.landing is not None, "no tier in memory"
         return self.landing.index
 
     # -- behind the work ------------------------------------------------------------------------------------------
 
     def measure_for(self, costs: Costs) -> None:
-        """Have these figures learn what the tiers take, from now on."""
-        self.busy.tell()  # else what it has not told yet is lost with it
+        """Let these costs learn the tiers' times from now on."""
+        self.busy.tell()  # else its last measures are lost
         self.costs, self.busy = costs, BusyPeriods(costs.observe_load)
 
     def learn(self) -> None:
-        """Learn what the tiers take from what was measured, and write lines that wait: for threads that nobody waits
-        for, as `settle`."""
+        """Add measured times to the costs, and write waiting lines of the log: for threads that no caller waits for."""
         if self.busy.untold:
             time.sleep(PAUSE_S)
             self.busy.tell()
         self.tell()
 
     def settle(self) -> None:
-        """`learn`, and bring the eviction orders nearly up to date, and the filter of evicted pages: for threads that
-        nobody waits for, after work on many pages.
+        """`learn`, and bring the eviction orders and the filter of evicted pages nearly up to date: for threads that no
+        caller waits for, after work on many pages.
 
-        A pause comes first: whoever waited for that work has the interpreter then.
+        Each step begins with a pause, in which the caller that waited for that work gets the interpreter.
         """
         self.learn()
         while self.fates.waiting:
@@ -373,13 +368,12 @@ class TierManager:
             self.counts[group, name] += n
 
     def snapshot(self) -> dict[tuple[str, str], int]:
-        """The counts as they are now."""
         with self.lock:
             return dict(self.counts)
 
     def check(self, fix: bool = False) -> list[str]:
-        """What disagrees in any tier. Meant for a quiet engine: work in flight holds slots of its own."""
-        with self.clearing.alone:  # a clear has slots in hand
+        """Contradictions in any tier. For a quiet engine: work in flight holds slots of its own."""
+        with self.clearing.alone:  # a clear holds slots outside the index
             return [f"{name}: {p}" for name, tier in self.tiers.items() for p in tier.check(self.lock, fix=fix)]
 
     def _describe(self, lease: Lease) -> dict[str, Any]:
@@ -408,7 +402,7 @@ class TierManager:
                 }
                 for name, tier in self.tiers.items()
             }
-            for tier in self.files[:1]:  # the figures are of all of them
+            for tier in self.files[:1]:  # the figures cover all tiers of files
                 tiers[tier.name]["quarantine"] = self.quarantine.describe()
             leases = [self._describe(lease) for lease in self._leases]
             measured = self.measures.describe()
@@ -417,13 +411,13 @@ class TierManager:
             return {"tiers": tiers, **groups, "leases": leases, "measured": measured, "bytes_per_second": speeds}
 
     def close(self, executor: Callable[[], None] = lambda: None) -> None:
-        """Close the tiers, behind `executor()`, which closes what moves their bytes.
+        """Close the tiers, after `executor()`, which closes the executor of their moves.
 
-        What I/O that hangs may still touch is kept until that ends; the log says what.
+        Memory and files that hanging I/O may still touch are kept until it ends; the log lists them.
         """
         self.sample = None
         with self.clearing.alone:
-            pass  # what it drops is known to the SSD tier then, which deletes it before it is closed
+            pass  # wait for a clear: the SSD tier deletes the dropped pages before it is closed
         quarantine = self.quarantine
         in_time = not self.files or quarantine.wait(self.close_s)
         quarantine.afterwards(executor)

@@ -1,4 +1,4 @@
-"""What is measured of lookups, loads, stores and waits, for whoever watches an engine: by tier, by classes of size."""
+"""Measures of lookups, loads, stores and waits, by tier and by class of size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from gdscache.histograms import SECONDS, SIZE_CLASSES, Buckets, Histogram, size_class
 from gdscache.moves import PLANES
 
-WAITS = ("layer", "verdict", "pages")  # what callers wait for: a layer of a load, its end, the end of a prefetch
+WAITS = ("layer", "verdict", "pages")  # a layer of a load, a load's end, a prefetch's end
 
 
 class TokenCounts:
-    """Tokens that lookups asked for, and those that they found, by tier. Thread-safe."""
+    """Tokens that lookups asked for, and tokens that they found, by tier. Thread-safe."""
 
     def __init__(self, tiers: Iterable[str]) -> None:
         self._asked = 0
@@ -22,8 +22,7 @@ class TokenCounts:
         self._lock = threading.Lock()
 
     def answered(self, asked: int, hit: int, tiers: Sequence[str]) -> None:
-        """A lookup asked for so many tokens, and found `hit` of them in pages of these `tiers`, each of which counts as
-        much as the others."""
+        """A lookup asked for `asked` tokens and found `hit`, in pages of `tiers`, which share them equally."""
         with self._lock:
             self._asked += asked
             if not tiers:
@@ -36,16 +35,15 @@ class TokenCounts:
                 left, pages = left - part, pages - some
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for `stats()`."""
         with self._lock:
             return {"asked": self._asked, "hit": dict(self._hit)}
 
 
 class Measures:
-    """Every series is there from the beginning. Thread-safe, but for `moved`, which the manager's lock guards."""
+    """Every series exists from the beginning. Thread-safe, except `moved`, which the manager's lock guards."""
 
     def __init__(self, tiers: Mapping[str, str]) -> None:
-        """`tiers`: what each is (`Tier.kind`), by name, the fastest first."""
+        """`tiers`: name -> `Tier.kind`, the fastest first."""
         self.tokens = TokenCounts(tiers)
         self._lock = threading.Lock()
         moving = [name for name, kind in tiers.items() if kind != PLANES]
@@ -59,28 +57,25 @@ class Measures:
         self._moved = dict.fromkeys([*outer, *inner], 0)
 
     def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes, whose slowest tier this is, took so long from its begin to its verdict."""
+        """A load of `nbytes` with this slowest tier took `seconds` from its begin to its verdict."""
         if (histogram := self._loads.get((tier, size_class(nbytes)))) is not None:
             with self._lock:
                 histogram.note(seconds)
 
     def stored(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Pages of a store of so many bytes are committed on a tier, so long after it was accepted."""
+        """Pages of a store of `nbytes` were committed on a tier `seconds` after it was accepted."""
         with self._lock:
             self._stores[tier, size_class(nbytes)].note(seconds)
 
     def waited(self, what: str, seconds: float) -> None:
-        """Somebody has waited for one of `WAITS`."""
         with self._lock:
             self._waits[what].note(seconds)
 
     def moved(self, source: str, target: str, pages: int) -> None:
-        """So many pages went from one place to another, and were good."""
         if pages:
             self._moved[source, target] += pages
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for `stats()`."""
         moved: dict[str, dict[str, int]] = {}
         for (source, target), pages in self._moved.items():
             moved.setdefault(source, {})[target] = pages

@@ -1,8 +1,7 @@
-"""Pins: what a request keeps from eviction for a time. `Pin` is the caller's handle, `Claim` the pin of a prefetch,
-`Pins` has all pins of all tiers. The manager's lock is held in every call of `Pins`.
+"""Pins keep pages from eviction for a time. `Pin` is the caller's handle, `Claim` a prefetch's; `Pins` has all pins of
+all tiers, and the manager's lock is held in each of its calls.
 
-There is no thread of its own: a pin whose time is up is found by the next lookup, plan or store. Time comes from a
-clock that the manager was given.
+There is no thread: the next lookup, plan or store ends pins whose time is up.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from gdscache.index.index import PageIndex
     from gdscache.tiers.manager import TierManager
 
-PIN_SHARE = 0.5  # of a tier's slots: what pins may hold together
+PIN_SHARE = 0.5  # most of a tier's slots that pins may hold together
 
 
 class Pin:
@@ -43,21 +42,20 @@ class Pin:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prefix that it holds now.
+        """Tokens of the prefix that are pinned now.
 
-        Fewer than asked for if pages were not cached, or if every tier that has the next page has pinned all it may
-        (`PIN_SHARE` of its slots). 0 once the pin has ended.
+        Fewer than asked for if pages were not cached, or if every tier with the next page has reached its bound of
+        pinned pages (`PIN_SHARE` of its slots). 0 once the pin has ended.
         """
         with self._pins.manager.calls, self._pins.manager.lock:
             self._pins.end_due()
             return self.count() * self._page_tokens
 
     def count(self) -> int:
-        """Pages of it that are held, and not dropped. The lock is held."""
+        """Leading pages that are pinned and not dropped. The lock is held."""
         return sum(1 for _ in itertools.takewhile(lambda some: not all(e.dropped for e in some), self._pages))
 
     def release(self) -> None:
-        """Let the pages go; twice is fine."""
         with contextlib.suppress(EngineClosedError), self._pins.manager.calls, self._pins.manager.lock:
             self._pins.end(self)
 
@@ -70,68 +68,63 @@ class Pin:
 
 
 class Claim(Pin):
-    """The pins of a prefetch: pages that lie in the landing tier, and room there for those that are to come.
+    """The pins of a prefetch: pages in the landing tier, and room there for pages to come.
 
-    `pages`: those that found room, in order; `promised`: the keys of those to come, by their numbers. The manager's
-    lock guards it, but `good` may be asked for without.
+    `pages`: the pages with room, in order. `promised`: number -> key of the pages to come. The manager's lock guards
+    the claim; `good` may be read without it.
     """
 
     def __init__(self, pins: Pins, lease: Lease, index: PageIndex, page_tokens: int, until: float) -> None:
         super().__init__(pins, lease, [], page_tokens, until)
         self.pages: list[Page] = []
         self.promised: dict[int, bytes] = {}
-        self.slots: list[int | None] = []  # of each page: where it lies and is held, None before it has come
+        self.slots: list[int | None] = []  # slot of each page, None before it has come
         self._index = index
-        self._good = 0  # pages from the first on that are held, when the index had `_torn` pages torn
+        self._good = 0  # leading pages that are held, as counted when the index had torn `_torn` pages
         self._torn = index.torn
 
     def take(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
-        """The next pages are there: each with a lease, which the claim has from now on."""
+        """The next pages are present, each with a lease, which the claim takes over."""
         self._lease.hold(self._index, pages, slots)
         self._good += len(slots) if self._good == len(self.pages) else 0
         self.pages += pages
         self.slots += slots
 
     def expect(self, pages: Sequence[Page]) -> None:
-        """The next pages are to come."""
         first = len(self.pages)
         self.promised.update((first + i, page.key) for i, page in enumerate(pages))
         self.pages += pages
         self.slots += [None] * len(pages)
 
     def holds(self, number: int) -> bool:
-        """Whether it has a page that was not dropped: one that was, and came again, is in another slot."""
+        """Whether the page is present and was never dropped: a page that came again is in another slot."""
         slot = self.slots[number]
         return slot is not None and self._index.slot(self.pages[number].key) == slot
 
     def put(self, number: int, slot: int) -> None:
-        """A page has come."""
         self.slots[number] = slot
         self._good = self._held_from(self._good)
 
     def cut(self, pages: int) -> None:
-        """Only the first `pages` are left."""
         del self.pages[pages:], self.slots[pages:]
 
     def gone(self) -> None:
-        """It has ended."""
         self.promised, self.slots = {}, []
         self._good = 0
 
     def _held_from(self, first: int) -> int:
-        """Where the first page behind `first` is that is not held, or dropped."""
         return next(itertools.filterfalse(self.holds, range(first, len(self.slots))), len(self.slots))
 
     def count(self) -> int:
-        """Pages from the first on that are held, and not dropped."""
+        """Leading pages that are held and not dropped."""
         if self._torn != self._index.torn:
-            self._good = self._held_from(0)  # before what says that it is right: it is read without the lock
+            self._good = self._held_from(0)  # set before `_torn`, which validates it for readers without the lock
             self._torn = self._index.torn
         return self._good
 
     @property
     def good(self) -> int:
-        """Pages from the first on that are held and not dropped; 0 when it has ended. Costs little."""
+        """`count`, at little cost; 0 when the claim has ended."""
         pins = self._pins
         if pins.clock() >= self.until:
             return 0
@@ -151,16 +144,16 @@ class Pins:
         self.manager = manager
         self.clock = clock
         self._pins: dict[Lease, Pin] = {}
-        # Pins on each page, by its slot, which no other page gets meanwhile.
+        # Number of pins on each page, by its slot, which no other page gets meanwhile.
         self._held: dict[str, Counter[int]] = {name: Counter() for name in manager.tiers}
-        # In the landing tier: keys that claims expect, and those of them for which no pinned page has taken room.
+        # In the landing tier: keys that claims expect, and those whose room no pinned page has taken yet.
         self._promised: Counter[bytes] = Counter()
         self._owed: set[bytes] = set()
         self._ends: list[tuple[float, int, Pin]] = []
         self._numbers = itertools.count()
 
     def begin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
-        """Lease the consecutive pages from the first on that some tier has, on every tier, up to its bound."""
+        """Lease the leading pages that some tier has, on every tier, within the bound."""
         seconds = arguments.span(seconds, "seconds", LONGEST_TTL)
         lease = self.manager.lease("pin")
         distinct = {page.key: page for page in pages}.values()
@@ -186,13 +179,12 @@ class Pins:
         return found
 
     def _room(self, name: str) -> int:
-        """How many pages more may be pinned on a tier."""
         landing = self.manager.landing
         owed = len(self._owed) if landing is not None and name == landing.name else 0
         return int(PIN_SHARE * self.manager.tiers[name].index.slots) - len(self._held[name]) - owed
 
     def describe(self) -> dict[str, int]:
-        """Pages of the landing tier that are pinned, those that claims have room for, and the most of both together."""
+        """Of the landing tier: pinned pages, pages promised to claims, and the bound of both together."""
         landing = self.manager.landing
         held = 0 if landing is None else len(self._held[landing.name])
         most = 0 if landing is None else int(PIN_SHARE * landing.index.slots)
@@ -201,8 +193,8 @@ class Pins:
     # -- claims: the pins of prefetches -------------------------------------------------------------------------------
 
     def claim(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Claim:
-        """Lease what the landing tier has of `pages`, from the first on, and promise room for the others, as far as
-        there is room: to who asks first, and nobody waits for any."""
+        """Lease the leading `pages` that the landing tier has, and promise room for the others, until none is left.
+        Nothing waits for room."""
         landing = self.manager.landing
         assert landing is not None, "a claim on no tier"
         index, held, owed = landing.index, self._held[landing.name], self._owed
@@ -230,9 +222,9 @@ class Pins:
         return self._begun(claim)
 
     def fill(self, claim: Claim, numbers: Iterable[int]) -> None:
-        """Pages of a claim, by their numbers, lie in the landing tier now, and are good.
+        """Pages of a claim, by their numbers, are now in the landing tier and good.
 
-        Each has room that was promised, but where what took it was dropped since and is still held.
+        Each has its promised room. Only a page that was dropped since, while its slot is still held, needs new room.
         """
         landing = self.manager.landing
         assert landing is not None, "a claim on no tier"
@@ -254,7 +246,8 @@ class Pins:
             claim._lease.hold(index, new, index.hold_run(new, 0, len(new)))
 
     def settle(self, claim: Claim) -> None:
-        """No page of a claim comes any more: what lies behind the first that lacks goes, and it ends without any."""
+        """No more pages of a claim will come. It keeps the pages before the first missing one, and ends if it has
+        none."""
         landing = self.manager.landing
         if claim._lease not in self._pins or landing is None:
             return
@@ -265,7 +258,7 @@ class Pins:
         if not kept:
             self.end(claim)
             return
-        if kept < len(claim._lease):  # what lies behind, and what was dropped and came again
+        if kept < len(claim._lease):  # pages behind the gap, and pages that were dropped and came again
             index, left = landing.index, {*claim.slots}
             pins = [pin for _, pages, slots in claim._lease.runs() for pin in zip(pages, slots, strict=True)]
             gone = [(page, slot) for page, slot in pins if slot not in left]
@@ -282,7 +275,6 @@ class Pins:
                 self._owed.discard(key)
 
     def _unhold(self, index: PageIndex, pages: Sequence[Page], slots: Sequence[int]) -> None:
-        """Pages of a tier are pinned once less each."""
         name = next(name for name, tier in self.manager.tiers.items() if tier.index is index)
         held, landing = self._held[name], self.manager.landing
         expected = self._promised if landing is not None and landing.index is index else ()
@@ -290,13 +282,12 @@ class Pins:
             times = held.pop(slot)
             if times > 1:
                 held[slot] = times - 1
-            elif expected and page.key in expected:  # the room is theirs from now on
+            elif expected and page.key in expected:  # claims expect the page: its room is theirs again
                 self._owed.add(page.key)
 
     # -- their ends ---------------------------------------------------------------------------------------------------
 
     def live(self, pin: Pin) -> bool:
-        """Whether a pin has not ended; its time may be up all the same."""
         return pin._lease in self._pins
 
     def end(self, pin: Pin) -> None:
@@ -313,18 +304,17 @@ class Pins:
             self._ends = sorted(end for end in self._ends if end[2]._lease in self._pins)
 
     def end_due(self) -> None:
-        """End the pins whose time is up."""
         while self._ends and self._ends[0][0] <= self.clock():
             self.end(heapq.heappop(self._ends)[2])
 
     def seconds_left(self, lease: Lease) -> float | None:
-        """Of the pin whose lease this is; None for a lease of somebody else."""
+        """Seconds that the pin with this lease has left; None for a lease of another kind."""
         pin = self._pins.get(lease)
         return None if pin is None else max(0.0, pin.until - self.clock())
 
 
 def _fitting(new: Sequence[bool], room: int) -> int:
-    """How many of the first pages fit, of which `new` take room."""
+    """The number of leading pages that fit into `room`; pages that are not `new` take none."""
     if sum(new) <= room:
         return len(new)
     taken = itertools.accumulate(new)

@@ -1,9 +1,9 @@
-"""Quarantine: what I/O that missed its deadline may still touch, kept out of use until that I/O truly ends.
+"""Quarantine: keeps memory and slots of I/O that missed its deadline out of use until that I/O truly ends.
 
-A late request keeps its memory (a CPU or bounce slot) and its SSD slot. Nobody waits for it: its transport calls back
-when it ends, and everything goes back then. Where late requests hold more than a quarter of a pool of memory, the SSD
-tier is switched off, so that a device that hangs cannot take the rest: its pages miss and nothing is written, until no
-pool has more than an eighth in quarantine.
+A late request keeps its memory (a CPU or bounce slot) and its SSD slot. No caller waits for it: its transport calls
+back when it ends, and everything is freed then. Where late requests hold more than a quarter of a pool of memory, the
+SSD tier is switched off, so that a device that hangs cannot take the rest: its pages miss and nothing is written, until
+no pool has more than an eighth in quarantine.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.failed_reads import FailedReads
 
 _log = logging.getLogger("gdscache.ssd")
-_OFF_ABOVE, _ON_BELOW = 4, 8  # parts of a pool: off above a quarter, on again at an eighth or less
+_OFF_ABOVE, _ON_BELOW = 4, 8  # off above a quarter of a pool, on again at an eighth or less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A request that missed its deadline: the pool that its memory is of, the slot of a tier of files that it reads or
-    writes, and what gives both back.
+    """A request that missed its deadline: the pool of its memory, and the slot of a tier of files that it reads or
+    writes.
 
-    `give_back` is called once, when the request has ended, under the manager's lock and in a thread of the transport:
-    it does bookkeeping only and does not raise.
+    `give_back` frees both. It is called once, when the request has ended, under the manager's lock and in a thread of
+    the transport: it does bookkeeping only and does not raise.
     """
 
     op: Literal["read", "write"]
@@ -41,18 +41,16 @@ class Late:
 
 
 class Unended(Protocol):
-    """Pages of which some are late."""
+    """A move with late pages."""
 
-    def on_end(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(index)` once for each page, when nothing touches its memory any more; perhaps at once."""
-        ...
+    def on_end(self, callback: Callable[[int], None]) -> None: ...
 
 
 class Quarantine:
     """The late requests of one engine. Thread-safe; `lock` is the manager's.
 
-    `off` is whether the SSD tier is switched off since its I/O hangs; `stopped` why it is for good, "" where it is not.
-    `failed_reads` may switch single tiers off. `log`: the engine's.
+    `off`: the SSD tier is switched off since its I/O hangs. `stopped`: why it is off for good, or "". `failed_reads`
+    may switch single tiers off.
     """
 
     def __init__(
@@ -62,21 +60,23 @@ class Quarantine:
         self.failed_reads = FailedReads(clock, self._tell, self.log)
         self.off = False
         self.stopped = ""
-        self.absent: Callable[[], str] = lambda: ""  # why nothing is loaded or stored, where ranks do not answer
+        # why nothing is loaded or stored while ranks do not answer; "" while they do
+        self.absent: Callable[[], str] = lambda: ""
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
-        self._holds: dict[str, Callable[[], int]] = {}  # pools that know how many of their slots late requests hold
-        self._requests: Counter[str] = Counter()  # late requests by pool: of the others, a slot each
+        # pools with a count of their own of slots that late requests hold
+        self._holds: dict[str, Callable[[], int]] = {}
+        self._requests: Counter[str] = Counter()  # late requests by pool; in the other pools each holds a slot
         self._late: Counter[str] = Counter()  # by op
-        self._counts = {"switch_offs": 0, "held": 0, "ended": 0}  # since the engine was opened
-        self._reading: Counter[tuple[str, int]] = Counter()  # tiers and slots that late reads are at
+        self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
+        self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
         self._afterwards: list[Callable[[], None]] = []
         self._switched: list[Callable[[], None]] = []
         self._finishing = False
 
     def on_switch(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` when the tier was switched off, or on. The lock may be held; it must be quick."""
+        """Call `callback()` when the tier is switched off or on. The lock may be held; it must be quick."""
         self._switched.append(callback)
 
     def _tell(self) -> None:
@@ -84,7 +84,7 @@ class Quarantine:
             callback()
 
     def add_pool(self, name: str, slots: int, held: Callable[[], int] | None = None) -> None:
-        """Watch over a pool of memory of so many slots. `held`: how many late requests hold; None: one each."""
+        """Watch a pool of memory. `held` counts the slots that late requests hold; None: one a request."""
         with self._lock:
             self._slots[name] = slots
             if held is not None:
@@ -108,7 +108,7 @@ class Quarantine:
                 self._requests[request.pool] += 1
                 if request.op == "read":
                     self._reading[request.tier, request.slot] += 1
-            submission.on_end(ended)  # now, for what has ended meanwhile
+            submission.on_end(ended)  # called now for pages that have ended
             full = None if self.off else self._fullest(_OFF_ABOVE)
             if full is not None:
                 self.off = True
@@ -141,34 +141,30 @@ class Quarantine:
 
     @property
     def cause(self) -> str:
-        """What pages that miss, and stores that are dropped, are counted under while the tier is switched off."""
+        """The cause that misses and dropped stores are counted under while the tier is switched off."""
         return self.absent() or ("lock_lost" if self.stopped else "switched_off")
 
     def hides(self, tier: str, slot: int) -> bool:
-        """Whether a page of a tier of files misses for now: a late read is at it, or these tiers are switched off."""
+        """Whether a page of a tier of files misses for now: a late read is reading it, or the tier is switched off."""
         return self.off or (tier, slot) in self._reading or self.failed_reads.off(tier)
 
     def refuses(self, tier: str) -> bool:
-        """Whether nothing is written to a tier of files for now."""
         return self.off or bool(self.absent()) or self.failed_reads.off(tier)
 
     @property
     def hiding(self) -> bool:
-        """Whether `hides` may say so of any page."""
         return self.off or self.failed_reads.any_off or bool(self.requests) or bool(self.absent())
 
     @property
     def requests(self) -> int:
-        """Late requests that have not ended."""
         return self._late["read"] + self._late["write"]
 
     @property
     def writes(self) -> int:
-        """Late writes that have not ended."""
         return self._late["write"]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until no late request is left; False when `seconds` pass before."""
+        """Wait until no late request is left; False after `seconds`."""
         with self._ended:
             return self._ended.wait_for(lambda: not self.requests, seconds)
 
@@ -181,7 +177,6 @@ class Quarantine:
         action()
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for `stats()`: the switch, late requests now and ever, and slots of each pool that they hold."""
         with self._lock:
             return {
                 "switched_off": self.off,
@@ -196,7 +191,6 @@ class Quarantine:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Late) -> None:
-        """A late request has ended: called by the transport."""
         with self._lock:
             request.give_back()
             self._requests[request.pool] -= 1
@@ -222,7 +216,7 @@ class Quarantine:
             threading.Thread(target=self._finish, name="gdscache-late-close", daemon=True).start()
 
     def _finish(self) -> None:
-        """Run what was left for now, each action whatever becomes of the others."""
+        """Run the postponed actions, each even if others raise."""
         while True:
             with self._lock:
                 actions, self._afterwards = self._afterwards, []
@@ -234,9 +228,8 @@ class Quarantine:
                     first_to_last.callback(action)
 
     def _held(self, pool: str) -> int:
-        """Slots of a pool that late requests hold."""
         return self._holds[pool]() if pool in self._holds else self._requests[pool]
 
     def _fullest(self, parts: int) -> str | None:
-        """A pool of which more than one of so many parts is held, if there is one."""
+        """A pool of which late requests hold more than 1 / `parts`."""
         return next((name for name, slots in self._slots.items() if self._held(name) * parts > slots), None)

@@ -1,8 +1,8 @@
 """The SSD tier: a preallocated slab of extents, a durable catalogue, and a transport that moves the bytes.
 
-The order of a store is: bytes written, row committed, key visible. The row of a page that is gone is *doomed*: the
-next commit deletes it, and its slot is free when that is done and no lease is left. A reserve of free slots keeps a
-store from waiting for such a commit.
+A store writes the bytes, then commits the row, then makes the key visible. The row of a dropped page is *doomed*: the
+next commit deletes it, and its slot is free after that, once no lease is left. A reserve of free slots keeps stores
+from waiting for such a commit.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gdscache.ssd")
 _TOUCHES_KEPT = 1 << 16
-_NOTED = 1 << 13  # uses that are brought in at a time: what a call may have to do for those before it
-_DELETIONS = 1 << 14  # rows that one commit deletes: what a store may have to wait for
+_NOTED = 1 << 13  # uses that wait; a call brings in at most this many
+_DELETIONS = 1 << 14  # rows that one commit deletes: a store may wait for it
 LOST_HINT = "see who removes or replaces files there (cleaners of temporary folders?), then open the engine again"
 _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's integers
 
@@ -59,14 +59,13 @@ _CLOCK_LIMIT = 1 << 62  # a damaged row must not push the clock out of SQLite's 
 class SsdTier(DurableTier):
     """Pages on an SSD. `lock` is the manager's lock; it guards the index and is never held over I/O.
 
-    `reserve`: free slots that are kept ready, an eighth of all at most. `wall_clock`: seconds since the epoch; pages
-    that have expired by then are given up at once. `open_slab(slots)`: opens the slab; by default in this process.
-    `log`: the engine's.
+    `reserve`: free slots that are kept ready, at most an eighth of all. `wall_clock`: seconds since the epoch; pages
+    that have expired by then are dropped at once. `open_slab(slots)` opens the slab; by default in this process.
     """
 
     name = "ssd"
     io: SlabFiles
-    close_s = 5.0  # that closing the catalogue may take while I/O hangs
+    close_s = 5.0  # seconds for closing the catalogue while I/O hangs
 
     def __init__(
         self,
@@ -85,8 +84,8 @@ class SsdTier(DurableTier):
         self._said = LimitedLog() if log is None else log
         self.lock = lock
         self.path = path = config.path
-        self.route: RouteChoice | None = None  # which way pages go to planes
-        self.lost: Counter[str] = Counter()  # pages that recovery had to give up, by cause
+        self.route: RouteChoice | None = None
+        self.lost: Counter[str] = Counter()  # pages that recovery dropped, by cause
         slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
             self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
@@ -107,27 +106,28 @@ class SsdTier(DurableTier):
             self._say_room(slots)
             self._directory.watch_catalog()
             self._recover(slots, eviction, wall_clock())
-            trim_heap()  # recovery took as much again as the index keeps
+            trim_heap()  # recovery needed as much memory again as the index keeps
             undo.pop_all()
         self._power = config.durability == "power"
         self._reserve = min(reserve, slots // 8)
         self._checksums = np.zeros((slots, layout.n_sums), dtype=np.uint64)  # as stored: bound to the keys
-        self._known = bytearray(slots)  # slots whose checksums are in memory
-        self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, the first doomed first
-        self._deleting: set[int] = set()  # ... the commit under way
+        self._known = bytearray(slots)  # 1 for a slot whose checksums are in memory
+        self._doomed: dict[int, None] = {}  # slots whose rows the next commits delete, oldest first
+        self._deleting: set[int] = set()  # slots whose rows the current commit deletes
         self._returned: set[int] = set()  # slots that are free once their row is deleted
         self._touched: dict[int, int] = {}  # slot -> its last use, for the next commit
-        self._touches: list[tuple[Sequence[bytes], int]] = []  # ... and uses not in it yet: keys, the first's time
-        self._noted = 0  # keys in these
-        self.described: dict[bytes, dict[str, object]] = {}  # namespaces that this engine has stored pages of
-        self._descriptions: dict[bytes, dict[str, object]] = {}  # ... for the next commit
-        self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes down
+        # uses that are not in `_touched` yet: keys, time of the first
+        self._touches: list[tuple[Sequence[bytes], int]] = []
+        self._noted = 0  # keys in `_touches`
+        self.described: dict[bytes, dict[str, object]] = {}  # namespaces of pages that this engine stored
+        self._descriptions: dict[bytes, dict[str, object]] = {}  # descriptions for the next commit
+        self._retained: dict[int, bytes] = {}  # slot -> key of pages whose retention the next commit writes
         self._commit_lock = threading.Lock()
-        self._lost = ""  # why the directory is not ours alone any more
+        self._lost = ""  # why another process may use the directory
         self._closed = False
 
     def _slab_here(self, config: SsdConfig, device: str, undo: contextlib.ExitStack) -> Callable[[int], SlabIO]:
-        """Opens the slab by a transport that is there before any file is: it needs threads, which there may not be."""
+        """A function that opens the slab. The transport opens first: it needs threads, and may get none later."""
         path, how = config.path, {"direct_io": "auto", "gds": config.gds}
         transport = open_transport(config.transport, directory=path, device=device, threads=config.threads, **how)
         undo.callback(transport.close)
@@ -135,13 +135,13 @@ class SsdTier(DurableTier):
 
         def opened(slots: int) -> SlabIO:
             slab = Slab.open(path, self.layout.extent_bytes, slots, config.stripes)
-            self._directory.hold_slabs()  # those that were made just now
+            self._directory.hold_slabs()  # the new files
             return SlabIO(slab, transport)
 
         return opened
 
     def _say_room(self, slots: int) -> None:
-        """The slab has its room; the catalogue grows with its pages."""
+        """Warn if the catalogue may find no room; the slab has its room already."""
         lacking = lacking_room(self.path, slots, self.layout.n_sums)
         if lacking:
             _log.warning(
@@ -168,7 +168,6 @@ class SsdTier(DurableTier):
 
     @property
     def direct(self) -> bool:
-        """Whether pages go straight to the planes' device."""
         return self.route is not None and self.route.route == "direct"
 
     @property
@@ -180,12 +179,10 @@ class SsdTier(DurableTier):
         return self.index.slots * self.layout.extent_bytes
 
     def place(self, slot: int) -> str:
-        """The directory of a slot's bytes: with ranks, of the first rank's."""
         return str(self._slab.files[self._slab.locate(slot)[0]].parent)
 
     @property
     def spare_slots(self) -> int:
-        """Slots for pages that need not push others out."""
         return self.index.free_slots + len(self._returned) - self._reserve
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
@@ -194,10 +191,10 @@ class SsdTier(DurableTier):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def checksums(self, entries: Sequence[Entry]) -> Checksums:
-        """What the bytes of pages have to give: see `DurableTier.checksums`.
+        """See `DurableTier.checksums`.
 
-        It follows from the key that is asked for: what is stored for another page, or by another owner, matches no
-        bytes. A page whose row says another namespace has zeros: to drop that namespace, or its own, would not find it.
+        They are unbound with the requested key, so the checksums of another page or owner match no bytes. A page whose
+        row has another namespace gets zeros: clearing either namespace would miss it.
         """
         self.learn(entries)
         slots = [e.slot for e in entries]
@@ -211,11 +208,11 @@ class SsdTier(DurableTier):
     # -- writing --------------------------------------------------------------------------------------------------
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
-        """Reserve and lease slots for the first of `pages`, as many as find room. May commit deletions first.
+        """Reserve and lease slots for the first of `pages`, until no slot is left. May commit deletions first.
 
-        `retentions`: by key, where they are not the default.
-        Only pages that continue a prefix of this tier may push others out: after a restart, nobody reaches the others.
-        Raises `IOFailedError`; `LockLostError` when the directory is not ours alone any more.
+        `retentions`: by key, where they are not the default. Only pages that continue a prefix of this tier may evict
+        others: after a restart no lookup reaches the rest. Raises `IOFailedError`; `LockLostError` when another process
+        may use the directory.
         """
         self._keep_out()
         with self.lock:
@@ -224,23 +221,21 @@ class SsdTier(DurableTier):
         if commit_first:
             self.commit_waiting()
         with self.lock:
-            self._touched_slots()  # of the pages that are there, not of those that come
+            self._touched_slots()  # before slots change hands: uses are of the pages that are present now
             fresh = [p for p in pages if p.key not in self.index]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
             return self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept, leases=1)
 
     def _neighbours(self, pages: Sequence[Page]) -> list[int]:
-        """Free slots for `pages`, or for the first of them: in one run, behind the page that they follow if possible.
-
-        Whoever reads the prefix again then reads few long stretches.
-        """
+        """Free slots for the first of `pages`: in one run, behind the page that they follow if possible, so that
+        reading the prefix takes few long stretches."""
         return self.index.take_free(len(pages), self.index.slot(pages[0].parent)) if pages else []
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
-        """Make written pages durable and visible, and retired slots free; True for each page that is visible now.
+        """Make written pages durable and visible, and free retired slots. True for each page that is visible now.
 
-        Raises `IOFailedError` when the catalogue cannot be written, `LockLostError` when the directory is not ours
-        alone any more; then nothing was committed.
+        Raises `IOFailedError` when the catalogue cannot be written, `LockLostError` when another process may use the
+        directory; then nothing was committed.
         """
         with self._commit_lock:
             self._keep_out()
@@ -265,7 +260,7 @@ class SsdTier(DurableTier):
                     PageRecord(e.slot, e.key, *e.page[1:], length, clock + i, stored[i], *e.retention)
                     for i, e in enumerate(live)
                 ]
-            self._learn_checksums(leased)  # a load that still reads them could not check them otherwise
+            self._learn_checksums(leased)  # a load that still reads them needs the checksums
             self._describe(descriptions)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._undo, retained, [record.slot for record in records])
@@ -275,7 +270,7 @@ class SsdTier(DurableTier):
                 put_rows(self._checksums, [entry.slot for entry in live], stored)
                 for entry in live:
                     self._known[entry.slot] = 1
-                    if not self.index.commit(entry):  # dropped meanwhile: its row must go again
+                    if not self.index.commit(entry):  # dropped meanwhile: its row must be deleted
                         self._doom(entry.slot)
                 self.index.free(self._deleting & self._returned)
                 self._returned -= self._deleting
@@ -283,11 +278,12 @@ class SsdTier(DurableTier):
                 return [not entry.dropped for entry in entries]
 
     def commit_waiting(self) -> None:
-        """Commit what waits for the next store."""
+        """Commit now, without new pages."""
         self.commit((), np.zeros((0, self.layout.n_sums), np.uint64))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count a use of each present page, tail first, under the manager's lock. What is kept for disk is bounded."""
+        """Count a use of each present page, tail first, under the manager's lock. The uses kept for the next commit are
+        bounded."""
         self.index.touch(keys)
         if len(self._touched) + self._noted < _TOUCHES_KEPT:
             self._touches.append((keys, self._clock))
@@ -297,7 +293,7 @@ class SsdTier(DurableTier):
                 self._touched_slots()
 
     def _touched_slots(self) -> dict[int, int]:
-        """The last use of the slots that were used since the last commit. The lock is held."""
+        """Slot -> last use since the last commit. The lock is held."""
         if self._touches:
             touches, self._touches, self._noted = self._touches, [], 0
             for keys, clock in touches:
@@ -306,21 +302,20 @@ class SsdTier(DurableTier):
         return self._touched
 
     def retain(self, key: bytes, retention: Retention) -> None:
-        """A page is stored again: see `PageIndex.retain`. The next commit writes it down. Under the manager's lock."""
+        """See `PageIndex.retain`. The next commit writes the retention. Under the manager's lock."""
         slot = self.index.slot(key)
         if slot is not None and self.index.retain(key, retention):
             self._retained[slot] = key
 
     def commit_all_deletions(self, namespace: bytes | None = None) -> None:
         """Commit every deletion that waits by now, in transactions of bounded size. Raises `IOFailedError`."""
-        self.commit_waiting()  # after the commit under way, whose pages may have been dropped meanwhile
+        self.commit_waiting()  # after the current commit, whose pages may have been dropped meanwhile
         with self.lock:
             waiting = len(self._doomed)
         for _ in range(0, waiting, _DELETIONS):
             self.commit_waiting()
 
     def commit_deletions(self) -> None:
-        """Commit deletions that wait for the next store, if there are any."""
         if self._doomed:
             try:
                 self.commit_waiting()
@@ -345,15 +340,15 @@ class SsdTier(DurableTier):
             return
         try:
             found, sums = self._catalog.checksum_rows(slots, self.layout.n_layers)
-        except IOFailedError as error:  # they stay unknown: whoever wants these pages misses them
+        except IOFailedError as error:  # they stay unknown, and loads of these pages miss
             text, about = "%s: checksums of %d pages cannot be read: %s", (self.path, len(slots), error)
             self._said.say(_log, logging.WARNING, "checksums unread", text, *about)
             return
         with self.lock:
             known = np.frombuffer(self._known, dtype=np.bool_)
-            # What was written meanwhile is newer.
+            # Checksums written meanwhile are newer.
             asked = np.array([slot for slot in slots if not known[slot]], np.int64)
-            self._checksums[asked] = 0  # of a row that has none: no bytes match
+            self._checksums[asked] = 0  # no row: no bytes match
             new = ~known[found]
             self._checksums[found[new]] = sums[new]
             known[asked] = True
@@ -371,8 +366,8 @@ class SsdTier(DurableTier):
             self.index.free((slot,))
 
     def _undo(self, retained: Mapping[int, bytes], written: Sequence[int]) -> None:
-        """Nothing was committed, as far as is known: deletions and retentions wait for the next commit, and so does the
-        use of the slots that were `written`, of which a restart may find the rows."""
+        """The commit failed: its deletions and retentions wait for the next one. So do deletions of the `written`
+        slots, whose rows a restart may find."""
         with self.lock:
             self._retained = {**retained, **self._retained}
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed | dict.fromkeys(written)
@@ -382,11 +377,9 @@ class SsdTier(DurableTier):
         return self.index.retention(key) or DEFAULT
 
     def namespaces(self) -> dict[bytes, dict[str, object]]:
-        """Digest → description of the namespaces that the directory knows."""
         return self._catalog.namespaces()
 
     def describe_namespace(self, digest: bytes, description: dict[str, object]) -> None:
-        """Write down what a namespace means, with the next commit: for people who inspect the directory."""
         with self.lock:
             self.described[digest] = self._descriptions[digest] = description
 
@@ -399,7 +392,7 @@ class SsdTier(DurableTier):
                 self._said.say(_log, logging.WARNING, "namespaces unwritten", text, self.path, error)
 
     def lock_lost(self, *, thorough: bool = False) -> str:
-        """Why the directory is not ours alone any more; "" while it is. Costs an `os.stat`; `thorough`: some more."""
+        """Why another process may use the directory; "" while none may. Costs an `os.stat`; `thorough` costs more."""
         if not self._lost:
             self._lost = self._directory.lost(thorough=thorough)
         return self._lost
@@ -440,7 +433,6 @@ class SsdTier(DurableTier):
         return problems + [f"page {e.key.hex()[:16]} in slot {e.slot} has no row in the catalogue" for e in missing]
 
     def _check_slab(self, lock: threading.RLock, *, fix: bool) -> list[str]:
-        """What became of the slab's files; `fix` drops the pages of a file that was cut, and gives it its size back."""
         problems, short = self.io.check()
         if fix and short:
             with lock:
@@ -475,13 +467,14 @@ class SsdTier(DurableTier):
             self._directory.close()
 
     def close_unfinished(self, *, writing: bool) -> Callable[[], None]:
-        """Close what I/O that hangs does not need, in bounded time; the answer closes the rest, when it has ended.
+        """Close all parts that hanging I/O does not need, in bounded time. The result closes the rest, after that I/O
+        has ended.
 
-        `writing`: writes hang. The directory stays ours then, so that they cannot reach the slots of another owner.
+        `writing`: writes hang. The directory stays locked then, so that they cannot reach the slots of another owner.
         """
         self._closed = True
         closing = threading.Thread(target=self._close_catalog, name="gdscache-close", daemon=True)
-        closing.start()  # the device that hangs may be the catalogue's as well
+        closing.start()  # the catalogue may be on the device that hangs
         closing.join(self.close_s)
         if closing.is_alive():
             _log.error("%s: the catalogue was not closed within %g s", self.path, self.close_s)
@@ -507,7 +500,7 @@ class SsdTier(DurableTier):
 
 
 def _retentions(found: Recovered) -> dict[int, Retention]:
-    """Position → retention of the recovered pages that have one of their own. Equal ones are one object."""
+    """Position → retention of the recovered pages with one of their own. Equal ones are one object."""
     same: dict[Retention, Retention] = {}
     kept = {}
     priorities = np.clip(found.priorities, LOWEST, HIGHEST).tolist()
@@ -519,10 +512,8 @@ def _retentions(found: Recovered) -> dict[int, Retention]:
 
 
 def _in_range(kept: Mapping[int, tuple[int, float | None]]) -> dict[int, tuple[int, float | None]]:
-    """Retentions of the catalogue, with a priority that a page can have."""
     return {slot: (min(max(priority, LOWEST), HIGHEST), expires) for slot, (priority, expires) in kept.items()}
 
 
 def _kept(retention: Retention) -> tuple[int, float | None]:
-    """A retention as the catalogue keeps it."""
     return retention.priority, None if retention.expires is None else math.floor(retention.expires * 1000) / 1000

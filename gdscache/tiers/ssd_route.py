@@ -1,8 +1,8 @@
-"""Which way pages go between SSD and planes: straight through GPU memory, or through host memory.
+"""The route of pages between SSD and planes: straight through GPU memory, or through host memory.
 
-`direct`: the transport reads into the bounce reserve on the GPU, a kernel scatters from there. `via_cpu`: it reads into
-slots of the CPU tier, where the page stays (or the bounce reserve in host memory), and is copied from there. Where a
-transport can do both, the faster is taken, as measured with the engine's own files when it opens.
+`direct`: the transport reads into the bounce reserve on the GPU, and a kernel scatters from there. `via_cpu`: it reads
+into slots of the CPU tier, where the page stays (or into the bounce reserve in host memory), and the page is copied
+from there. Where a transport can do both, the faster is taken, as measured with the engine's own files when it opens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SsdRoute = Literal["direct", "via_cpu"]
 AskedRoute = Literal["auto", "direct", "via_cpu"]
 
 _log = logging.getLogger("gdscache")
-_BYTES = 32 << 20  # that each way moves a time
+_BYTES = 32 << 20  # bytes that a measurement moves
 _PIECE_BYTES = 4 << 20
 _TIMES = 3
 _DEADLINE_S = 20.0
@@ -40,7 +40,7 @@ _DEADLINE_S = 20.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """A route, why, and what was measured for it, in GB/s by route."""
+    """A route, the reason, and the measured GB/s by route."""
 
     route: SsdRoute
     reason: str
@@ -53,9 +53,9 @@ class RouteChoice:
 def choose(
     layout: PageLayout, device: torch.device, config: SsdConfig, io: SlabIO, index: PageIndex, *, keep: bool
 ) -> RouteChoice:
-    """The route for pages of the SSD, said in one log line. `keep`: there is a CPU tier, which host memory is for.
+    """The route for pages of the SSD; logs it in one line. `keep`: a CPU tier exists, so host memory is needed.
 
-    Raises `TransportUnavailableError` where the route that was asked for cannot be had.
+    Raises `TransportUnavailableError` where the configured route is impossible.
     """
     found = decided(config.route, io.transport.memory_kinds, device, keep=keep) or _faster(io, index, layout, device)
     _log.info("%s: pages go %s: %s", config.path, found.route, found.reason)
@@ -63,8 +63,8 @@ def choose(
 
 
 def decided(asked: AskedRoute, kinds: Collection[str], device: torch.device, *, keep: bool) -> RouteChoice | None:
-    """The route for planes on `device` with a transport that moves `kinds` of memory; None where both can be had, and
-    the faster is to be found out. Raises as `choose` does."""
+    """The route for planes on `device` with a transport that moves `kinds` of memory; None where both are possible and
+    `_faster` decides. Raises as `choose` does."""
     if "host" not in kinds and (keep or asked == "via_cpu"):
         what = "ssd.route is via_cpu" if asked == "via_cpu" else "there is a CPU tier"
         raise TransportUnavailableError(f"{what}, but the transport moves no host memory", "set another ssd.transport")
@@ -101,7 +101,7 @@ def _faster(io: SlabIO, index: PageIndex, layout: PageLayout, device: torch.devi
 def _measured(
     io: SlabIO, index: PageIndex, host: HostExtents, there: DeviceExtents, undo: contextlib.ExitStack
 ) -> RouteChoice:
-    """Read the same slots both ways: free ones, with noise that is written first, or whatever lies in the slab."""
+    """Read the same slots both ways: free slots, after writing noise to them, or the slab's present bytes."""
     slots, free = _slots(index, host.slots)
     for memory in (host.buffer.view, there.rows.view(-1)):
         io.transport.register(memory)
@@ -125,7 +125,6 @@ def _measured(
 
 
 def _slots(index: PageIndex, pages: int) -> tuple[Int64Array, bool]:
-    """Slots to read, and whether they are free: their bytes are nobody's."""
     free = [slot for first, count in index.free_runs() for slot in range(first, first + count)][:pages]
     if len(free) == pages:
         return np.array(free, dtype=np.int64), True
@@ -135,7 +134,7 @@ def _slots(index: PageIndex, pages: int) -> tuple[Int64Array, bool]:
 def _move(
     io: SlabIO, op: Op, slots: Int64Array, extents: HostExtents | DeviceExtents, undo: contextlib.ExitStack
 ) -> None:
-    """`undo` gives the memory back: behind what is late, if something is."""
+    """`undo` frees the memory, after any late I/O."""
     size, memory = extents.layout.extent_bytes, _memory(extents)
     pieces = (
         (file, offset, part(memory, first * size, (first + count) * size))
