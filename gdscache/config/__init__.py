@@ -157,7 +157,7 @@ class SsdConfig(ConfigSection):
     capacity: Size = Field(default=16 * GIB, description="size of the slab on disk; reserved when the tier opens")
     transport: Transport = Field(
         default="auto",
-        description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
+        description="transport that moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
     )
     route: Literal["auto", "direct", "via_cpu"] = Field(
         default="auto",
@@ -170,7 +170,7 @@ class SsdConfig(ConfigSection):
     threads: int = Field(default=8, ge=1, le=1024, description="number of I/O threads, 1 to 1024")
     durability: Literal["process", "power"] = Field(
         default="process",
-        description="what a committed page survives: process (a kill) or power (a power cut; stores are slower)",
+        description="what committed pages survive: process (a kill) or power (a power cut; stores are slower)",
     )
     endurance: Size | None = Field(
         default=None, description="bytes that may be written in any 24 hours, at least 8 pages; null means no limit"

@@ -107,8 +107,8 @@ class ModelConfig(ConfigSection):
     )
     salt: str = Field(
         default="",
-        description="text that separates these pages from all others; the adapters for vLLM and SGLang put there what "
-        "else tells models apart",
+        description="text that separates these pages from all others; the adapters for vLLM and SGLang put the other "
+        "facts there that tell models apart",
     )
 
     @model_validator(mode="after")
