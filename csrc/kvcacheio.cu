@@ -1,13 +1,13 @@
 // Copies of KV rows between pools in three layouts (layer-first, page-first, page-head), one token's rows an item.
 //
-// A side of the copy says where a token's bytes lie: in layer l, the piece of head h begins at
+// On each side, a token's bytes are at an address: in layer l, the piece of head h begins at
 //   base + t * token_stride + t / page * page_gap + l * layer_step + h * head_step
-// with a table of bases, one a layer, in place of `base + l * layer_step` where layers are tensors of their own.
-// A layout without heads takes them as parts of its row. Steps that are never taken are 0.
+// with a table of bases, one a layer, in place of `base + l * layer_step` if layers are tensors of their own. A layout
+// without heads takes them as parts of its row. Unused steps are 0.
 //
-// A warp takes consecutive items, and their words one after another, over all pieces of an item: its lanes are as busy
-// with rows of 24 bytes as with rows of 24 KiB. Addresses may be those of device memory or of page-locked host memory.
-// Source and destination have no byte in common.
+// A warp takes consecutive items, and their words one after another, over all pieces of an item: its lanes are equally
+// busy with rows of 24 bytes and of 24 KiB. Addresses are of device memory or of page-locked host memory. Source and
+// destination do not overlap.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -15,10 +15,10 @@ typedef unsigned long long u64;
 #define AT_ONCE 4  // independent loads in flight a lane
 
 struct Side {
-    u64 k, v;  // bases, or where the tables are
+    u64 k, v;  // bases, or addresses of the tables
     u32 token_stride, page_gap, layer_step, head_step;
     u32 reciprocal, shift;  // t / page is t * reciprocal >> shift for every t below 2^31
-    u32 tokens;             // at most 2^31; indices from here on are out of range
+    u32 tokens;             // at most 2^31; greater indices are out of range
     u32 table;
 };
 
@@ -29,7 +29,7 @@ struct Call {
     u64* skipped;
 };
 
-// Where a word is, in digits, the fastest first: so are neighbours in page-first and page-head memory taken in order.
+// The place of a word in digits, the fastest first: neighbours in page-first and page-head memory are taken in order.
 struct Place {
     u32 word, layer, head, part, item;
 };
@@ -66,7 +66,7 @@ __device__ __forceinline__ void advance(Place& place, const Place& step, const R
     place.item += step.item + carry;
 }
 
-// The low bits of everything that a side adds up to an address. All lanes of the warp come here and get the same.
+// The low bits of all parts of a side's addresses. All lanes of the warp call this and get the same.
 __device__ __forceinline__ u32 alignment(const Side& side, u32 layers, u32 parts) {
     u32 bits = side.token_stride | side.page_gap | side.layer_step | side.head_step;
     if (!side.table) return bits | (u32)side.k | (u32)side.v;
@@ -80,7 +80,7 @@ __device__ __forceinline__ u32 alignment(const Side& side, u32 layers, u32 parts
     return bits;
 }
 
-// Where a piece of token 0 begins.
+// The address of a piece of token 0.
 __device__ __forceinline__ u64 piece(const Side& side, const Place& place) {
     const u64 base = place.part ? side.v : side.k;
     const u64 layer = side.table ? __ldg((const u64*)base + place.layer) : base;
@@ -92,7 +92,7 @@ __device__ __forceinline__ u64 offset(const Side& side, u32 token) {
     return (u64)token * side.token_stride + (u64)page * side.page_gap;
 }
 
-// Negative ones are too large.
+// Negative indices become too large.
 __device__ __forceinline__ bool known(const Side& side, int token) { return (u32)token < side.tokens; }
 __device__ __forceinline__ bool known(const Side& side, long long token) { return (u64)token < side.tokens; }
 
@@ -151,7 +151,7 @@ __device__ __forceinline__ void move(const Call& c, const Index* src, const Inde
         for (u32 i = 0; i < AT_ONCE; ++i) {
             if (there[i]) data[i] = load((const Word*)source[i]);
         }
-        __syncwarp();  // or else stores, which wait for their loads, come between the loads
+        __syncwarp();  // otherwise stores, which wait for their loads, come between the loads
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; ++i) {
             if (there[i]) __stcg((Word*)target[i], data[i]);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void move(const Call& c, const Index* src, const Inde
     }
 }
 
-// Moves by the widest access that every address and the length allow.
+// Move by the widest access that all addresses and the length allow.
 template <typename Index>
 __device__ __forceinline__ void transfer(const Call& c) {
     const u64 warp = ((u64)blockIdx.x * blockDim.x + threadIdx.x) >> 5, first = warp * c.per_warp;

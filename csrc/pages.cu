@@ -1,10 +1,10 @@
 // Gather (planes -> extents) and scatter (extents -> planes) of pages, and the checksum of each layer in the same pass.
-// To gather into no extents at all (a null address) is to take the checksums of what the planes hold.
+// A gather to a null address takes the checksums of the planes' bytes only.
 //
-// A warp moves spans of 2 KiB of one layer of one page's extent, 16 bytes a lane and step: two tiles, each a block of XXH3.
-// All loads of a span are in flight before the first store; spans that lie side by side make the bus's reads long.
-// VECTOR is the widest access, in bytes, that every row, stride and offset of a call allows. Addresses may be those of
-// device memory or of page-locked host memory.
+// A warp moves spans of 2 KiB of one layer of one page's extent, 16 bytes a lane and step: two tiles, each a block of
+// XXH3. All loads of a span are in flight before the first store; adjacent spans make the bus's reads long. VECTOR is
+// the widest access, in bytes, that every row, stride and offset of a call allows. Addresses are of device memory or of
+// page-locked host memory.
 
 #include "xxh3.cuh"
 
@@ -13,10 +13,10 @@
 #endif
 
 #define TILE XXH_BLOCK
-#define TILES 2  // tiles of a span: what a warp has in flight, 2 KiB that lie side by side in the extent
+#define TILES 2  // tiles of a span: 2 KiB in flight a warp, adjacent in the extent
 #define SPAN (TILES * TILE)
 #define CHUNK 16
-#define STEPS (SPAN / (32 * CHUNK))  // chunks of a span that one lane moves
+#define STEPS (SPAN / (32 * CHUNK))  // chunks of a span a lane
 #define PARTS (CHUNK / VECTOR)
 #define ROUND 2  // spans that a warp moves between two folds of checksums
 #ifndef TABLE_WORDS
@@ -44,7 +44,7 @@ struct Layer {
     long long first_plane, planes, start, bytes;  // start: of the layer in the extent
 };
 
-// A plane's pages are made of runs: a block's tokens where these lie side by side, else single rows.
+// A plane's pages consist of runs: whole blocks of adjacent tokens, else single rows.
 struct Plane {
     long long base, block_stride, run_stride, run_bytes, runs_per_block, end;  // end: of the plane in its layer
 };
@@ -52,7 +52,7 @@ struct Plane {
 struct Call {
     const Layer* layers;
     const Plane* planes;
-    const void* blocks;  // [pages][blocks_per_page]; in the call's arguments null for those listed there
+    const void* blocks;  // [pages][blocks_per_page]; null in the call's arguments if they are in `listed`
     const void* rows;  // [pages], null for 0, 1, 2, ...
     char* extents;
     long long stride, origin, slots, pool_blocks;
@@ -60,7 +60,7 @@ struct Call {
     unsigned long long* skipped;
 };
 
-// Block indices that came with the launch, for calls with few: a copy of their own would hold up larger ones.
+// Block indices among the launch's arguments, for calls with few: a copy for them would delay larger copies.
 struct Listed {
     long long words[440];
 };
@@ -98,7 +98,7 @@ __device__ __forceinline__ const Plane* plane_of(const Call& c, const Layer& lay
     return plane;
 }
 
-// The address of a byte of a plane's page, or null for a block that the pool does not have.
+// The address of a byte of a plane's page, or null for a block outside the pool.
 __device__ __forceinline__ char* plane_address(const Call& c, const Plane* plane, u32 page, u32 run, u32 offset) {
     const u32 per_block = (u32)plane->runs_per_block;
     u32 number = run;
@@ -119,7 +119,7 @@ __device__ __forceinline__ char* byte_address(const Call& c, const Layer& layer,
     return plane_address(c, plane, page, run, inside - run * (u32)plane->run_bytes);
 }
 
-// Every index that is out of range is counted once a call, by the warp that has the first span of its page.
+// Every index out of range is counted once a call, by the warp with the first span of its page.
 __device__ __forceinline__ void count_skipped(const Call& c, u32 page, long long row, u32 lane) {
     u32 bad = lane == 0 && (row < 0 || row >= c.slots);
     for (u32 i = lane; i < c.blocks_per_page; i += 32) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void count_skipped(const Call& c, u32 page, long long
     if (bad) atomicAdd(c.skipped, (unsigned long long)bad);
 }
 
-// The layers and planes of a call in shared memory, where they fit.
+// Read the layers and planes of a call into shared memory, if they fit.
 __device__ __forceinline__ void fetch_table(Call& c, long long* table) {
     const u32 layer_words = c.n_layers * 4, plane_words = c.n_planes * 6;
     if (layer_words + plane_words > TABLE_WORDS) return;
@@ -142,13 +142,14 @@ __device__ __forceinline__ void fetch_table(Call& c, long long* table) {
     c.planes = (const Plane*)(table + layer_words) - c.first_plane;
 }
 
-// Where a lane's chunk of a step lies in a span. With checksums, half a warp has a tile: then fewer lanes have to add up.
+// The place of a lane's chunk of a step in a span. With checksums half a warp has a tile, so that fewer lanes add up.
 template <bool SUMS>
 __device__ __forceinline__ u32 chunk_at(u32 step, u32 lane) {
     return SUMS ? (lane >> 4) * TILE + step * 256 + (lane & 15) * CHUNK : step * 512 + lane * CHUNK;
 }
 
-// Move one span, from byte `begin` of a layer to `end` at most; `data` has what passed by, zeros for what is skipped.
+// Move one span, from byte `begin` of a layer to `end` at most. `data` gets the moved bytes, and zeros for skipped
+// ones.
 template <bool GATHER, bool SUMS>
 __device__ __forceinline__ void move_span(const Call& c, const Layer& layer, u32 page, char* extent, bool there,
                                           u32 begin, u32 end, u32 lane, Chunk* data) {
@@ -220,7 +221,7 @@ __device__ __forceinline__ void move(Call c) {
     }
 }
 
-// What a warp holds of a span, as eight sums a tile and eight for the last stripe of the layer, in shared memory. `keys`
+// Sum a warp's part of a span: eight sums a tile, and eight for the last stripe of the layer, in shared memory. `keys`
 // are this lane's words of the secret in shared memory.
 __device__ __forceinline__ void sum_span(const Chunk* data, u32 begin, u32 bytes, u32 lane, const u64* keys, u64* tiles,
                                          u64* last) {
@@ -257,7 +258,8 @@ __device__ __forceinline__ u64 word_of_bytes(const volatile char* p) {
     return word;
 }
 
-// The end of the scan over a layer: lane `l` has accumulator `l & 7`. All lanes of the warp come here; all get it.
+// The end of the scan over a layer: lane `l` has accumulator `l & 7`. All lanes of the warp call this and get the
+// result.
 __device__ __forceinline__ u64 finish(u64 value, const u64* last, u32 bytes, const char* extent, u32 lane) {
     const u32 i = lane & 7;
     if ((bytes & 15) == 0) {
@@ -275,7 +277,7 @@ __device__ __forceinline__ u64 finish(u64 value, const u64* last, u32 bytes, con
     return xxh_finish(__shfl_sync(0xffffffffu, folded, 0) + bytes * XXH_PRIME64_1);
 }
 
-// Add the block sums of tiles `from` to `to` of a layer to its accumulators; after its last tile, its digest.
+// Add the block sums of tiles `from` to `to` of a layer to its accumulators; after its last tile, write its digest.
 __device__ __forceinline__ void fold(const u64* tiles, const u64* last, u32 from, u32 to, u32 bytes, const char* extent,
                                      u32 lane, u64 key, u64& value, u64* digest) {
     const u32 full = (bytes - 1) / TILE, end = min(to, full + 1);
@@ -290,9 +292,9 @@ __device__ __forceinline__ void fold(const u64* tiles, const u64* last, u32 from
     if (lane == 0) *digest = found;
 }
 
-// A team of `team` warps of one block has one layer of one page at a time. In a team of one, the warp moves ROUND spans and
-// folds their sums, and so on. In a larger one the first warp only folds, what the others moved in the round before: their
-// sums meet in shared memory, in two halves that take turns. Loops are of equal length for all teams of a block.
+// A team of `team` warps of one block has one layer of one page at a time. The warp of a team of one moves ROUND spans,
+// folds their sums, and repeats. In a larger team the first warp only folds the sums of the round before, in one half
+// of shared memory, while the others fill the other half. Loops are of equal length for all teams of a block.
 template <bool GATHER>
 __device__ __forceinline__ void move_and_sum(Call c, u32 team, u64* digests) {
     __shared__ long long table[TABLE_WORDS];

@@ -2,7 +2,7 @@
 //
 // The long form walks over blocks of 1,024 bytes. Within a block, each of 16 stripes of 64 bytes adds to eight 64-bit
 // accumulators in any order; after a block the accumulators are scrambled; the last 64 bytes of the input are a stripe
-// of their own. So a block's eight sums are taken where its bytes pass by, and a short scan over the blocks ends it.
+// of their own. So a block's eight sums are taken when its bytes pass, and a short scan over the blocks ends it.
 
 #pragma once
 
@@ -37,7 +37,7 @@ __device__ __forceinline__ u64 xxh_secret_at(u32 byte) {
     return shift ? (low >> shift) | (xxh_secret[word + 1] << (64 - shift)) : low;
 }
 
-// What the words at positions `i` (even) and `i + 1` of a stripe add to the accumulators `i` and `i + 1`.
+// The sums of the words at positions `i` (even) and `i + 1` of a stripe, added to accumulators `i` and `i + 1`.
 __device__ __forceinline__ void xxh_add(u64 even, u64 odd, u64 key_even, u64 key_odd, u64& sum_even, u64& sum_odd) {
     u64 a = even ^ key_even, b = odd ^ key_odd;
     sum_even += odd + (a & 0xffffffffULL) * (a >> 32);

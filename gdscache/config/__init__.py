@@ -1,6 +1,6 @@
 """The configuration of one engine: a YAML file or a mapping, checked as a whole before anything is opened.
 
-A tier exists when its section exists; `gpu` always does. Importing this needs neither torch nor a GPU library.
+A tier exists if its section exists; `gpu` always does. Importing this needs neither torch nor a GPU library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def _switch(value: object) -> object:
-    """`on` and `off` are booleans to a YAML 1.1 reader, so a mapping may hold them as such."""
+    """`on` and `off` are booleans to a YAML 1.1 reader, so a mapping may hold booleans."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -117,7 +117,7 @@ Directory = Annotated[Path, BeforeValidator(_expand), WithJsonSchema({"type": "s
 
 
 class GpuConfig(ConfigSection):
-    """The paged pool on the GPU, or in host memory where there is none, and its staging ring."""
+    """The paged pool on the GPU, or in host memory without a GPU, and its staging ring."""
 
     device: Device = Field(
         default="auto", description="auto (cuda if the machine has one, else cpu), cpu, cuda or cuda:N"
@@ -157,7 +157,7 @@ class SsdConfig(ConfigSection):
     capacity: Size = Field(default=16 * GIB, description="size of the slab on disk; reserved when the tier opens")
     transport: Transport = Field(
         default="auto",
-        description="what moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
+        description="transport that moves the bytes: auto, posix, uring, cufile, kvikio, nixl or package.module:Class",
     )
     route: Literal["auto", "direct", "via_cpu"] = Field(
         default="auto",
@@ -170,7 +170,7 @@ class SsdConfig(ConfigSection):
     threads: int = Field(default=8, ge=1, le=1024, description="number of I/O threads, 1 to 1024")
     durability: Literal["process", "power"] = Field(
         default="process",
-        description="what a committed page survives: process (a kill) or power (a power cut; stores are slower)",
+        description="what committed pages survive: process (a kill) or power (a power cut; stores are slower)",
     )
     endurance: Size | None = Field(
         default=None, description="bytes that may be written in any 24 hours, at least 8 pages; null means no limit"
@@ -234,7 +234,7 @@ class LoadConfig(ConfigSection):
 
 
 class EventsConfig(ConfigSection):
-    """KV events: what tiers have got and lost, for routers. Callbacks get them without any key."""
+    """KV events: pages that tiers get and lose, for routers. Callbacks get them without any key."""
 
     endpoint: str | None = Field(
         default=None,
@@ -271,7 +271,7 @@ class LogConfig(ConfigSection):
 
 
 class Config(ConfigSection):
-    """One engine. `cpu`, `ssd`, `events` and `metrics` are None where there is no such tier, and none of these."""
+    """One engine. `cpu`, `ssd`, `events` and `metrics` are None if their sections are absent."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -309,7 +309,7 @@ class Config(ConfigSection):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
-        """Check plain data as a file is checked. `source` names it in messages. Raises a `ConfigError` subclass."""
+        """Check plain data like a file. `source` names it in messages. Raises a `ConfigError` subclass."""
         if not isinstance(data, Mapping):
             raise ConfigFileError(f"{source}: holds {type(data).__name__}, not a mapping", _MAPPING_HINT)
         return cls._checked(data, source, NOWHERE)
@@ -378,7 +378,7 @@ _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
 _VARIED = {"ssd": ("path", "stripes"), "events": ("endpoint", "replay")}  # differ between replicas of a server
-_LABELS = ("name", "weights")  # what a file may say of a model that somebody else describes
+_LABELS = ("name", "weights")  # keys that a file may have for a model that the inference engine describes
 
 
 def load_config(
@@ -389,9 +389,9 @@ def load_config(
 ) -> Config:
     """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key.
 
-    `model`: what an inference engine knows of its model, for files without a section of that name, or with one of
-    labels only (`name`, `weights`), which then count more. A file that says more of the model is refused
-    (`GeometryError`). `variables`: what it knows besides, by name (`replaced`).
+    `model`: the inference engine's description of its model, for files without a section `model`, or with its labels
+    only (`name`, `weights`), which take precedence. A file with other keys of the model is refused (`GeometryError`).
+    `variables`: further values by name (`replaced`).
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ConfigFileError(f"a configuration was given as {type(path).__name__}", "name a YAML file, or a mapping")
@@ -403,8 +403,8 @@ def load_config(
 
 
 def replaced(data: Mapping[Any, Any], variables: Mapping[str, str]) -> dict[Any, Any]:
-    """A configuration as plain data. `$NAME` and `${NAME}` are replaced where `variables` has the name, in directories
-    and endpoints."""
+    """A configuration as plain data. In directories and endpoints, `$NAME` and `${NAME}` are replaced by the values of
+    `variables`."""
 
     def text(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -435,7 +435,8 @@ def _labels(section: object, source: str) -> Mapping[str, object]:
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON schema (2020-12) of a configuration file, for editors. It knows keys, types and ranges, no cross checks."""
+    """JSON schema (2020-12) of a configuration file, for editors. It has keys, types and ranges, but no cross
+    checks."""
     schema = Config.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         for field in section["properties"].values():

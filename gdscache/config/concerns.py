@@ -1,6 +1,6 @@
-"""What a configuration is allowed to be, and is hardly meant to be: said when an engine opens, with the figures.
+"""Settings that are allowed but probably unintended: reported when an engine opens, with the figures.
 
-What cannot work is refused by `Config`. This is about what works and disappoints.
+`Config` refuses settings that cannot work. These work and disappoint.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from gdscache.config import Config
 from gdscache.limits import SMALL_BATCH_BYTES
 from gdscache.sizes import format_size
 
-SEGMENTS = 3  # that half of the staging ring is cut into, of a page at least
-_BOUNCED_BYTES = 32 << 20  # that pass through half of the bounce reserve at a time, to be worth a read
+SEGMENTS = 3  # least number of pages in half of the staging ring for copies and kernels to overlap
+_BOUNCED_BYTES = 32 << 20  # for half of the bounce reserve, so that reads are large enough
 
 
 def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
     """One sentence each, with the setting to change.
 
-    `gpu_pages`: pages that the planes hold, attached or owned; `on_gpu`: they lie on a GPU, and not in host memory.
+    `gpu_pages`: pages that the planes hold, attached or owned. `on_gpu`: they lie on a GPU, not in host memory.
     """
     return [*_pools(config, gpu_pages), *_buffers(config, on_gpu), *_policies(config)]
 
@@ -27,7 +27,7 @@ def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
 def _pools(config: Config, gpu_pages: int) -> Iterator[str]:
     extent = config.model.layout().extent_bytes
     states = [group.keeps == "state" for group in config.model.layer_groups()]
-    # A state's planes have as many blocks as those of the layers beside it, and few of them hold a state.
+    # A state's planes have as many blocks as those of other layers, and few of them hold a state.
     pools = [] if states and all(states) else [("the GPU's planes", gpu_pages, "gpu.capacity")]
     if config.cpu is not None:
         pools.append(("the CPU pool", config.cpu.capacity // extent, "cpu.capacity"))

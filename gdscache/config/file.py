@@ -10,8 +10,8 @@ import yaml
 
 from gdscache.errors import ConfigFileError
 
-MAX_BYTES = 1 << 20  # of a configuration; the endless ones are devices and pipes
-MAX_KEYS = 10_000  # with those that `<<` merges in, which may double with each line
+MAX_BYTES = 1 << 20  # of a configuration; devices and pipes may be endless
+MAX_KEYS = 10_000  # with keys merged in by `<<`, which may double with each line
 _BOOL = "tag:yaml.org,2002:bool"
 
 
@@ -23,7 +23,7 @@ class _YamlLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    keys = 0  # that it has come to
+    keys = 0  # keys so far
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
@@ -33,7 +33,7 @@ class _YamlLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked here, before `<<` is merged in: a key may well override a merged one.
+        # Checked here, before `<<` is merged in: a key may override a merged one.
         node = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
@@ -50,7 +50,7 @@ _YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|F
 
 
 def _read(path: Path) -> bytes:
-    """The file's bytes: of a device or a pipe too, but no more than a configuration has."""
+    """The file's bytes, also of a device or a pipe; refuses more than a configuration has."""
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -59,7 +59,7 @@ def _read(path: Path) -> bytes:
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """The one mapping that a YAML file holds. `~` is expanded. Raises `ConfigFileError`, with the line if known."""
+    """The one mapping of a YAML file. `~` is expanded. Raises `ConfigFileError`, with the line if known."""
     return read_places(path)[0]
 
 
@@ -69,7 +69,7 @@ def read_places(path: Path) -> tuple[dict[Any, Any], dict[tuple[int | str, ...],
         content = _read(path.expanduser())
     except OSError as error:
         raise ConfigFileError(f"{path}: cannot be read: {error.strerror}", "name a YAML file") from None
-    except (ValueError, RuntimeError) as error:  # a name that no file has; `~` of somebody unknown
+    except (ValueError, RuntimeError) as error:  # an invalid file name; `~` of an unknown user
         raise ConfigFileError(f"{str(path)!r}: cannot be read: {error}", "name a YAML file") from None
     try:
         loader = _YamlLoader(content)
@@ -92,7 +92,7 @@ def read_places(path: Path) -> tuple[dict[Any, Any], dict[tuple[int | str, ...],
 
 
 def _places(root: yaml.Node | None) -> dict[tuple[int | str, ...], int]:
-    """The lines of the keys below a node. What an alias names is looked at once, where it is first met."""
+    """The lines of the keys below a node. An alias's target is visited once, at its first mention."""
     places: dict[tuple[int | str, ...], int] = {}
     todo: list[tuple[tuple[int | str, ...], yaml.Node | None]] = [((), root)]
     seen: set[int] = set()

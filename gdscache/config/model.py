@@ -1,4 +1,4 @@
-"""The `model` section: which bytes a page is made of, and what makes them interchangeable."""
+"""The `model` section: the bytes of a page, and the facts that make them interchangeable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 class PlaneConfig(ConfigSection):
-    """One kind of per-token row, where they are listed."""
+    """One kind of per-token row, in a list of planes."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -42,7 +42,7 @@ class PlaneConfig(ConfigSection):
 
 
 class GroupConfig(ConfigSection):
-    """Layers of a hybrid model that keep the same tokens: all, where no `window`, `chunk` or `state` is given."""
+    """Layers of a hybrid model that keep the same tokens: all tokens, without `window`, `chunk` and `state`."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -68,7 +68,7 @@ class GroupConfig(ConfigSection):
 
 
 class ModelConfig(ConfigSection):
-    """The model whose cache this is, and the part of it that this process holds."""
+    """The model whose cache this is, and this process's part of it."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -107,8 +107,8 @@ class ModelConfig(ConfigSection):
     )
     salt: str = Field(
         default="",
-        description="text that separates these pages from all others; the adapters for vLLM and SGLang put there what "
-        "else tells models apart",
+        description="text that separates these pages from all others; the adapters for vLLM and SGLang put the other "
+        "facts there that tell models apart",
     )
 
     @model_validator(mode="after")
@@ -130,7 +130,7 @@ class ModelConfig(ConfigSection):
 
     @property
     def kind(self) -> str:
-        """How the planes are given: `mha` (K and V), `mla` (latent and rope), `planes` (a list); "" in no such way."""
+        """The kind of the planes' keys: `mha` (K and V), `mla` (latent and rope), `planes` (a list); "" without any."""
         return next(iter(self._kinds()), "")
 
     @property
@@ -138,7 +138,7 @@ class ModelConfig(ConfigSection):
         return _HINTS[self.kind] if len(self._kinds()) == 1 else _ANY
 
     def _kinds(self) -> dict[str, list[str]]:
-        """The kinds that are given in part or whole, each with its keys that are."""
+        """The kinds that have keys, each with these keys."""
         given = {kind: [f"model.{key}" for key in keys if self._given(key)] for kind, (keys, _) in _KEYS.items()}
         return {kind: keys for kind, keys in given.items() if keys}
 
@@ -171,7 +171,7 @@ class ModelConfig(ConfigSection):
         return bool(getattr(self, key) != type(self).model_fields[key].get_default())
 
     def _planes(self) -> list[tuple[Plane, tuple[int, ...] | None]]:
-        """Each plane with the layers that have it; None is all of them."""
+        """Each plane with its layers; None for all."""
         if self.kind == "planes":
             return [(Plane(p.name, p.shape, p.dtype or self.dtype), p.layers) for p in self.planes]
         rows: dict[str, tuple[int, ...]]
@@ -184,11 +184,11 @@ class ModelConfig(ConfigSection):
         return [(Plane(name, shape, self.dtype), None) for name, shape in rows.items()]
 
     def layout(self) -> PageLayout:
-        """Where the bytes of a page lie. Planes keep the order in which they are listed."""
+        """The places of a page's bytes. Planes keep their order in the list."""
         return PageLayout(self._layers(), self.page_tokens)
 
     def pool_layouts(self) -> list[PageLayout]:
-        """Where the bytes of a page of each pool lie, in the order of `pools_of`; of all layers without groups."""
+        """The places of a page's bytes for each pool, in the order of `pools_of`; for all layers without groups."""
         layers, groups = self._layers(), self.layer_groups()
         return [
             PageLayout(tuple(layers[layer] for layer in pool.layers), rows_of(groups, pool, self.page_tokens))
@@ -207,7 +207,7 @@ class ModelConfig(ConfigSection):
         return tuple(map(tuple, layers))
 
     def layer_groups(self) -> tuple[Group, ...]:
-        """The groups; none where all layers keep all tokens."""
+        """The groups; none if all layers keep all tokens."""
         return tuple(
             Group(
                 group.name,
@@ -220,12 +220,12 @@ class ModelConfig(ConfigSection):
         )
 
     def namespace_fields(self, salt: str = "", *, shards: int = 1, group: Group | None = None) -> dict[str, object]:
-        """Everything that makes bytes interchangeable, as plain data for `keys.namespace_digest`.
+        """All facts that make bytes interchangeable, as plain data for `keys.namespace_digest`.
 
-        `salt` is the request's own (a tenant or an adapter chosen for one request), beside the one of the config.
-        The planes stand for `dtype` and all sizes: two ways to write the same planes share their pages. `shards`: of
-        how many of these a page has parts. `group`: whose pages, in a hybrid model, of which all groups are named: its
-        layers read what the others compute.
+        `salt`: the request's own (of a tenant or an adapter chosen for one request), beside the config's. The planes
+        stand for `dtype` and all sizes: two ways to write the same planes share their pages. `shards`: the number of
+        parts of a page. `group`: of the pages, in a hybrid model; all its groups are named too, since layers read the
+        other groups' results.
         """
         return {
             "name": self.name,
@@ -243,7 +243,7 @@ class ModelConfig(ConfigSection):
         }
 
 
-# For each kind: the keys it may have, and those it needs.
+# For each kind: the allowed keys, and the required ones.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mha": (("kv_heads", "head_dim", "v_head_dim"), ("kv_heads", "head_dim")),
     "mla": (("kv_lora_rank", "rope_dim"), ("kv_lora_rank", "rope_dim")),

@@ -1,7 +1,6 @@
-"""The part of a configuration that each pool of a hybrid model's groups has: its layers, and its share of every size.
+"""The part of a configuration for each pool of a hybrid model's groups: its layers, and its share of every size.
 
-Groups in the same planes are one pool, and an engine serves it. So that sizes mean what they say, those of a file are
-of all pools together.
+Groups in the same planes are one pool, served by one engine. The sizes of a file are for all pools together.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
 from gdscache.sizes import format_size
 
-POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`: the numbers of its groups follow
+POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`; the numbers of its groups follow
 
-# What pools share, and how many pages of its own a pool's part must hold.
+# Sizes that pools share, and the number of pages that a pool's share must hold.
 _SHARED = {
     ("gpu", "staging"): 2,
     ("cpu", "capacity"): 1,
@@ -42,17 +41,17 @@ class PoolPart:
 
     @property
     def names(self) -> str:
-        """Those of its groups."""
+        """The names of its groups."""
         return ", ".join(group.name for group in self.groups)
 
 
 def pool_parts(config: Config) -> list[PoolPart]:
-    """The parts of a configuration, in the order of the pools; none where the model has no groups. None has `metrics`:
-    who opens all of them serves these.
+    """The parts of a configuration, in the order of the pools; none if the model has no groups. None has `metrics`:
+    their common owner serves these.
 
     A single pool has the configuration itself. Several have directories of their own below `ssd.path` and
-    `ssd.stripes`. Raises `CapacityError` where the share of a size holds no page, and `InvalidValueError` where
-    `events.endpoint` would be bound by several engines.
+    `ssd.stripes`. Raises `CapacityError` if the share of a size holds no page, and `InvalidValueError` if several
+    engines would bind `events.endpoint`.
     """
     groups = config.model.layer_groups()
     pools = pools_of(groups)
@@ -88,7 +87,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
 
 
 def window_every(config: Config) -> int:
-    """Tokens of a prompt from one window or state that is stored to the next; 0: only where prompts end or part."""
+    """Tokens of a prompt between two stored windows or states; 0: only where prompts end or part."""
     groups = config.model.layer_groups()
     if config.store.window_every is not None or not groups:
         return config.store.window_every or 0
@@ -96,7 +95,7 @@ def window_every(config: Config) -> int:
 
 
 def shared_sizes(config: Config) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The sizes that several engines share, as far as they are given, by their keys."""
+    """The given sizes that several engines share, by their keys."""
     data = config.dump()
     for path in _SHARED:
         value: Any = data
@@ -143,7 +142,8 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
 
 
 def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) -> dict[str, Any]:
-    """The section `model` of a pool. If it is not `alone`, its layers count from 0, and its salt has the model's."""
+    """The section `model` of a pool. If it is not `alone`, its layers count from 0, and its salt contains the
+    model's."""
     section: dict[str, Any] = config.model.model_dump(mode="json")
     page_tokens = rows_of(groups, pool, section["page_tokens"])
     if alone:

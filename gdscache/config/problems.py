@@ -1,4 +1,4 @@
-"""The base of all config sections, and what turns pydantic's errors into ours.
+"""The base of all config sections, and the translation of pydantic's errors into ours.
 
 Every problem of a file is found and shown at once; the error's class is that of the most likely first cause.
 """
@@ -52,7 +52,7 @@ class _Problem:
 
 
 def reject(cause: type[ConfigError], message: str, hint: str, info: ValidationInfo) -> Exception:
-    """What a validator of a whole section raises: part of the list that `explain` makes, or at once the `cause`."""
+    """The exception of a whole section's validator: an entry of `explain`'s list, or the `cause` at once."""
     if info.context == COLLECT:
         return PydanticCustomError(cause.__name__, "{message}", {"message": message, "hint": hint})
     return cause(message, hint)
@@ -70,7 +70,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
 def explain(
     error: ValidationError, model: type[BaseModel], source: str, places: Mapping[tuple[int | str, ...], int] = NOWHERE
 ) -> ConfigError:
-    """The one error to raise for everything that is wrong with `source`. `places`: the lines that its keys are in."""
+    """One error for all problems of `source`. `places`: the lines of its keys."""
     problems = [_placed(details, model, places) for details in error.errors(include_url=False)]
     problems.sort(key=lambda problem: _PRIORITY.index(problem.cause))
     first = problems[0]
@@ -85,7 +85,7 @@ def explain(
 
 
 def _placed(details: ErrorDetails, model: type[BaseModel], places: Mapping[tuple[int | str, ...], int]) -> _Problem:
-    """A problem, and the line of its key, or of the nearest section around it."""
+    """A problem with the line of its key, or of the nearest section around it."""
     problem, loc = _problem(details, model), details["loc"]
     while loc and loc not in places:
         loc = loc[:-1]
@@ -151,7 +151,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _nearest(loc: tuple[int | str, ...], known: list[str], model: type[BaseModel]) -> str:
-    """What was probably meant: a key of the same section, else one of another section, else the nearest of the list."""
+    """The probably intended key: of the same section, else of another section, else the nearest of the list."""
     key, parent = str(loc[-1]), dotted(loc[:-1])
     prefix = f"{parent}." if parent else ""
     if near := difflib.get_close_matches(key, known, n=1):
@@ -165,7 +165,7 @@ def _nearest(loc: tuple[int | str, ...], known: list[str], model: type[BaseModel
 
 class _Shortened(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        # Python writes no integer of more than 4,300 digits, and nobody reads one of 40.
+        # Python writes no integer of more than 4,300 digits; 40 are unreadable already.
         return super().repr_int(x, level) if x.bit_length() <= 128 else f"an integer of {x.bit_length():,} bits"
 
 

@@ -1,4 +1,4 @@
-"""The CUDA driver, by ctypes: the few calls that torch has no name for. Nothing is loaded before a `Driver` is made."""
+"""The CUDA driver, by ctypes: the few calls that torch lacks. Nothing is loaded before a `Driver` is made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
 
 
 class _Arguments(ctypes.Structure):
-    """How cuLaunchKernel is told where a buffer of arguments is."""
+    """The list that gives cuLaunchKernel its buffer of arguments."""
 
     _fields_ = (
         ("pointer_follows", ctypes.c_void_p),
@@ -32,7 +32,7 @@ class _Arguments(ctypes.Structure):
 class Driver:
     """libcuda for one device, in the primary context that torch uses too.
 
-    Raises `DeviceError` where there is no driver or the driver refuses.
+    Raises `DeviceError` if there is no driver or the driver refuses.
     """
 
     library = "libcuda.so.1"
@@ -42,7 +42,7 @@ class Driver:
             self._library = ctypes.CDLL(self.library)
         except OSError as error:
             raise DeviceError(f"there is no CUDA driver: {error}", "install the NVIDIA driver") from error
-        self._quick = ctypes.PyDLL(self.library)  # keeps the GIL, which costs more to give up than these calls take
+        self._quick = ctypes.PyDLL(self.library)  # keeps the GIL: releasing it costs more than these calls
         pointer, number = ctypes.c_void_p, ctypes.c_uint
         self._quick.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
         self.device = device
@@ -57,7 +57,6 @@ class Driver:
 
     @property
     def context(self) -> int:
-        """The device's primary CUcontext."""
         return self._context.value or 0
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -73,7 +72,7 @@ class Driver:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The device's primary context is the calling thread's current one."""
+        """A block with the device's primary context current in the calling thread."""
         self.check("cuCtxPushCurrent", self._quick.cuCtxPushCurrent_v2(self._context))
         try:
             yield
@@ -81,7 +80,7 @@ class Driver:
             self.check("cuCtxPopCurrent", self._quick.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())))
 
     def lookup(self, name: str, version: int) -> Any | None:
-        """The function `name` as CUDA `version` (12080 is 12.8) has it, or None where the driver does not know it."""
+        """The function `name` of CUDA `version` (12080 is 12.8), or None if the driver lacks it."""
         pointer, answer = ctypes.c_void_p(), ctypes.c_int()
         find = getattr(self._library, "cuGetProcAddress_v2", None)  # since CUDA 12
         if find is None:
@@ -97,7 +96,7 @@ class Driver:
         return status.value != _CAPTURE_NONE
 
     def create_stream(self) -> torch.cuda.ExternalStream:
-        """A non-blocking stream of our own (torch hands out the same few to everybody); see `destroy_stream`."""
+        """A non-blocking stream of our own (torch's few streams are shared by all users); see `destroy_stream`."""
         pointer = ctypes.c_void_p()
         with self.entered():
             self.call("cuStreamCreate", ctypes.byref(pointer), _NON_BLOCKING)
@@ -106,7 +105,7 @@ class Driver:
     def launch(self, function: int, grid: int, block: int, arguments: bytes, stream: int) -> None:
         """Queue a kernel (its CUfunction) of `grid` blocks of `block` threads on `stream` (its pointer).
 
-        `arguments` are the kernel's, packed as C lays out a struct of them. Enters by itself.
+        `arguments`: the kernel's, packed like a C struct of them. Enters the context itself.
         """
         size = ctypes.c_size_t(len(arguments))
         extra = _Arguments(_BUFFER_POINTER, arguments, _BUFFER_SIZE, ctypes.addressof(size), None)
@@ -116,12 +115,11 @@ class Driver:
             self.check("cuLaunchKernel", code)
 
     def destroy_stream(self, stream: torch.cuda.Stream) -> None:
-        """End a stream of `create_stream`; what is queued on it still runs."""
+        """End a stream of `create_stream`; queued work still runs."""
         with self.entered():
             self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        """Page-lock host memory for every CUDA context of the process."""
         with self.entered():
             self.call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _PORTABLE)
 

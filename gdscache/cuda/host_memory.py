@@ -1,4 +1,4 @@
-"""Host memory that the tiers keep their bytes in: page-aligned, of an exact size, page-locked where CUDA is."""
+"""Host memory for the tiers' bytes: page-aligned, of an exact size, page-locked if CUDA is available."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _log = logging.getLogger("gdscache.cuda.host_memory")
 
 
 class HostBuffer:
-    """Exactly `nbytes` of anonymous, zeroed, page-aligned host memory.
+    """Exactly `nbytes` of anonymous, zeroed, page-aligned host memory. Every page is backed when the constructor
+    returns.
 
-    `pin="auto"` page-locks the memory where CUDA is available and goes on without when the driver refuses (one warning
+    `pin="auto"` page-locks the memory if CUDA is available and goes on without when the driver refuses (one warning
     names the cause, `pinned` is False); `"on"` raises `PinnedMemoryError` instead; `"off"` leaves it pageable. The lock
     is taken on the current CUDA device and holds for all of them.
 
-    Every page is backed when the constructor returns.
+    Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass the
+    size of a copy as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
 
-    Registrations are at most 4 GiB each. One CUDA copy must not cross from one registration into the next, so pass
-    the size of what is copied at once as `unit` (bytes, at most 4 GiB): borders then fall on multiples of it.
+    `shared`: other processes may map the memory by its `descriptor`. `descriptor`: of a buffer to map, instead of new
+    memory. `driver()`: the page-locking driver; by default that of the current device.
 
-    `shared`: other processes can map it by its `descriptor`, as they do who are given that. It has their bytes then.
-    `driver` finds what page-locks: without one, the driver for the device that is current.
-
-    Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, when there is less.
+    Raises `CapacityError` for a size below one byte, and `NoMemoryError`, which names `setting`, if there is less
+    memory.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class HostBuffer:
         self._step = MAX_REGISTRATION // unit * unit  # bytes of a registration
         _advise_huge_pages(self._map)
         _touch(self._map)
-        # The tensor takes its bytes through a view that nobody else can release: torch keeps the object alive but not
-        # its buffer export, and without an export mmap would unmap the memory below a living tensor.
+        # The tensor gets its bytes through a view that only it can release: torch keeps the object alive but not its
+        # buffer export, and without an export mmap would unmap the memory below a living tensor.
         self._tensor: torch.Tensor | None = torch.frombuffer(memoryview(self._map), dtype=torch.uint8)
         self._view: memoryview | None = memoryview(self._map)
         self.address = self._tensor.data_ptr()
@@ -87,12 +87,11 @@ class HostBuffer:
 
     @property
     def pinned(self) -> bool:
-        """Whether the memory is page-locked now."""
         return bool(self._registered)
 
     @property
     def registration_bytes(self) -> int:
-        """Bytes of each page-locked registration (the last may have fewer); 0 where there is one or none."""
+        """Bytes of each page-locked registration (the last may have fewer); 0 for one registration or none."""
         return self._step if len(self._registered) > 1 else 0
 
     @property
@@ -110,10 +109,10 @@ class HostBuffer:
         return self._view
 
     def close(self) -> None:
-        """Give the page-lock and the memory back; again is fine.
+        """Release the page-lock and the memory; repeated calls are fine.
 
-        Views and tensors that others still hold stay valid: the memory goes with the last of them. The caller sees to
-        it that no CUDA copy and no I/O is in flight.
+        Views and tensors of other owners stay valid: the memory goes with the last of them. The caller ensures that no
+        CUDA copy and no I/O is in flight.
         """
         self._unregister()
         self._tensor = self._view = None
@@ -133,9 +132,9 @@ class HostBuffer:
         self.close()
 
     def _register(self) -> str:
-        """Page-lock all of it or nothing; the cause of a refusal, or an empty string.
+        """Page-lock all of it or nothing. Returns the cause of a refusal, or an empty string.
 
-        By the driver, and not by torch's runtime: a refusal there would be raised again by torch's next operation.
+        By the driver, not by torch's runtime: torch's next operation would raise a refusal of the runtime again.
         """
         if not torch.cuda.is_available():
             return "CUDA is not available"
@@ -204,7 +203,7 @@ def _touch(region: mmap.mmap) -> None:
 
 
 def current_driver() -> Driver:
-    """The driver, for the device that is current here."""
+    """The driver for the current device."""
     return Driver(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -1,5 +1,5 @@
-"""Which NUMA node a GPU is on. What serves it is made by a thread that runs there: its threads run there, too, and the
-memory that they touch first lies there."""
+"""A GPU's NUMA node. Threads and memory that serve the GPU are placed there: they are made by a thread that runs on the
+node, and inherit its processors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _log = logging.getLogger("gdscache.cuda")
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """`node`: of a GPU, None where it does not matter or is not known. `cpus`: of that node, those that this thread may
-    use. `lacks`: why what serves the GPU does not lie there, or ""."""
+    """`node`: of a GPU, None if unknown or if the machine has one node. `cpus`: the node's processors that this thread
+    may use. `lacks`: why the GPU's threads cannot be placed, or ""."""
 
     node: int | None = None
     cpus: frozenset[int] = frozenset()
@@ -30,7 +30,7 @@ class Placement:
 
 
 def gpu_address(device: torch.device) -> str:
-    """The PCI address of a GPU, as `0000:18:00.0`; "" where torch does not tell it."""
+    """The PCI address of a GPU, such as `0000:18:00.0`; "" if torch does not tell it."""
     told: Any = torch.cuda.get_device_properties(device)
     if not hasattr(told, "pci_bus_id"):
         return ""
@@ -38,13 +38,13 @@ def gpu_address(device: torch.device) -> str:
 
 
 def gpu_numa_node(address: str, root: Path = ROOT) -> int | None:
-    """The NUMA node of the GPU at a PCI address; None where it is not known."""
+    """The NUMA node of the GPU at a PCI address; None if unknown."""
     text = text_of(root / "sys/bus/pci/devices" / address / "numa_node")
     return int(text) if text.isdecimal() else None  # -1: the machine does not say
 
 
 def placement(address: str, root: Path = ROOT) -> Placement:
-    """Where what serves the GPU at a PCI address is to lie. Nowhere in particular on a machine with one node."""
+    """The placement for the GPU at a PCI address; empty on a machine with one node."""
     if len([*root.glob("sys/devices/system/node/node[0-9]*")]) < 2:
         return Placement()
     node = gpu_numa_node(address, root) if address else None
@@ -58,7 +58,8 @@ def placement(address: str, root: Path = ROOT) -> Placement:
 
 @contextlib.contextmanager
 def near(device: torch.device, root: Path = ROOT) -> Iterator[None]:
-    """This thread, and threads that it starts meanwhile, run on the NUMA node of a GPU. Says where that cannot be."""
+    """A block in which this thread, and threads that it starts, run on a GPU's NUMA node. Logs if that is
+    impossible."""
     found = placement(gpu_address(device), root) if device.type == "cuda" else Placement()
     if found.lacks:
         _log.info("%s: %s", device, found.lacks)

@@ -1,4 +1,4 @@
-"""Devices, streams and fences: the few CUDA facts that the rest of the engine needs, with their CPU counterparts."""
+"""Devices, streams and fences: the CUDA facts that the rest of the engine needs, with their CPU counterparts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from gdscache.ranks.address import StoreMark
 
 _T = TypeVar("_T")
-# None: on a CPU-only engine everything queued is already done
+# None: on a CPU-only engine all queued work is already done
 Event = Union[torch.cuda.Event, "StreamPoint", "StoreMark", None]
 
 
 class Landed(NamedTuple):
-    """Copies that are queued, and done when `event` is (None: they are, or never will be). `layers`: of a load, those
-    that are copied together."""
+    """Queued copies, done when `event` is (None: they are done, or never will be). `layers`: of a load, those copied
+    together."""
 
     event: Event
     layers: range = range(0)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` means here. Raises `DeviceError` where there is none."""
+    """The device of `auto`, `cpu`, `cuda` or `cuda:N` on this machine. Raises `DeviceError` if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -53,7 +53,7 @@ def record(device: torch.device) -> Event:
 
 
 def given(after: object, device: torch.device) -> Event:
-    """The event that a caller passed, or, for None, one after the work so far on the current stream.
+    """The caller's event, or, for None, one after the work so far on the current stream.
 
     Raises `InvalidValueError` for anything else.
     """
@@ -67,14 +67,14 @@ def given(after: object, device: torch.device) -> Event:
 
 
 def record_on(stream: torch.cuda.Stream, *, sleep: bool = False) -> torch.cuda.Event:
-    """An event after the work so far on a stream. `sleep`: whoever waits for it leaves the processor to others."""
+    """An event after the work so far on a stream. `sleep`: a thread that waits for it sleeps."""
     event: torch.cuda.Event = torch.cuda.Event(blocking=sleep)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 def on_stream_of_caller(device: torch.device, work: Callable[[], _T]) -> Callable[[], _T]:
-    """`work`, to be done in another thread, in which the caller's current stream is the current one."""
+    """`work` for another thread, run there with the caller's current stream as the current one."""
     if device.type == "cpu":
         return work
     stream = torch.cuda.current_stream(device)
@@ -87,12 +87,12 @@ def on_stream_of_caller(device: torch.device, work: Callable[[], _T]) -> Callabl
 
 
 class LayerFences:
-    """A fence for each layer of a load. One writer signals each once; anybody waits."""
+    """A fence for each layer of a load. One writer signals each once; any thread waits."""
 
     __slots__ = ("_bell", "_events", "_lands", "_queued")
 
     def __init__(self, layers: int) -> None:
-        self._queued = bytearray(layers)  # 1 where the copies were signalled, done or not
+        self._queued = bytearray(layers)  # 1: the copies were signalled, done or not
         self._events: list[Event] = [None] * layers
         self._lands: Callable[[int, float], Landed | None] | None = None
         self._bell = Bell()
@@ -102,40 +102,40 @@ class LayerFences:
 
     @property
     def watched(self) -> bool:
-        """Whether who waits asks for the copies itself."""
+        """Whether waiting threads ask for the copies themselves."""
         return self._lands is not None
 
     def queued(self, layer: int) -> bool:
         return bool(self._queued[layer])
 
     def watch(self, lands: Callable[[int, float], Landed | None]) -> None:
-        """From now on who waits asks `lands(layer, seconds)`, which waits until a layer's copies are queued, and the
-        layers that are copied with it; None where they are not."""
+        """From now on waiting threads call `lands(layer, seconds)`. It waits until a layer's copies are queued, and
+        returns the layers copied with it; None if they are not queued in time."""
         self._lands = lands
         self._bell.ring()
 
     def signal(self, layer: int, event: Event) -> None:
-        """A layer's copies are queued, and done when `event` is (None: they are). Later signals change nothing."""
+        """A layer's copies are queued, and done when `event` is (None: now). Later signals change nothing."""
         if not self._queued[layer]:
             self._events[layer] = event
             self._queued[layer] = 1
             self._bell.ring()
 
     def done(self, layer: int) -> bool:
-        """True when a layer's copies are finished; never waits."""
+        """Whether a layer's copies are finished; never waits."""
         if not self._queued[layer] and self._lands is not None:
             self._ask(self._lands, layer, 0.0)
         event = self._events[layer]
         return bool(self._queued[layer]) and (event is None or bool(event.query()))
 
     def wait(self, layer: int, limit: float | None) -> None:
-        """See `Fence.wait`. `limit`: a number of seconds that a wait takes, or None."""
+        """See `Fence.wait`. `limit`: a checked number of seconds, or None."""
         event = self.event(layer, limit)
         if event is not None:
             come_after(event)
 
     def event(self, layer: int, limit: float | None) -> Event:
-        """Wait until a layer's copies are queued; they are done when this is (None: they are)."""
+        """Wait until a layer's copies are queued. They are done when the returned event is (None: now)."""
         if not self._queued[layer]:
             self._wait_queued(layer, limit)
         return self._events[layer]
@@ -153,7 +153,7 @@ class LayerFences:
                 raise _late(time.monotonic() - start)
 
     def _ask(self, lands: Callable[[int, float], Landed | None], layer: int, seconds: float) -> bool:
-        """Whether a layer's copies are queued within so many seconds."""
+        """Whether a layer's copies are queued within `seconds`."""
         landed = lands(layer, seconds)
         for other in () if landed is None else landed.layers or (layer,):
             self.signal(other, None if landed is None else landed.event)
@@ -161,7 +161,7 @@ class LayerFences:
 
 
 class Fence:
-    """Work that is queued by another thread and done later still. One writer signals it once; anybody waits."""
+    """Work that another thread queues and a device does later. One writer signals it once; any thread waits."""
 
     __slots__ = ("_work",)
 
@@ -170,37 +170,38 @@ class Fence:
 
     @property
     def queued(self) -> bool:
-        """True when the work was signalled, done or not."""
+        """Whether the work was signalled, done or not."""
         return self._work.queued(0)
 
     def watch(self, lands: Callable[[float], Landed | None]) -> None:
-        """From now on who waits asks `lands(seconds)`, which waits until the work is queued; None where it is not."""
+        """From now on waiting threads call `lands(seconds)`, which waits until the work is queued; None if it is
+        not."""
         self._work.watch(lambda _, seconds: lands(seconds))
 
     def signal(self, event: Event = None) -> None:
-        """The work is queued, and done when `event` is (None: it is done). Later signals change nothing."""
+        """The work is queued, and done when `event` is (None: now). Later signals change nothing."""
         self._work.signal(0, event)
 
     def done(self) -> bool:
-        """True when the work is finished; never waits."""
+        """Whether the work is finished; never waits."""
         return self._work.done(0)
 
     def wait(self, seconds: float | None = None) -> None:
         """Order the current stream after the work: the thread waits until it is queued, the stream until it is done.
 
-        Raises `DeadlineError` when the work is not queued within `seconds`, `InvalidValueError` for no number.
+        Raises `DeadlineError` if the work is not queued within `seconds`, `InvalidValueError` for an invalid number.
         """
         self._work.wait(0, arguments.seconds(seconds))
 
     def synchronize(self, seconds: float | None = None) -> None:
-        """The calling thread waits until the work is done. Raises `DeadlineError` when it is not queued in time."""
+        """Wait in the calling thread until the work is done. Raises `DeadlineError` if it is not queued in time."""
         event = self._work.event(0, arguments.seconds(seconds))
         if event is not None:
             event.synchronize()
 
 
 def come_after(event: Event) -> None:
-    """What the current stream is given from now on comes after an event."""
+    """Order later work of the current stream after an event."""
     if isinstance(event, torch.cuda.Event):
         torch.cuda.current_stream(event.device).wait_event(event)
     elif event is not None:

@@ -1,1 +1,1 @@
-"""KV events: which pages a tier has got and lost, for routers and whoever else keeps a view of an engine."""
+"""KV events: the pages that a tier gets and loses, for routers and other views of an engine."""

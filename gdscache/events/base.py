@@ -1,7 +1,7 @@
-"""KV events: which pages a tier has got and lost, in the form of vLLM's, for routers and whoever else keeps a view.
+"""KV events: the pages that a tier gets and loses, in vLLM's form, for routers and other views of an engine.
 
-A *batch* has a number, one more than the batch before it. Who misses a number has lost what was in it. Blocks are
-pages: `block_hashes` are their keys (32 bytes). `medium` is vLLM's word (`GPU`, `CPU`, `STORAGE`), `ownership` the
+A *batch* has a number, one more than the batch before it. A listener that misses a number has lost its events. Blocks
+are pages: `block_hashes` are their keys (32 bytes). `medium` is vLLM's word (`GPU`, `CPU`, `STORAGE`), `ownership` the
 tier's name, and `locality` is `LOCAL`, or `REMOTE` for a tier beyond this machine.
 """
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from gdscache.groups.base import Group
     from gdscache.tiers.base import Tier
 
-GATHER_S = 0.002  # what happens meanwhile is one batch
+GATHER_S = 0.002  # events within this time are one batch
 WAKE_S = 0.05
 BATCH_PAGES = 1024  # of one event, at most
-QUEUE = 1 << 18  # pages whose events wait to be told
+QUEUE = 1 << 18  # most pages with waiting events
 _log = logging.getLogger("gdscache.events.base")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Consecutive pages, each of which follows the one before it. `parent_block_hash`: None for the first of all.
+    """Consecutive pages, each the follower of the one before. `parent_block_hash`: None for a first page.
 
     `token_ids` is empty: a page is named by its key, and its tokens are not kept. The last three are of hybrid models:
-    the number of the pages' group, its kind in vLLM's words, and its window. There a parent may be of another group.
+    the number of the pages' group, its kind in vLLM's words, and its window. A parent may be of another group there.
     """
 
     block_hashes: list[bytes]
@@ -52,7 +52,7 @@ class BlockStored:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Pages that a tier has no more, in no order, of any group: a key names one page of one group."""
+    """Pages that a tier has lost, in no order, of any group: a key names one page of one group."""
 
     block_hashes: list[bytes]
     medium: str
@@ -70,7 +70,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """What happened, in its order. `ts`: seconds since the epoch. `seq` counts from 0."""
+    """Events in order. `ts`: seconds since the epoch. `seq` counts from 0."""
 
     seq: int
     ts: float
@@ -78,19 +78,19 @@ class KVEventBatch:
 
 
 class Publisher(Protocol):
-    """Where batches go besides callbacks. One thread calls it."""
+    """A receiver of batches, beside callbacks. One thread calls it."""
 
     def publish(self, batch: KVEventBatch) -> None: ...
 
     def serve(self) -> None:
-        """Answer who has asked for batches again; soon."""
+        """Answer requests for earlier batches, without long waits."""
         ...
 
     def close(self) -> None: ...
 
 
 class Place(NamedTuple):
-    """Which tier an event is of, in its words."""
+    """The tier of an event, in an event's words."""
 
     medium: str
     locality: str
@@ -102,7 +102,7 @@ class Place(NamedTuple):
 
 
 class GroupFacts(NamedTuple):
-    """What events say of pages: their tokens, and in a hybrid model their group's number, vLLM's kind, and window."""
+    """Facts of pages for events: their tokens, and in a hybrid model their group's number, vLLM's kind, and window."""
 
     page_tokens: int
     number: int | None = None
@@ -120,7 +120,7 @@ _ALL = Place("", "", "")  # all tiers are cleared together
 
 
 class Watch:
-    """What an index tells of a tier; the manager's lock is held. See `PageIndex.watch`."""
+    """The listener to a tier's index; the manager's lock is held. See `PageIndex.watch`."""
 
     def __init__(self, hub: KVEventHub, tier: Tier) -> None:
         self._note = hub.note
@@ -137,8 +137,8 @@ class Watch:
 
 
 class KVEventHub:
-    """Gathers what indexes tell, and hands it on in a thread of its own. What waits is `queue` pages at most: what is
-    beyond them is dropped, counted, and seen by the number that is left out."""
+    """Gathers the indexes' events, and passes them on in a thread of its own. Events of at most `queue` pages wait:
+    further ones are dropped, counted, and seen as a missing number."""
 
     def __init__(self, page_tokens: int, publisher: Publisher | None = None, queue: int = QUEUE) -> None:
         self.dropped = 0  # pages
@@ -158,7 +158,7 @@ class KVEventHub:
         start([self._thread], lambda: None)
 
     def watch(self, tiers: Iterable[Tier]) -> None:
-        """Hear of all tiers, and tell what they have already. The manager's lock is held."""
+        """Listen to all tiers, and report their present pages. The manager's lock is held."""
         for tier in tiers:
             watch = Watch(self, tier)
             tier.index.watch(watch)
@@ -167,11 +167,11 @@ class KVEventHub:
                 watch.stored(there[at : at + BATCH_PAGES])
 
     def name(self, namespace: bytes, facts: GroupFacts) -> None:
-        """The pages of a namespace are of a group: for a bounded number of namespaces, and before pages of it come."""
+        """The group of a namespace's pages. Call it for a bounded number of namespaces, before their pages come."""
         self._groups[namespace] = facts
 
     def add(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
-        """Call `callback(batch)` for each batch, in a thread of the hub's; what takes that back."""
+        """Call `callback(batch)` for each batch, in a thread of the hub's. Returns a function that stops it."""
         with self._lock:
             self._callbacks += (callback,)
 
@@ -182,7 +182,7 @@ class KVEventHub:
         return remove
 
     def note(self, what: str, place: Place, some: Sequence[Any]) -> None:
-        """Something happened. Waits for nothing."""
+        """Note an event. Never waits."""
         if not some and what != "cleared":
             return
         with self._lock:
@@ -200,12 +200,10 @@ class KVEventHub:
             return {"batches": self._seq, "dropped_pages": self.dropped, "waiting_pages": self._pages}
 
     def close(self) -> None:
-        """Hand on what waits, and end. Again is fine."""
+        """Pass on waiting events, and end. Repeated calls are fine."""
         self._closed = True
         self._wake.set()
         self._thread.join()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while not (self._closed and not self._noted):
@@ -219,7 +217,7 @@ class KVEventHub:
     def _hand_on(self) -> None:
         with self._lock:
             noted, self._noted, self._pages = self._noted, [], 0
-            if self._lost:  # a number that nobody gets
+            if self._lost:  # skip a number
                 self._lost = False
                 self._seq += 1
             seq, callbacks = self._seq, self._callbacks
@@ -264,7 +262,7 @@ class KVEventHub:
 
 
 def _runs(pages: Sequence[Page]) -> Iterator[list[Page]]:
-    """Pages cut where one does not follow the one before it, or is of another namespace."""
+    """Pages cut where a page is not the follower of the last, or is of another namespace."""
     run: list[Page] = []
     for page in pages:
         if run and (page[1:] != (run[-1].key, run[-1].namespace) or len(run) == BATCH_PAGES):

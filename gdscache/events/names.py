@@ -1,9 +1,9 @@
-"""What tiers have got and lost, in the names that an inference engine itself has for its blocks.
+"""KV events in the names that an inference engine itself has for its blocks.
 
-A page's key is of gdscache alone. So whoever gives requests says what each of their pages is called: its digest, that
-of the block before it, and its tokens. Pages of an earlier process have no name until a request begins with them; then
-they are told of. What has no name is told to nobody. Nor is what a tier beyond this machine has: it is no reason to
-choose one engine. Tiers of one medium are one place.
+A page's key is gdscache's own. So the engine's adapter names the pages of its requests: digest, parent's digest and
+tokens. Pages of an earlier process have no name until a request begins with them, and are reported then. Pages without
+a name are not reported. Neither are pages of a tier beyond this machine, which are no reason to choose one engine.
+Tiers of one medium count as one place.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EXPECTED = 1 << 16  # names of pages that no tier has, or not yet: about 30 MiB
 
 
 class BlockName(NamedTuple):
-    """A block as the inference engine knows it. `digest`: of all tokens up to its end, in that engine's own form;
-    `parent`: of those before it. `tokens`: its own, uint32. `extra`: what else the digest is of (salt, media), as that
-    engine tells it."""
+    """A block in the inference engine's terms. `digest`: of all tokens up to its end, in that engine's form. `parent`:
+    of the tokens before it. `tokens`: its own, uint32. `extra`: other inputs of the digest (salt, media), in that
+    engine's form."""
 
     digest: Any
     parent: Any
@@ -36,7 +36,7 @@ class BlockName(NamedTuple):
 
 
 class NamedRun(NamedTuple):
-    """Blocks that a medium has got, each of which follows the one before it, or has lost (`stored` is False)."""
+    """Consecutive blocks that a medium has got, or (`stored` is False) blocks that it has lost."""
 
     stored: bool
     medium: str
@@ -44,10 +44,10 @@ class NamedRun(NamedTuple):
 
 
 class NamedEvents:
-    """Hears an engine's batches (`heard`), and tells in names what they say (`take`). Thread-safe."""
+    """Takes an engine's batches (`heard`), and returns their changes in names (`take`). Thread-safe."""
 
     def __init__(self, tiers: Iterable[Tier], lock: AbstractContextManager[Any], expected: int = EXPECTED) -> None:
-        """`lock`: the manager's. `expected`: how many names are kept of pages that no tier has."""
+        """`lock`: the manager's. `expected`: most names kept of pages that no tier has."""
         self._tiers = [tier for tier in tiers if tier.kind != "planes" and tier.served]
         self._media = {tier.name: Place.of(tier).medium for tier in self._tiers}
         self._manager_lock = lock
@@ -58,7 +58,7 @@ class NamedEvents:
         self._told: list[tuple[bool, str, BlockName]] = []
 
     def name(self, keys: Sequence[bytes], names: Sequence[BlockName]) -> None:
-        """These pages have names; those that tiers have already are told of."""
+        """Name these pages, and report the ones present in tiers."""
         with self._manager_lock:
             found = [[tier.name for tier in self._tiers if tier.index.has(key)] for key in keys]
         with self._lock:
@@ -69,7 +69,7 @@ class NamedEvents:
                     self._got(key, tier)
 
     def heard(self, batch: KVEventBatch) -> None:
-        """A batch of the engine's. A page may be in it that `name` has told of, or that has gone again since."""
+        """Take a batch of the engine's. Its pages may be reported already by `name`, or be gone again."""
         with self._lock:
             for event in batch.events:
                 if isinstance(event, AllBlocksCleared):
@@ -82,7 +82,7 @@ class NamedEvents:
                         change(key, event.ownership)
 
     def take(self) -> Iterator[NamedRun]:
-        """What has happened since the last call, in its order."""
+        """The changes since the last call, in order."""
         with self._lock:
             changes, self._told = self._told, []
         run: NamedRun | None = None
@@ -128,5 +128,5 @@ class NamedEvents:
 
 
 def _together(last: BlockName, name: BlockName, stored: bool) -> bool:
-    """Whether one event tells of both."""
+    """Whether one event can report both."""
     return last.group == name.group and (not stored or name.parent == last.digest)

@@ -1,8 +1,8 @@
-"""KV events over ZeroMQ, on vLLM's wire: who reads vLLM's events reads these.
+"""KV events over ZeroMQ, on vLLM's wire: readers of vLLM's events can read these.
 
-A message has three parts: the topic, the batch's number (8 bytes, big-endian), and msgpack of
-`[ts, [{"type": name, **fields}, ...]]`. Who missed a number sends it to the replay socket, and gets that batch and all
-behind it that are kept, then -1. Needs pyzmq and msgpack: `gdscache[events]`.
+A message has three parts: the topic, the batch's number (8 bytes, big-endian), and msgpack of `[ts, [{"type": name,
+**fields}, ...]]`. A reader that missed a number sends it to the replay socket, and gets that batch and all later ones
+that are kept, then -1. Needs pyzmq and msgpack: `gdscache[events]`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from gdscache.errors import InvalidValueError, MissingPackageError
 from gdscache.events.base import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 
 END = (-1).to_bytes(8, "big", signed=True)
-KEPT = 10_000  # batches that may be asked for again
+KEPT = 10_000  # batches kept for replay
 _NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 def packed(batch: KVEventBatch) -> bytes:
-    """A batch but for its number."""
+    """A batch without its number."""
     events = [{"type": type(event).__name__} | _fields(event) for event in batch.events]
     answer: bytes = _package("msgpack").packb([batch.ts, events], use_bin_type=True)
     return answer
 
 
 def _fields(event: KVEvent) -> dict[str, Any]:
-    """Those of an event, but for what has its default, as vLLM leaves it out."""
+    """An event's fields other than their defaults, as in vLLM."""
     defaults = {field.name: field.default for field in dataclasses.fields(event)}
     return {name: value for name, value in dataclasses.asdict(event).items() if value != defaults[name]}
 
 
 def unpacked(seq: bytes, payload: bytes) -> KVEventBatch:
-    """The inverse of `packed`; fields that are not known here are ignored."""
+    """The inverse of `packed`; unknown fields are ignored."""
     ts, events, *_ = _package("msgpack").unpackb(payload, raw=False)
     found: list[KVEvent] = []
     for fields in events:
@@ -45,8 +45,8 @@ def unpacked(seq: bytes, payload: bytes) -> KVEventBatch:
 
 
 class ZmqPublisher:
-    """See the module. `kept`: batches that may be asked for again. Raises `InvalidValueError` for an endpoint that
-    cannot be bound."""
+    """See the module. `kept`: batches kept for replay. Raises `InvalidValueError` for an endpoint that cannot be
+    bound."""
 
     def __init__(self, endpoint: str, replay: str | None, topic: str, kept: int = KEPT) -> None:
         zmq = _package("zmq")
@@ -90,7 +90,7 @@ class ZmqPublisher:
 
 
 class ZmqSubscriber:
-    """Reads what a `ZmqPublisher`, or vLLM's, tells. One thread uses it."""
+    """Reads the events of a `ZmqPublisher`, or of vLLM. One thread uses it."""
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
         self._zmq: Any = _package("zmq")
@@ -103,14 +103,14 @@ class ZmqSubscriber:
             self._again.connect(replay)
 
     def receive(self, seconds: float) -> Iterator[KVEventBatch]:
-        """The batches that have come; waits for the first for so many seconds at most."""
+        """The batches that have come; waits up to `seconds` for the first."""
         while self._in.poll(int(seconds * 1000)):
             _, seq, payload = self._in.recv_multipart()
             yield unpacked(seq, payload)
             seconds = 0.0
 
     def replay(self, first: int, seconds: float) -> Iterator[KVEventBatch]:
-        """The batches from number `first` on that are kept; waits for each for so many seconds at most."""
+        """The kept batches from number `first` on; waits up to `seconds` for each."""
         if self._again is None:
             return
         self._again.send_multipart((b"", first.to_bytes(8, "big")))

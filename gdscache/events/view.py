@@ -1,4 +1,4 @@
-"""What an engine has, by its KV events: a router's view of it."""
+"""A router's view of an engine's pages, from its KV events."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from gdscache.events.base import BlockRemoved, BlockStored, KVEventBatch
 
 
 class CacheView:
-    """Which pages an engine has on which tiers, as far as its events were heard. Not thread-safe.
+    """The pages of an engine by tier, as far as its events came. Not thread-safe.
 
-    `lacking`: the number of the first batch that was missed, None while none was. What was lost is asked for again
-    (`ZmqSubscriber.replay`); where it is kept no more, `reset` begins anew: until then the view may say too much or too
-    little, which costs a router a worse choice, and nothing else.
+    `lacking`: the number of the first missed batch, or None. Missed batches can be asked for again
+    (`ZmqSubscriber.replay`); if they are not kept any more, `reset` begins anew. Until then the view may be wrong,
+    which only makes a router's choice worse.
     """
 
     def __init__(self) -> None:
         self.lacking: int | None = None
-        self.next: int | None = None  # the number that comes next; None before the first batch
+        self.next: int | None = None  # the next batch's number; None before the first batch
         self._pages: dict[bytes, set[str]] = {}
 
     def __len__(self) -> int:
-        """Pages that are on any tier."""
+        """Pages on any tier."""
         return len(self._pages)
 
     def apply(self, batch: KVEventBatch) -> bool:
-        """Take a batch in; False where it is none of what comes next: an old one, or one behind a gap."""
+        """Apply a batch. False if it is not the next one: an old one, or one after a gap."""
         if self.next is not None and batch.seq != self.next:
             if batch.seq > self.next:
                 self.lacking = self.next
@@ -46,12 +46,12 @@ class CacheView:
         return True
 
     def reset(self, following: int | None = None) -> None:
-        """Forget everything; `following` is the number of the next batch that counts."""
+        """Forget everything; `following` is the number of the next batch to apply."""
         self._pages.clear()
         self.next, self.lacking = following, None
 
     def prefix(self, keys: Sequence[bytes], tiers: Sequence[str] = ()) -> int:
-        """How many of the first pages it has, on any tier or on one of `tiers`."""
+        """The number of the first pages on any tier, or on one of `tiers`."""
         wanted = set(tiers)
         for n, key in enumerate(keys):
             found = self._pages.get(key, set())

@@ -12,11 +12,11 @@ from gdscache.pages.layout import PageLayout
 
 
 class Extents(Protocol):
-    """Slots of one extent each, on the host or on a device, and the checksums that belong to them.
+    """Slots of one extent each, on the host or on a device, and their checksums.
 
-    `rows`: uint8, a row a slot, from the extent's first byte on; `flat`: the memory as one piece of bytes.
-    `pinned`: copy engines and kernels of a GPU reach the memory; `fence_slots`: its page-locked registrations hold so
-    many slots each, and no copy may cross from one into the next (0: there is only one).
+    `rows`: uint8, a row a slot, from the extent's first byte on. `flat`: the memory as one piece of bytes. `pinned`:
+    copy engines and kernels of a GPU reach the memory. `fence_slots`: slots of each page-locked registration; no copy
+    may cross from one into the next (0: there is only one).
     """
 
     slots: int
@@ -32,7 +32,7 @@ class Extents(Protocol):
 
 
 class PoolMemory(Protocol):
-    """The memory of a pool of pages, as its tier knows it: here, or on ranks. `nbytes`: of all of it."""
+    """The memory of a pool of pages, in this process or on ranks. `nbytes`: of all of it."""
 
     slots: int
     pinned: bool
@@ -42,13 +42,13 @@ class PoolMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        """Those of the slots whose bytes are not what was stored, and a bad layer of each."""
+        """Slots whose bytes do not match their checksums, each with a bad layer."""
         ...
 
     def close(self) -> None: ...
 
 
 class Reserved(Extents, PoolMemory, Protocol):
-    """Extents that somebody owns, and gives back."""
+    """Extents with an owner that gives them back."""
 
     layout: PageLayout

@@ -1,4 +1,4 @@
-"""Extents in GPU memory: the bounce reserve of I/O that goes straight to the device."""
+"""Extents in GPU memory: the bounce reserve of I/O straight to the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gdscache.runtime.allocation import allocating
 
 
 class DeviceExtents:
-    """Extents in GPU memory for I/O that goes straight to and from the device; the counterpart of `HostExtents`.
+    """The counterpart of `HostExtents` in GPU memory, for I/O straight to and from the device.
 
-    `digest` looks at a copy on the host; the kernels that move the bytes take the sums in place.
+    `digest` takes the sums of a copy on the host; the kernels that move the bytes take them in place.
     """
 
     pinned = True
@@ -46,7 +46,6 @@ class DeviceExtents:
         return layer_checksums(self._host(slot), self.layout.layer_bounds[layers.start : layers.stop])
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        """Those whose bytes are not what `checksums` says, and the first bad layer of each."""
         bounds, sums = self.layout.layer_bounds, self.checksums
         bad = {slot: first_bad_layer(self._host(slot), bounds, sums[slot]) for slot in slots}
         return {slot: layer for slot, layer in bad.items() if layer is not None}
@@ -56,5 +55,4 @@ class DeviceExtents:
         return copy.data
 
     def close(self) -> None:
-        """Drop the buffer."""
         self.rows = self.rows[:0].clone()

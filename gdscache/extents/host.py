@@ -1,4 +1,4 @@
-"""Extents in host memory: those of the CPU tier, and of the bounce reserve."""
+"""Extents in host memory: of the CPU tier, and of the bounce reserve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdscache.pages.layout import PageLayout
 
 
 class HostExtents:
-    """`capacity` bytes of page-aligned host memory, cut into extents, with the checksums that belong to each.
+    """`capacity` bytes of page-aligned host memory, cut into extents, and their checksums.
 
     `rows` is a uint8 tensor of shape (slots, extent_bytes); `checksums` uint64 of shape (slots, layers).
     """
@@ -28,8 +28,8 @@ class HostExtents:
         descriptor: int | None = None,
         shared: bool = False,
     ) -> None:
-        """`setting`: the key that asks for the memory, for messages; `descriptor`, `shared`: see `HostBuffer`, whose
-        errors this raises."""
+        """`setting`: the memory's key, for messages. `descriptor`, `shared`: see `HostBuffer`, whose errors this
+        raises."""
         self.layout = layout
         self.slots = capacity // layout.extent_bytes
         self.buffer = HostBuffer(
@@ -57,23 +57,21 @@ class HostExtents:
         return self._view[start : start + self.layout.extent_bytes]
 
     def digest(self, slot: int, layers: range) -> Checksums:
-        """The checksums of some layers of the slot's bytes, taken now."""
         return layer_checksums(self.memory(slot), self.layout.layer_bounds[layers.start : layers.stop])
 
     def sign(self, slot: int) -> None:
-        """Take the checksums of the slot's bytes as the truth about them."""
+        """Take the checksums of the slot's present bytes, and keep them."""
         self.checksums[slot] = self.digest(slot, range(self.layout.n_layers))
 
     def bad_layer(self, slot: int) -> int | None:
-        """The first layer whose bytes are not what `checksums` says, or None."""
+        """The first layer whose bytes do not match `checksums`, or None."""
         return first_bad_layer(self.memory(slot), self.layout.layer_bounds, self.checksums[slot])
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        """Those whose bytes are not what `checksums` says, and the first bad layer of each."""
         return {slot: layer for slot in slots if (layer := self.bad_layer(slot)) is not None}
 
     def close(self) -> None:
-        """Give the memory back; views that others still hold keep it alive until they go."""
+        """Release the memory; views of other owners keep it alive until they go."""
         self.rows = torch.empty((0, self.layout.extent_bytes), dtype=torch.uint8, device="cpu")
         self._view = memoryview(b"")
         self.buffer.close()

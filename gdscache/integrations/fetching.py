@@ -1,4 +1,4 @@
-"""How the pages of a waiting request are fetched: brought to the CPU tier, checked there, and pinned.
+"""Fetches of waiting requests: their pages come to the CPU tier, are checked there, and are pinned.
 
 Nothing of an inference engine is imported.
 """
@@ -30,74 +30,74 @@ if TYPE_CHECKING:
     from gdscache.prefetch.handle import Prefetch
 
 
-ENDING_S = 5.0  # pins that end so soon are too old to begin a load from
+ENDING_S = 5.0  # seconds; pins that end sooner are too old for a new load
 
 
 class Fetched(Protocol):
-    """What a load takes of a fetch."""
+    """The part of a fetch that a load uses."""
 
     def release(self) -> None:
-        """Bring no more, and let go of what is pinned. Twice is fine."""
+        """Bring no more, and release the pins. Repeated calls are fine."""
 
     def checked(self, first: int, pages: int) -> Any:
-        """Those pages, which were verified: what a load takes that cannot fail."""
+        """Verified pages, for a load that cannot fail."""
 
     def unchecked(self, first: int, pages: int) -> Any:
-        """Those pages from wherever they are: what a load takes that has a verdict."""
+        """Pages from any tier, for a load with a verdict."""
 
 
 class Fetch(Fetched, Protocol):
-    """Pages of one request on their way to the CPU tier, and those that are there, pinned."""
+    """Pages of one request on their way to the CPU tier, and those pinned there."""
 
     @property
     def cached(self) -> int:
-        """How many of the first pages were cached when it began."""
+        """The number of the first pages that were cached at the fetch's begin."""
 
     @property
     def wanted(self) -> int:
-        """How many of them are worth loading."""
+        """The number of these that are worth loading."""
 
     @property
     def asking(self) -> bool:
-        """Whether a tier beyond this machine is still asked for more than these."""
+        """Whether a tier beyond this machine is still asked for more pages."""
 
     def done(self) -> bool:
-        """Whether no more pages come, or all that are wanted have come."""
+        """Whether no more pages come, or all wanted ones have come."""
 
     def verified(self) -> int:
-        """How many of the first pages are checked and pinned."""
+        """The number of the first pages that are checked and pinned."""
 
     def loadable(self, pages: int) -> bool:
-        """Whether a load may bring so many of the first pages, and no more: they are checked and pinned."""
+        """Whether a load may bring exactly this number of the first pages: they are checked and pinned."""
 
     def outpaced(self) -> bool:
-        """Whether computing what has not come takes less time than waiting for it, at its best possible pace."""
+        """Whether computing the missing pages takes less time than waiting for them at their best possible pace."""
 
     def crowded(self) -> bool:
-        """Whether it ended because the CPU tier has no room for its pages."""
+        """Whether the fetch ended because the CPU tier has no room for its pages."""
 
     def lapsed(self, within: float = 0.0) -> bool:
-        """Whether its pins have ended, or end within so many seconds."""
+        """Whether the pins have ended, or end within `within` seconds."""
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        """How many of `pages` pages from page `first` on each tier had when it began."""
+        """For `pages` pages from page `first` on: the number that each tier had at the fetch's begin."""
 
 
 class Cache(Protocol):
-    """What tables of requests need of an engine: `PinningCache`, or a test's."""
+    """An engine as tables of requests use it: `PinningCache`, or a test's."""
 
     def fetch(self, hashes: PageHashes, pages: int) -> Fetch:
         """Begin to bring the first `pages` pages, as far as they are cached."""
 
     def cached(self, hashes: PageHashes) -> int:
-        """How many of the first pages are cached, on any tier."""
+        """The number of the first pages that are cached, on any tier."""
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
-        """The keys of the pages, of the weights that the inference engine has now."""
+        """The keys of the pages, for the inference engine's present weights."""
 
 
 class Pinned:
-    """What is fetched by a prefetch with pins, or by none. `_since`: when it began; `_until`: when its pins end."""
+    """A fetch by a prefetch with pins, or by none. `_since`: its begin; `_until`: the end of its pins."""
 
     _prefetch: Prefetch | HybridPrefetch | None
 
@@ -106,22 +106,20 @@ class Pinned:
         self._until = self._since + seconds
 
     def lapsed(self, within: float = 0.0) -> bool:
-        """Whether its pins have ended, or end within so many seconds."""
         return self._prefetch is not None and time.monotonic() + within >= self._until
 
     def release(self) -> None:
-        """Bring no more, and let go of what is pinned. Twice is fine."""
         if self._prefetch is not None:
             self._prefetch.release()
 
 
 class PinnedFetch(Pinned):
-    """The pages of one request: brought to the CPU tier, checked as they land, and pinned for `seconds` at most."""
+    """A `Fetch` of the pages of one request. Pins last `seconds` at most."""
 
     _prefetch: Prefetch | None
 
     def __init__(self, engine: CacheEngine, hashes: PageHashes, pages: int, seconds: float, salt: str = "") -> None:
-        """`pages`: how many of the first pages can be of use. Without a CPU tier, none is brought."""
+        """`pages`: the most pages of use. Without a CPU tier, none is brought."""
         super().__init__(seconds)
         self._told_of = engine.told
         self._page_tokens = size = engine.layout.page_tokens
@@ -138,36 +136,32 @@ class PinnedFetch(Pinned):
         begun = bool(useful.pages) and engine.config.cpu is not None
         self._prefetch = engine.prefetch(useful, pin=seconds) if begun else None
         self._gate, self._files = engine.gate, {name for name, kind in engine.tiers.items() if kind == "files"}
-        self._slow: list[int] = []  # of the first pages, those that only files had; once that is known
+        self._slow: list[int] = []  # running counts of the first pages that only files had, once they are known
 
     @property
     def asking(self) -> bool:
-        """Whether a tier beyond this machine is still asked for more pages."""
         return self._beyond and self._prefetch is not None and self._prefetch.asking
 
     @property
     def cached(self) -> int:
-        """How many of the first pages were cached when it began, on any tier as far as that is known."""
         return max(self._cached, self._told)
 
     @property
     def wanted(self) -> int:
-        """How many of the first pages are to come: where the CPU tier has no room, those that loads see themselves."""
+        """See `Fetch`. Without room in the CPU tier: the pages that a load sees itself."""
         return self._here if self._told <= self._here or self.crowded() else min(self._pages, self._told)
 
     @property
     def _told(self) -> int:
-        """How many pages its prefetch has found, where it has asked."""
+        """The number of pages that the prefetch has found, if it asked."""
         return len(self._prefetch.tiers) if self._beyond and self._prefetch is not None else 0
 
     def done(self) -> bool:
-        """Whether no more pages come, or all that are wanted have come."""
         if self._prefetch is None or self._prefetch.done():
             return True
         return not self.asking and self.verified() == self.wanted
 
     def verified(self) -> int:
-        """How many of the first pages are checked and pinned."""
         return 0 if self._prefetch is None else min(self._pages, self._prefetch.verified // self._page_tokens)
 
     def loadable(self, pages: int) -> bool:
@@ -175,7 +169,6 @@ class PinnedFetch(Pinned):
         return pages <= self.verified()
 
     def outpaced(self) -> bool:
-        """Whether computing what has not come takes less time than waiting for it, at its best possible pace."""
         if self._prefetch is None or not (tiers := self._prefetch.tiers):
             return False
         if not self._slow:
@@ -186,7 +179,6 @@ class PinnedFetch(Pinned):
         return self._gate.outpaced(time.monotonic() - self._since, begun, left, missing, verified * size)
 
     def crowded(self) -> bool:
-        """Whether the CPU tier has no room for its pages."""
         if self._prefetch is None:
             return self._here > 0
         if not self._prefetch.done() or self.verified() >= self._here:
@@ -194,17 +186,16 @@ class PinnedFetch(Pinned):
         return self._prefetch.result(0).end is PrefetchEnd.NO_ROOM
 
     def unused(self, first: int) -> str:
-        """What is known now of its pages from page `first` on, for a line of the log."""
+        """The present state of the pages from page `first` on, for a log line."""
         pages, size = self._found.pages[first:], self._page_tokens
         return words(joined(first * size, size, self._told_of(pages)))
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        """How many of `pages` pages from page `first` on each tier had when it began."""
         tiers = self._prefetch.tiers if self._beyond and self._prefetch is not None else ()
         return Counter(max(self._found.tiers, tiers, key=len)[first : first + pages])
 
     def checked(self, first: int, pages: int) -> Hit:
-        """Pages that `verified` counts, for a load that cannot fail. Raises `LoadOrderError` for others."""
+        """Pages counted by `verified`, for a load that cannot fail. Raises `LoadOrderError` for others."""
         if self._prefetch is None or first < 0 or first + pages > self.verified():
             raise LoadOrderError(
                 f"pages {first} to {first + pages} are to be loaded without a check, of {self.verified()} that had one",
@@ -214,61 +205,56 @@ class PinnedFetch(Pinned):
         return _part(hit, first, 0, pages, self._page_tokens)
 
     def unchecked(self, first: int, pages: int) -> Hit:
-        """Pages from wherever they are, for a load with a verdict."""
         return _part(self._found, first, first, pages, self._page_tokens)
 
 
 def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
-    """`pages` pages of a hit from its page number `at` on; they begin with page `first` of the request."""
+    """`pages` pages of a hit from its page number `at` on, which begin with page `first` of the request."""
     names, tiers = hit.pages[at : at + pages], hit.tiers[at : at + pages]
     tokens = len(names) * page_tokens
     return dataclasses.replace(hit, start=first * page_tokens, tokens=tokens, pages=names, tiers=tiers, pays=tokens)
 
 
 class PinningCache:
-    """An engine as the `Cache` of a table of requests. `pin_seconds`: how long what was brought is kept at most.
-
-    `engines`: those of all pools, the first of which is `engine`. `salt` is that of the weights which the inference
-    engine has now: another one begins with no pages.
-    """
+    """An engine as the `Cache` of a table of requests. `pin_seconds`: the longest time that fetched pages are kept.
+    `engines`: of all pools; the first is `engine`. `salt`: of the inference engine's present weights; a new one begins
+    without pages."""
 
     def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
-        """`others`: the engines of further pools of a hybrid model."""
+        """`others`: the engines of a hybrid model's further pools."""
         self.engine, self.engines = engine, (engine, *others)
         self.salt = ""
         self.pin_seconds = pin_seconds
 
     def fetch(self, hashes: PageHashes, pages: int) -> PinnedFetch:
-        """Begin to bring the first `pages` pages, as far as they are cached and worth loading."""
         return PinnedFetch(self.engine, hashes, pages, self.pin_seconds, self.salt)
 
     def cached(self, hashes: PageHashes) -> int:
-        """How many of the first pages are cached, on any tier. Counts as no use of them."""
+        """The number of the first pages that are cached, on any tier. Does not count as a use."""
         return self.engine.peek(hashes, self.salt) // self.engine.layout.page_tokens
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
-        """The keys of the pages, of the weights that the inference engine has now."""
         return [page.key for page in self.engine.pages(hashes, self.salt)]
 
     def telling(self, request: str) -> AbstractContextManager[None]:
-        """A block in which a request is looked up, so that a line on its missing pages says whose they are."""
+        """A block for the lookup of a request, so that log lines on its missing pages name it."""
         return self.engine.telling(request)
 
     def unused(self, request: str, fetch: Any, first: int, why: str) -> None:
-        """A request computes pages from page `first` on that were cached when it came: for a line of the log."""
+        """Log cached pages from page `first` on that a request computes."""
         self.engine.tell(lambda: f"request {request}, pages that were cached, {why}: {fetch.unused(first)}")
 
     def renew_salt(self) -> None:
-        """Other weights have come: find no page of before. What had a name of its own is not found again, and goes."""
+        """The weights have changed: find none of their pages. Pages under an earlier salt of our own are dropped."""
         old, self.salt = self.salt, fresh_salt()
         try:
             for engine in self.engines if old else ():
                 engine.invalidate(*engine.namespaces(old))
-        except GdsCacheError as error:  # it has another name by now, and is evicted in time
+        except GdsCacheError as error:  # the salt has changed already, and its pages are evicted in time
             log_failure(error)
 
     def rest(self, seconds: float) -> None:
-        """Wait until a load, a store or a prefetch has ended, for so many seconds at most."""
+        """Wait until a load, a store or a prefetch has ended, for `seconds` at most."""
         ready = select.poll()
         for engine in self.engines:
             ready.register(engine.fileno(), select.POLLIN)

@@ -1,6 +1,6 @@
-"""Which fields of an inference engine's configuration make its keys and values what they are.
+"""The fields of an inference engine's configuration that decide its keys and values.
 
-A table in TOML, beside an adapter, says of every field where it counts:
+A table in TOML, beside an adapter, says for every field where it counts:
 
     [held]          in the namespace
     [hashed]        in the engine's own hash of a page
@@ -8,8 +8,8 @@ A table in TOML, beside an adapter, says of every field where it counts:
     [parts]         the field is a configuration object itself, and is walked
     [[harmless]]    no key and no value depends on it; `why` says why
 
-Below each, a list of fields for every class, by the class's name. **A field that the table does not know is held**: a
-newer engine's new field may cost hits, and never gives another model's answer. Nothing of an engine is imported.
+Each has a list of fields for every class, by the class's name. **A field that the table does not know is held**: a
+newer engine's new field may cost hits, but never gives another model's answer. Nothing of an engine is imported.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class FieldTable:
     """One engine's table. `kinds`: `Class.field` → `held`, `hashed`, `refused`, `parts` or `harmless`."""
 
     kinds: Mapping[str, str]
-    reasons: Mapping[str, str]  # of what is harmless
+    reasons: Mapping[str, str]  # of harmless fields
 
     @classmethod
     def read(cls, file: Traversable) -> FieldTable:
-        """Raises `ConfigError` where a field stands twice, or a key is none of the table's."""
+        """Raises `ConfigError` for a field that stands twice, or an unknown key."""
         kinds, reasons = dict[str, str](), dict[str, str]()
         for kind, fields, why in _lines(tomllib.loads(file.read_text(encoding="utf-8"))):
             for name in (f"{owner}.{field}" for owner, some in fields.items() for field in some):
@@ -54,14 +54,13 @@ class FieldTable:
         return cls(kinds, reasons)
 
     def named(self, kind: str) -> list[str]:
-        """The fields of a kind, as `Class.field`."""
         return sorted(name for name, its in self.kinds.items() if its == kind)
 
     def facts(self, objects: Iterable[object], environment: Mapping[str, str] | None = None) -> dict[str, object]:
-        """What of these objects belongs in the namespace, by `Class.field`, as plain JSON data.
+        """The facts of these objects that belong in the namespace, by `Class.field`, as plain JSON data.
 
-        `environment`: variables of the engine's that are set. Fields that the table does not know are among the facts;
-        one line in the log names them.
+        `environment`: the engine's variables that are set. Fields that the table does not know are among the facts, and
+        a log line names them.
         """
         found, unknown = dict[str, object](), list[str]()
         for name, value in self._walk(objects, environment or {}):
@@ -78,7 +77,7 @@ class FieldTable:
         return found
 
     def variables(self, environment: Mapping[str, str], prefixes: tuple[str, ...]) -> dict[str, str]:
-        """Of a process's environment what is the engine's: names with these prefixes, and those that the table has."""
+        """The engine's part of a process's environment: names with these prefixes, and names in the table."""
         return {
             name: value
             for name, value in environment.items()
@@ -86,7 +85,6 @@ class FieldTable:
         }
 
     def unknown(self, objects: Iterable[object], environment: Mapping[str, str] | None = None) -> list[str]:
-        """Fields of these objects that the table does not know."""
         return sorted(name for name, _ in self._walk(objects, environment or {}) if name not in self.kinds)
 
     def _walk(self, objects: Iterable[object], environment: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -102,7 +100,7 @@ class FieldTable:
 
 
 def plain(value: Any) -> Any:
-    """A value as plain JSON data that is the same in every process where the value means the same."""
+    """A value as plain JSON data that is equal in all processes for equal meanings."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -125,7 +123,7 @@ def plain(value: Any) -> Any:
 
 
 def _fields(one: object) -> list[tuple[str, Any]]:
-    """Fields of a dataclass, and what else the object has; names with an underscore in front are its own."""
+    """Public fields of a dataclass, and other public attributes."""
     names = [field.name for field in dataclasses.fields(one)] if dataclasses.is_dataclass(one) else []
     others = [name for name in getattr(one, "__dict__", {}) if name not in names]
     return [(name, getattr(one, name, None)) for name in [*names, *others] if not name.startswith("_")]

@@ -1,8 +1,8 @@
-"""What a model is really called with: whether the keys and values that it makes follow from the token ids alone.
+"""Checks of a model's calls: whether its keys and values follow from the token ids alone.
 
-A transformers `Cache` is told sizes, and neither the mask nor the ids. So a hook before the model's forward looks at
-its arguments: it refuses what page names do not hold (padding, positions of its own, embeddings, images), before
-anything is computed, and keeps the ids, for `commit` to compare with.
+A transformers `Cache` gets sizes, but neither the mask nor the ids. So a hook before the model's forward checks its
+arguments. It refuses those that page names do not hold (padding, positions of its own, embeddings, images) before
+anything is computed, and keeps the ids for `commit` to compare.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _WHOLE = ("output_attentions", "output_hidden_states", "output_router_logits")  
 
 
 class Ends(Protocol):
-    """Who wants calls to end at certain tokens, since layers keep a state."""
+    """A listener that wants calls to end at certain tokens, since layers keep a state."""
 
     def cuts(self, past: int, end: int) -> Sequence[int]:
-        """Where a call of the tokens `past ... end-1` is to be cut."""
+        """The tokens at which a call of the tokens `past ... end-1` is to be cut."""
 
     def ended(self, end: int) -> None:
-        """A call that ends at so many tokens has ended."""
+        """A call that ends at token `end` has ended."""
 
 
 class Forwards:
     """The forward calls of one cache: `watch` before them, then `allow` for each layer's states, `tokens` at the end.
 
-    `cached`: tokens that the cache begins with. `rows`: of the batch. `least`, `most`: tokens that a call may end at.
-    `ends`: who wants calls in pieces.
+    `cached`: tokens that the cache begins with. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
+    `ends`: cuts calls into pieces.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Forwards:
     ) -> None:
         self._rows = rows
         self._ends = ends
-        self._running = False  # a call has begun, and not ended; looked at where `ends` are wanted
-        self._before: list[torch.Tensor] = []  # what the pieces before the last one returned
+        self._running = False  # a call has begun and not ended; kept with `ends` only
+        self._before: list[torch.Tensor] = []  # outputs of the pieces before the last one
         self._keep = 0  # logits that the call is to return, 0: all
         self._least, self._most = least, most
         self._cached = self._end = cached  # tokens that the model has, or was called for
@@ -67,10 +67,10 @@ class Forwards:
         self._handles: list[Any] = []
 
     def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any, bool], bool]) -> None:
-        """Look at each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly.
+        """Check each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly.
 
-        `let_go(ids, sure)`: drops the prefix where these are the whole prompt again, as assisted generation begins.
-        `sure`: the call's positions or mask say that it begins at token 0.
+        `let_go(ids, sure)`: drops the prefix if these ids are the whole prompt again, as at the begin of assisted
+        generation. `sure`: the call's positions or mask say that it begins at token 0.
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
@@ -81,8 +81,8 @@ class Forwards:
                     given |= given.pop(name, {})
             return given
 
-        # A call of another thread may come while this one adds the hooks or takes them away: torch does both in two
-        # steps, and passes no keyword arguments between them.
+        # Another thread may call while this one adds or removes the hooks: torch does both in two steps, and passes no
+        # keyword arguments between them.
 
         def look(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
             given, own = bound(args, kwargs or {}), mine()
@@ -111,13 +111,13 @@ class Forwards:
             self._handles.append(model.register_forward_hook(seen, with_kwargs=True))
 
     def stop(self) -> None:
-        """Take the hooks away; twice is fine."""
+        """Remove the hooks. Repeated calls are fine."""
         while self._handles:
             self._handles.pop().remove()
 
     def check(self) -> None:
-        """Raises `SequenceStateError` where a call did not end, and layers keep a state: those may be of other tokens
-        than the rest."""
+        """Raises `SequenceStateError` if a call did not end and layers keep a state: their states may be of different
+        tokens."""
         if self._running:
             raise SequenceStateError(
                 "a call of the model did not end, so that its layers may keep states of different tokens",
@@ -129,7 +129,7 @@ class Forwards:
         self._running = False
 
     def allow(self, end: int) -> None:
-        """A layer gets states up to token `end`. Raises `UnsupportedRequestError` where no watched call makes them."""
+        """A layer gets states up to token `end`. Raises `UnsupportedRequestError` if no watched call makes them."""
         if end > self._end:
             raise UnsupportedRequestError(
                 f"{end} tokens are computed, the model was called for {self._end}: another module computes them",
@@ -137,7 +137,7 @@ class Forwards:
             )
 
     def tokens(self, prompt: list[int], row: int, computed: int) -> list[int]:
-        """The ids of a row's first `computed` tokens; those of the prefix are the prompt's."""
+        """The ids of a row's first `computed` tokens; the prefix's ids are the prompt's."""
         ids = prompt[: self._cached]
         if self._calls:
             ids += torch.cat([call[row] for _, call in self._calls]).tolist()  # one wait for the device
@@ -145,22 +145,20 @@ class Forwards:
             raise SequenceStateError(f"{computed} tokens are in the cache, the model was called for {len(ids)}")
         return ids[:computed]
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _last_piece(
         self, module: torch.nn.Module, signature: inspect.Signature, given: dict[str, Any], past: int
     ) -> dict[str, Any]:
-        """Call the model for the pieces of a call but for the last one, whose arguments are returned."""
+        """Call the model for all pieces of a call but the last, whose arguments are returned."""
         assert self._ends is not None
         end, keep = self._end, given.get("logits_to_keep", 0)
         whole = end - past == 1 or not isinstance(keep, int) or _wants_more(module, given)
         cuts = [] if whole else [one for one in self._ends.cuts(past, end) if one >= self._least]
         if (past or cuts) and "position_ids" in signature.parameters and given.get("position_ids") is None:
-            # Some models (Bamba) would count from 0 behind a prefix.
+            # some models (Bamba) would count from 0 behind a prefix
             given["position_ids"] = torch.arange(past, end, device=given["input_ids"].device).unsqueeze(0)
         if not cuts:
             return given
-        alone = 0 < keep <= end - cuts[-1]  # the last piece has all logits that are wanted
+        alone = 0 < keep <= end - cuts[-1]  # the last piece has all wanted logits
         found: list[torch.Tensor] = []
         for begin, stop in itertools.pairwise([past, *cuts]):
             piece = _cut(given, past, begin, stop)
@@ -178,7 +176,7 @@ class Forwards:
         return last
 
     def _ended(self, output: Any) -> Any:
-        """A call has ended: its output, with what the pieces before it returned."""
+        """A call has ended: join its output with those of the pieces before."""
         assert self._ends is not None
         self._ends.ended(self._end)
         self._running = False
@@ -217,12 +215,12 @@ class Forwards:
         _check_positions(given.get("position_ids"), past, end)
         self._calls = [(first, call[:, : past - first]) for first, call in self._calls if first < past]
         self._calls.append((past, ids.detach().clone()))
-        self._cached = min(self._cached, past)  # what was cut off a prefix is computed again
+        self._cached = min(self._cached, past)  # the part cut off a prefix is computed again
         self._end = end
 
 
 def _wants_more(module: torch.nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call is to return more than logits, of all its tokens."""
+    """Whether a call returns more than logits, for all of its tokens."""
     config = getattr(module, "config", None)
     return given.get("labels") is not None or any(given.get(name) or getattr(config, name, False) for name in _WHOLE)
 
@@ -239,7 +237,7 @@ def _cut(given: Mapping[str, Any], past: int, begin: int, stop: int) -> dict[str
 
 
 def _main(output: Any) -> str | int:
-    """Where the logits of an output stand, or a base model's hidden states."""
+    """The key of an output's logits, or of a base model's hidden states."""
     if isinstance(output, tuple):
         return 0
     return "logits" if "logits" in output else "last_hidden_state"
@@ -274,7 +272,7 @@ def _begins_anew(given: Mapping[str, Any]) -> bool | None:
 
 
 def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
-    """Whether an argument is what it is anyway."""
+    """Whether an argument has its default value."""
     if _is_nothing(value):
         return True
     default = signature.parameters[name].default if name in signature.parameters else None

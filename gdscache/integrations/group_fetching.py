@@ -1,4 +1,4 @@
-"""How the pages of a waiting request are fetched in a hybrid model: all that a hit needs in all groups, or none.
+"""Fetches of waiting requests in a hybrid model: all pages that a hit needs in all groups, or none.
 
 Nothing of an inference engine is imported.
 """
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class GroupFetch(Pinned):
-    """The pages of one request, on their way to the CPU tier and pinned there for `seconds` at most.
+    """A `Fetch` of the pages of one request. Pins last `seconds` at most.
 
-    As `fetching.Fetch`, where a page is `alignment` tokens of all groups: what is cached is wanted as a whole, and is
-    verified as a whole.
+    A page is `alignment` tokens of all groups. The cached pages are wanted and verified as a whole.
     """
 
     asking = False  # no tier beyond this machine is asked
@@ -35,11 +34,11 @@ class GroupFetch(Pinned):
     def __init__(
         self, engine: HybridEngine, names: GroupNames, most: int, tokens: int, seconds: float, start: int = 0
     ) -> None:
-        """`most`: the token that a hit of use ends at, at most; `tokens`: of the request; `start`: tokens before the
-        first page that is fetched, which is page 0 of the fetch."""
+        """`most`: the greatest useful end of a hit, in tokens. `tokens`: of the request. `start`: tokens before page 0
+        of the fetch."""
         super().__init__(seconds)
         self.found: HybridHit = engine.lookup_named(names, most, tokens, start)
-        self.parted = self.found.parted  # grows with what others store while the request waits
+        self.parted = self.found.parted  # grows with other requests' stores while this one waits
         self.cached = (self.found.tokens + self.found.declined) // engine.alignment
         self.wanted = self.found.tokens // engine.alignment
         begun = any(self.pages) and engine.config.cpu is not None
@@ -48,24 +47,22 @@ class GroupFetch(Pinned):
 
     @property
     def pages(self) -> Sequence[Chain]:
-        """What the hit needs of each pool, in the order in which it is loaded."""
+        """The hit's pages in each pool, in the order of a load."""
         return self.found.order
 
     def done(self) -> bool:
-        """Whether no more pages come, or all have come."""
         return self._prefetch is None or self._prefetch.done() or self.verified() == self.wanted
 
     def verified(self) -> int:
-        """All that is wanted, where all of it is checked and pinned; else 0."""
+        """`wanted` if all pages are checked and pinned, else 0."""
         there = not any(self.pages) if self._prefetch is None else self._prefetch.verified
         return self.wanted if there else 0
 
     def loadable(self, pages: int) -> bool:
-        """Whether these first pages are the hit, and it is checked and pinned: in a part of it there is no window."""
+        """Whether these pages are the whole hit, checked and pinned: a part of it would lack its window."""
         return pages == self.verified()
 
     def outpaced(self) -> bool:
-        """Whether computing the hit takes less time than waiting for what has not come, at its best possible pace."""
         if self._prefetch is None:
             return False
         slow = begun = 0  # bytes
@@ -77,7 +74,6 @@ class GroupFetch(Pinned):
         return self._gate.outpaced(time.monotonic() - self._since, begun, slow - begun, self.found.tokens, 0)
 
     def crowded(self) -> bool:
-        """Whether the CPU tier has no room for its pages."""
         if self._prefetch is None:
             return any(self.pages)
         if not self._prefetch.done() or self.verified() == self.wanted:
@@ -85,7 +81,7 @@ class GroupFetch(Pinned):
         return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
 
     def unused(self, first: int) -> str:
-        """What is known now of its pages, for a line of the log."""
+        """The present state of its pages, for a log line."""
         states = Counter(
             told.cause
             for engine, pages in zip(self._engines, self.pages, strict=True)
@@ -94,7 +90,8 @@ class GroupFetch(Pinned):
         return ", ".join(f"{count} pages {cause}" for cause, count in states.items())
 
     def sources(self, first: int, pages: int) -> Mapping[str, int]:
-        """How many of `pages` times `alignment` tokens each tier had when it began, by the pages that end in them."""
+        """For `pages` times `alignment` tokens: the number that each tier had at the begin, in proportion to its
+        pages."""
         found: Counter[str] = Counter(tier for part in self.found.parts for tier in part.tiers)
         whole, told = sum(found.values()), Counter[str]()
         for name, some in found.most_common():
@@ -104,7 +101,7 @@ class GroupFetch(Pinned):
         return told
 
     def checked(self, first: int, pages: int) -> HybridHit:
-        """All pages, for a load that cannot fail. Raises `LoadOrderError` where they were not found good."""
+        """All pages, for a load that cannot fail. Raises `LoadOrderError` unless all are verified."""
         if self._prefetch is None or self.verified() < self.wanted:
             raise LoadOrderError(
                 f"{sum(map(len, self.pages))} pages of a hit are to be loaded without a check, and some had none",
@@ -113,12 +110,11 @@ class GroupFetch(Pinned):
         return self._prefetch.hit()
 
     def unchecked(self, first: int, pages: int) -> HybridHit:
-        """All pages from wherever they are, for a load with a verdict."""
         return self.found
 
 
 class GroupPart:
-    """Some pages of a fetch in one pool, by their numbers: what a load takes of it."""
+    """Some pages of a fetch in one pool, by number, as a `Fetched`."""
 
     def __init__(self, fetch: GroupFetch, pool: int, numbers: Sequence[int]) -> None:
         self._fetch, self._pool, self._numbers = fetch, pool, numbers
@@ -127,11 +123,9 @@ class GroupPart:
         self._fetch.release()
 
     def checked(self, first: int, pages: int) -> Hit:
-        """See `GroupFetch.checked`."""
         return self._part(self._fetch.checked(first, pages).parts[self._pool])
 
     def unchecked(self, first: int, pages: int) -> Hit:
-        """See `GroupFetch.unchecked`."""
         return self._part(self._fetch.unchecked(first, pages).parts[self._pool])
 
     def _part(self, hit: Hit) -> Hit:
@@ -143,18 +137,18 @@ class GroupCache:
     """An engine as the cache of a table of a hybrid model's requests: `PinningCache`, in all groups at once."""
 
     def __init__(self, cache: PinningCache, engine: HybridEngine, digest_tokens: int) -> None:
-        """`cache`: of the engines of all pools. `digest_tokens`: tokens that each digest of a request names more than
-        the one before."""
+        """`cache`: of the engines of all pools. `digest_tokens`: tokens that each digest of a request adds to the one
+        before."""
         self._cache = cache
         self._engine = engine
         self._digest_tokens = digest_tokens
 
     def names(self) -> GroupNames:
-        """Names for a new request, whose pages are of the weights that the inference engine has now."""
+        """Names for a new request, under the inference engine's present weights."""
         return self._engine.group_names(self._cache.salt, self._digest_tokens)
 
     def fetch(self, names: GroupNames, most: int, tokens: int) -> GroupFetch:
-        """Begin to bring what a hit of up to `most` tokens needs, for a request of `tokens`."""
+        """Begin to bring the pages of a hit of up to `most` tokens, for a request of `tokens`."""
         return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
 
     def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
@@ -162,5 +156,4 @@ class GroupCache:
         self._engine.states.stand(names, wanted)
 
     def reach(self, names: GroupNames, most: int) -> tuple[int, int]:
-        """See `HybridEngine.reach`."""
         return self._engine.reach(names, most)

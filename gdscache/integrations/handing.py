@@ -1,5 +1,5 @@
-"""Stores that a thread hands over to an engine: to name, plan and account pages is Python's work of some 0.1 ms a store
-and 1 us a page, which the loop of an inference engine does not wait for.
+"""Stores that a thread passes to an engine: naming, planning and accounting pages is Python's work of some 0.1 ms a
+store and 1 us a page, for which an inference engine's loop does not wait.
 
 Nothing of an inference engine is imported.
 """
@@ -13,13 +13,13 @@ from gdscache.runtime.threads import Flag, Workers
 
 
 class Reading(Protocol):
-    """When blocks have been read: an event of CUDA's, or of the host's."""
+    """The end of reads of blocks: an event of CUDA's, or of the host's."""
 
     def done(self) -> bool:
-        """Whether they have been; never waits."""
+        """Whether the reads have ended; never waits."""
 
     def synchronize(self) -> None:
-        """Wait until they have been."""
+        """Wait for the end of the reads."""
 
 
 class Stored(Protocol):
@@ -30,7 +30,7 @@ class Stored(Protocol):
 
 
 class HandedStore:
-    """A store that is handed over, or will be."""
+    """A store that is passed on, or will be."""
 
     def __init__(self) -> None:
         self._handed = Flag()
@@ -38,7 +38,7 @@ class HandedStore:
 
     @property
     def taken(self) -> bool:
-        """Whether the engine took it; false before it was handed over."""
+        """Whether the engine took it; false before it was passed on."""
         return self._handle is not None
 
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class HandedStore:
             self._handle.release_event.synchronize()
 
     def hand_over(self, store: Callable[[], Stored]) -> None:
-        """What `store()` gives; where it raises, nothing reads the blocks."""
+        """Keep the handle of `store()`. If it raises, nothing reads the blocks."""
         try:
             self._handle = store()
         finally:
@@ -60,17 +60,17 @@ class HandedStore:
 
 
 class StoreThread:
-    """Hands stores over in the order in which they come. Errors go to the log."""
+    """Passes stores on in order. Errors go to the log."""
 
     def __init__(self, name: str) -> None:
         self._worker = Workers(1, name)
 
     def start(self, store: Callable[[], Stored]) -> HandedStore:
-        """Have `store()` called soon. What it reads must follow an event that is recorded already."""
+        """Call `store()` soon. Its reads must follow an event that is recorded already."""
         handed = HandedStore()
         self._worker.submit(lambda: handed.hand_over(store))
         return handed
 
     def close(self) -> None:
-        """Hand over what came, and end the thread. Twice is fine."""
+        """Pass on waiting stores, and end the thread. Repeated calls are fine."""
         self._worker.shutdown()

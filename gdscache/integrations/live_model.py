@@ -1,8 +1,8 @@
-"""The identity of a module in memory: what of its configuration, its weights and its adapters makes keys and values.
+"""The identity of a module in memory: the parts of its configuration, weights and adapters that decide keys and values.
 
-Files do not say it: weights are merged, trained, quantised and exchanged in place. So some bytes of every parameter
-are looked at, and of every buffer that is saved. Other buffers follow from the configuration, and those of ropes change
-with the requests.
+Files do not tell it: weights are merged, trained, quantised and exchanged in place. So some bytes of every parameter
+are read, and of every saved buffer. Other buffers follow from the configuration, and those of ropes change with the
+requests.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from gdscache.integrations.fields import FieldTable, plain
 from gdscache.integrations.settings import digest_of
 from gdscache.integrations.weights import fresh_salt
 
-SAMPLE, PROBE = 4096, 256  # bytes of a tensor: that name it, and that are looked at for each request
+SAMPLE, PROBE = 4096, 256  # bytes of a tensor that name it, and that are read for each request
 _log = logging.getLogger("gdscache")
 
 
 class TextConfig(SimpleNamespace):
-    """A text model's configuration of any family, by the name that the table has."""
+    """A text model's configuration of any family, by the table's name for it."""
 
 
 @functools.cache
 def table() -> FieldTable:
-    """What is known of the fields of transformers' configurations."""
+    """The known fields of transformers' configurations."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations") / "transformers_fields.toml")
 
 
 def facts_of(model: torch.nn.Module) -> dict[str, object]:
-    """What tells one model from another but for its tensors, by name."""
+    """The facts that tell models apart, except for their tensors, by name."""
     facts: dict[str, object] = {"class": plain(type(model)), "transformers": transformers.__version__}
     config = getattr(model, "config", None)
     if config is not None:
@@ -48,7 +48,7 @@ def facts_of(model: torch.nn.Module) -> dict[str, object]:
 
 
 class LiveModel:
-    """A module whose identity is asked for before each request. Thread-safe."""
+    """A module whose identity is taken before each request. Thread-safe."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -62,9 +62,9 @@ class LiveModel:
     def identity(self) -> dict[str, object]:
         """The model's facts by name, with a digest of its tensors, as plain data.
 
-        Looks at which tensors there are and how often each was written to in place, which adapters are active, and at
-        `PROBE` bytes of each tensor, since a write through `.data` is not counted. Where something differs, `SAMPLE`
-        bytes of each tensor name the weights anew. Waits for the device.
+        Compares the tensors, their counts of writes in place, the active adapters, and `PROBE` bytes of each tensor,
+        since a write through `.data` is not counted. After a difference, `SAMPLE` bytes of each tensor name the weights
+        anew. Waits for the device.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             stamp = _stamp(self._model)
@@ -96,7 +96,7 @@ class LiveModel:
 
 
 def _stamp(model: torch.nn.Module) -> list[object]:
-    """Equal where no tensor was exchanged, or written to in place, and no adapter switched; cheap to take."""
+    """A cheap value that stays equal while no tensor is exchanged or written in place, and no adapter switched."""
     found: list[object] = []
     for module in model.modules():
         tensors: list[torch.Tensor | None] = list(module._parameters.values())
@@ -110,7 +110,7 @@ def _stamp(model: torch.nn.Module) -> list[object]:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, and buffers that are saved, each tensor once, by name."""
+    """Parameters and saved buffers, each tensor once, by name."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         volatile = module._non_persistent_buffers_set
@@ -122,7 +122,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[object]:
-    """What is switched on of each layer that has adapters of PEFT's."""
+    """The active adapters of each layer with PEFT adapters."""
     for prefix, module in model.named_modules():
         if "_disable_adapters" in module.__dict__:
             yield [prefix, *_switched(module)]
@@ -138,7 +138,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(name: str, tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """`most` bytes of a tensor's memory, at a place that follows from its name; a view where its memory is one run."""
+    """`most` bytes of a tensor's memory, at a place drawn from its name; a view if its memory is one run."""
     if not _has_bytes(tensor) or not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = tensor.detach()

@@ -1,4 +1,4 @@
-"""Lines of the log that look like an inference engine's own."""
+"""Log lines in an inference engine's own form."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 
 
 def follow(theirs: logging.Logger) -> None:
-    """Have lines of `gdscache` go where those of another logger go, in its form and from its level on.
+    """Send lines of `gdscache` to another logger's handlers, in its form and from its level on.
 
-    Where somebody has given `gdscache` a handler or a level, that stays. For when the inference engine has configured
-    its logging, which is before it makes a connector.
+    A handler or level that `gdscache` already has stays. Call it when the inference engine has configured its logging,
+    which is before it makes a connector.
     """
     ours = logging.getLogger("gdscache")
     if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:

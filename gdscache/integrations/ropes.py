@@ -1,8 +1,8 @@
-"""Rotary embeddings that rotate a key by more than its position: by the length of the sequence, or what came before.
+"""Rotary embeddings that rotate a key by more than its position: by the sequence's length, or by earlier sequences.
 
-A prefix that was computed in a short sequence has other keys than the same tokens in a long one. So a cache keeps such
-a model's requests to one side of the length at which its rotation changes. Written against transformers 5.23
-(`modeling_rope_utils.dynamic_rope_update`). Nothing is imported but what is read.
+A prefix computed in a short sequence has other keys than the same tokens in a long one. So a cache keeps such a model's
+requests to one side of the length at which its rotation changes. Written against transformers 5.23
+(`modeling_rope_utils.dynamic_rope_update`). Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from gdscache.errors import RopeByLengthError
 
-# Types that rotate a key by its position alone. One that is not known may do anything.
+# Types that rotate a key by its position alone. An unknown type may depend on anything.
 STEADY = frozenset({"default", "linear", "yarn", "llama3", "proportional", "mrope"})
 
 
 class RopeLimit(NamedTuple):
-    """Up to `most` tokens a sequence's keys are rotated in one way. `long`: in one other way from there on."""
+    """A sequence's keys are rotated in one way up to `most` tokens. `long`: beyond them in one other way."""
 
     kind: str
     most: int
@@ -37,9 +37,9 @@ def ropes(parameters: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def rope_limit(config: Any) -> RopeLimit | None:
-    """Where the rotation of a transformers model changes with the length; None where it does not.
+    """The length at which a transformers model's rotation changes; None if there is none.
 
-    `config`: of its text model. Raises `RopeByLengthError` for a type of rope that is not known.
+    `config`: of its text model. Raises `RopeByLengthError` for an unknown type of rope.
     """
     limits = set()
     for kind, rope in ropes(getattr(config, "rope_parameters", None)):
@@ -49,7 +49,7 @@ def rope_limit(config: Any) -> RopeLimit | None:
             trained = rope.get("original_max_position_embeddings")
             limits.add(RopeLimit(kind, int(trained or config.original_max_position_embeddings), long=True))
         elif "dynamic" in kind:
-            # At `max_position_embeddings` itself, what was served before decides.
+            # at `max_position_embeddings` itself, earlier requests decide
             limits.add(RopeLimit(kind, int(config.max_position_embeddings) - 1, long=False))
         else:
             raise RopeByLengthError(

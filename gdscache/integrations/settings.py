@@ -1,4 +1,4 @@
-"""What the settings of all integrations have in common: the engine's configuration, and digests of an engine's own.
+"""Settings shared by all integrations: the engine's configuration, and digests of an engine's own settings.
 
 Nothing of an inference engine is imported.
 """
@@ -25,8 +25,8 @@ def engine_configuration(
 ) -> Config:
     """The configuration of a YAML file, or of its sections, for a model that the inference engine describes.
 
-    `weights`: asked for the weights' identity unless the file has `model.weights`. `source`: what messages call the
-    sections. `variables`: see `load_config`. Raises `ConfigError` subclasses.
+    `weights`: called for the weights' identity unless the file has `model.weights`. `source`: the sections' name in
+    messages. `variables`: see `load_config`. Raises `ConfigError` subclasses.
     """
     known = {} if variables is None else variables
     named = _read(config, model, source, known)
@@ -34,7 +34,7 @@ def engine_configuration(
 
 
 def tiers_named(config: str | Mapping[str, Any]) -> dict[str, str]:
-    """What the tiers of a configuration are (`Tier.kind`), by name; but for tiers of other people's classes."""
+    """The kinds of a configuration's tiers (`Tier.kind`), by name, without tiers of users' classes."""
     sections = read_mapping(Path(config)) if isinstance(config, str) else config
     return {name: kind for name, kind in (("cpu", "memory"), ("ssd", "files")) if sections.get(name) is not None}
 
@@ -50,7 +50,7 @@ def _read(
 
 
 def one_model(models: Mapping[int, Mapping[str, object]]) -> Mapping[str, object]:
-    """What all ranks say of the model. Raises `RankMismatchError` where they differ."""
+    """The model as all ranks describe it. Raises `RankMismatchError` if they differ."""
     first = models[min(models)]
     for rank, model in sorted(models.items()):
         if wrong := sorted(name for name in {*first, *model} if first.get(name) != model.get(name)):
@@ -62,13 +62,13 @@ def one_model(models: Mapping[int, Mapping[str, object]]) -> Mapping[str, object
 
 
 def digest_of(data: Any) -> str:
-    """A digest of plain data; what JSON does not know counts by its text."""
+    """A digest of plain data; other data counts by its text."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def content_of(file: object) -> str:
-    """A digest of a file's bytes, by its name; of what is no file the name itself."""
+    """A digest of a file's bytes, by its name; the name itself if there is no such file."""
     if not file:
         return ""
     try:

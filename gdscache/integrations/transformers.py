@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a `Cache` that starts with the cached prefix of a prompt and gives back what was computed.
+"""Hugging Face transformers: a `Cache` that begins with the cached prefix of a prompt and stores the computed pages.
 
     prefixes = PrefixCache(engine, model)        # its config has the `model` section that model_section() makes
     with prefixes.open(input_ids) as cache:
@@ -6,7 +6,6 @@
         cache.commit(output)
 
 The engine is a `CacheEngine` that owns its pool, or a `HybridEngine` for a model with sliding windows or states.
-
 Written against transformers 5.23. Layers cache tensors of shape (rows, heads, tokens, head_dim); MLA models cache the
 latent in place of the keys and the rope part in place of the values, each with one head.
 """
@@ -61,13 +60,13 @@ def model_section(
 ) -> dict[str, Any]:
     """The `model` section of our configuration for a Hugging Face model.
 
-    `dtype` is that of the cache, which is the model's. `name` and `weights` (a version) go into the namespace, and the
-    rope parameters with them, since the same weights under another rope make other keys. A model with sliding windows
-    or states gets `groups`: its layers that keep all tokens, those of each size of window, and those that keep a state.
-    `model`: the model itself, for one with states: it is called for two tokens, and says of what shape and type they
-    are. A layer that attends and keeps a state is two here. Raises `GeometryError` for a model that keeps anything
-    else: states of families that are not proven, indexers, encoders, attention to later tokens, layers of unequal
-    shapes.
+    `dtype`: of the cache, which is the model's. `name` and `weights` (a version) go into the namespace, with the rope
+    parameters, since the same weights under another rope make other keys. A model with sliding windows or states gets
+    `groups`: its layers that keep all tokens, those of each size of window, and those that keep a state.
+
+    `model`: the model itself, needed if it has states: it is called for two tokens, to learn their shapes and types. A
+    layer that attends and keeps a state is two here. Raises `GeometryError` for all other models: states of unproven
+    families, indexers, encoders, attention to later tokens, layers of unequal shapes.
     """
     parts, config = parts_of(hf_config), text_config(hf_config)
     section: dict[str, Any] = {
@@ -104,20 +103,19 @@ class PrefixCache:
     """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
 
     A `HybridEngine`, for a model with sliding windows or states, owns its planes, and its groups are those of
-    `model_section`. It keeps no pages there: the planes need room for one prompt and its answer.
+    `model_section`. It keeps no pages there: the planes need room for one prompt and its answer. If layers keep a
+    state, a call of several tokens is carried out in pieces, each ending at a wanted state (see `HybridRows.cuts`). The
+    logits are those of all pieces together.
 
-    Where layers keep a state, a call of several tokens is carried out in pieces that end where a state is wanted: see
-    `pieces`. The logits are those of all pieces together.
+    `model`: the module whose forward is called with the caches, by `generate` or by hand. Each call is checked, and
+    refused before it computes if its keys and values do not follow from the token ids alone: an attention mask that
+    hides tokens, positions of its own, embeddings, images, audio (`UnsupportedRequestError`).
 
-    `model`: the module whose forward is called with the caches, by `generate` or by hand. Each call is looked at, and
-    one whose keys and values do not follow from the token ids alone is refused before it computes: an attention mask
-    that hides tokens, positions of its own, embeddings, images, audio (`UnsupportedRequestError`).
+    If the model rotates keys by the length of their sequence (longrope, dynamic), requests are kept to one side of the
+    length at which that changes: see `open`.
 
-    Where the model rotates keys by the length of their sequence (longrope, dynamic), requests are kept to one side of
-    the length at which that changes: see `open`.
-
-    Thread-safe; the engine stays the caller's to close. Raises `GeometryError` for other layouts, and
-    `RopeByLengthError` for a kind of rope that is not known.
+    Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts, and `RopeByLengthError` for an
+    unknown kind of rope.
     """
 
     def __init__(self, engine: CacheEngine | HybridEngine, model: torch.nn.Module) -> None:
@@ -143,12 +141,12 @@ class PrefixCache:
             self._rope = self._rope._replace(long=False)
 
     def salt(self, salt: str = "", *, rope: str = "") -> str:
-        """Under which the engine has this model's pages now: for its `lookup`, `prefetch` and `pin`.
+        """The salt of this model's pages at present: for the engine's `lookup`, `prefetch` and `pin`.
 
-        It names the model in memory: class and configuration, some bytes of every tensor, the adapters that are active,
-        transformers' version. So a model that was trained, merged or exchanged finds nothing of before, and the same
-        model finds its pages after a restart. `salt`: the request's own; `rope`: `short` or `long`, the side of the
-        limit of a rope that changes with the length. Waits for the model's device.
+        It names the model in memory: class and configuration, some bytes of every tensor, the active adapters,
+        transformers' version. So a trained, merged or exchanged model finds no earlier pages, and the same model finds
+        its pages after a restart. `salt`: the request's own. `rope`: `short` or `long`, the side of the limit of a rope
+        that changes with the length. Waits for the model's device.
         """
         facts = {**self._live.identity(), "rope": rope, "salt": salt}
         return json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -156,20 +154,20 @@ class PrefixCache:
     def open(
         self, input_ids: Any, *, attention_mask: Any = None, salt: str = "", max_length: int | None = None
     ) -> GdsCache:
-        """A cache that holds the longest cached prefix of a prompt, verified; at most all tokens but the last.
+        """A cache with the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
         `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
-        the shortest of their prefixes. Prompts must not be padded: pads shift the positions of the tokens behind them,
-        which token ids do not tell. Give the tokenizer's `attention_mask`, and a padded prompt is refused here rather
-        than by the first forward call.
+        the shortest of their prefixes. Prompts must not be padded: pads shift the positions of later tokens, which
+        token ids do not tell. With the tokenizer's `attention_mask`, a padded prompt is refused here instead of by the
+        first forward call.
 
-        `max_length`: the most tokens, prompt and answer, that the model will be called for; a longer call is refused. A
-        model whose rope changes with the length needs it: at most the length at which it changes. With longrope a
-        prompt that is longer than that needs none, and has pages of its own.
+        `max_length`: the most tokens, prompt and answer, for which the model will be called; a longer call is refused.
+        A model whose rope changes with the length needs it: at most the length at which it changes. With longrope a
+        longer prompt needs none, and has pages of its own.
 
-        Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for no token ids,
-        `RopeByLengthError` where a request may cross the length at which the model's rope changes, and `PoolFullError`
-        when the prompt does not fit into the pool now: run the request without a cache then.
+        Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for invalid token ids,
+        `RopeByLengthError` if a request may cross the length at which the model's rope changes, and `PoolFullError` if
+        the prompt does not fit into the pool now: run the request without a cache then.
         """
         prompts = _rows(input_ids)
         if attention_mask is not None and _hides(attention_mask):
@@ -177,7 +175,7 @@ class PrefixCache:
         least, most, side = self._side(len(prompts[0]), max_length)
         salt = self.salt(salt, rope=side)
         with contextlib.ExitStack() as opened:
-            with torch.inference_mode(mode=False), torch.no_grad():  # so that it can be used in any mode
+            with torch.inference_mode(mode=False), torch.no_grad():  # makes the cache usable in any mode
                 if isinstance(self.engine, HybridEngine):
                     rows: PoolRows | HybridRows = HybridRows(self.engine, self.model, self._parts, prompts, salt)
                 else:
@@ -188,7 +186,7 @@ class PrefixCache:
         return cache
 
     def _side(self, tokens: int, max_length: int | None) -> tuple[int, float, str]:
-        """The least and most tokens that a call may end at, and that side of the rope's limit."""
+        """The least and most tokens at which a call may end, and that side of the rope's limit."""
         most = math.inf if max_length is None else arguments.whole(max_length, "max_length", tokens, MAX_COUNT)
         rope = self._rope
         if rope is None:
@@ -213,7 +211,7 @@ class GdsCache(DynamicCache):
     def __init__(
         self, rows: PoolRows | HybridRows, model: torch.nn.Module, least: int = 0, most: float = math.inf
     ) -> None:
-        """`least`, `most`: tokens that a call of the model may end at."""
+        """`least`, `most`: tokens at which a call of the model may end."""
         super().__init__()
         self._rows = rows
         self.cached_tokens: int = rows.cached_tokens
@@ -225,32 +223,32 @@ class GdsCache(DynamicCache):
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The token ids of the rows, as the cache was opened with them and committed since."""
+        """The token ids of the rows: those of `open`, and those committed since."""
         return self._rows.prompts
 
     @property
     def sources(self) -> dict[str, int]:
-        """Tokens of the prefixes found, by the tier that they came from, over all rows; of a model with sliding layers
-        in proportion to the bytes."""
+        """Tokens of the found prefixes by their tier, over all rows; for a model with sliding layers in proportion to
+        the bytes."""
         return self._rows.sources
 
     @property
     def load_seconds(self) -> float:
-        """Seconds that the slowest row's load took, 0.0 when nothing was loaded."""
+        """Seconds of the slowest row's load; 0.0 if nothing was loaded."""
         return self._rows.load_seconds
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the attention of a layer calls; see transformers."""
+        """Called by a layer's attention; see transformers."""
         if layer_idx >= len(self.layers):
             raise GeometryError(f"the model has a layer {layer_idx}, the cache has {len(self.layers)}", SECTION)
         self._forwards.allow(self.get_seq_length(layer_idx) + key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Cut tokens off all layers, or off none: see transformers. Raises `UnsupportedRequestError` where a window
-        before them was let go, or a layer keeps a state."""
+        """Cut tokens off all layers, or off none: see transformers. Raises `UnsupportedRequestError` if the window
+        before them was dropped, or a layer keeps a state."""
         for layer in self.layers:
             if isinstance(layer, (WindowLayer, StateLayer, FullStateLayer)):
                 layer.check_crop(tokens_to_remove)
@@ -264,15 +262,15 @@ class GdsCache(DynamicCache):
         self._forwards.reset()
 
     def commit(self, token_ids: Any) -> tuple[StoreHandle | HybridStore, ...]:
-        """Give the pages of all computed tokens to the engine; a handle a row. May be called again after more tokens.
+        """Store the pages of all computed tokens; returns a handle a row. May be called again after more tokens.
 
-        `token_ids`: the prompt and what followed it, (tokens,) or (rows, tokens), as `generate` returns them, or the
-        prompt alone; what was not computed (the last token generated) is left out. Raises `SequenceStateError` when
-        they are not the tokens of this cache, and `PoolFullError` when the pool has no room for the new ones; nothing
-        of that row is published then.
+        `token_ids`: the prompt and its continuation, (tokens,) or (rows, tokens), as returned by `generate`, or the
+        prompt alone; tokens that were not computed (the last generated one) are ignored. Raises `SequenceStateError` if
+        they are not the tokens of this cache, and `PoolFullError` if the pool has no room for the new ones; nothing of
+        that row is published then.
 
         Of sliding layers the windows are stored that end with these tokens, with the prompt, and where another prompt
-        parted from it, and of layers with a state the states there; it returns when the tiers have read them.
+        parted from it; of layers with a state the states there. It returns when the tiers have read them.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
@@ -281,7 +279,7 @@ class GdsCache(DynamicCache):
             return tuple(self._rows.commit(number, row) for number, row in enumerate(rows))
 
     def close(self) -> None:
-        """Release the engine's pages; what was committed stays cached. Twice is fine."""
+        """Release the engine's pages; committed pages stay cached. Repeated calls are fine."""
         self._forwards.stop()
         self._rows.close()
 
@@ -295,8 +293,6 @@ class GdsCache(DynamicCache):
         raise UnsupportedRequestError(
             "a cache holds pages of its engine, so it is neither copied nor pickled", "open another one for the copy"
         )
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _check(self, rows: Sequence[Any], computed: int) -> None:
         prompts = self.prompts
@@ -329,7 +325,8 @@ _IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of wha
 
 
 def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> list[LayerPart]:
-    """What the model's layers keep. Raises where the engine keeps other tokens of one, or its planes are another's."""
+    """The parts that the model's layers keep. Raises if the engine's groups keep other tokens, or its planes were
+    given."""
     if not engine.owns_planes:
         raise GeometryError("the HybridEngine was given its planes", "open it without planes, with a gpu.capacity")
     if (config := getattr(model, "config", None)) is None:
@@ -352,7 +349,7 @@ def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> list[LayerPar
 
 
 def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
-    """Empty the cache where the model computes the whole prompt again. Its slots stay, and it can be committed."""
+    """Empty the cache if the model computes the whole prompt again. Its slots stay, and it can be committed."""
     own = cache()
     if own is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return False
@@ -381,7 +378,7 @@ def _hides(mask: Any) -> bool:
 
 
 def _drops_caches(model: torch.nn.Module) -> bool:
-    """Whether `generate` may put a cache of its own in the place of a given one: Phi-3's does at the rope's limit."""
+    """Whether `generate` may replace a given cache by its own: Phi-3's does at the rope's limit."""
     prepare = getattr(type(model), "prepare_inputs_for_generation", None)
     return prepare not in (None, GenerationMixin.prepare_inputs_for_generation)
 

@@ -1,7 +1,7 @@
-"""The layers of a transformers cache that start with a cached prefix: those that keep all tokens, and sliding windows.
+"""The layers of a transformers cache that begin with a cached prefix: full attention, and sliding windows.
 
-A sliding layer of transformers holds the last `window - 1` tokens. Ours holds the pages that those lie in, and a copy
-of the windows that a later request may start from, as the forward pass goes by them.
+A sliding layer of transformers holds the last `window - 1` tokens. Ours holds the pages of these tokens, and copies of
+windows from which a later request may start, taken during the forward pass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ SECTION = "make the engine's model section with model_section() from this model'
 
 
 class FixedRows:
-    """A layer of a fixed number of rows."""
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise UnsupportedRequestError(*_FIXED_ROWS)
 
@@ -34,7 +32,7 @@ class FixedRows:
 
 
 class _Rows(FixedRows):
-    """A layer that looks at the keys and values that it is given."""
+    """A layer that checks the keys and values of each call."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -46,7 +44,7 @@ class _Rows(FixedRows):
         self._shapes = [(rows, *plane.shape) if len(plane.shape) == 2 else (rows, 1, *plane.shape) for plane in planes]
 
     def _check(self, given: States) -> None:
-        """Raises for states of other rows, heads or dtype; brings what is held to their device."""
+        """Raises for states of other rows, heads or dtype; moves held states to their device."""
         for states, plane, (rows, *shape) in zip(given, self._planes, self._shapes, strict=True):
             if len(states) != rows:
                 raise UnsupportedRequestError(
@@ -91,7 +89,7 @@ class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
         return stop <= self.get_seq_length()
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
-        """K and V of pages that follow one another, (pages, page_tokens, heads, head_dim) each."""
+        """K and V of consecutive pages, (pages, page_tokens, heads, head_dim) each."""
         first, stop = numbers[0] * page_tokens, (numbers[-1] + 1) * page_tokens
         keys, values = (
             states[row, :, first:stop].transpose(0, 1).view(len(numbers), page_tokens, states.shape[1], -1)
@@ -103,8 +101,7 @@ class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
 class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A sliding layer of `group`, whose pages end together with those of all groups at multiples of `align` tokens.
 
-    `ends`: lengths whose windows are wanted: they are copied when the tokens come by. The last window of whole pages it
-    has anyway.
+    `ends`: lengths whose windows are copied during the forward pass. The last window of whole pages is held anyway.
     """
 
     def __init__(self, planes: Sequence[Plane], rows: int, group: Group, align: int, ends: Collection[int]) -> None:
@@ -114,7 +111,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._copies: dict[int, States] = {}  # by page
 
     def begin(self, pages: Sequence[torch.Tensor], tokens: int) -> None:
-        """Start behind `tokens` tokens, with the pages of the last of them, as `Layer.begin` takes them."""
+        """Start behind `tokens` tokens, with the last pages before them, in the form of `Layer.begin`."""
         self._hold(*map(_as_heads, pages))
         self.cumulative_length = tokens
 
@@ -129,7 +126,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         full = torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
         self._copy(full, [end for end in self._ends if before < end <= self.cumulative_length])
         self._trim(full)
-        seen = max(0, full[0].shape[-2] - (self.sliding_window - 1 + new))  # what get_mask_sizes() tells of
+        seen = max(0, full[0].shape[-2] - (self.sliding_window - 1 + new))  # tokens beyond those of get_mask_sizes()
         return full[0][:, :, seen:], full[1][:, :, seen:]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -142,7 +139,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
             self._trim((self.keys[:, :, :left], self.values[:, :, :left]), cropped=True)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises where the window behind the tokens that are left has been let go."""
+        """Raises if the window before the remaining tokens' end was dropped."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, of tokens to remove")
         if self.is_initialized and tokens_to_remove:
@@ -165,7 +162,7 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         )
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
-        """K and V of pages that it `has`, (pages, page_tokens, heads, head_dim) each."""
+        """K and V of held pages, (pages, page_tokens, heads, head_dim) each."""
         start = self._start
         found: list[States] = []
         for number in numbers:
@@ -177,15 +174,13 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         )
         return keys, values
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     @property
     def _start(self) -> int:
         """The first token that it holds."""
         return self.cumulative_length - (self.keys.shape[-2] if self.is_initialized else 0)
 
     def _copy(self, full: States, ends: Collection[int]) -> None:
-        """Keep the pages of the windows that end there, of states up to the last token."""
+        """Copy the pages of the windows that end at `ends`, from states up to the last token."""
         if not ends:
             return
         size, start = self._group.page_tokens, self.cumulative_length - full[0].shape[-2]
@@ -196,7 +191,8 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
                 self._copies[number] = keys, values
 
     def _trim(self, full: States, *, cropped: bool = False) -> None:
-        """Hold what the next tokens attend to, and the pages of the window that ends with the last full one."""
+        """Keep the tokens that the next ones attend to, and the pages of the window that ends with the last full
+        one."""
         first = 0
         if cropped or not self.record_past:
             page = self._group.first(self.cumulative_length // self._align * self._align)

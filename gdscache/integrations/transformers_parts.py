@@ -1,7 +1,7 @@
-"""What the layers of a transformers cache keep: all tokens, a sliding window, or a state that stands for all of them.
+"""The parts of a transformers cache's layers: all tokens, a sliding window, or a state.
 
-A layer of the engine is a part of a layer of the cache. Most have one part. Those that attend and keep a state have
-two, and those that keep nothing (experts alone) have none.
+A layer of the engine is a part of a layer of the cache. Most layers have one part. Layers that attend and keep a state
+have two, and layers that keep nothing (experts alone) have none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATES = (
     "qwen3_next",
     "zamba2",
 )
-_NO_STATE = {  # why others are refused, where it is known
+_NO_STATE = {  # known reasons for refusing others
     **dict.fromkeys(("jamba", "zamba"), "its prefill of several tokens begins from an empty state, whatever is cached"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "without attention its cache does not know its length"),
 }
@@ -47,7 +47,7 @@ _NO_STATE = {  # why others are refused, where it is known
 
 @dataclasses.dataclass(frozen=True)
 class LayerPart:
-    """What a layer of the cache keeps. `layer`: its number there; `span`: tokens of a window."""
+    """A part of a cache's layer. `layer`: its number there. `span`: tokens of a window."""
 
     layer: int
     keeps: Keeps
@@ -55,10 +55,10 @@ class LayerPart:
 
 
 def text_config(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the decoder. Raises `GeometryError` where there is none, or it has an encoder beside it."""
+    """The configuration of the decoder. Raises `GeometryError` if there is none, or it has an encoder beside it."""
     try:
         config = hf_config.get_text_config(decoder=True)
-    except (ValueError, AttributeError) as error:  # several of them; no configuration of a model
+    except (ValueError, AttributeError) as error:  # several text models; no model's configuration
         raise GeometryError(f"{type(hf_config).__name__} has no text model of its own: {error}", KEPT) from None
     if any(one.is_encoder_decoder or getattr(one, "is_heterogeneous", False) for one in (hf_config, config)):
         raise GeometryError(f"{config.model_type} is an encoder-decoder model, or its layers differ in shape", KEPT)
@@ -66,9 +66,9 @@ def text_config(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
-    """The parts of a model's cache, by transformers' own account; one is a layer of the engine. Layers of chunked
+    """The parts of a model's cache, by transformers' own account; each is a layer of the engine. Layers of chunked
     attention are windows of a chunk's size: transformers keeps the same tokens of both, and only masks differ. Raises
-    `GeometryError` for what keeps anything else."""
+    `GeometryError` for layers of any other kind."""
     config = text_config(hf_config)
     hint, kind = KEPT, config.model_type
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
@@ -93,12 +93,12 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
 
 
 def layers_of(model: torch.nn.Module) -> DynamicCache:
-    """An empty cache for a model, as transformers makes it."""
+    """An empty cache for a model, made by transformers."""
     return DynamicCache(config=cast(PreTrainedConfig, model.config))
 
 
 def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
-    """`model.planes` of the parts, as the model makes them: it is called for two tokens. Waits for its device."""
+    """`model.planes` of the parts, from a call of the model for two tokens. Waits for its device."""
     cache = layers_of(model)
     with torch.inference_mode(mode=False), torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
@@ -135,7 +135,7 @@ def _tensors(layer: Any, part: LayerPart) -> dict[str, torch.Tensor]:
 
 
 def state_tensors(layer: LinearAttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The states of a layer, (rows, *row) each: that of its convolution, and the recurrent one. None: it has none."""
+    """The states of a layer, (rows, *row) each: of its convolution, and the recurrent one. None: it has none."""
     return layer.conv_states[0], layer.recurrent_states[0]
 
 

@@ -1,7 +1,7 @@
-"""The rows of a transformers cache: where their prefixes come from, and where what was computed goes.
+"""The rows of a transformers cache: the loads of their prefixes, and the stores of their computed pages.
 
-`PoolRows` are sequences of an engine that owns its pool. `HybridRows` borrow blocks of a `HybridEngine` for as long as
-a hit is loaded, or a commit is stored.
+`PoolRows` are sequences of an engine that owns its pool. `HybridRows` borrow blocks of a `HybridEngine` while a hit is
+loaded, or a commit is stored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("gdscache")
 class PoolRows:
     """Rows that are sequences of an engine with a pool of its own. Their load is verified.
 
-    `layers` hold `cached_tokens` tokens, as many as the shortest of their prefixes has. One thread at a time.
+    `layers` hold `cached_tokens` tokens, the length of the shortest prefix. One thread at a time.
     """
 
     def __init__(self, engine: CacheEngine, prompts: Sequence[Any], salt: str) -> None:
@@ -52,12 +52,10 @@ class PoolRows:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The token ids of the rows, with what was committed since."""
         return [sequence.tokens for sequence in self._sequences]
 
     @property
     def sources(self) -> dict[str, int]:
-        """Tokens of the prefixes found, by the tier that they came from, over all rows."""
         layout, found = self._engine.layout, Counter[str]()
         for sequence in self._sequences:
             report = sequence.load.result() if sequence.load is not None else None
@@ -68,7 +66,6 @@ class PoolRows:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds that the slowest row's load took, 0.0 when nothing was loaded."""
         return max((s.load.result().seconds for s in self._sequences if s.load is not None), default=0.0)
 
     def commit(self, number: int, row: Any) -> StoreHandle:
@@ -86,7 +83,7 @@ class PoolRows:
         return handle
 
     def close(self) -> None:
-        """Release the engine's pages. Twice is fine."""
+        """Release the engine's pages. Repeated calls are fine."""
         for sequence in self._sequences:
             sequence.close()
 
@@ -99,11 +96,11 @@ class PoolRows:
 
 
 class HybridRows:
-    """Rows in a `HybridEngine` that allocated its planes. Their load is verified: where a page of one is bad, all start
-    from nothing.
+    """Rows in a `HybridEngine` that allocated its planes. Their load is verified: after a bad page in one row, all
+    start from nothing.
 
     `layers` are those of the cache, and begin behind `cached_tokens` tokens, the longest prefix that every row has.
-    `parts`: what the layers of the model's cache keep, as the engine numbers them. One thread at a time.
+    `parts`: of the model's cache, in the engine's order. One thread at a time.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class HybridRows:
         self.load_seconds = 0.0
         hits = self._hits()
         self.cached_tokens = hits[0].tokens
-        # Windows that serve other requests: where the prompt ends or parts, and at each `store.window_every`.
+        # Windows for other requests: where the prompt ends or parts, and at each `store.window_every`.
         size = len(prompts[0])
         self._ends = engine.window_ends(size, {size - 1, *(hit.parted for hit in hits)})
         self.layers, self._parts = self._made(model, parts, len(prompts))
@@ -132,21 +129,20 @@ class HybridRows:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The token ids of the rows, with what was committed since."""
         return [row.tolist() for row in self._tokens]
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep a state, so that calls are to end where it is wanted."""
+        """Whether layers keep a state, so that calls have to end where it is wanted."""
         return bool(self._states)
 
     def cuts(self, past: int, end: int) -> list[int]:
-        """Where a call of the tokens `past ... end-1` is to be cut, for the states that later requests begin from: as
-        for windows, where this prompt ends or parts, at each `store.window_every` tokens, and where the call ends."""
+        """The tokens at which a call of the tokens `past ... end-1` is to be cut, for states from which later requests
+        begin: where this prompt ends or parts, at each `store.window_every` tokens, and where the call ends."""
         return sorted(one for one in self._ends | self._engine.window_ends(end, ()) if past < one < end)
 
     def ended(self, end: int) -> None:
-        """A call that ends at so many tokens has ended, and the layers keep the state behind them."""
+        """A call that ends at token `end` has ended, and the layers keep the state behind it."""
         engine = self._engine
         if end % engine.alignment == 0:
             if end in marks(engine.window_every, engine.alignment, end + 1):
@@ -155,8 +151,8 @@ class HybridRows:
                 part.take(end, passing=end not in self._ends)
 
     def commit(self, number: int, row: Any) -> HybridStore:
-        """Store the full pages of a row, and of windows and states those that the layers have: see `GdsCache.commit`.
-        Returns when the pages were read."""
+        """Store the full pages of a row, and its windows and states as far as the layers have them: see
+        `GdsCache.commit`. Returns when the pages were read."""
         if not self._open:
             raise SequenceStateError("the cache was closed", "open another one")
         engine, start, length = self._engine, self._done[number], len(row)
@@ -188,20 +184,18 @@ class HybridRows:
         return handle
 
     def reset(self) -> None:
-        """The layers are empty, and what is kept of their states goes."""
+        """The layers are empty: drop the copies of their states."""
         for part in self._states:
             part.reset()
 
     def close(self) -> None:
-        """Nothing can be committed any more. Twice is fine."""
+        """Refuse further commits. Repeated calls are fine."""
         self._open = False
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _made(
         self, model: torch.nn.Module, parts: Sequence[LayerPart], rows: int
     ) -> tuple[list[Any], list[Layer | WindowLayer | States]]:
-        """The layers of the cache, and their parts. What keeps nothing is transformers' own."""
+        """The layers of the cache, and their parts. Layers without parts are transformers' own."""
         engine, device = self._engine, next(model.parameters()).device
         groups = {layer: group for group in engine.groups for layer in group.layers}
         layers: list[Any] = list(layers_of(model).layers)
@@ -213,14 +207,14 @@ class HybridRows:
             elif part.keeps == "all":
                 both = theirs is LinearAttentionAndFullAttentionLayer
                 layers[part.layer] = (FullStateLayer if both else Layer)(planes, rows)
-            elif theirs is not FullStateLayer:  # which is made by the part before
+            elif theirs is not FullStateLayer:  # made by the part before
                 layers[part.layer] = StateLayer()
             own = layers[part.layer]
             found.append(States(own, planes, rows, group.page_tokens, device) if part.keeps == "state" else own)
         return layers, found
 
     def _hits(self) -> list[HybridHit]:
-        """A hit of each row, of one length: all tokens but the last at most."""
+        """A hit of each row, all of one length: all tokens but the last at most."""
         most = len(self._tokens[0]) - 1
         while True:
             hits = [self._engine.lookup(row[:most], salt=self._salt) for row in self._tokens]
@@ -231,8 +225,8 @@ class HybridRows:
 
     @contextlib.contextmanager
     def _borrowed(self) -> Iterator[tuple[Any, list[HybridLoad | HybridStore]]]:
-        """`take(group, pages)` of the engine, and a list for the loads and stores that use these blocks. They are given
-        back when nothing uses them; where a transfer hangs, they are kept for good."""
+        """`take(group, pages)` of the engine, and a list for the loads and stores that use these blocks. The blocks are
+        given back when nothing uses them; if a transfer hangs, they are kept for good."""
         engine, taken = self._engine, list[tuple[str, list[int]]]()
         used: list[HybridLoad | HybridStore] = []
 
@@ -247,7 +241,7 @@ class HybridRows:
             try:
                 for one in used:
                     if isinstance(one, HybridLoad):
-                        one.cancel()  # where a load of another row failed
+                        one.cancel()  # for a failed load of another row
                     one.released(engine.config.deadline)
             except DeadlineError as error:
                 _log.error("blocks of a transformers cache are kept, since their transfer hangs: %s", error)

@@ -1,7 +1,7 @@
 """The layers of a transformers cache that keep a state: linear attention, Mamba-2, short convolutions.
 
 A state stands for all tokens before, and the model replaces it with each call. So it exists only where a call ends:
-what a later request may begin from is copied there.
+states from which a later request may begin are copied there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class _Uncut(FixedRows):
     is_croppable = False
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Raises where tokens are cut off."""
         if tokens_to_remove:
             raise UnsupportedRequestError(
                 f"crop({tokens_to_remove}): a state stands for all tokens before, and none is taken back", _ANEW
@@ -54,7 +53,7 @@ class States:
         self._layer, self._planes, self._rows = layer, planes, rows
         self._page_tokens, self._device = page_tokens, device
         self._copies: dict[int, list[torch.Tensor]] = {}  # by page
-        self._passing = -1  # a page that the next copy takes the place of
+        self._passing = -1  # the page that the next copy replaces
 
     def begin(self, pages: Sequence[torch.Tensor], tokens: int) -> None:
         """Start behind `tokens` tokens, with their state: of each plane, (rows, 1, 1, *row)."""
@@ -70,18 +69,17 @@ class States:
         layer.has_previous_state[0] = True
 
     def take(self, tokens: int, *, passing: bool) -> None:
-        """Copy the state behind so many tokens, at which a call has ended. `passing`: until the next copy."""
+        """Copy the state behind `tokens` tokens, where a call has ended. `passing`: only until the next copy."""
         self._copies.pop(self._passing, None)
         page = tokens // self._page_tokens - 1
         self._passing = page if passing else -1
         self._copies[page] = [state.detach().clone() for state in self._states()]
 
     def reset(self) -> None:
-        """Drop all copies."""
         self._copies = {}
 
     def forget(self, tokens: int) -> None:
-        """Drop copies behind so many tokens, or fewer."""
+        """Drop copies behind `tokens` tokens, or fewer."""
         self._copies = {page: one for page, one in self._copies.items() if (page + 1) * self._page_tokens > tokens}
 
     def has(self, first: int, stop: int) -> bool:
@@ -89,12 +87,12 @@ class States:
         return stop // self._page_tokens - 1 in self._copies
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> list[torch.Tensor]:
-        """The states of pages that it `has`, of each plane (pages, 1, *row)."""
+        """The states of held pages, of each plane (pages, 1, *row)."""
         copies = [self._copies[number] for number in numbers]
         return [torch.stack([one[row] for one in plane]).unsqueeze(1) for plane in zip(*copies, strict=True)]
 
     def _states(self) -> list[torch.Tensor]:
-        """Those of the layer, in the order of its planes. Raises for states of other rows or dtype."""
+        """The layer's states, in the order of its planes. Raises for states of other rows or dtype."""
         found = [one for one in state_tensors(self._layer) if one is not None]
         made = [(str(one.dtype).removeprefix("torch."), tuple(one.shape)) for one in found]
         kept = [(plane.dtype, (self._rows, *plane.shape)) for plane in self._planes]

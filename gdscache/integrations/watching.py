@@ -1,9 +1,8 @@
-"""When an inference engine's weights change while it runs, and it does not tell its cache.
+"""Changes of an inference engine's weights at run time, of which it does not tell its cache.
 
-The methods that write weights are wrapped, from the first watch on and for the life of the process: a cache that is
-opened later must know what has happened before. What is cached behind a change has a salt that is drawn at random
-(`fresh_salt`): pages of the old weights are not found, and those of the new weights are not found after a restart,
-which begins with the weights of the files again.
+The methods that write weights are wrapped, from the first watch on and for the life of the process, because a cache
+opened later must know earlier changes. Pages after a change have a salt drawn at random (`fresh_salt`): pages of the
+old weights are not found. Those of the new weights are not found after a restart, which begins with the files' weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _lock = threading.Lock()
 
 
 class CallWatch(Protocol):
-    """Who is told of calls of a method."""
+    """A listener to calls of a method."""
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
         """A call begins, or has ended (then `begun` is set)."""
@@ -42,12 +41,11 @@ class _Calls:
 
 
 class WeightWatch:
-    """Calls `changed(name)` before and behind each method of `updater`, a class, that writes weights; until `close`.
+    """Calls `changed(name)` before and after each call of a method of the class `updater` that writes weights; until
+    `close`.
 
-    `from_start`: whether none of the methods can have been called yet; the first watch of a class says it for all that
-    follow.
-
-    Raises `WeightUpdatesUnsupportedError` where the class has not all of them: then it cannot be known.
+    `from_start`: none of the methods can have been called yet; the first watch of a class decides it for later ones.
+    Raises `WeightUpdatesUnsupportedError` if the class lacks a method: changes would be unknown.
     """
 
     def __init__(
@@ -63,28 +61,25 @@ class WeightWatch:
 
     @property
     def complete(self) -> bool:
-        """Whether every call that there was in this process is known."""
+        """Whether all calls in this process are known."""
         return all(calls.from_start for calls in self._calls.values())
 
     def last(self, *names: str) -> int:
-        """When one of these methods (all, if none is named) was called last, as of `time.monotonic_ns`. 0: never.
-
-        Calls of before this watch count, if the class was watched.
-        """
+        """The time of the last call of these methods (none named: of all), as of `time.monotonic_ns`. 0: never. Calls
+        before this watch count, if the class was watched."""
         return max(calls.touched for name, calls in self._calls.items() if not names or name in names)
 
     def close(self) -> None:
-        """Listen no more. Twice is fine."""
+        """Stop. Repeated calls are fine."""
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
-        """The weights change, or have changed, by the method of that name."""
         self._changed(name)
 
 
 class MethodWatch:
-    """Calls `ended(args, kwargs)` behind each call of a method of a class; until `close`. Raises
-    `WeightUpdatesUnsupportedError` where the class has no such method."""
+    """Calls `ended(args, kwargs)` after each call of a method of a class; until `close`. Raises
+    `WeightUpdatesUnsupportedError` if the class has no such method."""
 
     def __init__(
         self, owner: type[Any], method: str, ended: Callable[[tuple[Any, ...], Mapping[str, Any]], object]
@@ -93,22 +88,21 @@ class MethodWatch:
         self._calls = _watched(owner, (method,), self, from_start=True)
 
     def close(self) -> None:
-        """Listen no more. Twice is fine."""
+        """Stop. Repeated calls are fine."""
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
-        """The method of that name is called, or was."""
         if begun:
             self._ended(args, kwargs)
 
 
 class ExecutorWatch:
-    """Watches who calls methods of workers in other processes by their names: a class with `collective_rpc`, whose
-    first argument is the name, and `shutdown`.
+    """Watches calls of methods of workers in other processes, by name: a class with `collective_rpc`, whose first
+    argument is the name, and `shutdown`.
 
-    `changed(name)` is called before and behind each call of one of `methods`, and `ending(executor)` before the workers
-    are ended; until `close`. `mine(executor)`: whether an object of the class is the one. Raises
-    `WeightUpdatesUnsupportedError` where the class has not both methods.
+    `changed(name)` is called before and after each call of one of `methods`, and `ending(executor)` before the workers
+    end; until `close`. `mine(executor)`: whether an object of the class is the watched one. Raises
+    `WeightUpdatesUnsupportedError` unless the class has both methods.
     """
 
     def __init__(
@@ -126,11 +120,11 @@ class ExecutorWatch:
         self._calls = _watched(executor, ("collective_rpc", "shutdown"), self, from_start=True)
 
     def close(self) -> None:
-        """Listen no more. Twice is fine."""
+        """Stop. Repeated calls are fine."""
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
-        """Something is called of an executor, which is the first argument."""
+        """A method of an executor, the first argument, is called."""
         if name == "shutdown":
             if not begun and self._mine(args[0]):
                 self._ending(args[0])

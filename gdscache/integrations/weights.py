@@ -1,7 +1,7 @@
-"""The identity of a model's weights: samples of what the files hold, of every tensor where the format lists them.
+"""The identity of a model's weights: samples of the files' bytes, of every tensor if the format lists them.
 
-Two loads of equal weights share pages, and other weights do not, wherever the files lie and whatever their times are.
-Times say neither: images that are built reproducibly give two versions one time, and a download gives one version two.
+Loads of equal weights share pages, and other weights do not, independent of the files' places and times. Times tell
+neither: reproducible images give two versions one time, and a download gives one version two.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from gdscache.errors import WeightsNotFoundError
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".npz", ".index.json")
-SAMPLE = 4096  # bytes that are read of each tensor, and of each stretch of a file without a table of tensors
+SAMPLE = 4096  # bytes read of each tensor, and of each stretch of a file without a table of tensors
 STRETCH = 1 << 20  # bytes; at least one sample lies in each
-WHOLE = 256 << 10  # bytes: smaller files are read whole; so much is read at both ends of a file without a table
-_THREADS = 32  # a network disk answers late, and answers many at once
+WHOLE = 256 << 10  # bytes: smaller files are read whole; read at both ends of a file without a table
+_THREADS = 32  # a network disk answers late, and answers many requests at once
 _HEADER_LIMIT = 100_000_000  # bytes: the format's own limit of a header
-_CLOCK_S = 0.05  # of what the system says of a process's start, and of a file's change
+_CLOCK_S = 0.05  # the system's precision of a process's start, and of a file's change
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of git, and of LFS
 _log = logging.getLogger("gdscache")
@@ -35,7 +35,7 @@ _HINT = "name the directory that has the files of weights, or set model.weights 
 
 
 def fresh_salt() -> str:
-    """A salt for pages of weights that have no name: those that an inference engine has got while it runs."""
+    """A salt for pages of weights without a name: those that an inference engine has got at run time."""
     return f"weights:{secrets.token_hex(16)}"
 
 
@@ -43,13 +43,13 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
     """A text that names the weights in a directory (or the one file), for `model.weights`.
 
     It is a digest of the names and sizes of all files of weights below the directory (`SUFFIXES`), and of samples of
-    their bytes. Of a safetensors file these are the header and `SAMPLE` bytes of every tensor, at a place that follows
-    from the tensor's name. Of other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a
-    place that follows from the stretch's number. Files of up to `WHOLE` bytes are read whole. So two versions are told
-    apart unless all bytes in which they differ lie between the samples. Neither times, links, the path, the directory's
-    name nor the order of its files count: a copy is the same model. Hidden files and directories are left out.
+    their bytes. Of a safetensors file these are the header and `SAMPLE` bytes of every tensor, at a place drawn from
+    the tensor's name. Of other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a
+    place drawn from the stretch's number. Files of up to `WHOLE` bytes are read whole. So two versions are told apart
+    unless all their differences lie between the samples. Neither times, links, the path, the directory's name nor the
+    order of its files count: a copy is the same model. Hidden files and directories are left out.
 
-    Raises `WeightsNotFoundError`, also where a file cannot be read or becomes shorter meanwhile.
+    Raises `WeightsNotFoundError`, also if a file cannot be read or becomes shorter meanwhile.
     """
     root = Path(model)
     try:
@@ -71,13 +71,13 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
 
 
 def weights_read(model: str | os.PathLike[str]) -> str:
-    """The identity of the weights that this process has read there: `weights_identity`, taken behind the reading.
+    """The identity of the weights that this process has read: `weights_identity`, taken after the reading.
 
-    Where a file has changed since the process started, nobody knows which version was read. Then this process alone has
-    the name that is returned, and a WARNING says so. Files of the hub's cache may have come since: they are named by
-    their content, and downloaded by the process itself. Raises `WeightsNotFoundError`.
+    If a file has changed since the process started, the version that was read is unknown. Then the returned name is
+    this process's alone, and a WARNING says so. Files of the hub's cache may be younger: their names are digests, and
+    the process itself downloads them. Raises `WeightsNotFoundError`.
     """
-    found = weights_identity(model)  # looks at the files, and refuses what cannot be
+    found = weights_identity(model)  # refuses files that cannot be read
     root, started = Path(model), _started()
     changed = [file for file in ([root] if root.is_file() else _files(root)) if _changed(file, started)]
     if not changed:
@@ -98,7 +98,7 @@ def _changed(file: Path, since: float) -> bool:
 
 
 def _started() -> float:
-    """When this process started, in seconds since the epoch, by the clock of today; as exact as `_CLOCK_S`."""
+    """The start of this process, in seconds since the epoch, by today's clock; as exact as `_CLOCK_S`."""
     ticks = int(Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -109,7 +109,7 @@ def model_directory(
     cache: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Where a model lies: `name` itself where that is a path, else its snapshot in a cache of Hugging Face's hub.
+    """The directory of a model: `name` itself if it is a path, else its snapshot in a cache of Hugging Face's hub.
 
     `name`: a path, or `organisation/model`. `revision`: a branch, a tag or a commit; None: `main`. `cache`: the cache's
     directory; None: `HF_HUB_CACHE`, `HF_HOME/hub` or `~/.cache/huggingface/hub`. Raises `WeightsNotFoundError`.
@@ -126,7 +126,7 @@ def model_directory(
         if snapshot.is_dir():
             return snapshot
     except (OSError, ValueError):
-        pass  # said below: there is no such reference
+        pass  # no such reference: raised below
     raise WeightsNotFoundError(
         f"{name!r} is not a path, and its revision {wanted!r} is not in {hub}",
         "download the model, or name its directory; or set model.weights to a text that names the weights",
@@ -158,14 +158,14 @@ def _refuse(error: OSError) -> None:
 
 
 def _described(file: Path, name: str, readers: ThreadPoolExecutor) -> tuple[str, int, str]:
-    """A file: its name, its size, and a digest of the samples of its bytes."""
+    """A file's name, its size, and a digest of the samples of its bytes."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(file))
         size = status.st_size
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else each sample brings its neighbours along
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else each sample would read ahead
 
         def read(place: tuple[int, int]) -> bytes:
             data = os.pread(descriptor, place[1], place[0])
@@ -182,7 +182,7 @@ def _described(file: Path, name: str, readers: ThreadPoolExecutor) -> tuple[str,
 
 
 def _places(descriptor: int, file: Path, size: int) -> Iterable[tuple[int, int]]:
-    """Where the samples of a file begin, and their bytes, in an order that follows from the file."""
+    """The places of a file's samples and their sizes, in an order that follows from the file."""
     if size <= WHOLE:
         return [(0, size)]
     if file.name.lower().endswith(".safetensors") and (places := _of_tensors(descriptor, size)) is not None:
@@ -193,7 +193,7 @@ def _places(descriptor: int, file: Path, size: int) -> Iterable[tuple[int, int]]
 
 
 def _of_tensors(descriptor: int, size: int) -> list[tuple[int, int]] | None:
-    """Header and tensors of a safetensors file; None where it is not one.
+    """Header and tensors of a safetensors file; None if it is not one.
 
     The format: https://github.com/huggingface/safetensors#format.
     """

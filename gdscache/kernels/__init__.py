@@ -1,1 +1,1 @@
-"""Kernels that gather, scatter and checksum fragmented pages, and SGLang's operations over them."""
+"""Kernels that gather, scatter and checksum fragmented pages, and the choice between them and the copy engine."""

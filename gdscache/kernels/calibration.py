@@ -1,7 +1,7 @@
 """The calibration of one GPU's bus: staged copies and the copy engine alone by piece size, and a zero-copy kernel, each
 way. Under a second.
 
-What is measured are an engine's own copies, with pages of one plane in random order.
+It measures an engine's own copies, with pages of one plane in random order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
 
 def calibrated_if_possible(driver: Driver) -> Calibration | None:
-    """`calibrated`; None, and a warning, where this machine cannot be measured."""
+    """`calibrated`; None, and a warning, if this machine cannot be measured."""
     try:
         return calibrated(driver, CopyEngine(driver))
     except (GdsCacheError, torch.cuda.OutOfMemoryError) as error:
@@ -50,7 +50,7 @@ def calibrated_if_possible(driver: Driver) -> Calibration | None:
 def calibrated(driver: Driver, engine: CopyEngine, *, fresh: bool = False) -> Calibration:
     """The calibration of this GPU with this driver and this library: as kept, or measured now and kept."""
     key = calibration_key(driver, engine)
-    with _alone(key):  # else two processes that open at once measure each other
+    with _alone(key):  # otherwise two processes that open at once would measure each other
         found = None if fresh else paths.read(key)
         if found is None:
             found = measure(driver, key)
@@ -59,7 +59,7 @@ def calibrated(driver: Driver, engine: CopyEngine, *, fresh: bool = False) -> Ca
 
 
 def calibration_key(driver: Driver, engine: CopyEngine) -> dict[str, str]:
-    """What a calibration holds for."""
+    """The facts for which a calibration holds."""
     properties = torch.cuda.get_device_properties(driver.device)
     return {
         "gpu": properties.name,
@@ -92,7 +92,7 @@ def measure(driver: Driver, key: dict[str, str]) -> Calibration:
 def _rates(
     driver: Driver, piece: int, path: Path, like: PageKernels | None
 ) -> tuple[PageKernels, dict[Direction, float]]:
-    """GB/s each way of one path for pages of `piece` bytes: the best of a few runs after one that does not count."""
+    """GB/s each way of one path for pages of `piece` bytes: the best of a few runs after a warm-up."""
     layout = PageLayout.uniform([Plane("bytes", (piece,), "uint8")], 1, 1)
     pages = _BUFFER // piece
     planes = PagedPlanes.allocate(layout, pages, driver.device)

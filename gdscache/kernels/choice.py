@@ -1,4 +1,4 @@
-"""Which way bytes take between page-locked extents and planes: chosen by the size of their pieces, from a calibration.
+"""The way of bytes between page-locked extents and planes, chosen by the size of their pieces, from a calibration.
 
 `staged`: the copy engine between extents and the ring, a kernel between ring and planes. `zero_copy`: one kernel that
 reads or writes host memory over the bus. `copy_engine`: the copy engine alone, straight into or out of the planes.
@@ -24,14 +24,14 @@ Choice = Literal["auto", "staged", "zero_copy", "copy_engine"]
 Direction = Literal["load", "store"]
 
 # A zero-copy kernel loses a quarter of its speed beside a model's kernels and takes SMs from them: prompts of 32k
-# tokens took 4 % longer beside stores. Beside staged copies the other way both came to 0.55 of what they should. So it
-# has to win clearly when alone. Where the copies are small, staging has to win: a busy host hands long lists of them
-# over at two thirds of the speed of the calibration, whose lists are short.
+# tokens took 4 % longer beside stores. Beside staged copies the other way both reached 0.55 of their rates alone. So it
+# has to win clearly when alone. For small copies staging has to win: a busy host submits long lists of them at two
+# thirds of the speed of the calibration, whose lists are short.
 _ZERO_COPY_MUST_WIN_BY = 1.25
 _STAGING_MUST_WIN_BY = 1.05  # for small pieces
 _SMALL = 64 << 10
-# Loads by the copy engine alone may be a little slower, since they lose nothing beside a model's kernels, where staged
-# ones lose 5 %. Otherwise it has to win: it takes the driver's lock for an entry a piece, and the model's thread waits.
+# Loads by the copy engine alone may be a little slower, since they lose nothing beside a model's kernels, while staged
+# ones lose 5 %. Otherwise it has to win: it holds the driver's lock for an entry a piece, and the model's thread waits.
 _COPY_ENGINE_MAY_LOSE = 0.97
 _COPY_ENGINE_MUST_WIN_BY = 1.02
 COPY_ENGINE_FROM = 128 << 10  # bytes of a piece: smaller ones cost the host more than they save
@@ -40,7 +40,7 @@ _BY_SIZE = ("staged", "copy_engine")
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one direction gives, in GB/s: staged copies and the copy engine alone, by the bytes of a piece, and a
+    """The rates of one direction in GB/s: staged copies and the copy engine alone, by the bytes of a piece, and a
     zero-copy kernel."""
 
     staged: dict[int, float]
@@ -48,18 +48,18 @@ class Rates:
     zero_copy: float
 
     def staging(self, piece: int) -> float:
-        """The rate of staged copies whose pieces in the extent have so many bytes."""
+        """The rate of staged copies whose pieces in the extent have `piece` bytes."""
         return _between(self.staged, piece)
 
     def engine(self, piece: int) -> float:
-        """The rate of the copy engine alone for pieces of so many bytes in the planes; 0 for small ones."""
+        """The rate of the copy engine alone for pieces of `piece` bytes in the planes; 0 for small ones."""
         return _between(self.copy_engine, piece) if piece >= COPY_ENGINE_FROM else 0.0
 
 
 def _between(rates: Mapping[int, float], piece: int) -> float:
-    """The rate for pieces of so many bytes: between those measured, on a scale of logarithms."""
+    """The rate for pieces of `piece` bytes, interpolated on a logarithmic scale."""
     sizes = sorted(rates)
-    if piece <= sizes[0]:  # time goes by the piece there
+    if piece <= sizes[0]:  # a piece takes constant time there
         return rates[sizes[0]] * piece / sizes[0]
     for low, high in itertools.pairwise(sizes):
         if piece <= high:
@@ -70,7 +70,7 @@ def _between(rates: Mapping[int, float], piece: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What was measured on one GPU, and for what it holds."""
+    """The measured rates of one GPU, and the facts for which they hold."""
 
     load: Rates
     store: Rates
@@ -82,16 +82,16 @@ class Calibration:
 
 
 class Paths:
-    """The choice of a path. `measure` is called at the first choice that needs it, and not where a path is forced."""
+    """The choice of a path. `measure` is called here unless both paths are forced."""
 
     def __init__(self, load: Choice, store: Choice, measure: Callable[[], Calibration | None]) -> None:
         self._forced: dict[Direction, Choice] = {"load": load, "store": store}
         self.calibration = measure() if "auto" in (load, store) else None
 
     def choose(self, direction: Direction, span: int, run: int, *, sums: bool, fused: bool = False) -> Path:
-        """The path for pages of which `span` bytes lie together in the extent and `run` bytes in the planes.
+        """The path for pages with runs of `span` bytes in the extent and `run` bytes in the planes.
 
-        `sums`: checksums are wanted; `fused`: only the kernel that moves the bytes can take them.
+        `sums`: checksums are wanted. `fused`: only the kernel that moves the bytes can take them.
         """
         forced = self._forced[direction]
         if forced != "auto" or self.calibration is None:
@@ -105,9 +105,9 @@ class Paths:
         return "zero_copy" if kernel_alone else "staged"
 
     def crossover(self, direction: Direction) -> int | None:
-        """Bytes from which on a piece is staged and not moved by a zero-copy kernel.
+        """The piece size in bytes from which on pieces are staged and not moved by a zero-copy kernel.
 
-        None where nothing was measured, and where pieces of 32 MiB still go to the kernel.
+        None without a calibration, and if the kernel wins even with pieces of 32 MiB.
         """
         if self.calibration is None:
             return None
@@ -116,7 +116,7 @@ class Paths:
         return next((size for size in sizes if rates.zero_copy <= _handicap(size) * rates.staging(size)), None)
 
     def describe(self) -> dict[str, Any]:
-        """The choice as plain data: forced paths, the crossovers, what was measured."""
+        """The choice as plain data: forced paths, the crossovers, the calibration."""
         found = self.calibration
         return {
             "load_path": self._forced["load"],
@@ -127,7 +127,7 @@ class Paths:
 
 
 def _handicap(span: int) -> float:
-    """How many times as fast as staged copies of so many bytes a zero-copy kernel has to be."""
+    """The factor by which a zero-copy kernel must beat staged copies of `span` bytes."""
     return _ZERO_COPY_MUST_WIN_BY if span >= _SMALL else 1 / _STAGING_MUST_WIN_BY
 
 
@@ -135,9 +135,9 @@ def _handicap(span: int) -> float:
 
 
 def cache_file(key: Mapping[str, str]) -> FilePath:
-    """Where the calibration of one GPU is kept: below $GDSCACHE_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
+    """The calibration file of one GPU: below $GDSCACHE_CACHE_DIR, $XDG_CACHE_HOME or ~/.cache.
 
-    Raises `FileNotFoundError` where none of them is known.
+    Raises `FileNotFoundError` if all are unknown.
     """
     directory = user_cache()
     if directory.startswith("~"):
@@ -146,7 +146,7 @@ def cache_file(key: Mapping[str, str]) -> FilePath:
 
 
 def read(key: Mapping[str, str]) -> Calibration | None:
-    """The calibration for exactly this key, or None: there is none, it is another's, or it cannot be understood."""
+    """The calibration for exactly this key; None if it is missing, another's, or unreadable."""
     try:
         data = json.loads(cache_file(key).read_text(encoding="utf-8"))
         if data["key"] != dict(key):
@@ -174,7 +174,7 @@ def _positive(value: Any) -> float:
 
 
 def write(calibration: Calibration) -> None:
-    """Keep a calibration, whole or not at all. Where that cannot be done it is measured again next time."""
+    """Write a calibration, whole or not at all. If that fails it is measured again next time."""
     try:
         path = cache_file(calibration.key)
         path.parent.mkdir(parents=True, exist_ok=True)

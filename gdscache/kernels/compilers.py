@@ -1,8 +1,8 @@
-"""What compiles CUDA sources: cuda-core where it is installed, else CuPy. Both call NVRTC. Only here are they imported.
+"""The compilers of CUDA sources: cuda-core if installed, else CuPy. Both call NVRTC, and are imported only here.
 
-cuda-core is small, and compiles only; the cubin is kept on disk by this module. CuPy keeps compiled kernels itself: it
-names them after the source file, the options and NVRTC's version, but not after the headers that the source includes,
-so a digest of all of csrc/ is among the macros.
+cuda-core is small, and compiles only; this module keeps the cubins on disk. CuPy keeps compiled kernels itself. It
+names them after the source file, the options and NVRTC's version, but not after the included headers, so a digest of
+all of csrc/ is among the macros.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from gdscache.runtime.files import user_cache, write_whole
 INSTALL = "install gdscache[cuda13] or gdscache[cuda12], as torch's CUDA version is"
 
 Function = tuple[int, object]
-"""A compiled kernel: its CUfunction or CUkernel, which the driver launches alike, and what keeps it loaded."""
+"""A compiled kernel: its CUfunction or CUkernel, which the driver launches alike, and the object that keeps it
+loaded."""
 
 _environment = threading.Lock()
 
 
 class Compiler(Protocol):
-    """Compiles a source for a device. `module`: what it imports, which takes a moment."""
+    """Compiles a source for a device. `module`: the module that it imports, which takes a moment."""
 
     name: str
     module: str
     version: str
 
     def nvrtc(self) -> tuple[int, int]:
-        """The version of NVRTC. Raises what the library raises where there is none."""
+        """The version of NVRTC. Raises the library's error if there is none."""
 
     def cache(self) -> str:
-        """The directory that keeps compiled kernels. Raises `KernelUnavailableError` where none can be written."""
+        """The directory of compiled kernels. Raises `KernelUnavailableError` if none can be written."""
 
     def load(self, source: Path, macros: Mapping[str, str], device: torch.device) -> Callable[[str], Function]:
         """Compile `source`, or take it from the cache; the result finds a kernel by its name."""
 
 
 def find_compiler() -> Compiler:
-    """cuda-core if it is installed, else CuPy if that is. Raises `KernelUnavailableError` where neither is.
+    """cuda-core if it is installed, else CuPy. Raises `KernelUnavailableError` if neither is.
 
-    One that is installed and does not work is not passed over: its error says what it lacks.
+    An installed compiler that does not work is not passed over: its error says why.
     """
     if _installed("cuda", "core"):
         return CudaCore()
@@ -103,7 +104,7 @@ class CudaCore:
         return function
 
     def compile(self, source: Path, macros: Mapping[str, str], arch: str) -> tuple[bytes, str]:
-        """The cubin for `arch` (`sm_90`), and what the compiler said. Needs no GPU and no driver."""
+        """The cubin for `arch` (`sm_90`), and the compiler's output. Needs no GPU and no driver."""
         from io import StringIO
 
         from cuda.core import Program, ProgramOptions
@@ -121,7 +122,7 @@ class CudaCore:
         return bytes(compiled.code), log.getvalue()
 
     def _kept(self, source: Path, macros: Mapping[str, str], arch: str) -> bytes:
-        """The cubin from the cache, where it lies behind its digest; else compiled now, and put there."""
+        """The cubin from the cache, if it matches the digest before it; else compiled now and cached."""
         key = repr((self.version, self.nvrtc(), source.read_bytes(), sorted(macros.items()), arch))
         file = Path(self.cache()) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
         with contextlib.suppress(OSError):
@@ -135,8 +136,6 @@ class CudaCore:
 
 
 class Cupy:
-    """`cupy.RawModule`."""
-
     name, module = "cupy", "cupy"
 
     def __init__(self) -> None:
@@ -175,9 +174,9 @@ class Cupy:
 
 @contextlib.contextmanager
 def cache_directory() -> Iterator[None]:
-    """Where cupy may write: its own choice, or a directory of this user below the system's temporary one.
+    """A block with a directory that cupy may write: its own choice, or this user's below the system's temporary one.
 
-    cupy cannot even be imported where it can make no cache directory (a service without a home).
+    cupy cannot even be imported without a cache directory (a service without a home).
     """
     with _environment:
         if "CUPY_CACHE_DIR" in os.environ or _usable(os.path.expanduser("~/.cupy/kernel_cache")):
@@ -193,7 +192,7 @@ def cache_directory() -> Iterator[None]:
 def _usable(path: str) -> bool:
     """Whether files can be made there; tried, since permissions alone do not tell (root, network file systems)."""
     try:
-        if os.path.isabs(path):  # else no home is known for this user
+        if os.path.isabs(path):  # else this user has no known home
             os.makedirs(path, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 return True

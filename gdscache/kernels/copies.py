@@ -1,6 +1,6 @@
-"""What copies pages between memory and planes: the native library on the host, or on a GPU by the way that is fastest.
+"""Copies of pages between memory and planes: by the native library on the host, or on a GPU by the fastest way.
 
-On a GPU (csrc/host/gpu) a way is one of three. The copy engine copies between page-locked extents and a ring in GPU
+On a GPU (csrc/host/gpu) there are three ways. The copy engine copies between page-locked extents and a ring in GPU
 memory, and kernels between ring and planes; or one kernel reads and writes host memory itself; or the copy engine
 copies straight into and out of the planes, which needs no kernels.
 """
@@ -28,7 +28,7 @@ _log = logging.getLogger("gdscache")
 
 
 class PageCopies:
-    """Planes in host memory, whose pages the library copies itself. `gpu`: what copies planes of a GPU."""
+    """Planes in host memory, whose pages the library copies itself. `gpu`: the copies of a GPU's planes."""
 
     name = "native"
     gpu: NativeGpu | None = None
@@ -37,24 +37,24 @@ class PageCopies:
         self.planes = planes
 
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:
-        """The numbers that the library has for the way of these layers of a page, without checksums and with."""
+        """The library's numbers for the way of these layers of a page, without checksums and with."""
         return 0, 0
 
     def describe(self) -> dict[str, Any]:
-        """What copies pages and why, as plain data for `stats()`."""
+        """The way of copies and its cause, as plain data for `stats()`."""
         return {"name": self.name, "cause": "the planes are in host memory"}
 
     def close(self) -> None:
-        """Wait for everything queued here and give streams and buffers back; again is fine."""
+        """Wait for all queued copies, and release streams and buffers. Repeated calls are fine."""
 
 
 class GpuCopies(PageCopies):
-    """`staging_bytes` of GPU memory are the ring: half for loads, half for stores, and neither borrows.
+    """`staging_bytes` of GPU memory are the ring: half for loads, half for stores.
 
     `load_path` and `store_path` force a path; `auto` takes the one that `calibrate` found fastest on this machine for
-    pieces of that size. `kernels`: None where there are none, as `cause` says; then the copy engine does it alone, and
-    checksums are taken on the host. Raises `CapacityError` when a share of the ring holds no page, `DeviceError` where
-    the driver refuses.
+    pieces of that size. `kernels`: None without kernels, for the reason `cause`: then the copy engine works alone, and
+    checksums are taken on the host. Raises `CapacityError` if a share of the ring holds no page, `DeviceError` if the
+    driver refuses.
     """
 
     gpu: NativeGpu
@@ -116,7 +116,7 @@ class GpuCopies(PageCopies):
 
 
 def open_copies(planes: PagedPlanes, config: GpuConfig) -> PageCopies:
-    """What copies the pages of these planes. Raises `KernelUnavailableError` where `gpu.kernels: on` cannot be had."""
+    """The copies for these planes. Raises `KernelUnavailableError` if `gpu.kernels` is `on` and there are none."""
     if planes.device.type == "cpu":
         if config.kernels == "on":
             raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")

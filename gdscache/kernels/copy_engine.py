@@ -1,7 +1,7 @@
-"""Batches of copies by the GPU's copy engines: `cuMemcpyBatchAsync` where the driver has it, one call a run elsewhere.
+"""Batches of copies by the GPU's copy engines: `cuMemcpyBatchAsync` if the driver has it, else one call a run.
 
 The function behind `cudaMemcpyBatchAsync` came with CUDA 12.8 and lost an argument in CUDA 13. Both forms are looked up
-at run time, in the driver, so that it does not matter which CUDA runtime torch was built with.
+at run time, in the driver, independently of torch's CUDA runtime.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Attributes(ctypes.Structure):
 def merge(
     dst: UInt64Array, src: UInt64Array, nbytes: UInt64Array, fences: npt.NDArray[np.bool_] | None = None
 ) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
-    """Neighbours joined: entry `i + 1` goes into entry `i` where both its ends follow on directly.
+    """Join neighbours: entry `i + 1` goes into entry `i` if both its ends follow on directly.
 
-    All arguments have shape (entries,). `fences[i]`, where true, keeps entry `i` apart from entry `i - 1`: a border
+    All arguments have shape (entries,). `fences[i]`, if true, keeps entry `i` apart from entry `i - 1`: a border
     between two registrations of host memory, which no single copy may cross.
     """
     if len(dst) < 2:
@@ -59,7 +59,7 @@ def merge(
 class CopyEngine:
     """Copies between host and device memory of one GPU, many at a time, without an SM.
 
-    `api` picks the way to call the driver; by default the newest that it has. `api` as an attribute says which it is.
+    `api`: the form of the driver's call; by default the newest that the driver has. The attribute `api` names it.
     """
 
     def __init__(self, driver: Driver, api: Api | None = None) -> None:
@@ -78,12 +78,12 @@ class CopyEngine:
         self._hopping = threading.Lock()
 
     def copy(self, dst: UInt64Array, src: UInt64Array, nbytes: UInt64Array, stream: torch.cuda.Stream) -> None:
-        """Queue `nbytes[i]` bytes from `src[i]` to `dst[i]` for all `i`; nothing is said about their order.
+        """Queue `nbytes[i]` bytes from `src[i]` to `dst[i]` for all `i`, in no promised order.
 
         The addresses (uint64, of shape (entries,)) are of this GPU's memory and of page-locked host memory; no two
-        destinations overlap, no entry is empty. One native call, or one a run where the driver has no batches. On the
-        legacy default stream, which the driver refuses for batches, the copies run on a stream of our own between two
-        events. Raises `CaptureUnsupportedError` while a CUDA graph is recorded on `stream`.
+        destinations overlap, no entry is empty. One native call, or one a run if the driver has no batches. The driver
+        refuses batches on the legacy default stream: there the copies run on a stream of our own between two events.
+        Raises `CaptureUnsupportedError` while a CUDA graph is recorded on `stream`.
         """
         if not len(dst):
             return
@@ -107,7 +107,7 @@ class CopyEngine:
     def submit(self, dst: UInt64Array, src: UInt64Array, nbytes: UInt64Array, stream: int) -> None:
         """`copy` without its checks, for a stream of our own (its pointer). The caller has entered the driver.
 
-        The arrays are contiguous; slices of them are, too.
+        The arrays, or slices of arrays, are contiguous.
         """
         if self._function is None:
             for to, of, size in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
@@ -122,14 +122,13 @@ class CopyEngine:
             self.driver.check("cuMemcpyBatchAsync", code)
 
     def close(self) -> None:
-        """Give the stream for hops back."""
         if self._hop is not None:
             self.driver.destroy_stream(self._hop)
             self._hop = None
 
 
 def _prototype(api: Api) -> Any:
-    """The C type of the batch function: until CUDA 13 with a place for the number of the entry that failed."""
+    """The C type of the batch function: before CUDA 13 with an output for the number of a failed entry."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     failed = [pointer] if api == "batch_12_8" else []
     return ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, *failed, pointer)

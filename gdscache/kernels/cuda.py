@@ -1,7 +1,7 @@
 """Gather, scatter and checksums of fragmented pages as CUDA kernels (csrc/pages.cu).
 
 They move bytes between paged planes and extents; the extents lie in GPU memory or in page-locked host memory, which the
-kernels then read and write over the bus. Everything is queued on the stream given and nothing synchronises.
+kernels then read and write over the bus. All work is queued on the given stream, without synchronisation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMS = {
 VARIANTS = tuple({"VECTOR": width} for width in (16, 8, 4, 2, 1))
 
 TILE = 1024
-SHORTEST = 241  # bytes: XXH3 has other forms for less, and those are left to the host
+SHORTEST = 241  # bytes: XXH3 has other forms for shorter inputs, which the host takes
 STAGED_THREADS = 256
 ZERO_COPY_THREADS = 1024
 ZERO_COPY_BLOCKS = 6
@@ -36,10 +36,8 @@ _SM_THREADS = 512
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlaneRuns:
-    """Where a plane's pages lie, in bytes: a block's tokens are one run, or one run a token where these are apart.
-
-    `start`, `end`: of the plane in its layer of an extent.
-    """
+    """The place of a plane's pages, in bytes. A block's tokens are one run, or one run a token if they are apart.
+    `start`, `end`: of the plane in its layer of an extent."""
 
     base: int
     block_stride: int
@@ -56,7 +54,7 @@ def can_look(layout: PageLayout) -> bool:
 
 
 def plane_runs(planes: PagedPlanes) -> list[list[PlaneRuns]]:
-    """Where the planes of each layer lie."""
+    """The places of each layer's planes."""
     result = []
     for number, pieces in enumerate(planes.layout.pieces):
         start, records = planes.layout.layer_bounds[number][0], []
@@ -72,11 +70,10 @@ def plane_runs(planes: PagedPlanes) -> list[list[PlaneRuns]]:
 
 
 class PageKernels:
-    """The kernels for one set of planes. Raises `KernelUnavailableError` when they cannot be built.
+    """The kernels for one set of planes, launched by the native library. Raises `KernelUnavailableError` if they cannot
+    be built.
 
-    `like` are kernels for other planes of the same GPU, whose compiled code is used again.
-
-    They are launched by the native library.
+    `like`: kernels for other planes of the same GPU, whose compiled code is reused.
     """
 
     def __init__(self, planes: PagedPlanes, like: PageKernels | None = None) -> None:
@@ -99,7 +96,8 @@ class PageKernels:
         return gather, scatter, gather_sums, scatter_sums, self._table.data_ptr()
 
     def about(self) -> tuple[int, int, bool, bool]:
-        """Bytes of the widest access, processors of the GPU, whether there are checksums, and from the planes alone."""
+        """Bytes of the widest access, processors of the GPU, and whether there are checksums, also from the planes
+        alone."""
         return self._vector, self.processors, self.has_sums, self.can_look
 
     def zero_copy_blocks(self, layers: range) -> int:
@@ -110,11 +108,11 @@ class PageKernels:
 
     @property
     def most_blocks(self) -> int:
-        """Thread blocks that a launch without checksums has at most, where no number is given."""
+        """Most thread blocks of a launch without checksums."""
         return self.processors * (_SM_THREADS // STAGED_THREADS)
 
     def build(self, vector: int) -> dict[str, jit.Kernel]:
-        """The kernels for accesses of `vector` bytes; compiled, loaded and run once on nothing."""
+        """The kernels for accesses of `vector` bytes; compiled, loaded and run once without pages."""
         if vector not in self._built:
             kernels = jit.build(SOURCE, FORMS, self.device, VECTOR=vector)
             stream = torch.cuda.current_stream(self.device)

@@ -1,4 +1,4 @@
-"""Copies between extents and the planes of a GPU by csrc/host/gpu, and the points in what its streams are given."""
+"""Copies between extents and the planes of a GPU by csrc/host/gpu, and points in the queues of its streams."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ ROUTES: tuple[CopyRoute, ...] = ("staged", "zero_copy", "copy_engine", "device")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """In bytes: what one kernel moves over the bus; what one looks at behind copies, and behind a load's last ones.
-
-    `unbroken`: what goes before others' copies the same way may pass.
-    """
+    """In bytes. `moved`: of one kernel over the bus. `looked`: of a kernel that takes checksums behind copies;
+    `looked_last`: of the last one of a load. `unbroken`: of copies before others' copies the same way may pass."""
 
     moved: int = 512 << 20
     looked: int = 256 << 20
@@ -41,10 +39,10 @@ class ChunkSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GpuSpec(ChunkSizes):
-    """What is copied on one GPU. `bounds`: int64 (layers + 1), in an extent; `first_plane`: int32 (layers + 1);
-    `planes`: int64 (planes, 7): base, block stride, run stride, bytes of a run, runs of a block, start and end in the
-    layer. `context`: the device's CUcontext. The kernels are CUfunctions, or 0; `table` is theirs, in GPU memory.
-    `vector`: bytes of their widest access; `sums`, `looks`: whether they take checksums, and from the planes alone."""
+    """The copies on one GPU. `bounds`: int64 (layers + 1), in an extent; `first_plane`: int32 (layers + 1); `planes`:
+    int64 (planes, 7): base, block stride, run stride, bytes of a run, runs of a block, start and end in the layer.
+    `context`: the device's CUcontext. The kernels are CUfunctions, or 0; `table` is theirs, in GPU memory. `vector`:
+    bytes of their widest access. `sums`, `looks`: whether they take checksums, and from the planes alone."""
 
     context: int
     bounds: Int64Array
@@ -66,7 +64,7 @@ class GpuSpec(ChunkSizes):
 
 
 class StreamPoint:
-    """A point in what a direction's streams were given to do. As a `torch.cuda.Event`, for what waits for it."""
+    """A point in the queue of a direction's streams, with the methods of a `torch.cuda.Event`."""
 
     __slots__ = ("_gpu", "_number")
 
@@ -79,15 +77,15 @@ class StreamPoint:
         return self._gpu.device
 
     def query(self) -> bool:
-        """Whether the GPU is past it."""
+        """Whether the GPU has passed it."""
         return self._gpu.reached(self._number)
 
     def synchronize(self) -> None:
-        """The calling thread waits until the GPU is past it."""
+        """Wait in the calling thread until the GPU has passed it."""
         self._gpu.wait(self._number)
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """What `stream` (by default the current one) is given from now on comes after it."""
+        """Order later work of `stream` (by default the current one) after it."""
         if self._gpu.past(self._number):
             return
         stream = torch.cuda.current_stream(self.device) if stream is None else stream
@@ -95,10 +93,10 @@ class StreamPoint:
 
 
 class NativeGpu(Gpu):
-    """Copies of one pool's pages. Thread-safe. Behind `close` the GPU is past every point.
+    """Copies of one pool's pages. Thread-safe. After `close` every point counts as passed.
 
-    `kernels`: None where the copy engine has to do. `staging` bytes of GPU memory are the ring.
-    Raises `DeviceError` where the driver refuses.
+    `kernels`: None to use the copy engine alone. `staging` bytes of GPU memory are the ring. Raises `DeviceError` if
+    the driver refuses.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ class NativeGpu(Gpu):
         load: bool,
         sums: bool = False,
     ) -> tuple[StreamPoint, int]:
-        """Queue copies outside of any move: the point behind them, and a number for `finish`.
+        """Queue copies outside of any move. Returns the point behind them, and a number for `finish`.
 
         `slots`: int64 (pages,); `blocks`: int64 (pages, blocks a page). With `sums`, `finish` has to be called.
         """
@@ -166,16 +164,15 @@ class NativeGpu(Gpu):
         return self.point(point), ticket
 
     def last_point(self, *, loads: bool) -> StreamPoint:
-        """The point behind all loads, or stores, that were queued so far."""
+        """The point behind all loads, or stores, queued so far."""
         return self.point(self.last(loads=loads))
 
     def point(self, number: int) -> StreamPoint:
-        """What a number of the library's stands for."""
         return StreamPoint(self, number)
 
 
 def events_of(after: Sequence[Event]) -> list[int]:
-    """The CUevents of some events. One that was never recorded has none, and has happened."""
+    """The CUevents of some events. An event that was never recorded has none, and counts as happened."""
     found = []
     for event in after:
         if event is not None:

@@ -1,4 +1,4 @@
-"""Kernels of csrc/, compiled when an engine opens by what `compilers` finds."""
+"""Kernels of csrc/, compiled when an engine opens by the compiler that `compilers` finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gdscache.kernels.compilers import INSTALL, Function, find_compiler
 
 
 def _find_sources() -> Path:
-    """csrc/: installed as `gdscache.csrc`, or beside the package in a source tree that is on the path."""
+    """csrc/: installed as `gdscache.csrc`, or beside the package in a source tree on the path."""
     spec = importlib.util.find_spec("gdscache.csrc")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent
@@ -37,7 +37,7 @@ def source_digest(sources: Path = SOURCES) -> str:
 
 
 def defines(sources: Path = SOURCES, **macros: int | str) -> dict[str, str]:
-    """The macros that a source is compiled with: the digest of all sources, and `macros`, which specialise a kernel."""
+    """The macros of a source: the digest of all sources, and `macros`, which specialise a kernel."""
     return {
         "GDSCACHE_SOURCE": f"0x{source_digest(sources)}ULL",
         **{name: str(value) for name, value in sorted(macros.items())},
@@ -45,14 +45,14 @@ def defines(sources: Path = SOURCES, **macros: int | str) -> dict[str, str]:
 
 
 class Kernel:
-    """One compiled kernel. `form` has the C types of its arguments, as `struct` names them.
+    """One compiled kernel. `form`: the C types of its arguments, in `struct`'s letters.
 
     Launched by the driver with packed arguments: the compilers' own launches take three times as long.
     """
 
     def __init__(self, function: Function, driver: Driver, form: str) -> None:
         self.pointer, self._module = function
-        """`pointer`: what the driver launches."""
+        """`pointer`: the driver's handle."""
         self._driver = driver
         self._form = struct.Struct(f"@{form}")
 
@@ -67,8 +67,7 @@ def build(
 ) -> dict[str, Kernel]:
     """Kernels of csrc/`source` for one GPU: from a cache on disk, or compiled now (under a second).
 
-    `forms`: the C types of each kernel's arguments by its name, as `struct` names them (`P` a pointer, `I` a u32).
-
+    `forms`: the C types of each kernel's arguments by its name, in `struct`'s letters (`P` a pointer, `I` a u32).
     Raises `KernelUnavailableError` with the cause: no compiler, no driver, no NVRTC, a compile error.
     """
     try:

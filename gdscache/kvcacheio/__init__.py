@@ -2,7 +2,7 @@
 
 They copy KV rows between a GPU's pool and a host's, token by token: `src_indices[i]` to `dst_indices[i]`. An engine
 that uses them changes one import. The ten kernel operations are below; the three `direct` ones, by the copy engine,
-come from `direct`, which says what is different there.
+come from `direct`, which describes their differences.
 
 Layouts of a pool (K, or V, or the one tensor of MLA), where `item_size` is the bytes of one token's row of one layer:
 
@@ -13,18 +13,17 @@ Layouts of a pool (K, or V, or the one tensor of MLA), where `item_size` is the 
 
 `layout_dim` is the bytes of one token over all layers; in page-first it is also the distance between tokens.
 
-Pools are contiguous tensors of any dtype, in GPU memory or in page-locked host memory; source and destination have no
-byte in common. Indices are contiguous int64 or int32 tensors on the GPU, and no destination is named twice. The copies
-run on that GPU's current stream, in at most `block_quota` thread blocks (None is 2) of `num_warps_per_block` warps.
-Nothing synchronises, and all of it can be recorded into a CUDA graph. The caller keeps the tensors until the copies
-have run.
+Pools are contiguous tensors of any dtype, in GPU memory or in page-locked host memory; source and destination do not
+overlap. Indices are contiguous int64 or int32 tensors on the GPU, and no destination is named twice. The copies run on
+that GPU's current stream, in at most `block_quota` thread blocks (None is 2) of `num_warps_per_block` warps. Without
+synchronisation; all operations can be recorded into a CUDA graph. The caller keeps the tensors until the copies have
+run.
 
 An index that is negative, or beyond the tokens that a pool has, is not followed: its row is skipped, and `skipped`
-counts it. How many tokens its layers have, a table does not say: there only negative indices and those from 2**31 on
-are found.
+counts it. A table does not tell its layers' tokens: there only negative indices and those from 2**31 on are found.
 
 Raises `TransferArgumentError` for arguments that do not fit together, before anything is queued, and
-`KernelUnavailableError` where the kernels cannot be built.
+`KernelUnavailableError` if the kernels cannot be built.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ __all__ = [
 
 
 def build(device: torch.device | str | int) -> None:
-    """Build the kernels for a GPU now, rather than at their first use; waits for its current stream.
+    """Build the kernels for a GPU now instead of at their first use; waits for its current stream.
 
     Raises `KernelUnavailableError` (no cupy, no driver, no NVRTC), and `CaptureUnsupportedError` while a CUDA graph is
-    recorded on the current stream: a graph needs the kernels built before. Again is fine.
+    recorded on the current stream: a graph needs the kernels built before. Repeated calls are fine.
     """
     launch.kernels_of(_device(device))
 

@@ -1,19 +1,19 @@
 """The direct operations of SGLang's `kvcacheio`: by the GPU's copy engine, one batch a call.
 
-`src_indices[i]` goes to `dst_indices[i]`, token by token. Where both sides go on to the next token, that is one copy;
-so whole pages in order are copied as such. Indices are integer tensors in host memory: to fetch them from a GPU would
-be a hidden synchronisation. Every index is checked before anything is copied.
+`src_indices[i]` goes to `dst_indices[i]`, token by token. Tokens that are consecutive on both sides are one copy, so
+whole pages in order are copied as such. Indices are integer tensors in host memory: fetching them from a GPU would be a
+hidden synchronisation. Every index is checked before anything is copied.
 
 A layer (`lf`) is a tensor of shape (tokens, ...); a page-first buffer for these operations (`pf`) is one of shape
-(pages, layers, page_size, ...). A token's row of a layer is contiguous, and both sides have the same dtype and as many
-bytes a row. Source and destination have no byte in common, and no destination is named twice.
+(pages, layers, page_size, ...). A token's row of a layer is contiguous, and both sides have the same dtype and row
+bytes. Source and destination do not overlap, and no destination is named twice.
 
-Where any tensor is on a GPU, the others are there too or in page-locked host memory, each in one registration (no copy
-may cross from one into the next). The copies are queued on that GPU's current stream; the caller keeps the tensors
-until they have run. When all tensors are in CPU memory they are copied before the call returns.
+If any tensor is on a GPU, the others are there too or in page-locked host memory, each in one registration (no copy may
+cross from one into the next). The copies are queued on that GPU's current stream; the caller keeps the tensors until
+they have run. If all tensors are in CPU memory they are copied before the call returns.
 
 Raises `TransferArgumentError` for arguments that do not fit together, and `CaptureUnsupportedError` while a CUDA graph
-is recorded, which copies of this kind cannot be part of.
+is recorded, which cannot contain such copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Tokens of layer `src_layers[j]` to `dst_layers[j]`, for all `j`; as many tokens as whole pages have."""
+    """Tokens of layer `src_layers[j]` to `dst_layers[j]`, for all `j`; the number of tokens is a multiple of a page."""
     if len(src_layers) != len(dst_layers):
         raise TransferArgumentError(f"there are {len(src_layers)} source and {len(dst_layers)} destination layers")
     src, dst = [_layer(t) for t in src_layers], [_layer(t) for t in dst_layers]
@@ -59,7 +59,7 @@ def transfer_kv_per_layer_direct_pf_lf(
 ) -> None:
     """Layer `layer_id` of page-first buffers, [k, v] or [one], to that layer's tensors, in the same order.
 
-    With more tensors they are those of the following layers: first every layer's K, then every layer's V.
+    Further tensors are those of the following layers: first every layer's K, then every layer's V.
     """
     src = _paged(src_ptrs, len(dst_ptrs), whole("layer_id", layer_id, least=0), page_size)
     _copy(src, [_layer(t) for t in dst_ptrs], src_indices, dst_indices, page_size)
@@ -98,7 +98,7 @@ class _Rows:
 
     @property
     def dense(self) -> bool:
-        """Whether the tokens of a page follow on each other directly."""
+        """Whether the tokens of a page are adjacent."""
         return self.view.stride(1) == self.view.shape[2]
 
     def run(self, token: int, count: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ def _layer(tensor: torch.Tensor) -> _Rows:
 
 
 def _paged(buffers: Sequence[torch.Tensor], tensors: int, first: int, page_size: int) -> list[_Rows]:
-    """The layers of page-first buffers that as many tensors go with: of the first buffer, then of the second."""
+    """The layers of page-first buffers for `tensors` tensors: of the first buffer, then of the second."""
     if len(buffers) not in (1, 2) or tensors % len(buffers):
         raise TransferArgumentError(
             f"{len(buffers)} page-first buffers do not go with {tensors} layers", "give [k, v], or [one] for MLA"
@@ -176,7 +176,7 @@ def _copy(
 def _runs(
     src: Sequence[_Rows], dst: Sequence[_Rows], sources: Int64Array, targets: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """First destination, first source and number of tokens of every run, none of which goes over the end of a page."""
+    """First destination, first source and number of tokens of every run; no run crosses the end of a page."""
     fences = np.zeros(len(sources), dtype=np.bool_)
     for rows, tokens in ((src[0], sources), (dst[0], targets)):
         if rows.paged:
@@ -189,7 +189,7 @@ def _runs(
 
 
 def _addresses(rows: Sequence[_Rows], tokens: Int64Array) -> UInt64Array:
-    """Where tokens begin in memory: all tokens of `rows[0]`, then all of `rows[1]`, and so on."""
+    """The addresses of tokens: all of `rows[0]`, then all of `rows[1]`, and so on."""
     page, inside = np.divmod(tokens, max(r.page for r in rows))  # not paged: page 0, and `inside` is the token
     columns = [(r.view.data_ptr(), *(step * r.view.itemsize for step in r.view.stride()[:2])) for r in rows]
     base, page_stride, token_stride = np.array(columns, dtype=np.int64).T[:, :, None]
@@ -197,7 +197,7 @@ def _addresses(rows: Sequence[_Rows], tokens: Int64Array) -> UInt64Array:
 
 
 def _device(rows: Sequence[_Rows]) -> torch.device | None:
-    """The GPU that is part of the copy, or None where all is in CPU memory."""
+    """The GPU in the copy, or None if all is in CPU memory."""
     tensors = [r.view for r in rows]
     gpus = {t.device for t in tensors if t.device.type == "cuda"}
     others = {str(t.device) for t in tensors if t.device.type not in ("cuda", "cpu")}
@@ -217,7 +217,6 @@ def _engine(device: torch.device) -> CopyEngine:
 
 
 def _indices(name: str, indices: torch.Tensor) -> Int64Array:
-    """Indices as int64 of shape (tokens,)."""
     if indices.device.type != "cpu":
         raise TransferArgumentError(
             f"{name} indices are on {indices.device}", "take them to the host, indices.cpu(), where a wait does no harm"

@@ -1,4 +1,4 @@
-"""What the kernel operations of `kvcacheio` share: layouts as strides, checks of arguments, the kernels of each GPU."""
+"""Shared by the kernel operations of `kvcacheio`: layouts as strides, checks of arguments, the kernels of each GPU."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ _building = threading.Lock()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """One end of a transfer. Token `t` of layer `l` and head `h` begins, in bytes, at
-
-    `base + t * token_stride + t // page_size * page_gap + l * layer_step + h * head_step`.
-    """
+    """One end of a transfer. Token `t` of layer `l` and head `h` begins, in bytes, at `base + t * token_stride + t //
+    page_size * page_gap + l * layer_step + h * head_step`."""
 
     tensors: tuple[torch.Tensor, ...]  # K, or K and V: their bytes, or tables of one base a layer
     first: int  # from the beginning of a tensor to its base
@@ -45,7 +43,7 @@ class Side:
     layer_step: int
     head_step: int
     page_size: int
-    tokens: int  # that the tensors have, as far as is known
+    tokens: int  # of the tensors, as far as known
     table: bool
     item_size: int
     layers: int
@@ -117,7 +115,7 @@ def tensor_side(
 def table_side(tables: Sequence[torch.Tensor], item_size: int, num_layers: int, head_num: int = 1) -> Side:
     """A layer-first pool as a table of one base pointer a layer (and one more table for V).
 
-    How many tokens the layers have, a table does not say. Raises `TransferArgumentError`.
+    A table does not tell its layers' tokens. Raises `TransferArgumentError`.
     """
     item_size, head_num = _check_item(item_size, head_num)
     num_layers = whole("num_layers", num_layers)
@@ -155,8 +153,8 @@ def transfer(
 ) -> None:
     """Queue the copy of token `src_indices[i]` to `dst_indices[i]`, for all `i`, on the device's current stream.
 
-    Both sides have the same item size, layers and heads. `block_quota` None is 2. Raises `TransferArgumentError`
-    before anything is queued.
+    Both sides have the same item size, layers and heads. `block_quota` None is 2. Raises `TransferArgumentError` before
+    anything is queued.
     """
     quota = whole("block_quota", BLOCK_QUOTA if block_quota is None else block_quota)
     warps = whole("num_warps_per_block", num_warps_per_block)
@@ -191,7 +189,7 @@ def transfer(
 
 
 def find_device(src: Side, dst: Side, src_indices: torch.Tensor, dst_indices: torch.Tensor) -> torch.device:
-    """The GPU that runs the copy: where the indices are. Everything else is there too, or in page-locked memory."""
+    """The GPU that runs the copy, which has the indices. Everything else is there too, or in page-locked memory."""
     device = src_indices.device
     if device.type != "cuda" or dst_indices.device != device:
         raise TransferArgumentError(
@@ -258,7 +256,7 @@ def refuse_capture(device: torch.device, what: str, hint: str) -> None:
 
 
 def whole(name: str, value: int, least: int = 1) -> int:
-    """`value` as an int of at least `least`; `TransferArgumentError` where it is none."""
+    """`value` as an int of at least `least`; `TransferArgumentError` if it is not one."""
     try:
         number = operator.index(value)
     except TypeError as error:

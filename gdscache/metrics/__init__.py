@@ -3,8 +3,8 @@
     registry = prometheus_client.CollectorRegistry()
     registry.register(EngineCollector(engine))
 
-`table.py` says which there are, `collector.py` shows them in a registry, `server.py` serves them, and `mirror.py`
-brings them to registries of other processes.
+`table.py` lists the metrics, `collector.py` shows them in a registry, `server.py` serves them, and `mirror.py` brings
+them to registries of other processes.
 """
 
 from gdscache.metrics.collector import EngineCollector

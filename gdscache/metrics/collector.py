@@ -15,8 +15,6 @@ from gdscache.metrics.table import FAMILIES, Family, Labels, parts_of
 
 
 class Source(Protocol):
-    """A `CacheEngine`, or a `HybridEngine`."""
-
     def stats(self) -> dict[str, Any]: ...
 
 
@@ -37,7 +35,7 @@ class EngineCollector(Collector):
         self._labels: Labels = (*self._named, "group") if pools else self._named
 
     def describe(self) -> Iterable[Metric]:
-        """The metrics without values, so that a registry sees names that repeat without asking the engine."""
+        """The metrics without values, so that a registry finds repeated names without asking the engine."""
         return [self._open(), *(_empty(family, self._labels) for family in FAMILIES)]
 
     def collect(self) -> Iterator[Metric]:
@@ -74,7 +72,7 @@ def _empty(family: Family, labels: Labels) -> Metric:
 
 
 def _text(bound: float) -> str:
-    """A bound, as Prometheus' client writes it."""
+    """A bound in the form of Prometheus' client."""
     return "+Inf" if bound == math.inf else repr(float(bound))
 
 

@@ -1,7 +1,7 @@
 """An engine's figures in registries of other processes, and in registries of several processes.
 
-There a collector is not asked, so real counters, gauges and histograms are moved on by what has changed. Who has the
-engine asks `Differences` what that is, and tells a `Mirror`. What is told is plain data.
+Those registries ask no collector, so real counters, gauges and histograms are changed by differences. The engine's
+process takes them from `Differences`, and gives them to a `Mirror`, as plain data.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BETWEEN = "\t"  # in the name of a series: the metric's name, and the values of
 
 
 class News(TypedDict):
-    """What has changed, by series: what counters have grown by, what gauges are, and which values came into each bucket
-    of a histogram, with their sum."""
+    """Changes by series: growth of counters, values of gauges, and for histograms the number of new values in each
+    bucket, with their sum."""
 
     counters: dict[str, float]
     gauges: dict[str, float]
@@ -28,21 +28,20 @@ class News(TypedDict):
 
 
 class Differences:
-    """What has changed in an engine's figures since the last time, from 0 the first time."""
+    """The changes of an engine's figures since the last call, at first from 0."""
 
     def __init__(self, every: float, clock: Callable[[], float]) -> None:
-        """`every`: seconds from one look at the figures to the next."""
+        """`every`: seconds between two reads of the figures."""
         self._every, self._clock = every, clock
         self._due = -math.inf
         self._last: dict[str, Mapping[Labels, Any]] = {}
 
     @property
     def due(self) -> bool:
-        """Whether it is time for a look."""
         return self._clock() >= self._due
 
     def take(self, stats: Stats) -> News:
-        """What has changed up to these figures. Series that count nothing yet are told once."""
+        """The changes up to these figures. Series without counts yet are reported once."""
         self._due = self._clock() + self._every
         news: News = {"counters": {}, "gauges": {}, "histograms": {}}
         for family in FAMILIES:
@@ -65,7 +64,7 @@ class Differences:
 
 
 def merged(news: News, later: News) -> News:
-    """What has changed over both times."""
+    """The changes over both times."""
     counters, histograms = dict(news["counters"]), dict(news["histograms"])
     for name, grown in later["counters"].items():
         counters[name] = counters.get(name, 0) + grown
@@ -75,13 +74,13 @@ def merged(news: News, later: News) -> News:
 
 
 class Mirror:
-    """The metrics of an engine in a registry that is made for several processes: `vllm:gdscache_lookups_total`, say."""
+    """The metrics of an engine in a registry for several processes, such as `vllm:gdscache_lookups_total`."""
 
     def __init__(
         self, prefix: str, counter: Any, gauge: Any, histogram: Any, labels: Sequence[str], **options: Any
     ) -> None:
-        """`prefix`: of every name. `counter`, `gauge`, `histogram`: classes, as Prometheus' client has them. `labels`:
-        that every series has, in front of its own. `options`: further arguments of the classes, such as `registry`."""
+        """`prefix`: of every name. `counter`, `gauge`, `histogram`: classes like those of Prometheus' client. `labels`:
+        of every series, before its own. `options`: further arguments of the classes, such as `registry`."""
         self._registry = options.get("registry")
         self._metrics: dict[str, Any] = {}
         for family in FAMILIES:
@@ -95,15 +94,15 @@ class Mirror:
                 self._metrics[family.name] = histogram(**about, buckets=[*family.bounds])
 
     def born(self, values: Sequence[Any], tiers: Mapping[str, str]) -> None:
-        """Have the series of an engine with these tiers, by name (see `Tier.kind`), before it counts anything: what is
-        born with a first event hides that event. `values`: of the labels."""
+        """Make the series of an engine with these tiers, by name (see `Tier.kind`), before it counts anything: a series
+        made at its first event would hide that event. `values`: of the labels."""
         stats = unborn(tiers)
         for family in FAMILIES:
             for labels in family.read(stats) if family.kind != "gauge" else ():
                 self._series(family, values, labels)
 
     def add(self, values: Sequence[Any], news: News) -> None:
-        """Something has changed. `values`: of the labels."""
+        """Apply changes. `values`: of the labels."""
         for name, grown in news["counters"].items():
             self._named(name, values).inc(grown)
         for name, value in news["gauges"].items():
@@ -111,11 +110,11 @@ class Mirror:
         for name, came in news["histograms"].items():
             series = self._named(name, values)
             for count, total in zip(came["counts"], came["sums"], strict=True):
-                for _ in range(count):  # of a bucket the mean is as good as each value
+                for _ in range(count):  # within a bucket the mean is as good as each value
                     series.observe(total / count)
 
     def close(self) -> None:
-        """Take them out of the registry that was given."""
+        """Remove the metrics from the given registry."""
         if self._registry is not None:
             for metric in self._metrics.values():
                 self._registry.unregister(metric)
@@ -131,7 +130,7 @@ class Mirror:
 
 
 def unborn(tiers: Mapping[str, str]) -> Stats:
-    """What counters and histograms are read off in `stats()`, of an engine with these tiers (kinds by name) that has
+    """The part of `stats()` that counters and histograms read, for an engine with these tiers (kinds by name) that has
     counted nothing."""
     ages, errors = Histogram(AGES), Histogram(ERRORS)
     names = ("evicted_age_seconds", "evicted_idle_seconds", "reuse_gap_seconds")

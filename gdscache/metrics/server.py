@@ -12,10 +12,11 @@ from gdscache.metrics.collector import EngineCollector, Source
 
 
 class MetricsServer:
-    """Serves an engine's metrics from a thread. It does not keep the engine: one that nobody has any more is closed."""
+    """Serves an engine's metrics from a thread. It holds the engine weakly: an engine without other owners is
+    closed."""
 
     def __init__(self, engine: Source, host: str, port: int) -> None:
-        """Raises `MetricsAddressError` where nothing can be served at this address. Port 0: any that is free."""
+        """Raises `MetricsAddressError` if the address cannot be served. Port 0: any free one."""
         registry = prometheus_client.CollectorRegistry()
         registry.register(EngineCollector(_Weakly(engine)))
         try:
@@ -28,18 +29,17 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port that it serves at."""
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """End it. Twice is fine."""
+        """End it. Repeated calls are fine."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _Weakly:
-    """An engine, as long as somebody else has it."""
+    """A weak reference to an engine."""
 
     def __init__(self, engine: Source) -> None:
         self._engine = weakref.ref(engine)

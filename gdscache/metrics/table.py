@@ -1,7 +1,7 @@
-"""Every metric of an engine, and how it is read off `stats()`. Nothing of Prometheus is imported.
+"""Every metric of an engine, and the function that reads it from `stats()`. Nothing of Prometheus is imported.
 
-Each series is there from the engine's beginning, with 0: what is born with a first event would hide that event from
-whoever asks how much a counter has grown. So causes are listed here, and no label has a value that a caller chooses.
+Each series exists from the engine's beginning, with 0: a series made at its first event would hide that event from
+queries for a counter's growth. So causes are listed here, and no label has a value chosen by a caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Values = Mapping[Labels, float]  # by the values of the metric's labels
 Histograms = Mapping[Labels, Buckets]
 
 _GOOD = (PageStatus.PENDING, PageStatus.LOADED)
-_AWAY = ("switched_off", "lock_lost", "rank_away", "rank_lost")  # causes while a tier, or all of them, are not there
+_AWAY = ("switched_off", "lock_lost", "rank_away", "rank_lost")  # causes while a tier, or all tiers, are unavailable
 BAD = tuple(status.value for status in PageStatus if status not in _GOOD)  # verdicts
 MISSES = ("absent", "expired", "quarantined", *BAD)
 REFUSALS = (*(name for name in ADMISSIONS if name != "all"), "queue_full", "no_prefix", "endurance")
@@ -32,7 +32,7 @@ _DECISIONS = ("loaded", "cut", "declined", "explored", "unmeasured")
 
 
 class Family(NamedTuple):
-    """One metric: what it is, its name (without `_total`), its help, its labels, and how to read it off `stats()`; the
+    """One metric: kind, name (without `_total`), help, labels, the function that reads it from `stats()`, and the
     bounds of a histogram."""
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -44,19 +44,18 @@ class Family(NamedTuple):
 
     @property
     def sample(self) -> str:
-        """The name in Prometheus."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-# A whole engine has `tiers`; of a hybrid one, what is said of whole hits has `gate` and `tokens` alone (`parts_of`).
+# A whole engine has `tiers`; the part of a hybrid one for whole hits has `gate` and `tokens` alone (`parts_of`).
 
 
 def parts_of(stats: Stats) -> dict[str, Stats]:
-    """What `stats()` says, by the names of a pool's groups; "": of all of them, or of an engine without pools."""
+    """`stats()` by the names of a pool's groups; "": of whole hits, or of an engine without pools."""
     if "pools" not in stats:
         return {"": stats}
-    of_pool = ("hits", "tokens", "pages")  # of a gate: what it decided of whole hits
+    of_pool = ("hits", "tokens", "pages")  # of a gate: its decisions on whole hits
     pools: dict[str, Stats] = {}
     for names, one in stats["pools"].items():
         gate = {name: value for name, value in one["gate"].items() if name not in of_pool}
@@ -141,7 +140,7 @@ def _prefetch(name: str, causes: Iterable[str]) -> Callable[[Stats], Values]:
 
 
 def _quarantine(stats: Stats) -> Mapping[str, Any]:
-    """What is said of late I/O and of switches, in the first tier of files."""
+    """The figures of late I/O and of switches, in the first tier of files."""
     return next((tier["quarantine"] for tier in stats["tiers"].values() if "quarantine" in tier), {})
 
 

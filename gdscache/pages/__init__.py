@@ -1,1 +1,1 @@
-"""What a page is: its key, the layout of its bytes, the planes that it lies in, its checksums."""
+"""Pages: keys, the layout of their bytes, the planes they lie in, checksums."""

@@ -1,7 +1,7 @@
 """Per-layer checksums of an extent: XXH3-64 (the `xxhash` library), one 64-bit value a layer.
 
-The checksum of layer `i` covers exactly `extent[start:end]` of `PageLayout.layer_bounds[i]`; padding is not covered.
-What a catalogue stores is *bound* to the page's key: under another key it matches nothing. See docs/format.md.
+The checksum of layer `i` covers exactly `extent[start:end]` of `PageLayout.layer_bounds[i]`, without padding. A
+catalogue stores checksums *bound* to the page's key: under another key they match nothing. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layer_checksums(extent: memoryview, bounds: Sequence[tuple[int, int]]) -> Ch
 
 
 def first_bad_layer(extent: memoryview, bounds: Sequence[tuple[int, int]], expected: Checksums) -> int | None:
-    """The first layer whose bytes do not match `expected`, or None when all do."""
+    """The first layer whose bytes do not match `expected`, or None."""
     if len(expected) != len(bounds):
         return 0
     bad = np.flatnonzero(layer_checksums(extent, bounds) != expected)
@@ -38,16 +38,16 @@ def first_bad_layer(extent: memoryview, bounds: Sequence[tuple[int, int]], expec
 
 
 def bound(sums: Checksums, keys: Sequence[bytes]) -> Checksums:
-    """Checksums of the bytes of pages as a catalogue stores them: uint64 of shape (pages, sums a page), as they came.
+    """Checksums of pages as a catalogue stores them: uint64 of shape (pages, sums a page).
 
-    `keys`: the key of each page. The difference is a value of 64 bits that follows from the key and from the position
-    of the sum in its page (of shards after one another, the layers of each); two keys share it with a chance of 2^-64.
+    `keys`: the key of each page. The difference to `sums` is a 64-bit value that follows from the key and from the
+    position of the sum in its page (shard after shard, the layers of each); two keys share it with a chance of 2^-64.
     """
     return sums + _bindings(keys, sums.shape[1])
 
 
 def unbound(stored: Checksums, keys: Sequence[bytes]) -> Checksums:
-    """The inverse of `bound`: what the bytes of the pages with these `keys` have to give. Loads have it from
+    """The inverse of `bound`: the checksums of the bytes of pages with these `keys`. Loads use
     `native.take_unbound`."""
     return stored - _bindings(keys, stored.shape[1])
 

@@ -17,9 +17,10 @@ def differ(some: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.NDAr
 
 
 def find(keys: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """Where each wanted key is in `keys`, which all differ; -1 where it is not.
+    """The index of each wanted key in `keys`, which all differ; -1 if absent.
 
-    Keys are digests, so eight bytes of them tell nearly all apart; sorted against sorted, memory is read in order.
+    Keys are digests, so eight of their bytes tell nearly all apart. Sorted keys are searched with sorted keys, so
+    memory is read in order.
     """
     if not len(keys) or not len(wanted):
         return np.full(len(wanted), -1, np.int64)

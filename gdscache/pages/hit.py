@@ -1,4 +1,4 @@
-"""Hit: what is cached of a request, in words that a load takes."""
+"""Hit: the cached pages of a request, as the argument of a load."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gdscache.pages.reasons import CACHED, Reason, Told, joined, words
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """What `lookup` found: a snapshot, without a lease.
+    """The result of `lookup`: a snapshot, without a lease.
 
     `tokens` tokens from `start` on are cached, in full pages. `tiers` names the fastest tier of each page. `seconds` is
     the expected time of loading them, behind the loads under way, by the measurements so far; None before there are
     any.
 
-    `pays`: how many tokens, from the first, are faster to load than to compute; all of them before that is known.
+    `pays`: the number of first tokens that are faster to load than to compute; all of them before that is known.
     `declined`: cached tokens that were left out for that reason (`load.gate: enforcing`). `recompute_seconds` is the
     expected time of computing `tokens` tokens; None before `observe_prefill`, and without a gate.
 
@@ -37,9 +37,9 @@ class Hit:
     why: Callable[[], Sequence[Reason]] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def reasons(self) -> tuple[Reason, ...]:
-        """Where the tokens from `start` on come from, and why the others of the request's full pages are missing.
+        """The source of the tokens from `start` on, and why the others of the request's full pages are missing.
 
-        It is worked out when it is asked for: of the missing pages it says what is known by then (`CAUSES` of
+        Computed at the call: for missing pages it tells the knowledge of that time (`CAUSES` of
         gdscache/pages/reasons.py).
         """
         size = self.tokens // len(self.tiers) if self.tiers else 1
@@ -47,7 +47,7 @@ class Hit:
         return here if self.why is None else (*here, *self.why())
 
     def missing(self) -> Reason | None:
-        """Why the hit ends where it does; None where no full page of the request is missing. See `reasons`."""
+        """Why the hit ends; None if no full page of the request is missing. See `reasons`."""
         return None if self.why is None else next(iter(self.why()), None)
 
     def words(self) -> str:
@@ -55,6 +55,6 @@ class Hit:
         return words(self.reasons())
 
     def part(self, numbers: Sequence[int]) -> Hit:
-        """Some of its pages, by their numbers, for a load into blocks of theirs."""
+        """Some of its pages, by number, for a load into their blocks."""
         pages, tiers = self.pages, self.tiers
         return dataclasses.replace(self, pages=tuple(pages[i] for i in numbers), tiers=tuple(tiers[i] for i in numbers))

@@ -3,8 +3,8 @@
 A page key is a chained BLAKE2b-256 (RFC 7693) keyed with the namespace: `digest(parent key || token ids)`, the token
 ids as little-endian uint32. A key therefore names the whole prefix up to and including its page.
 
-Where the caller chains digests of its own (`PageHashes`), a page key is `digest(its digest)`, keyed in the same way.
-What is digested has 32 bytes then, and at least 36 with tokens, so no key of one kind is one of the other.
+For a caller that chains digests of its own (`PageHashes`), a page key is `digest(its digest)`, keyed in the same way.
+The digested data has 32 bytes then, and at least 36 with tokens, so no key of one kind equals one of the other.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gdscache.native import chained_keys, keys_of
 from gdscache.pages.token_bytes import equal_tokens, narrowed
 
 FORMAT = 1
-SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # sequences whose names are remembered, and names in all: about 10 MiB
-_COMPARED = 8  # of those that begin with the same page, the last
-_NAMESPACES_KEPT = 8  # of one `PageHashes`: the last in which its pages were named
+SEQUENCES_KEPT, NAMES_KEPT = 32, 1 << 15  # remembered sequences, and names in all: about 10 MiB
+_COMPARED = 8  # of the sequences with the same first page, the last
+_NAMESPACES_KEPT = 8  # of one `PageHashes`: the namespaces in which its pages were last named
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -44,7 +44,7 @@ class Page(NamedTuple):
 
 
 def namespace_digest(fields: Mapping[str, object]) -> bytes:
-    """Digest of everything that makes bytes interchangeable (32 bytes), from plain JSON data.
+    """Digest of all facts that make bytes interchangeable (32 bytes), from plain JSON data.
 
     Canonical JSON (sorted keys, no blanks, ASCII) makes equal fields equal bytes, and keeps field borders apart.
     """
@@ -55,8 +55,8 @@ def namespace_digest(fields: Mapping[str, object]) -> bytes:
 def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
     """Token ids as a one-dimensional little-endian uint32 array.
 
-    Takes a list or tuple of integers, a numpy integer array, or a dense torch tensor in host memory.
-    Raises `TokensError` for anything that is not one flat run of integers in [0, 2**32).
+    Takes a list or tuple of integers, a numpy integer array, or a dense torch tensor in host memory. Raises
+    `TokensError` unless they are one flat run of integers in [0, 2**32).
     """
     if isinstance(tokens, PageHashes):
         raise TokensError(
@@ -74,7 +74,7 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
         raise TokensError("token ids are a masked array", "pass .compressed(), or the ids of one sequence")
     try:
         values = np.asarray(tokens)
-    except (TypeError, ValueError, RuntimeError) as error:  # what tensors answer that numpy cannot see into
+    except (TypeError, ValueError, RuntimeError) as error:  # raised by tensors that numpy cannot read
         raise TokensError(
             f"token ids are {_kind(tokens)}, which has no array of integers in host memory: {_first_line(error)}",
             "pass a dense tensor of integers in host memory (.detach().cpu()), a numpy array or a list",
@@ -95,7 +95,7 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
 
 
 def _kind(tokens: Any) -> str:
-    """What was given: for a tensor its type, layout and device, which are what numpy refuses."""
+    """The type of an argument, and a tensor's dtype, layout and device, which numpy may refuse."""
     about = [str(getattr(tokens, name)) for name in ("dtype", "layout", "device") if hasattr(tokens, name)]
     return f"a {type(tokens).__name__}" + (f" ({', '.join(about)})" if about else "")
 
@@ -109,7 +109,7 @@ def page_keys(
 ) -> list[bytes]:
     """Keys of all full pages of `tokens` (see `as_tokens`), first page first; the partial tail has none.
 
-    `parent`: the key of the page before them, where they are not the first of their sequence.
+    `parent`: the key of the page before them, unless they begin their sequence.
     """
     return chained_keys(namespace, parent or namespace, tokens.tobytes(), page_tokens * 4)
 
@@ -118,7 +118,7 @@ def page_keys(
 class _Named:
     """Tokens whose pages have names. `first`: the namespace, and the bytes of the first page.
 
-    It has keys, since the garbage collector looks at `Page`s for as long as they are there.
+    It keeps keys instead of `Page`s, which the garbage collector would visit.
     """
 
     first: tuple[bytes, bytes]
@@ -129,16 +129,16 @@ class _Named:
 class PageNames:
     """The names of the pages of token sequences.
 
-    The last `kept` sequences are remembered, fewer where they have more than `names` pages together, and what begins as
-    one of them is hashed only from where it differs: a prompt that is stored chunk by chunk, or a conversation that
-    goes on, is hashed once. Thread-safe.
+    The last `kept` sequences are remembered, fewer if they have more than `names` pages together. A sequence that
+    begins like one of them is hashed only from the first difference: a prompt that is stored chunk by chunk, or a
+    conversation that goes on, is hashed once. Thread-safe.
     """
 
     def __init__(self, page_tokens: int, kept: int = SEQUENCES_KEPT, names: int = NAMES_KEPT) -> None:
         self._page_tokens = page_tokens
         self._kept = kept
         self._names = names
-        self._known: list[_Named] = []  # the one that was used last comes last
+        self._known: list[_Named] = []  # the last used one comes last
         self._lock = threading.Lock()
 
     def of(self, namespace: bytes, tokens: npt.NDArray[np.uint32]) -> list[Page]:
@@ -147,7 +147,7 @@ class PageNames:
         tokens = tokens[: len(tokens) // size * size]
         if not len(tokens):
             return []
-        data = tokens.tobytes()  # and all that follows by bytes: numpy gives the interpreter's lock up
+        data = tokens.tobytes()  # bytes from here on: numpy would release the interpreter's lock
         first = namespace, data[: 4 * size]
         known, equal = self._nearest(first, data)
         keys = [] if known is None else known.keys[: equal // size]
@@ -158,18 +158,18 @@ class PageNames:
             used = _Named(first, data, keys)
         with self._lock:
             before = len(self._known)
-            # One that `used` goes on from is not needed any more; one with an end of its own may go on, too.
+            # A sequence that `used` continues is not needed any more; one with an end of its own may continue too.
             if known is not None and known in self._known and (used is known or 4 * equal == len(known.tokens)):
                 self._known.remove(known)
             self._known.append(used)
-            if used is not known or len(self._known) > before:  # else they are those from before, in another order
+            if used is not known or len(self._known) > before:  # otherwise only their order has changed
                 del self._known[: -self._kept]
                 while len(self._known) > 1 and sum(len(some.keys) for some in self._known) > self._names:
                     del self._known[0]
         return list(_pages(keys, namespace, namespace))
 
     def _nearest(self, first: tuple[bytes, bytes], tokens: bytes) -> tuple[_Named | None, int]:
-        """The remembered sequence that has the most first tokens in common with these, and how many these are."""
+        """The remembered sequence with the longest common prefix, and its length in tokens."""
         with self._lock:
             alike = [some for some in self._known if some.first == first][-_COMPARED:]
         equal = [equal_tokens(some.tokens, tokens) for some in alike]
@@ -177,7 +177,6 @@ class PageNames:
         return (alike[equal.index(most)], most) if most else (None, 0)
 
     def forget(self) -> None:
-        """Remember nothing."""
         with self._lock:
             self._known.clear()
 
@@ -186,17 +185,16 @@ class PageHashes:
     """The pages of a request by digests of the caller's, for an engine that hashes its blocks itself.
 
     `hashes`: 32 bytes a full page, the first page first. The caller chains them, so that each names the whole prefix up
-    to and including its page, with all that makes its bytes differ (an adapter, images). `tokens`: those of the whole
-    request, a partial last page included; None: as many as the pages have. It goes where token ids go in `lookup`,
-    `store`, `prefetch`, `pin` and `pages` of an engine; `start` counts tokens as ever. Keys of hashes and keys of
-    tokens never meet.
+    to and including its page, with all facts that decide its bytes (an adapter, images). `tokens`: of the whole
+    request, a partial last page included; None: full pages only. A `PageHashes` takes the place of token ids in
+    `lookup`, `store`, `prefetch`, `pin` and `pages` of an engine; `start` counts tokens as ever. Keys of hashes and
+    keys of tokens never meet.
 
-    `parent`: the caller's digest of the page before the first one, for pages from the middle of a request. It says
-    which page the first one follows, and changes no key.
+    `parent`: the caller's digest of the page before the first one, for pages from the middle of a request. It links the
+    first page to its parent, and changes no key.
 
-    The names of its pages are remembered, so one that grows with its request (`extend`) is named page by page.
-    Thread-safe. Raises `InvalidValueError` for hashes that are none. What does not fit `tokens` is found by the call
-    that it is given to (`TokensError`).
+    The names of its pages are remembered, so a request that grows (`extend`) is named page by page. Thread-safe. Raises
+    `InvalidValueError` for invalid hashes. Calls that take it raise `TokensError` if hashes and `tokens` do not fit.
     """
 
     def __init__(self, hashes: Sequence[bytes], tokens: int | None = None, *, parent: bytes | None = None) -> None:
@@ -214,11 +212,11 @@ class PageHashes:
 
     @property
     def whole(self) -> bool:
-        """Whether the first page is the first of its request; else there is a `parent`."""
+        """Whether the first page is the first of its request, without a `parent`."""
         return self._parent is None
 
     def chain(self) -> list[bytes]:
-        """The caller's digests: the parent's, where there is one, and those of the pages."""
+        """The caller's digests: the parent's, if there is one, and those of the pages."""
         with self._lock:
             return [*([] if self._parent is None else [self._parent]), *self._hashes]
 
@@ -226,9 +224,9 @@ class PageHashes:
         return f"PageHashes({len(self._hashes)} pages, tokens={self._tokens})"
 
     def extend(self, hashes: Sequence[bytes], tokens: int | None = None) -> None:
-        """The request has grown by pages. `tokens`: of the whole request now; None: as many as the pages have.
+        """The request has grown by pages. `tokens`: of the whole request now; None: full pages only.
 
-        Raises what the constructor raises, and changes nothing then.
+        Raises like the constructor, and changes nothing then.
         """
         length = None if tokens is None else arguments.whole(tokens, "tokens", 0, MAX_COUNT)
         more = _as_hashes(hashes)
@@ -248,7 +246,8 @@ class PageHashes:
             self._tokens = length
 
     def length(self, page_tokens: int) -> int:
-        """Tokens of the whole request, of pages of so many. Raises `TokensError` where it has more or fewer pages."""
+        """Tokens of the whole request, with pages of `page_tokens`. Raises `TokensError` if the number of pages
+        differs."""
         with self._lock:
             pages, tokens = len(self._hashes), self._tokens
         if tokens is None:
@@ -278,7 +277,7 @@ class PageHashes:
 
 
 def _pages(keys: Sequence[bytes], parent: bytes, namespace: bytes) -> Iterator[Page]:
-    """The names of pages that follow each other, of which the first follows `parent`."""
+    """The names of consecutive pages; the first follows `parent`."""
     rows = zip(keys, itertools.chain((parent,), keys), itertools.repeat(namespace), strict=False)
     return map(tuple.__new__, itertools.repeat(Page), rows)  # Page._make takes twice as long
 

@@ -1,10 +1,10 @@
-"""Where the bytes of a page lie: planes, layers, extents. Arithmetic only; imports nothing heavy.
+"""The places of a page's bytes: planes, layers, extents. Arithmetic only; imports nothing heavy.
 
-A *page* is `page_tokens` consecutive tokens of all layers. Each layer has one or more *planes*: arrays whose rows
-are tokens. Attention kinds (MHA, GQA, MLA, quantised, indexed) differ in their list of planes and in nothing else.
+A *page* is `page_tokens` consecutive tokens of all layers. Each layer has one or more *planes*: arrays whose rows are
+tokens. Attention kinds (MHA, GQA, MLA, quantised, indexed) differ in their list of planes and in nothing else.
 
-`layer_first` is how engines keep the GPU pool: one array per layer and plane. `page_first` is one contiguous
-*extent* a page, ordered layer → plane → token with no padding inside, padded to `EXTENT_ALIGNMENT` at its end.
+`layer_first` is the order of engines' GPU pools: one array per layer and plane. `page_first` is one contiguous *extent*
+a page, ordered layer → plane → token with no padding inside, padded to `EXTENT_ALIGNMENT` at its end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Plane:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's row."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -73,7 +72,7 @@ class PageLayout:
     """The planes of each layer and the tokens of a page; everything else follows from them.
 
     `layers[i]` lists the planes of local layer `i` (layer 0 is the first one that *this* process holds). `shards`: the
-    parts that the heads are cut into, for as many processes; the planes, and all bytes here, are those of one part.
+    number of processes over which the heads are spread; the planes, and all bytes here, are of one shard.
     """
 
     layers: tuple[tuple[Plane, ...], ...]
@@ -108,7 +107,7 @@ class PageLayout:
 
     @cached_property
     def pieces(self) -> tuple[tuple[PlaneSlice, ...], ...]:
-        """`pieces[layer][plane]`: where that plane's `page_tokens` rows lie in the extent."""
+        """`pieces[layer][plane]`: the place of that plane's `page_tokens` rows in the extent."""
         result, offset = [], 0
         for layer, planes in enumerate(self.layers):
             row = []
@@ -121,15 +120,15 @@ class PageLayout:
 
     @cached_property
     def layer_bounds(self) -> tuple[tuple[int, int], ...]:
-        """`(start, end)` byte offsets of each layer in the extent; what one checksum covers."""
+        """`(start, end)` byte offsets of each layer in the extent, as covered by its checksum."""
         return tuple((row[0].offset, row[-1].offset + row[-1].nbytes) for row in self.pieces)
 
     def read_span(self, layers: range, *, alone: bool = False) -> tuple[int, int]:
-        """`(start, stop)` byte offsets in the extent of what is read for a group of consecutive layers.
+        """`(start, stop)` byte offsets in the extent of the read for a group of consecutive layers.
 
-        Both ends are rounded up to `EXTENT_ALIGNMENT`: what the first layer has below `start` was read with the group
-        before. So the groups of a page are disjoint reads, and a group is there when those before it are there too. A
-        group that is read `alone` begins with the alignment unit that its first byte is in.
+        Both ends are rounded up to `EXTENT_ALIGNMENT`: the first layer's bytes below `start` are read with the group
+        before. So the groups of a page are disjoint reads, and a group is complete when those before it are too. The
+        read of a group `alone` begins with the alignment unit of its first byte.
         """
         start, stop = self.layer_bounds[layers.start][0], self.layer_bounds[layers.stop - 1][1]
         return start - start % EXTENT_ALIGNMENT if alone else _rounded_up(start), _rounded_up(stop)
@@ -158,16 +157,16 @@ class PageLayout:
         return -(-n_tokens // self.page_tokens)
 
     def describe(self) -> list[object]:
-        """The layout as plain data: what a namespace digests and a catalogue shows."""
+        """The layout as plain data, for a namespace's digest and a catalogue."""
         return [[[p.name, list(p.shape), p.dtype] for p in planes] for planes in self.layers]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """What the layer groups of a read are made to.
+    """The target sizes of the layer groups of a read.
 
-    No group has less than `least` bytes of a page. The first has about `first` bytes over all pages of a load, enough
-    requests to keep a device busy; none has more than about a `parts`-th of a page, as far as the other two allow.
+    No group has fewer than `least` bytes of a page. The first has about `first` bytes over all pages of a load, enough
+    requests to keep a device busy. None has more than about a `parts`-th of a page, as far as the other two allow.
     """
 
     least: int = GROUP_BYTES
@@ -175,9 +174,10 @@ class GroupSizes:
     parts: int = 8
 
     def paced(self, bytes_per_second: float | None) -> GroupSizes:
-        """With a first group of what takes `FIRST_SECONDS` at a measured speed; as they are where none is known.
+        """The same, with a first group that takes `FIRST_SECONDS` at a measured speed; unchanged without one.
 
-        Not below a quarter of `first`, or too few requests are in flight, nor above eight times as much.
+        The first group is at least a quarter of `first`, since fewer requests would be too few in flight, and at most
+        eight times `first`.
         """
         if not bytes_per_second:
             return self
@@ -186,15 +186,15 @@ class GroupSizes:
 
 
 def read_groups(layout: PageLayout, pages: int, sizes: GroupSizes = GroupSizes()) -> tuple[range, ...]:
-    """The groups of consecutive layers in which a load of so many pages is read: all layers once, in order.
+    """The groups of consecutive layers in which a load of `pages` pages is read: all layers once, in order.
 
-    The first group is as small as `sizes` allow, so that layer 0 is early. The following ones double until they reach
-    a `parts`-th of a page: a model that computes as fast as pages are read waits for about one largest group more than
-    for a load that is there, and each read should be as large as that allows. Towards the end they become small again,
-    so that few layers are left to compute when the last bytes come.
+    The first group is as small as `sizes` allow, so that layer 0 is early. The following ones double until they reach a
+    `parts`-th of a page. A model that computes as fast as pages are read then waits for about one largest group more
+    than with pages in memory, and reads should be as large as that allows. The last groups are small again, so that few
+    layers are left to compute when the last bytes come.
 
-    There is one group where an extent has less than two `least`, since its neighbours are better read together, and
-    where the load has less than two `first`, since it is over before a second group would help.
+    There is one group if an extent has fewer than two `least`, since its neighbours are better read together, and if
+    the load has fewer than two `first`, since it ends before a second group would help.
     """
     if layout.extent_bytes < 2 * sizes.least or pages * layout.page_bytes < 2 * sizes.first:
         return (range(layout.n_layers),)
@@ -204,19 +204,19 @@ def read_groups(layout: PageLayout, pages: int, sizes: GroupSizes = GroupSizes()
 
 
 def copy_groups(layout: PageLayout, pages: int, largest: int = COPY_BYTES) -> tuple[range, ...]:
-    """The groups of consecutive layers in which so many pages are copied from memory: all layers once, in order.
+    """The groups of consecutive layers in which `pages` pages are copied from memory: all layers once, in order.
 
     The first has little more than `GROUP_BYTES` a page, so that layer 0 is early. The following ones double until they
-    have about `largest` bytes over all pages, and the last ones are small again: to queue a group takes the
-    interpreter's and the driver's locks, which whoever launches the model's kernels wants too.
+    have about `largest` bytes over all pages, and the last ones are small again. Queueing a group takes the
+    interpreter's and the driver's locks, which threads that launch the model's kernels need too.
     """
     return _doubling(layout, GROUP_BYTES, max(GROUP_BYTES, largest // max(1, pages)))
 
 
 def _doubling(layout: PageLayout, smallest: int, largest: int) -> tuple[range, ...]:
-    """Groups of at least `smallest` bytes of a page; each has twice as many as the one before until they reach
-    `largest`, and about half of what is left at most: the last bytes come with few layers left to compute. The last
-    group takes what is too small for one of its own."""
+    """Groups of at least `smallest` bytes of a page. Each has twice the bytes of the one before until they reach
+    `largest`, and about half of the rest at most: the last bytes come with few layers left to compute. The last group
+    takes a rest too small for a group of its own."""
     bounds, size = layout.layer_bounds, layout.page_bytes
     groups, begin, wanted = list[range](), 0, smallest
     while True:

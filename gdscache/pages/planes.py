@@ -1,4 +1,4 @@
-"""Paged planes: the tensors that hold the KV cache layer by layer, as the engine's own pool or as an attached engine's.
+"""Paged planes: the tensors that hold the KV cache layer by layer, of the engine's own pool or of an attached engine.
 
 A plane tensor has shape `(blocks, block_tokens, *row)`; blocks and tokens may be strided, a token's row must be
 contiguous. `block_tokens` divides `page_tokens`; a page is `page_tokens // block_tokens` blocks, anywhere.
@@ -24,10 +24,10 @@ _SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][p
 
 
 class BlockTables:
-    """Planes of `blocks` blocks of `block_tokens` tokens, as far as their numbers go."""
+    """The checks of block numbers: planes of `blocks` blocks of `block_tokens` tokens, without their memory."""
 
     def __init__(self, layout: PageLayout, blocks: int, block_tokens: int) -> None:
-        """Raises `PlanesError` where blocks do not divide a page."""
+        """Raises `PlanesError` if blocks do not divide a page."""
         self.layout = layout
         self.blocks, self.block_tokens = blocks, block_tokens
         if layout.page_tokens % block_tokens:
@@ -56,7 +56,7 @@ class BlockTables:
         return table.reshape(-1, self.blocks_per_page)
 
     def check_blocks(self, blocks: Blocks) -> None:
-        """Raises `SlotRangeError` where some are not block numbers of this pool, or named twice."""
+        """Raises `SlotRangeError` for numbers that are not blocks of this pool, or named twice."""
         fault = blocks_fault(blocks, self.blocks)
         if fault == "outside":
             raise SlotRangeError(
@@ -71,7 +71,7 @@ class PagedPlanes(BlockTables):
     """All planes of a pool, checked against a layout.
 
     `tensors[layer][plane]` has shape `(blocks, block_tokens, *plane.shape)` and the plane's dtype; all of them lie on
-    one device and have the same `blocks` and `block_tokens`. Raises `PlanesError` for anything else.
+    one device and have the same `blocks` and `block_tokens`. Raises `PlanesError` otherwise.
     """
 
     def __init__(self, layout: PageLayout, tensors: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -138,8 +138,8 @@ class PagedPlanes(BlockTables):
 
 
 def _values(tensor: torch.Tensor) -> Any:
-    """Those of a host tensor of int32 or int64, by nothing that gives the interpreter's lock up, as torch does for each
-    step, and for the end of an array that `numpy()` made."""
+    """The integers of a host tensor of int32 or int64, without releasing the interpreter's lock, as torch does for each
+    step, and at the end of an array made by `numpy()`."""
     if not tensor.numel():
         return ()
     if not tensor.is_contiguous():
@@ -151,7 +151,7 @@ def _values(tensor: torch.Tensor) -> Any:
 
 
 def host_indices(slots: Any) -> Blocks:
-    """Integers on the host as a flat, contiguous int64 array. Raises `SlotRangeError` for anything else."""
+    """Integers on the host as a flat, contiguous int64 array. Raises `SlotRangeError` otherwise."""
     hint = "pass a flat list, numpy array or host tensor of int32 or int64 block indices"
     if isinstance(slots, torch.Tensor):
         if slots.device.type != "cpu":
@@ -165,10 +165,10 @@ def host_indices(slots: Any) -> Blocks:
         raise SlotRangeError("slots are a masked array", hint)
     try:
         array = np.asarray(slots)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged; tensors that are not in host memory
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors that are not in host memory
         raise SlotRangeError(f"slots are no array: {error}", hint) from None
     if array.size and array.dtype not in (np.int32, np.int64):
         raise SlotRangeError(f"slots have dtype {array.dtype}", hint)
-    # A copy, since stores look at it later, and one by which numpy gives no lock up, however long it is.
+    # A copy, since stores read it later; made without numpy's release of the interpreter's lock.
     flat = np.ascontiguousarray(array.reshape(-1), np.int64)
     return np.frombuffer(flat.tobytes(), np.int64) if flat.size else flat

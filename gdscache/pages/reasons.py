@@ -1,4 +1,4 @@
-"""Why tokens of a request come from a tier, or from none: in words that a request's statistics and people take."""
+"""Why tokens of a request come from a tier, or from none, for a request's statistics and for log lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 CACHED = "cached"
-# What `Reason.cause` may say besides, and what that means.
+# The values of `Reason.cause`, and their meanings.
 CAUSES = {
     CACHED: "on `tier`",
     "gate": "on `tier`, and slower to load than to compute: left out (`load.gate: enforcing`)",
@@ -28,7 +28,7 @@ CAUSES = {
 
 
 class Told(NamedTuple):
-    """What is known of one page."""
+    """The knowledge about one page."""
 
     cause: str
     tier: str = ""
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Tokens `first` to `stop` (exclusive) of a request, whole pages, and what is known of them: see `CAUSES`."""
+    """Tokens `first` to `stop` (exclusive) of a request, whole pages, and their cause: see `CAUSES`."""
 
     first: int
     stop: int
@@ -46,7 +46,7 @@ class Reason(NamedTuple):
 
 
 def joined(start: int, page_tokens: int, told: Iterable[Told]) -> tuple[Reason, ...]:
-    """Pages in a row of which the same is known, as one each. `start`: the token that the first page begins with."""
+    """Consecutive pages with equal causes, joined. `start`: the first page's first token."""
     found: list[Reason] = []
     last: Told | None = None
     at = first = start
@@ -61,11 +61,11 @@ def joined(start: int, page_tokens: int, told: Iterable[Told]) -> tuple[Reason, 
     return tuple(found)
 
 
-_RUNS = 8  # that a line tells
+_RUNS = 8  # most runs of a line
 
 
 def words(reasons: Sequence[Reason]) -> str:
-    """Reasons as a line, the first of them where there are many."""
+    """Reasons as a line; only the first `_RUNS` in full."""
     told = [_word(reason) for reason in reasons[:_RUNS]]
     if len(reasons) > _RUNS:
         told.append(f"and {len(reasons) - _RUNS} more")

@@ -1,4 +1,5 @@
-"""Token ids as bytes: numpy gives the interpreter's lock up for arrays of more than 500 elements, and bytes do not."""
+"""Token ids as bytes: numpy releases the interpreter's lock for arrays of more than 500 elements; operations on bytes
+do not."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from gdscache.native import narrow_tokens
 
 
 def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
-    """int32 or int64, as they come from tokenizers, where all of them fit in uint32; None: look closer."""
+    """int32 or int64 token ids as uint32, if all fit; None: unknown."""
     if values.dtype == np.dtype("<i4"):
         data = values.tobytes()
         return np.frombuffer(data, "<u4") if data[3::4].isascii() else None
@@ -21,7 +22,7 @@ def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
 
 
 def equal_tokens(a: bytes, b: bytes) -> int:
-    """How many of the first tokens of both are equal."""
+    """The number of equal first tokens."""
     same, most = 0, min(len(a), len(b)) // 4
     if a[: 4 * most] == b[: 4 * most]:
         return most

@@ -1,1 +1,1 @@
-"""Threads, public calls and what interrupts of them end, and what memory the machine has."""
+"""Threads, public calls and the engine's end after an interrupted one, and the machine's memory."""

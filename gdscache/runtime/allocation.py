@@ -1,4 +1,4 @@
-"""What memory there is, and the error that says which setting asked for more."""
+"""Available memory, and the error that names the setting which asked for more."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def allocating(setting: str, nbytes: int, device: torch.device) -> Iterator[None]:
-    """Allocate `nbytes` of `device` inside. `setting` is the key that asks for them, or what they are for.
+    """A block that allocates `nbytes` of `device`. `setting`: their key or purpose.
 
-    Raises `NoMemoryError`: for host memory before anything is allocated where there is less, since the kernel promises
-    memory that it has not got, and kills the process that uses it.
+    Raises `NoMemoryError`. Host memory is checked before the allocation, since the kernel promises memory that it does
+    not have, and kills the process that uses it.
     """
     if device.type == "cpu":
         there = host_bytes()
@@ -35,17 +35,17 @@ def allocating(setting: str, nbytes: int, device: torch.device) -> Iterator[None
         if "OUT_OF_MEMORY" not in error.message:
             raise
         raise _refused(setting, nbytes, device, error.message) from error
-    except RuntimeError as error:  # what torch's allocator for host memory raises
+    except RuntimeError as error:  # raised by torch's allocator for host memory
         if "alloc" not in str(error):
             raise
         raise _refused(setting, nbytes, device, str(error)) from error
 
 
 def host_bytes(groups: Iterable[Path] | None = None) -> int | None:
-    """Bytes of host memory that this process may still take: the machine's, and what its cgroups leave it.
+    """Bytes of host memory that this process may still take: the machine's, limited by its cgroups.
 
-    `groups`: the directories of its memory cgroups; without them, those that can be seen from here. None where the
-    system does not say.
+    `groups`: the directories of its memory cgroups; by default those visible from here. None if the system does not
+    tell.
     """
     found = [_machine_bytes(), *map(_left, _groups() if groups is None else groups)]
     known = [nbytes for nbytes in found if nbytes is not None]
@@ -65,14 +65,14 @@ def _refused(setting: str, nbytes: int, device: torch.device, cause: str = "") -
 
 
 def _machine_bytes() -> int | None:
-    """What the kernel can give without swapping, and what it can swap."""
+    """The bytes that the kernel can give without swapping, and those it can swap."""
     lines = text_of(Path("/proc/meminfo")).splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return (kib["MemAvailable"] + kib.get("SwapFree", 0)) << 10 if "MemAvailable" in kib else None
 
 
 def _groups() -> Iterator[Path]:
-    """The directories of the memory cgroups that this process is in, as far as they can be seen from here."""
+    """The directories of this process's memory cgroups, as far as they are visible."""
     for line in text_of(Path("/proc/self/cgroup")).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or "memory" in controllers.split(","):
@@ -85,7 +85,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _left(group: Path) -> int | None:
-    """What a cgroup's limit leaves; file pages count as free, since the kernel gives them up first."""
+    """The rest of a cgroup's limit; file pages count as free, since the kernel drops them first."""
     for limit, usage, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -1,8 +1,8 @@
 """Handles that are awaited in asyncio's event loops.
 
-An engine has a reader in each loop in which its handles are awaited, from the first of these awaits to the last. Its
-descriptor is rung by the thread in which a handle ends. That thread may hold the manager's lock, so it neither waits
-nor runs code of the loop's.
+An engine has a reader in each loop with awaits of its handles, from the first of these awaits to the last. The thread
+in which a handle ends rings the reader's descriptor. That thread may hold the manager's lock, so it neither waits nor
+runs code of the loop's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gdscache.runtime.threads import Flag
 
 
 class EventDescriptor:
-    """An eventfd that any thread rings until it is closed, and never when its number may be somebody else's. Raises
-    `IOFailedError` where the process may open no more."""
+    """An eventfd that any thread may ring until it is closed; later rings never reach a reused number. Raises
+    `IOFailedError` if the process may open no more."""
 
     def __init__(self) -> None:
         try:
@@ -30,22 +30,22 @@ class EventDescriptor:
             message = f"no descriptor for handles that end: {error.strerror}"
             raise IOFailedError(message, "raise ulimit -n", error.errno) from error
         self._lock = threading.Lock()
-        # As `os.eventfd_write`, with the interpreter's lock: it never waits, and who rings may hold the manager's lock.
+        # Like `os.eventfd_write`, but with the interpreter's lock: it never waits, and the caller may hold the
+        # manager's lock.
         self._write: Any = ctypes.PyDLL(None).eventfd_write
         self._write.argtypes = ctypes.c_int, ctypes.c_uint64
 
     def fileno(self) -> int:
-        """Its number; -1 when it is closed."""
+        """Its number; -1 after `close`."""
         return self._fd
 
     def ring(self) -> None:
-        """Make it readable. Nothing happens where it is closed."""
+        """Make it readable. Without effect after `close`."""
         with self._lock:
             if self._fd >= 0:
                 self._write(self._fd, 1)
 
     def close(self) -> None:
-        """Give the descriptor back; twice is fine."""
         with self._lock:
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -53,15 +53,15 @@ class EventDescriptor:
 
 
 class LoopReaders:
-    """The readers of one engine, by event loop. Each is used in the thread of its loop, but for `close`."""
+    """The readers of one engine, by event loop. Each is used in its loop's thread, except for `close`."""
 
     def __init__(self) -> None:
         self.closed = False
         self._readers: dict[asyncio.AbstractEventLoop, _Reader] = {}
 
     async def until(self, flag: Flag, seconds: float | None) -> bool:
-        """Wait until the flag is set; False when `seconds` pass before. Raises `EngineClosedError` where `close` was
-        called and the flag is not set."""
+        """Wait until the flag is set; False after `seconds`. Raises `EngineClosedError` after `close` if the flag is
+        not set."""
         if flag.is_set():
             return True
         loop = asyncio.get_running_loop()
@@ -74,7 +74,7 @@ class LoopReaders:
         timer = None if seconds is None else loop.call_later(seconds, waiter.wake)
         try:
             flag.watch(waiter)
-            if self.closed:  # perhaps before the reader was there to be seen
+            if self.closed:  # perhaps set before the reader existed
                 waiter.wake()
             await waiter.future
         finally:
@@ -97,7 +97,7 @@ class LoopReaders:
         self._drop_closed_loops()
 
     def _drop_closed_loops(self) -> None:
-        """The readers of loops that were closed in the middle of awaits, which nobody goes on with."""
+        """Drop the readers of loops that were closed during awaits, which never continue."""
         for loop in [loop for loop in list(self._readers) if loop.is_closed()]:
             reader = self._readers.pop(loop, None)
             if reader is not None:
@@ -105,7 +105,7 @@ class LoopReaders:
 
 
 class _Waiter:
-    """One await. It takes the place of a lock among those that wait for a flag."""
+    """One await, in place of a lock among a flag's waiters."""
 
     __slots__ = ("_reader", "future")
 
@@ -113,7 +113,7 @@ class _Waiter:
         self._reader, self.future = reader, future
 
     def release(self) -> None:
-        """The flag is set. In any thread; again changes nothing."""
+        """The flag is set. In any thread; repeated calls are fine."""
         self._reader.ring(self)
 
     def wake(self) -> None:
@@ -123,7 +123,7 @@ class _Waiter:
 
 
 class _Reader:
-    """What wakes the awaits of one engine in one loop."""
+    """Wakes the awaits of one engine in one loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.waiters: set[_Waiter] = set()
@@ -144,11 +144,11 @@ class _Reader:
         self._rung.ring()
 
     def _read(self) -> None:
-        """The descriptor is read behind the wakes: an interrupt between them leaves it readable."""
+        """The descriptor is read after the wakes: an interrupt between them leaves it readable."""
         self._wake()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._rung.fileno())
-        self._wake()  # who rang before it was read
+        self._wake()  # rings before the read
 
     def _wake(self) -> None:
         while self._over:
@@ -158,7 +158,7 @@ class _Reader:
             waiter.wake()
 
     def close(self) -> None:
-        """Leave the loop, and give the descriptor back; twice is fine."""
+        """Leave the loop, and close the descriptor. Repeated calls are fine."""
         if self._rung.fileno() >= 0 and not self._loop.is_closed():
             self._loop.remove_reader(self._rung.fileno())
         self._rung.close()

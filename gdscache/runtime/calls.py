@@ -1,11 +1,11 @@
-"""The public calls of an engine: who may make one, and what becomes of the engine where one is broken off.
+"""The public calls of an engine: permitted callers, and the engine's end after an interrupted call.
 
-Ctrl-C raises `KeyboardInterrupt` in the main thread behind any call or jump. A call that changes the engine and is
-broken off there may leave an index half changed. So such a call is a `with` block of `Calls`: what a signal's handler
-raises in it ends the engine, and a thread of the engine's closes it. A call that only waits is no such block: its wait
-ends, and the engine goes on.
+Ctrl-C raises `KeyboardInterrupt` in the main thread behind any call or jump. It may leave an index half changed in a
+call that changes the engine. So such a call is a `with` block of `Calls`: an exception of a signal's handler in it ends
+the engine, and a thread of the engine's closes it. A call that only waits is no such block: its wait ends, and the
+engine goes on.
 
-An engine belongs to the process that opened it: a forked child has its memory, and none of its threads.
+An engine belongs to the process that opened it: a forked child has its memory, but none of its threads.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gdscache.errors import CallInCallError, EngineClosedError, ForkedProcessErr
 from gdscache.runtime.awaiting import EventDescriptor, LoopReaders
 from gdscache.runtime.threads import Flag, failure_of, log_failure, start
 
-_UNDONE_S = 5.0  # seconds that the caller of an open that is interrupted waits until the engine is closed again
+_UNDONE_S = 5.0  # seconds that an interrupted open waits until the engine is closed again
 _T = TypeVar("_T")
 
 
 class Caller(Protocol):
-    """What handles need of `Calls`. As a `with` block: around what changes the engine. `broken_by`: what broke such a
-    call off."""
+    """The part of `Calls` that handles use. As a `with` block: around changes of the engine. `broken_by`: the exception
+    that interrupted such a call."""
 
     broken_by: str
 
@@ -49,7 +49,7 @@ class Caller(Protocol):
         """A handle's work has ended."""
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have something done; nobody waits for it."""
+        """Run `work` without waiting for it."""
 
     async def until(self, flag: Flag, seconds: float | None) -> bool:
         """Wait in an event loop until a handle's flag is set: see `LoopReaders.until`."""
@@ -57,15 +57,13 @@ class Caller(Protocol):
 
 
 class Direct(contextlib.nullcontext[None]):
-    """For managers without an engine."""
+    """A `Caller` for managers without an engine."""
 
     broken_by = ""
 
-    def check(self) -> None:
-        """There is nothing to check."""
+    def check(self) -> None: ...
 
-    def ended(self) -> None:
-        """There is nobody to tell."""
+    def ended(self) -> None: ...
 
     def post(self, work: Callable[[], object]) -> None:
         work()
@@ -79,10 +77,10 @@ class Calls:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.broken_by = ""  # what broke a call off that changes the engine
-        self.closing: Callable[[], object] | None = None  # closes the engine behind such a call, once it is open
+        self.broken_by = ""  # the exception that interrupted a call which changes the engine
+        self.closing: Callable[[], object] | None = None  # closes the engine after such a call, once it is open
         self._main = threading.main_thread().ident
-        self._inside: FrameType | None = None  # that of the main thread's call that changes the engine
+        self._inside: FrameType | None = None  # the frame of the main thread's call that changes the engine
         self._asked: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._over = Flag()
         self._thread = threading.Thread(
@@ -90,15 +88,13 @@ class Calls:
         )
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers = itertools.count()
-        self._bell: EventDescriptor | None = None  # once somebody asked for it
+        self._bell: EventDescriptor | None = None  # made at the first call of `fileno`
         self._bell_lock = threading.Lock()
         self._readers = LoopReaders()
 
-    # -- who may call --------------------------------------------------------------------------------------------------
-
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that the engine belongs to."""
+        """Whether this is a forked child of the engine's process."""
         return os.getpid() != self.pid
 
     def check(self) -> None:
@@ -111,17 +107,15 @@ class Calls:
             )
 
     def check_whole(self) -> None:
-        """`check`; raises `EngineClosedError` where a call was broken off."""
+        """`check`; raises `EngineClosedError` after an interrupted call."""
         if os.getpid() != self.pid:
             self.check()
         if self.broken_by:
-            self._close_soon()  # again is fine: an interrupt may have come before it
+            self._close_soon()  # repeated calls are fine; an interrupt may have preceded it
             raise EngineClosedError(
                 f"a call was interrupted by {self.broken_by} while it changed the engine, which is closed",
                 "open the engine anew with CacheEngine.from_config",
             )
-
-    # -- calls that change the engine ----------------------------------------------------------------------------------
 
     def __enter__(self) -> None:
         self.check_whole()
@@ -136,15 +130,15 @@ class Calls:
         if error is not None and (signal := _by_signal(error, sys._getframe(1))) is not None:
             self._break(type(signal).__name__)
         if threading.get_ident() == self._main:
-            self._inside = None  # last: a second interrupt before this is found by the next call
+            self._inside = None  # last: the next call finds a second interrupt before this
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in the middle of a call that changes the engine, as a signal's handler may be."""
+        """Whether this thread is inside a call that changes the engine, for example in a signal's handler."""
         return threading.get_ident() == self._main and _is_above(self._inside, sys._getframe(1))
 
     def _refuse(self) -> None:
-        """A call of this thread has begun and not ended: a handler calls in the middle of it, or it was broken off."""
+        """A call of this thread has begun and not ended: a handler calls inside it, or it was interrupted."""
         if self.inside:
             raise CallInCallError(
                 "the engine was called in the middle of another call of the same thread",
@@ -163,12 +157,10 @@ class Calls:
         if closing is not None:
             self._asked.put(closing)
 
-    # -- what the thread does ------------------------------------------------------------------------------------------
-
     def open(self, work: Callable[[], _T]) -> _T:
-        """What `work()` answers or raises, which opens the engine and sets `closing`, done by the thread.
+        """The result of `work()`, which opens the engine and sets `closing`, run by the thread.
 
-        Where the caller is interrupted, the engine is closed behind it, and the thread ends.
+        If the caller is interrupted, the engine is closed after it, and the thread ends.
         """
         answers: list[_T] = []
         errors: list[BaseException] = []
@@ -198,24 +190,24 @@ class Calls:
             self.closing()
 
     def post(self, work: Callable[[], object]) -> None:
-        """Have something done behind what was asked so far; nobody waits for it."""
+        """Run `work` after the requests so far, without waiting for it."""
         self._asked.put(work)
 
     def watch(self, handle: object, dead: Callable[[], object]) -> Callable[[], object]:
-        """Have `dead()` done when nobody has `handle` any more; what takes that back."""
+        """Run `dead()` when `handle` has no owner any more. Returns a function that cancels this."""
         number = next(self._numbers)
         died = functools.partial(_died, self._watched, number, dead)
-        # It dies in any thread, in the middle of anything: `put` is no line of Python that could be interrupted.
+        # It dies in any thread, at any point: `put` is no Python code that could be interrupted.
         self._watched[number] = weakref.ref(handle, functools.partial(self._asked.put, died))
         return functools.partial(self._watched.pop, number, None)
 
     def end(self) -> None:
-        """End the thread behind what it was asked so far. What is asked later is not done."""
-        self.closing = None  # it knows the parts
+        """End the thread after the requests so far. Later requests are not run."""
+        self.closing = None  # it refers to the engine's parts
         self._asked.put(None)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait until the thread has ended, which it does not for itself; False when `seconds` pass before."""
+        """Wait until the thread has ended, unless this is the thread; False after `seconds`."""
         if self.here:
             return True
         over = self._over.wait(seconds)
@@ -225,14 +217,11 @@ class Calls:
 
     @property
     def here(self) -> bool:
-        """Whether this is the thread."""
         return threading.current_thread() is self._thread
 
-    # -- descriptors of what has ended ------------------------------------------------------------------------------
-
     def fileno(self) -> int:
-        """A descriptor that is readable when a handle's work has ended since it was read. Raises `IOFailedError` where
-        the process may open no more."""
+        """A descriptor that is readable if a handle's work has ended since it was read. Raises `IOFailedError` if the
+        process may open no more."""
         self.check()
         with self._bell_lock:
             if self._bell is None:
@@ -251,7 +240,7 @@ class Calls:
         return await self._readers.until(flag, seconds)
 
     def close_bells(self) -> None:
-        """Nothing ends any more: give the descriptors back, and end all awaits."""
+        """No work ends any more: close the descriptors, and end all awaits."""
         with self._bell_lock:
             if self._bell is not None:
                 self._bell.close()
@@ -259,15 +248,15 @@ class Calls:
 
 
 def _is_above(frame: FrameType | None, below: FrameType | None) -> bool:
-    """Whether a frame is `below`, or one that has called it."""
+    """Whether a frame is `below`, or a caller of it."""
     while below is not None and below is not frame:
         below = below.f_back
     return below is not None
 
 
 def _by_signal(error: BaseException, frame: FrameType) -> BaseException | None:
-    """What a signal has raised in a block of `frame`, if one has: `error`, or what that was raised behind. What the
-    callers of `frame` were about to handle came before."""
+    """The exception of a signal in a block of `frame`: `error`, or one in its context; else None. Exceptions that the
+    callers of `frame` were handling came before."""
     found: BaseException | None = error
     while found is not None:
         if not isinstance(found, Exception) or _by_handler(found):
@@ -280,8 +269,8 @@ def _by_signal(error: BaseException, frame: FrameType) -> BaseException | None:
 
 
 def _by_handler(error: BaseException) -> bool:
-    """Whether a signal's handler raised it: Python gives a handler the frame that it interrupts. One that drops that
-    argument before it raises is not known."""
+    """Whether a signal's handler raised it: Python gives a handler the frame that it interrupts. A handler that drops
+    that argument before it raises is not recognised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -299,5 +288,5 @@ def _died(watched: dict[int, weakref.ref[Any]], number: int, dead: Callable[[], 
 def _serve(asked: SimpleQueue[Callable[[], object] | None], over: Flag) -> None:
     while (work := asked.get()) is not None:
         log_failure(failure_of(work))
-        del work  # nothing here keeps an engine alive
+        del work  # keeps no engine alive
     over.set()

@@ -1,5 +1,5 @@
-"""Small files: what the kernel says of the machine below `/proc` and `/sys`, and what is kept for a user over
-processes, such as calibrations and compiled kernels."""
+"""Small files: the kernel's facts below `/proc` and `/sys`, and a user's kept files, such as calibrations and compiled
+kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def text_of(path: Path) -> str:
-    """A small file's content, stripped; empty where it is not there, or not for this user."""
+    """A small file's content, stripped; empty if it is missing, or not readable for this user."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -32,4 +32,4 @@ def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
         beside.chmod(mode)
         beside.replace(path)
     finally:
-        beside.unlink(missing_ok=True)  # when all went well nothing is there any more
+        beside.unlink(missing_ok=True)  # after success it is gone already

@@ -1,4 +1,4 @@
-"""How long the work of a tier took lately, noted by whoever did it and read by the status page."""
+"""Durations of the tiers' latest work, for the status page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KEPT = 512  # durations of a kind
 
 
 class Summary(NamedTuple):
-    """Of so many durations that came last: their median and 99th percentile, in seconds."""
+    """The median and 99th percentile of `samples` durations, in seconds."""
 
     samples: int
     median: float
@@ -26,14 +26,13 @@ class Latencies:
         self._noted: dict[tuple[str, str], deque[float]] = {}
 
     def note(self, what: str, tier: str, seconds: float) -> None:
-        """Something took so long."""
         kept = self._noted.get((what, tier))
         if kept is None:
             kept = self._noted.setdefault((what, tier), deque(maxlen=KEPT))
         kept.append(seconds)
 
     def summary(self, what: str, tier: str) -> Summary:
-        """What is known; zeros where nothing is."""
+        """The summary of the noted durations; zeros without any."""
         found = sorted(self._noted.get((what, tier), ()))
         if not found:
             return NOTHING

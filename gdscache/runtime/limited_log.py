@@ -1,4 +1,4 @@
-"""Log lines of one engine, each cause at most once a minute: a disk that rots, or is full, floods no log."""
+"""Log lines of one engine, each cause at most once a minute: a failing or full disk floods no log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERIOD_S = 60.0  # between two lines of one cause
 
 
 class _Line(NamedTuple):
-    """What a logger makes a record of. `code` and `number`: where it was said."""
+    """The fields of a log record. `code` and `number`: of the caller."""
 
     log: logging.Logger
     level: int
@@ -25,7 +25,7 @@ class _Line(NamedTuple):
     number: int
 
     def write(self, others: int, seconds: float) -> None:
-        """It stands for `others` more, which came within so many seconds."""
+        """Write it for itself and `others` more within `seconds`."""
         text, args, code = self.text, self.args, self.code
         if others:
             text, args = text + " (%d more of this cause within %.0f s)", (*args, others, max(seconds, 1.0))
@@ -35,8 +35,8 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Cause:
-    """`line`: the first one that waits to be written, with its time; `count`: how many it stands for; `due`: when it
-    may be written."""
+    """`line`: the first waiting line, with its time. `count`: the lines that it stands for. `due`: when it may be
+    written."""
 
     due: float
     line: _Line | None = None
@@ -68,7 +68,7 @@ class LimitedLog:
         times: int = 1,
     ) -> None:
         """Note a line, which stands for `times` events of its cause. `text` and `args` are those of `Logger.log`; a
-        function is asked for the whole line, where that is to be written."""
+        function as `text` is called for the whole line if that will be written."""
         if not log.isEnabledFor(level):
             return
         now = self.clock()
@@ -84,12 +84,13 @@ class LimitedLog:
 
     @property
     def waiting(self) -> bool:
-        """Whether `flush` would write something. Takes no lock."""
+        """Whether `flush` would write a line. Takes no lock."""
         now = self.clock()
         return any(known.line is not None and known.due <= now for known in [*self._causes.values()])
 
     def flush(self, *, last: bool = False) -> None:
-        """Write what may be written by now; `last`: all of it. Not for who holds a lock, since a log may be slow."""
+        """Write the lines that are due, or with `last` all of them. The caller must hold no lock, since a log may be
+        slow."""
         if not self._causes:
             return
         now, ready = self.clock(), []

@@ -9,9 +9,9 @@ from typing import Any
 
 
 def named_class(target: str, base: type, refuse: Callable[[str], Exception], *given: Any, **keywords: Any) -> Any:
-    """The subclass of `base` that `target` names, which can be made with the arguments given.
+    """The subclass of `base` that `target` names, checked to accept the given arguments.
 
-    `refuse(cause)`: the error to raise where there is no such class, it is abstract, or does not take the arguments.
+    `refuse(cause)`: the error to raise if there is no such class, it is abstract, or does not take the arguments.
     """
     module_name, _, class_name = target.partition(":")
     try:

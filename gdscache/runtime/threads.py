@@ -1,7 +1,7 @@
-"""Threads that an engine starts when it opens, and what anybody may wait for in any thread.
+"""Threads that an engine starts when it opens, and flags that any thread may wait for.
 
-A thread is started before there is work for it: one that cannot be had refuses the engine, not a call. It outlives what
-its work raises.
+A thread is started before there is work for it: if it cannot be started, the engine is refused and not a call. It
+outlives exceptions of its work.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _log = logging.getLogger("gdscache")
 
 
 class Waiter(Protocol):
-    """Who waits for a flag. `release` is called in any thread, and waits for nothing."""
+    """A waiter for a flag. `release` is called in any thread, and does not wait."""
 
     def release(self) -> None: ...
 
 
 class Flag:
-    """Set once; anybody waits.
+    """Set once; any thread waits.
 
     Unlike those of `threading` it holds no lock that an interrupt of a waiting thread could leave taken: each waiter
-    brings a lock of its own, and what it leaves behind is let go by `set`.
+    brings a lock of its own, and `set` releases locks left behind.
     """
 
     __slots__ = ("_set", "_waiting")
@@ -42,40 +42,40 @@ class Flag:
         return self._set
 
     def set(self) -> None:
-        """Let everybody go on; again changes nothing."""
+        """Release all waiters; repeated calls are fine."""
         self._set = True
         waiting, self._waiting = self._waiting, []
         for mine in waiting:
             mine.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is set; False when `seconds` pass before."""
+        """Wait until it is set; False after `seconds`."""
         if self.is_set():
             return True
         mine = threading.Lock()
         mine.acquire()
         self._waiting.append(mine)
-        if self.is_set():  # perhaps before `mine` was there to be seen
+        if self.is_set():  # perhaps set before `mine` was in the list
             return True
         if not mine.acquire(timeout=_timeout(seconds)):
             self.forget(mine)
         return self._set
 
     def watch(self, waiter: Waiter) -> None:
-        """Release this one when it is set, or now: once or twice."""
+        """Release this waiter, once or twice, when the flag is set, or now."""
         self._waiting.append(waiter)
-        if self.is_set():  # perhaps before the waiter was there to be seen
+        if self.is_set():  # perhaps set before the waiter was in the list
             waiter.release()
 
     def forget(self, waiter: Waiter) -> None:
-        """Release this one no more. It may be released already."""
+        """Do not release this waiter any more. It may be released already."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(waiter)
 
 
 class Bell:
-    """Rings again and again: `next` is the flag of its next ring, which who waits takes before it looks around. In
-    place of a condition, whose waiting thread an interrupt could leave without its lock."""
+    """Rings again and again: `next` is the flag of its next ring, which a waiter takes before it looks around. It
+    replaces a condition, whose waiting thread an interrupt could leave without its lock."""
 
     def __init__(self) -> None:
         self.next = Flag()
@@ -86,16 +86,16 @@ class Bell:
 
 
 def failure_of(work: Callable[[], object]) -> BaseException | None:
-    """What `work()` raises, if it does: for the ends of threads, behind which nobody is left to catch it."""
+    """The exception of `work()`, or None: for the ends of threads, where no caller would catch it."""
     try:
         work()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, others wait for what comes behind it
+    except BaseException as error:  # noqa: BLE001 - other threads wait for the code behind it
         return error
     return None
 
 
 def in_turn(*ends: Callable[[], object]) -> None:
-    """Each of them, whatever becomes of those before it. Raises what the last one raises that does."""
+    """Call each of them, also after errors of those before. Raises the last error."""
     error = None
     for end in ends:
         error = failure_of(end) or error
@@ -104,7 +104,7 @@ def in_turn(*ends: Callable[[], object]) -> None:
 
 
 def log_failure(error: BaseException | None) -> None:
-    """Write down what ended work that nobody waits for. An interrupt of the caller's thread is raised again."""
+    """Log the exception of background work. An interrupt of the main thread is raised again."""
     if error is not None:
         if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
             raise error
@@ -112,12 +112,12 @@ def log_failure(error: BaseException | None) -> None:
 
 
 def _timeout(seconds: float | None) -> float:
-    """What a lock takes as a timeout, which has a largest one."""
+    """A lock's timeout, which has a largest value."""
     return threading.TIMEOUT_MAX if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> None:
-    """Start all of them, or none: `stop` ends those that run already. Raises `ThreadStartError`."""
+    """Start all threads, or none: `stop` ends running ones. Raises `ThreadStartError`."""
     begun: list[threading.Thread] = []
     try:
         for thread in threads:
@@ -134,7 +134,7 @@ def start(threads: Sequence[threading.Thread], stop: Callable[[], object]) -> No
 
 
 class Workers:
-    """`threads` threads that take work in the order of its submission. What it raises goes to the log."""
+    """`threads` threads that take work in the order of its submission. Exceptions of work go to the log."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
@@ -145,7 +145,7 @@ class Workers:
         start(self._threads, self._stop)
 
     def submit(self, work: Callable[[], object], lost: Callable[[], object] | None = None) -> None:
-        """Have `work()` done in one of the threads; where it raises, `lost()` behind it, which ends what waits for it.
+        """Run `work()` in one of the threads. If it raises, run `lost()` after it, which ends waits for the work.
 
         Raises `EngineClosedError` after `shutdown`.
         """
@@ -154,7 +154,8 @@ class Workers:
         self._work.put((work, lost))
 
     def shutdown(self) -> None:
-        """Finish what was submitted, then end the threads; again is fine. One of them does not wait for itself."""
+        """Finish submitted work, then end the threads. Repeated calls are fine. A worker thread does not wait for
+        itself."""
         self._stop()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -174,4 +175,4 @@ def _serve(queue: SimpleQueue[_Work | None]) -> None:
         log_failure(error)
         if error is not None and lost is not None:
             log_failure(failure_of(lost))
-        del asked, work, lost, error  # what it holds is not kept until there is more to do
+        del asked, work, lost, error  # keeps nothing alive until the next work

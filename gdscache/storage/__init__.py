@@ -1,4 +1,4 @@
-"""Bytes between files and memory: `open_transport` chooses, and imports only what it chose."""
+"""Bytes between files and memory: `open_transport` chooses a transport, and imports only that one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _log = logging.getLogger("gdscache.storage")
 def open_transport(
     transport: str, *, directory: Path, device: str, threads: int, direct_io: Switch, gds: Switch
 ) -> Transport:
-    """The transport for the files in `directory`, with one log line that says which and why.
+    """The transport for the files in `directory`; a log line names it and the reason.
 
-    `transport` is `posix`, `uring`, `cufile`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: cufile where
-    `device` (`cpu` or `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works,
-    else uring, or posix where the kernel has no io_uring or the files are in memory.
+    `transport` is `posix`, `uring`, `cufile`, `kvikio`, `nixl`, `package.module:Class`, or `auto`: cufile if `device`
+    (`cpu` or `cuda:N`) is a GPU and a byte-checked probe in `directory` proves that GPUDirect Storage works; else
+    uring, or posix if the kernel has no io_uring or the files are in memory.
+
     `direct_io` and `gds` are `auto`, `on` or `off`; with `gds="on"` anything but proven GPUDirect Storage is refused.
-    `nixl` moves GPU memory where such a probe proves it, and only host memory elsewhere; `cufile` where a probe moves
-    the right bytes, by whatever path.
+    `nixl` moves GPU memory if such a probe proves it, and only host memory otherwise; `cufile` if a probe moves the
+    right bytes, by any path.
 
-    Raises `TransportUnavailableError` with the reason and what to change.
+    Raises `TransportUnavailableError` with the reason and the setting to change.
     """
     opened, reason = choose_and_open(transport, directory, device, threads, direct_io, gds)
     _log.info("transport %s, %d threads, for %s: %s", opened.name, threads, directory, reason)
@@ -38,7 +39,7 @@ def open_transport(
 def choose_and_open(
     transport: str, directory: Path, device: str, threads: int, direct_io: Switch, gds: Switch
 ) -> tuple[Transport, str]:
-    """What `open_transport` opens, and why that one."""
+    """The transport of `open_transport`, and the reason for it."""
     if transport not in ("auto", "posix", "uring", "cufile", "kvikio", "nixl") and ":" not in transport:
         raise TransportUnavailableError(
             f"unknown transport {transport!r}",
@@ -70,8 +71,8 @@ def choose_and_open(
 
 
 def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) -> tuple[Transport, str]:
-    """io_uring where the kernel has it, else threads; and why. A file in memory is copied by a thread either way, and
-    the kernel's own threads are slower at pages of 4 MiB and more (docs/design/transports.md)."""
+    """io_uring if the kernel has it, else threads; and the reason. Files in memory are copied by a thread either way,
+    and the kernel's own threads are slower with pages of 4 MiB and more (docs/design/transports.md)."""
     from gdscache.storage.native import NativeTransport
 
     kind = mount_of(directory)[0]
@@ -85,7 +86,7 @@ def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) 
 
 
 def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[str, Switch, str]:
-    """(what to open, kvikio's compat mode or `off` where cuFile or nixl move GPU memory, the reason)."""
+    """(transport to open, kvikio's compat mode or `off` if cuFile or nixl move GPU memory, the reason)."""
     may, on_gpu = transport in ("auto", *GDS), device.startswith("cuda")
     if gds == "on" or (gds == "auto" and may and on_gpu):
         from gdscache.storage.gds import choose

@@ -1,6 +1,6 @@
-"""What a transport promises: bytes between files and memory, a piece a call, by calls that wait until it has moved.
+"""The contract of transports: blocking calls that move bytes between files and memory, a piece a call.
 
-A transport is not a tier: the same files work under each. What the library reads and writes lies at multiples of 4,096.
+A transport is not a tier: the same files work under each. The library's reads and writes lie at multiples of 4,096.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Switch = Literal["auto", "on", "off"]
 GDS = ("cufile", "kvikio", "nixl")  # transports that may use GPUDirect Storage
-PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport tries what the directory can do
+PROBE_PREFIX = ".gdscache-probe-"  # of files that exist while a transport probes a directory
 
 
 class Op(enum.Enum):
@@ -32,7 +32,7 @@ class Op(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """`nbytes` of a GPU, by their address and the index of its device. Who made it keeps the memory alive."""
+    """`nbytes` of a GPU, by their address and the index of its device. The maker keeps the memory alive."""
 
     address: int
     nbytes: int
@@ -44,15 +44,15 @@ class DeviceMemory:
 
 
 Memory = memoryview | DeviceMemory
-"""Exactly the bytes that move. A view of the host's memory is of plain bytes, and read-only where they are written."""
+"""Exactly the bytes to move. A view of the host's memory is of plain bytes, and read-only for writes."""
 
 
 class Transport(abc.ABC):
     """Moves bytes between preallocated files and memory. A call returns when its bytes have moved.
 
-    Order, merging, limits, deadlines and another try for each page behind an error are the library's, whose threads
-    call `read` and `write`, `threads` of them at a time. They take the interpreter's lock for it, so what waits for a
-    device should give it up meanwhile. Thread-safe, except that `close` runs last.
+    The library does order, merging, limits, deadlines and the retry of each page behind an error. Its threads call
+    `read` and `write`, `threads` of them at a time. They hold the interpreter's lock for the call, so code that waits
+    for a device should release it meanwhile. Thread-safe, except that `close` runs last.
 
     A subclass named in the config (`package.module:Class`) is constructed with the keyword arguments `threads` (int)
     and `direct_io` (`auto`, `on` or `off`).
@@ -61,12 +61,12 @@ class Transport(abc.ABC):
     name: str
     """Short name for logs and stats."""
     memory_kinds: frozenset[str] = frozenset({"host"})
-    """Whose memory it moves: a subset of {"host", "cuda"}."""
+    """The memory that it moves: a subset of {"host", "cuda"}."""
     merges: bool = True
-    """Whether pages that lie side by side, in the file and in memory, may come as one call."""
+    """Whether adjacent pages, in the file and in memory, may come as one call."""
     call_bytes: int = 0
-    """Of a call at most, where calls are to be few: neighbours go together then, and no page is cut, however large.
-    0: neighbours are shared out to the threads, and a page larger than 4 MiB is several calls."""
+    """Most bytes of a call, for transports that want few: neighbours go together, and no page is cut, however large. 0:
+    neighbours are spread over the threads, and a page larger than 4 MiB is several calls."""
 
     def __init__(self, threads: int, direct_io: Switch = "auto") -> None:
         if not 1 <= threads <= 1024:
@@ -83,25 +83,27 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def open(self, path: Path) -> int:
-        """Open an existing, preallocated file for reading and writing; a handle of at least 0, valid until `close`.
+        """Open an existing, preallocated file for reading and writing. Returns a handle of at least 0, valid until
+        `close`.
 
-        Raises `IOFailedError` (`errno` kept), and `TransportUnavailableError` when direct I/O is `on` and refused.
+        Raises `IOFailedError` (`errno` kept), and `TransportUnavailableError` if direct I/O is `on` and refused.
         """
 
     @abc.abstractmethod
     def read(self, file: int, offset: int, memory: Memory) -> int:
-        """Fill memory from a file's byte `offset` on; how many bytes came, fewer than asked for only at its end.
+        """Fill memory from a file's byte `offset` on. Returns the number of bytes read, fewer than asked for only at
+        the file's end.
 
         The memory is the library's again when the call returns or raises: nothing may touch it any more, and a view is
-        released. CUDA work on it has ended before, and nobody waits for streams behind it. Raises `OSError` or
-        `IOFailedError`, whose `errno` says what happened; `PageGoneError` for a page that is not there any more, and
-        `PageBytesError` for bytes that are not what was stored, both of which are dropped. Whatever else it raises is
-        logged, and counts as EIO. Where a call for several pages raises, each of them is called for alone.
+        released. CUDA work on it has ended before, and no stream waits for later work. Raises `OSError` or
+        `IOFailedError` with an `errno`; `PageGoneError` for a page that is gone, and `PageBytesError` for bytes that
+        are not the stored ones: both pages are dropped. Any other exception is logged, and counts as EIO. After an
+        error of a call for several pages, each page gets a call of its own.
         """
 
     @abc.abstractmethod
     def write(self, file: int, offset: int, memory: Memory) -> int:
-        """The other way; fewer bytes than asked for only where the file takes no more."""
+        """The inverse; fewer bytes than asked for only if the file takes no more."""
 
     @abc.abstractmethod
     def flush(self, file: int) -> None:
@@ -109,16 +111,16 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give the files back; nothing is under way, and again is fine."""
+        """Close the files. Nothing is under way; repeated calls are fine."""
 
     def register(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027 - most have nothing to do
         """Announce a long-lived buffer, once, before calls with parts of it."""
 
     def deregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027
-        """Take `register` back; no call is under way on the buffer."""
+        """Undo `register`; no call is under way on the buffer."""
 
     def describe(self) -> dict[str, object]:
-        """What runs here, as plain data, for stats and `gdscache doctor`."""
+        """The transport's settings as plain data, for stats and `gdscache doctor`."""
         return {"name": self.name, "threads": self.threads, "direct": self.direct}
 
     def __enter__(self) -> Transport:
@@ -129,7 +131,7 @@ class Transport(abc.ABC):
 
 
 class EitherWay(Transport):
-    """A transport that reads as it writes."""
+    """A transport with one method for reads and writes."""
 
     def read(self, file: int, offset: int, memory: Memory) -> int:
         return self._move(Op.READ, file, offset, memory)
@@ -138,8 +140,7 @@ class EitherWay(Transport):
         return self._move(Op.WRITE, file, offset, memory)
 
     @abc.abstractmethod
-    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
-        """A call, either way."""
+    def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int: ...
 
 
 def refused(message: str, hint: str, code: int) -> IOFailedError:
@@ -161,14 +162,13 @@ def memory_of(tensor: torch.Tensor) -> DeviceMemory:
 
 
 def part(memory: Memory, start: int, stop: int) -> Memory:
-    """Some of the bytes."""
     if isinstance(memory, memoryview):
         return memory[start:stop]
     return DeviceMemory(memory.address + start, stop - start, memory.device)
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a contiguous view of bytes begins."""
+    """The address of a contiguous view of bytes."""
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
     return ctypes.addressof(

@@ -1,4 +1,4 @@
-"""Calls that can hang for ever, waited for no longer than one wants; bytes that a transport moves without an engine."""
+"""Waits with a limit for calls that may hang, and moves of bytes by a transport without an engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Piece = tuple[int, int, Memory]  # a file's handle, the offset in it, the memory
 
 
 def begin(name: str, work: Callable[[], _T]) -> Future[_T]:
-    """What `work()` gives, done in a thread of its own, which nobody waits for at the end of the process."""
+    """Run `work()` in a daemon thread, which does not delay the end of the process."""
     done: Future[_T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whoever waits has it
+        except BaseException as error:  # noqa: BLE001 - raised by the future's `result`
             done.set_exception(error)
 
     start([threading.Thread(target=run, name=name, daemon=True)], lambda: None)
@@ -38,7 +38,7 @@ def begin(name: str, work: Callable[[], _T]) -> Future[_T]:
 
 
 def within(seconds: float, name: str, work: Callable[[], _T]) -> _T:
-    """The same, waited for. Raises `TimeoutError` where it takes longer, and what it raises."""
+    """The result of `work()`, run as in `begin`. Raises `TimeoutError` after `seconds`, and the errors of `work`."""
     return begin(name, work).result(seconds)
 
 
@@ -49,11 +49,11 @@ def carry(
     seconds: float | None = None,
     memory: contextlib.ExitStack | None = None,
 ) -> None:
-    """Move pieces as an engine has them moved: by a disk of the library where the transport is its own, else by as many
-    threads as the transport is for.
+    """Move pieces as an engine does: by a disk of the library if the transport is its own, else by the transport's
+    number of threads.
 
-    Raises the first error; `ShortIOError`; `DeadlineError` where something has not ended in time: its memory must stay
-    then. `memory` gives that back. What is late takes it over, and closes it at its end.
+    Raises the first error; `ShortIOError`; `DeadlineError` if a call has not ended in time: its memory must stay then.
+    `memory` releases the memory. On a late call it is taken over, and closed at the call's end.
     """
     left, lock, stopped = iter(pieces), threading.Lock(), threading.Event()
     call = transport.read if op is Op.READ else transport.write

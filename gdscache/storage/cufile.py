@@ -1,8 +1,8 @@
-"""cuFile by the native library: straight between files and GPU memory where GPUDirect Storage works, through cuFile's
-own buffers in host memory (its compat mode) where it does not.
+"""cuFile by the native library: straight between files and GPU memory if GPUDirect Storage works, else through cuFile's
+own buffers in host memory (its compat mode).
 
-Threads of the library call it, without the interpreter's lock; an engine's executor takes them over, so that no byte on
-the direct route goes through Python.
+Threads of the library call it, without the interpreter's lock. An engine's executor takes the files over, so that no
+byte on the direct route passes through Python.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class GpuDriver(Protocol):
-    """A CUDA driver, and the primary context of the device whose memory it is. See `gdscache.cuda.driver.Driver`."""
+    """A CUDA driver, and the primary context of the memory's device. See `gdscache.cuda.driver.Driver`."""
 
     library: str
 
@@ -48,26 +48,26 @@ class GpuDriver(Protocol):
 
 
 class CufileTransport(NativeTransport):
-    """Reads and writes host memory, and with `gpu` that of its device, by `threads` threads of the library.
+    """Moves host memory, and with `gpu` that of its device, by `threads` threads of the library.
 
-    GPU memory has to be registered before requests on it. Without `gpu` cuFile is not touched, and the transport is
-    `posix` by another name. cuFile's driver is the process's: it stays open when the transport is closed.
+    GPU memory has to be registered before requests on it. Without `gpu` cuFile is not touched, and the transport equals
+    `posix`. cuFile's driver is the process's: it stays open after the transport's close.
 
-    cuFile writes a log into the working directory unless it was told where. Where nobody has (`CUFILE_LOGFILE_PATH`,
-    `CUFILE_ENV_PATH_JSON` and /etc/cufile.json are missing), it is told the folder for temporary files, by a call of
-    its own: the environment is the process's, and stays as it is.
+    cuFile writes a log into the working directory unless it is configured. Without `CUFILE_LOGFILE_PATH`,
+    `CUFILE_ENV_PATH_JSON` and /etc/cufile.json it is sent to the folder for temporary files, by a call and not by the
+    process's environment.
 
-    Raises `TransportUnavailableError` where cuFile is missing, refuses, or would never answer (without
-    `/proc/modules`), and `DeadlineError`, as `open` and `register` do, when it does not answer within `CALL_S`.
+    Raises `TransportUnavailableError` if cuFile is missing, refuses, or would never answer (without `/proc/modules`).
+    Raises `DeadlineError`, as `open` and `register` do, if it does not answer within `CALL_S`.
     """
 
     def __init__(
         self, threads: int, direct_io: Switch = "auto", *, gpu: GpuDriver | None = None, batched: int = -1
     ) -> None:
-        """`batched`: bytes of the largest piece that goes through cuFile's batches; 0: none, below 0: as measured."""
+        """`batched`: bytes of the largest piece in cuFile's batches; 0: no batches, below 0: the measured best."""
         self.memory_kinds = frozenset({"host"} if gpu is None else {"host", "cuda"})
-        self._registered: dict[int, int] = {}  # bytes, by the first address
-        self._hangs = False  # a call has not answered, and may still use what it was given
+        self._registered: dict[int, int] = {}  # bytes, by first address
+        self._hangs = False  # a call has not answered, and may still use its arguments
         self.cufile = None if gpu is None else self._opened(gpu, batched)
         try:
             super().__init__(threads, direct_io, uring=False, name="cufile")
@@ -96,7 +96,7 @@ class CufileTransport(NativeTransport):
             ) from error
 
     def _within(self, what: str, work: Callable[[], _T]) -> _T:
-        """What `work()` gives. A call of cuFile can hang for ever."""
+        """The result of `work()`. A call of cuFile can hang for ever."""
         try:
             return within(CALL_S, "gdscache-cufile-call", work)
         except TimeoutError:
@@ -115,7 +115,8 @@ class CufileTransport(NativeTransport):
             raise failed("open", str(path), 0, RuntimeError(error.message)) from error
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
-        """Register GPU memory with cuFile; nothing for the host. Raises `TransportUnavailableError` when it refuses."""
+        """Register GPU memory with cuFile; nothing for the host. Raises `TransportUnavailableError` if cuFile
+        refuses."""
         cufile = self.cufile
         if cufile is None or isinstance(memory, memoryview):
             return
@@ -130,7 +131,7 @@ class CufileTransport(NativeTransport):
         self._registered[address] = nbytes
 
     def deregister(self, memory: memoryview | torch.Tensor) -> None:
-        """Nothing where the transport was closed, which took it back."""
+        """Nothing after `close`, which has deregistered all memory."""
         if self.cufile is None or isinstance(memory, memoryview):
             return
         if self._registered.pop(memory.data_ptr(), None) is not None:
@@ -161,7 +162,7 @@ class CufileTransport(NativeTransport):
 
 
 def open_cufile(threads: int, direct_io: Switch, device: str) -> CufileTransport:
-    """`device`: whose memory is moved; empty: only the host's is, and cuFile is not touched."""
+    """`device`: of the memory to move. Empty: only host memory is moved, and cuFile is not touched."""
     if not device:
         return CufileTransport(threads, direct_io)
     import torch
@@ -178,7 +179,7 @@ def open_cufile(threads: int, direct_io: Switch, device: str) -> CufileTransport
 
 
 def log_folder() -> str | None:
-    """Where cuFile's log is to go; None where somebody has said it."""
+    """The folder of cuFile's log; None if the user has configured it."""
     told = any(name in os.environ for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ENV_PATH_JSON"))
     return None if told or CONFIGURATION.exists() else tempfile.gettempdir()
 
@@ -186,7 +187,7 @@ def log_folder() -> str | None:
 def find_cufile(root: Path = ROOT, paths: Sequence[str] | None = None) -> str:
     """The path of libcufile, in the system or in the wheels below `paths` (the import path). It is not loaded.
 
-    Raises `TransportUnavailableError` where it is not found.
+    Raises `TransportUnavailableError` if it is not found.
     """
     places = [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p] if root == ROOT else []
     places += [place for pattern in _LIBRARIES for place in sorted(root.glob(pattern))]

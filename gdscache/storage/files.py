@@ -1,4 +1,4 @@
-"""Files of transports that move host memory: opened past the page cache where the system can."""
+"""Files of transports that move host memory: opened past the page cache if the system can."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TOO_MANY = (errno.EMFILE, errno.ENFILE)  # open files, of the process or of the
 
 
 class DirectFiles(EitherWay):
-    """A transport whose handles are file descriptors. What moves their bytes is its subclass's.
+    """A transport whose handles are file descriptors. Its subclass moves the bytes.
 
-    `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and
-    the page cache elsewhere (one warning a directory names the cause); `"on"` raises `TransportUnavailableError`
+    `direct_io="auto"` uses O_DIRECT in every directory where a write and a read through it give the same bytes, and the
+    page cache elsewhere (a warning for the directory names the cause); `"on"` raises `TransportUnavailableError`
     instead; `"off"` always uses the page cache.
     """
 
@@ -52,7 +52,7 @@ class DirectFiles(EitherWay):
             try:
                 self._adopt(file, path)
             except DeadlineError:
-                raise  # somebody may still use it
+                raise  # a hanging call may still use it
             except BaseException:
                 os.close(file)
                 raise
@@ -62,7 +62,7 @@ class DirectFiles(EitherWay):
             return file
 
     def _adopt(self, file: int, path: Path) -> None:
-        """For subclasses: what a file needs besides. Where it raises, the file is closed, but after `DeadlineError`."""
+        """For subclasses: further steps of `open`. If it raises, the file is closed, except after `DeadlineError`."""
 
     def check_open(self) -> None:
         """Raises `EngineClosedError` after `close`."""
@@ -70,7 +70,7 @@ class DirectFiles(EitherWay):
             raise EngineClosedError(f"the {self.name} transport was closed", "use it before close")
 
     def path(self, file: int) -> str:
-        """An open file's. Raises `IOFailedError`, and `EngineClosedError` after `close`."""
+        """An open file's path. Raises `IOFailedError`, and `EngineClosedError` after `close`."""
         path = self._paths.get(file)
         if path is None:
             self.check_open()
@@ -97,7 +97,7 @@ class DirectFiles(EitherWay):
             self._buffered.clear()
 
     def _refusal(self, directory: Path) -> str:
-        """Why O_DIRECT does not work in the directory, probed once; an empty string when it does."""
+        """Why O_DIRECT does not work in the directory, probed once; an empty string if it does."""
         cause = self._refusals.get(directory)
         if cause is None:
             cause = self._refusals[directory] = probe_direct_io(directory)
@@ -113,9 +113,9 @@ class DirectFiles(EitherWay):
 
 
 def mount_of(directory: Path) -> tuple[str, str, str]:
-    """The file system that holds a directory: its type, source and mount options; empty where the system says nothing.
+    """The file system of a directory: its type, source and mount options; empty if the system does not tell.
 
-    Raises `OSError` for a directory that is not there.
+    Raises `OSError` for a missing directory.
     """
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -130,8 +130,8 @@ def mount_of(directory: Path) -> tuple[str, str, str]:
 def probe_direct_io(directory: Path) -> str:
     """Write and read one sector in a temporary file of `directory` with O_DIRECT, and compare.
 
-    Returns why it does not work, or an empty string when it does. Raises `IOFailedError` when the directory takes no
-    file at all, or no more files can be open: that says nothing of O_DIRECT.
+    Returns why it does not work, or an empty string if it does. Raises `IOFailedError` if the directory takes no file,
+    or no more files can be open, which says nothing about O_DIRECT.
     """
     try:
         file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)

@@ -1,4 +1,4 @@
-"""Which transport moves the memory of a GPU: one that a probe proves to use GPUDirect Storage."""
+"""The transport for a GPU's memory: one that a probe proves to use GPUDirect Storage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gdscache.storage.base import GDS, Switch
 
 
 def choose(transport: str, directory: Path, device: str, *, required: bool) -> tuple[str, Switch, str]:
-    """What to open for files in `directory`: its name, kvikio's compat mode or `off` where cuFile or nixl move GPU
-    memory, and the reason. `required`: nothing but proven GPUDirect Storage will do.
+    """The transport to open for files in `directory`: its name, kvikio's compat mode or `off` if cuFile or nixl move
+    GPU memory, and the reason. `required`: only proven GPUDirect Storage is accepted.
 
-    Raises `TransportUnavailableError` with the reason and what to change.
+    Raises `TransportUnavailableError` with the reason and the setting to change.
     """
     if required and transport not in ("auto", *GDS):
         raise _no_gds(f"transport {transport} does not use it")
@@ -41,7 +41,7 @@ def choose(transport: str, directory: Path, device: str, *, required: bool) -> t
         raise TransportUnavailableError(
             f"{name} does not work in {directory}: {found.reason}", "set transport to posix"
         )
-    # kvikio does without cuFile where that proves nothing; cuFile's own compat mode, or P2PDMA, is what was asked for.
+    # Without proof, kvikio runs without cuFile; for `cufile`, its own compat mode or P2PDMA was asked for.
     return name, "off" if name == "cufile" else "on", f"configured, but no GPUDirect Storage: {found.reason}"
 
 

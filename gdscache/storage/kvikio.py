@@ -1,9 +1,8 @@
-"""cuFile through kvikio: straight between files and GPU memory where GPUDirect Storage works, through bounce buffers
-where it does not.
+"""cuFile through kvikio: straight between files and GPU memory if GPUDirect Storage works, else through bounce buffers.
 
-kvikio's settings belong to the process and are shared with everything else in it that uses kvikio: the thread count,
-`gds_threshold` 0, `auto_direct_io_*` and the compatibility mode are set when a `KvikioTransport` is made, so the last
-one made decides. Each cuFile request on GPU memory first synchronises CUDA's legacy default stream.
+kvikio's settings belong to the process and are shared with its other users of kvikio: the thread count, `gds_threshold`
+0, `auto_direct_io_*` and the compatibility mode are set when a `KvikioTransport` is made, so the last one made decides.
+Each cuFile request on GPU memory first synchronises CUDA's legacy default stream.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _log = logging.getLogger("gdscache.storage")
 
 
 class KvikioTransport(EitherWay):
-    """Reads and writes host and CUDA memory, by as many threads of kvikio's pool as call it.
+    """Moves host and CUDA memory, by as many threads of kvikio's pool as call it.
 
-    `compat="on"` never calls cuFile, `"off"` raises where cuFile cannot be used for a file, `"auto"` leaves the choice
-    to kvikio, file by file. Without `/proc/modules` cuFile never answers (its versions 1.16 to 1.20), so `"auto"`
-    becomes `"on"` there and `"off"` is refused.
+    `compat="on"` never calls cuFile, `"off"` raises if cuFile cannot be used for a file, `"auto"` leaves the choice to
+    kvikio, file by file. Without `/proc/modules` cuFile never answers (its versions 1.16 to 1.20), so `"auto"` becomes
+    `"on"` there and `"off"` is refused.
 
-    Raises `TransportUnavailableError` when kvikio or `libcuda.so.1` is missing: kvikio needs the driver even for host
-    memory. `open` raises `DeadlineError` when cuFile does not answer within `CALL_S`.
+    Raises `TransportUnavailableError` if kvikio or `libcuda.so.1` is missing: kvikio needs the driver even for host
+    memory. `open` raises `DeadlineError` if cuFile does not answer within `CALL_S`.
     """
 
     name = "kvikio"
@@ -83,7 +82,7 @@ class KvikioTransport(EitherWay):
             if self._closed:
                 raise EngineClosedError("the kvikio transport was closed", "open files before close")
             try:
-                # kvikio would hide the system's errno in the text of a RuntimeError.
+                # kvikio would hide the system's errno in the text of a RuntimeError
                 os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                 file = self._opened(path)
             except (OSError, RuntimeError) as error:
@@ -98,7 +97,7 @@ class KvikioTransport(EitherWay):
             return handle
 
     def _opened(self, path: Path) -> Any:
-        """kvikio's file; opened in a thread of its own where cuFile is asked, which can hang for ever."""
+        """kvikio's file. If cuFile is used, which may hang for ever, it is opened in a thread of its own."""
         if self._compat == "on":
             return self._kvikio.CuFile(path, "r+")
         try:
@@ -111,7 +110,7 @@ class KvikioTransport(EitherWay):
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Register the CUDA allocation that holds `memory` with cuFile; nothing in compatibility mode or for the host.
 
-        Raises `TransportUnavailableError` when cuFile refuses.
+        Raises `TransportUnavailableError` if cuFile refuses.
         """
         if self._compat == "on" or isinstance(memory, memoryview):
             return
@@ -141,13 +140,13 @@ class KvikioTransport(EitherWay):
         found, nbytes = self._file(file), memory.nbytes
         buffer = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
         try:
-            # kvikio's futures keep neither the buffer nor the file alive: it ends before this returns.
+            # kvikio's futures keep neither the buffer nor the file alive: wait for the end
             moved = int((found.pread if op is Op.READ else found.pwrite)(buffer, nbytes, offset).get())
             if moved > nbytes:
                 raise RuntimeError(f"kvikio counts {moved} of {nbytes} bytes")
             return moved
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
-            # It says neither errno nor how far it came, so the file's size is asked.
+            # its error has neither errno nor byte count, so the file's size decides
             left = max(os.fstat(file).st_size - offset, 0)
             if op is Op.READ and left < nbytes:
                 return left

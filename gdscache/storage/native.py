@@ -1,4 +1,4 @@
-"""The transports `uring` and `posix`: files that the library itself reads and writes, past the interpreter."""
+"""The transports `uring` and `posix`: files that the library itself reads and writes, without the interpreter."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gdscache.storage.files import DirectFiles
 
 
 class NativeTransport(DirectFiles):
-    """Files as `DirectFiles` opens them. An engine's executor moves their bytes: with `uring` by `threads` threads of
-    the kernel at most, else by as many of the library. So does `carry`, without an engine. Its own `read` and `write`
-    are calls of the system, for transports that are made of it.
+    """Files of `DirectFiles`. An engine's executor moves their bytes: with `uring` by at most `threads` threads of the
+    kernel, else by as many of the library. `carry` does the same without an engine. Its own `read` and `write`, for
+    subclasses, are system calls.
 
-    Raises `TransportUnavailableError` where io_uring is refused, `IOFailedError` when the process may open no more
-    files, and `ThreadStartError` when it may start no more threads.
+    Raises `TransportUnavailableError` if io_uring is refused, `IOFailedError` if the process may open no more files,
+    and `ThreadStartError` if it may start no more threads.
     """
 
-    cufile: CuFiles | None = None  # what GPU memory is moved by
+    cufile: CuFiles | None = None  # moves GPU memory
 
     def __init__(self, threads: int, direct_io: Switch = "auto", *, uring: bool = True, name: str = "") -> None:
-        """`name`: of a transport that is made of this one."""
+        """`name`: of a subclass."""
         super().__init__(threads, direct_io)
         self.name = name or ("uring" if uring else "posix")
         self.uring = uring
@@ -31,11 +31,11 @@ class NativeTransport(DirectFiles):
 
     @property
     def is_own(self) -> bool:
-        """Whether it does no more than this class says, so that the library can do it alone."""
+        """Whether it is this class itself, so that the library can move the bytes alone."""
         return type(self) is NativeTransport
 
     def _try_disk(self) -> None:
-        """Whether the executor will get its disk: that is said before there are files."""
+        """Open an executor's disk and close it, so that a refusal is reported before there are files."""
         try:
             Disk("ring" if self.uring else "threads", self.threads, self.threads).close()
         except RefusedDiskError as error:

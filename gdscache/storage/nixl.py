@@ -2,7 +2,8 @@
 
 One transfer holds one call's bytes, because NIXL gives one status a transfer: so a failure costs its own call only, and
 a transfer that has ended touches no other's memory. NIXL moves bytes only while it is polled, and its agents are not
-thread-safe, so each caller polls its own transfer under a lock. The plugin `GDS` is not used: it calls failed I/O done.
+thread-safe, so each caller polls its own transfer under a lock. The plugin `GDS` is not used: it reports failed I/O as
+done.
 
 NIXL logs to the standard output; importing it here sets its logger to warnings, unless NIXL_LOG_LEVEL is set.
 """
@@ -29,7 +30,7 @@ from gdscache.storage.files import DirectFiles
 if TYPE_CHECKING:
     import torch
 
-OLDEST = (1, 5, 1)  # older versions call short and failed I/O done
+OLDEST = (1, 5, 1)  # older versions report short and failed I/O as done
 PROC_MODULES = "/proc/modules"
 CALL_S = 60.0
 HANG_S = 30.0
@@ -41,12 +42,11 @@ _log = logging.getLogger("gdscache.storage")
 
 
 class NixlTransport(DirectFiles):
-    """Files are opened as `DirectFiles` does; NIXL moves the bytes, a transfer for each call.
+    """Files of `DirectFiles`; NIXL moves the bytes, a transfer for each call.
 
-    With `gds` CUDA memory is moved too, where a `register`ed buffer holds it whole, by `threads` threads of the plugin.
-    A file without O_DIRECT is read and written inside NIXL's submit call, so one call at a time.
-
-    Raises `TransportUnavailableError` when NIXL is missing, too old, or cannot make what is asked for.
+    With `gds` it moves CUDA memory too, inside `register`ed buffers, by `threads` threads of the plugin. A file without
+    O_DIRECT is read and written inside NIXL's submit call, so one call at a time. Raises `TransportUnavailableError` if
+    NIXL is missing, too old, or refuses the settings.
     """
 
     name = "nixl"
@@ -71,7 +71,7 @@ class NixlTransport(DirectFiles):
         self.memory_kinds = frozenset({"host", "cuda"} if gds else {"host"})
         self._plugins = ["POSIX", "GDS_MT"] if gds else ["POSIX"]
         self._gds = gds
-        self._lock = threading.Lock()  # guards what follows, and all that NIXL makes
+        self._lock = threading.Lock()  # guards the members below, and all objects of NIXL
         self._agent: Any = None
         self._live = 0  # transfers
         self._registered: dict[tuple[object, str], Any] = {}
@@ -95,7 +95,7 @@ class NixlTransport(DirectFiles):
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Register CUDA memory with cuFile; nothing for the host. Raises `TransportUnavailableError`, and
-        `IOFailedError` (EINVAL) for memory that overlaps what is registered."""
+        `IOFailedError` (EINVAL) for memory that overlaps a registered buffer."""
         if isinstance(memory, memoryview):
             return
         place = memory_of(memory)
@@ -118,7 +118,7 @@ class NixlTransport(DirectFiles):
         return {**super().describe(), "gds": self._gds, "nixl": self._version}
 
     def close(self) -> None:
-        """What is under way keeps files and memory, and its end gives them back."""
+        """Calls under way keep files and memory, and release them at their end."""
         self._closed = True
         if not self._lock.acquire(timeout=HANG_S):
             _log.error("a call of NIXL has not ended for %g s: it keeps its memory and files", HANG_S)
@@ -129,7 +129,7 @@ class NixlTransport(DirectFiles):
             self._lock.release()
 
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
-        """NIXL gives no byte count, so a read is held against the size of its file."""
+        """NIXL gives no byte count, so a read is compared with the size of its file."""
         path, moved = self.path(file), memory.nbytes
         error: Exception | None = None
         with self._lock:
@@ -161,7 +161,7 @@ class NixlTransport(DirectFiles):
             raise failed(op.value, path, offset, RuntimeError(_said(error))) from error
         return moved
 
-    # What follows runs with the lock.
+    # --- with the lock
 
     def _handle(self, op: Op, file: int, offset: int, memory: Memory) -> Any:
         agent, host = self._agent, isinstance(memory, memoryview)
@@ -180,7 +180,7 @@ class NixlTransport(DirectFiles):
         return state == "DONE"
 
     def _end(self, handle: Any) -> None:
-        """Release what has ended, and only that: a release in flight wedges NIXL."""
+        """Release an ended transfer only: a release in flight blocks NIXL."""
         try:
             handle.release()
         except self._nixl_errors as refusal:
@@ -189,7 +189,7 @@ class NixlTransport(DirectFiles):
         self._settle()
 
     def _settle(self) -> None:
-        """Once it is closed, what nobody uses any more goes back."""
+        """After `close`, release everything once no transfer is under way."""
         if self._closed and not self._live:
             self._give_back()
 
@@ -208,7 +208,7 @@ class NixlTransport(DirectFiles):
         self._register("host", [(0, _EVERYTHING, 0, "")], "DRAM")
 
     def _register(self, key: object, entries: list[tuple[int, int, int, str]], kind: str) -> None:
-        # One by one: with several plugins NIXL calls a registration done when one of them has done it.
+        # One by one: with several plugins NIXL reports a registration as done when the first of them is.
         for plugin in {"DRAM": ["POSIX"], "VRAM": ["GDS_MT"], "FILE": self._plugins}[kind]:
             self._registered[key, plugin] = self._agent.register_memory(entries, kind, backends=[plugin])
 
@@ -234,7 +234,7 @@ class NixlTransport(DirectFiles):
         )
 
     def _give_back(self) -> None:
-        """Take all registrations back, then close the files: a number used again must not point at another file."""
+        """Release all registrations, then close the files: a reused number must not point at another file."""
         for (_, plugin), descriptors in reversed(list(self._registered.items())):
             try:
                 self._agent.deregister_memory(descriptors, backends=[plugin])
@@ -244,10 +244,10 @@ class NixlTransport(DirectFiles):
         self._agent = None
         super().close()
 
-    # What follows runs in callers.
+    # --- in callers
 
     def _call(self, what: str, action: Callable[[], _T]) -> _T:
-        """What `action()` gives, in a thread that has the lock: NIXL, or cuFile behind it, can hang for ever."""
+        """Run `action()` in a thread of its own, with the lock: NIXL, or cuFile behind it, may hang for ever."""
 
         def locked() -> _T:
             with self._lock:

@@ -1,5 +1,5 @@
-"""What cuFile, kvikio and NIXL can do on this machine, found out in a child process, because cuFile can hang or crash
-the process that asks it."""
+"""Probes of cuFile, kvikio and NIXL on this machine, in child processes, because cuFile can hang or crash its
+process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with open(path, "rb") as plain:
 file.close()
 """
 
-# What a child does with a transport of ours, which `transport(device)` opens.
+# The child's work with a transport of ours, which `transport(device)` opens.
 _TRANSPORT_CHILD = """
 import sys
 from pathlib import Path
@@ -76,7 +76,7 @@ def transport(device):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """`mode` is the best proven path: `gds`, `compat` (kvikio works, through host memory) or `posix` (it does not)."""
+    """`mode` is the best proven path: `gds`, `compat` (it works, through host memory) or `posix` (it does not work)."""
 
     ok: bool
     mode: Literal["gds", "compat", "posix"]
@@ -84,7 +84,7 @@ class ProbeResult:
 
 
 def no_gds_driver() -> str:
-    """Why GPUDirect Storage cannot be proven here, whatever a probe would find; an empty string where it may be."""
+    """Why GPUDirect Storage cannot be proven here by any probe; an empty string if it may be."""
     return "" if NVIDIA_FS_STATS.exists() else f"no nvidia-fs driver counts I/O ({NVIDIA_FS_STATS} is missing)"
 
 
@@ -93,10 +93,10 @@ def probe_kvikio(
 ) -> ProbeResult:
     """Write and read a few MiB between GPU memory and a temporary file in `directory`, and compare the bytes.
 
-    At most two children run, one with cuFile and one without, each killed after `deadline_s` seconds. `gds` is
-    answered only if the nvidia-fs driver counted the I/O; it counts for the whole machine, and only while its
-    statistics are switched on. `missing` says first what kvikio lacks; without it `kvikio_missing` does. Raises
-    `IOFailedError` when the directory takes no file.
+    At most two children run, one with cuFile and one without, each killed after `deadline_s` seconds. The answer is
+    `gds` only if the nvidia-fs driver counted the I/O; it counts for the whole machine, and only while its statistics
+    are on. `missing()`, by default `kvikio_missing`, first names a missing requirement. Raises `IOFailedError` if the
+    directory takes no file.
     """
     cause = (kvikio_missing if missing is None else missing)()
     if cause:
@@ -106,7 +106,7 @@ def probe_kvikio(
 
 
 def probe_cufile(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
-    """The same with the transport `cufile`. One child, and `posix` where it fails."""
+    """The same with the transport `cufile`. One child, and `posix` if it fails."""
     return probe_transport(_CUFILE, "cuFile", directory, device_index, deadline_s)
 
 
@@ -118,9 +118,9 @@ def probe_nixl(directory: Path, device_index: int, deadline_s: float = 20.0) -> 
 def probe_transport(opened: str, what: str, directory: Path, device_index: int, deadline_s: float) -> ProbeResult:
     """Write and read a few MiB between GPU memory and a temporary file in `directory` with a transport of ours.
 
-    `opened`: Python that imports it and leaves in `transport` what opens it for `device`; `what` it is called. One
-    child, killed after `deadline_s` seconds. `gds` is answered only if the nvidia-fs driver counted the I/O, else
-    `compat` (the bytes are right) or `posix`. Raises `IOFailedError` when the directory takes no file.
+    `opened`: Python code with a function `transport(device)` that opens it. `what`: its name. One child, killed after
+    `deadline_s` seconds. The answer is `gds` only if the nvidia-fs driver counted the I/O, else `compat` (the bytes are
+    right) or `posix`. Raises `IOFailedError` if the directory takes no file.
     """
     if not PROC_MODULES.exists():
         return ProbeResult(False, "posix", f"the kernel has no {PROC_MODULES}, without which cuFile never answers")
@@ -138,7 +138,7 @@ def probe_transport(opened: str, what: str, directory: Path, device_index: int, 
 
 @contextlib.contextmanager
 def _file(directory: Path) -> Iterator[str]:
-    """The path of an allocated file there, for a probe. Raises `IOFailedError`."""
+    """The path of an allocated temporary file there. Raises `IOFailedError`."""
     try:
         file, name = tempfile.mkstemp(prefix=PROBE_PREFIX, dir=directory)
     except OSError as error:
@@ -175,14 +175,14 @@ def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
 
 
 def gds_operations() -> tuple[int, int]:
-    """Reads and writes that the nvidia-fs driver has counted since it was loaded; zeros where it is not."""
+    """Reads and writes counted by the nvidia-fs driver since it was loaded; zeros without it."""
     text = text_of(NVIDIA_FS_STATS)
     reads, writes = (re.search(rf"^{kind}\s*:.*?\bn=(\d+)", text, re.MULTILINE) for kind in ("Reads", "Writes"))
     return int(reads[1]) if reads else 0, int(writes[1]) if writes else 0
 
 
 def kvikio_missing() -> str:
-    """Why kvikio cannot be asked for GPU memory here; an empty string where it can."""
+    """Why kvikio cannot be tried for GPU memory here; an empty string if it can."""
     if importlib.util.find_spec("kvikio") is None:
         return "kvikio is not installed"
     try:

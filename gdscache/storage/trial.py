@@ -1,6 +1,6 @@
-"""Trying a transport: code in a child process with a deadline, and bytes that are written, read back and compared.
+"""Trials of a transport: code in a child process with a deadline, and bytes that are written, read back and compared.
 
-What moves bytes past the CPU can hang or crash the process that asks it, so it is asked in a child.
+Libraries that move bytes past the CPU can hang or crash their process, so they are tried in a child.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _log = logging.getLogger("gdscache.storage")
 
 
 class Ended(NamedTuple):
-    """How a child ended. `status`: its exit status, None where it was killed at its deadline; `output`: what it
-    printed, standard error included, and of one that was killed a last line that says so."""
+    """The end of a child. `status`: its exit status, None if it was killed at its deadline. `output`: its standard
+    output and error; after a kill the last line says so."""
 
     status: int | None
     output: str
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the output that are not empty."""
+        """The output's lines that are not empty."""
         return [line.strip() for line in self.output.splitlines() if line.strip()]
 
     @property
     def cause(self) -> str:
-        """Why it failed, in one line; empty where it did not."""
+        """Why the child failed, in one line; empty if it did not."""
         last = (self.lines or ["no message"])[-1]
         return "" if self.status == 0 else last if self.status is None else f"{last} (exit status {self.status})"
 
 
 def run_child(code: str, arguments: Sequence[str], deadline_s: float) -> Ended:
-    """Run Python code in a child that imports what this process does.
+    """Run Python code in a child with this process's import path.
 
-    The child leads a session of its own. At the end, or after `deadline_s` seconds, whatever is left of that session
-    is killed. Never waits much longer, even for a child that the kernel does not let die.
+    The child leads a session of its own. At the end, or after `deadline_s` seconds, the rest of that session is killed.
+    Never waits much longer, even for a child that the kernel does not let die.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
     environment["CUFILE_LOGFILE_PATH"] = os.devnull
@@ -93,11 +93,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def write_and_read(
     transport: Transport, path: Path, device: str, nbytes: int, deadline_s: float | None = None
 ) -> tuple[float, float]:
-    """Fill a new file through a transport and read it back; the seconds of the write with its flush, and of the read.
+    """Fill a new file through a transport and read it back. Returns the seconds of the write with its flush, and of the
+    read.
 
-    `device`: whose memory is moved, `cpu` or `cuda:N`. `nbytes`: a multiple of 1 MiB; requests are of 1 MiB.
-    `deadline_s`: of each way. Raises the transport's errors, `StorageError` where bytes differ, and `OSError` where
-    the file cannot be made.
+    `device`: of the memory, `cpu` or `cuda:N`. `nbytes`: a multiple of 1 MiB; requests are of 1 MiB. `deadline_s`: of
+    each way. Raises the transport's errors, `StorageError` if bytes differ, and `OSError` if the file cannot be made.
     """
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)

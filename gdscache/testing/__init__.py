@@ -1,3 +1,2 @@
-"""For tests of what stands on gdscache: `transport_suite`, which every transport passes, and `faults`, which make a
-transport fail on order. Nothing here is imported by the rest of the package; only `transport_suite` needs pytest.
-"""
+"""For tests of code on top of gdscache: `transport_suite`, which every transport passes, and `faults`, transports that
+fail on order. The rest of the package imports nothing of it; only `transport_suite` needs pytest."""

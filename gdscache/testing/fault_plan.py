@@ -1,4 +1,4 @@
-"""What goes wrong, where and how often: the rules of a `FaultyTransport`."""
+"""The rules of a `FaultyTransport`: faults, their places and their numbers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Fault(enum.Enum):
     ENOSPC = "enospc"
     """A write is not tried, and answered with the errno ENOSPC."""
     SHORT = "short"
-    """Half of the bytes, in whole sectors, are moved, and that is said."""
+    """Half of the bytes, in whole sectors, are moved, and the answer says so."""
     FLIP = "flip"
-    """One bit is moved wrong, and nothing is said."""
+    """One bit is moved wrong, without an error."""
     ZERO = "zero"
-    """Zeros take the place of the bytes, and nothing is said."""
+    """Zeros replace the bytes, without an error."""
     LOST = "lost"
     """A write is acknowledged and never done."""
     TORN = "torn"
     """A write is acknowledged, and half of it, in whole sectors, is done."""
     DELAY = "delay"
-    """Begun `seconds` late; then all is well."""
+    """Begun `seconds` late, then without fault."""
     HANG = "hang"
-    """Not begun before the rule is released; then all is well. The memory is the transport's for so long."""
+    """Not begun before the rule is released, then without fault. The transport keeps the memory until then."""
 
 
 _OF_WRITES = (Fault.ENOSPC, Fault.LOST, Fault.TORN)
@@ -59,12 +59,12 @@ class ExtentPart:
 
     @classmethod
     def layer(cls, layout: PageLayout, layer: int) -> ExtentPart:
-        """Where the pages of `layout` have their layer number `layer`."""
+        """The part of layer number `layer` in pages of `layout`."""
         start, stop = layout.layer_bounds[layer]
         return cls(start, stop, layout.extent_bytes)
 
     def within(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """`(start, stop)` of what a request of `nbytes` at `offset` has of it, counted from the request's start."""
+        """`(start, stop)` of the parts in a request of `nbytes` at `offset`, counted from the request's start."""
         found = []
         for extent in range(offset - offset % self.extent_bytes, offset + nbytes, self.extent_bytes):
             start = max(extent + self.start - offset, 0)
@@ -76,17 +76,15 @@ class ExtentPart:
 
 @dataclasses.dataclass(eq=False)
 class FaultRule:
-    """One fault, and the requests that it meets: all of them, or those that every condition given here lets through.
+    """One fault, and the requests that it meets: all of them, or only requests that pass every given condition.
 
     `op`: reads or writes only. `where(path, offset)`: the file, and the offset of the request in it, in bytes; called
     under a lock, one request at a time. `part`: requests that touch this part of an extent; FLIP and ZERO then damage
-    nothing else. `rate`: this share of them, 0 to 1, drawn. `skip`: not the first so many; `times`: then no more than
-    so many.
+    nothing else. `rate`: this share of them, 0 to 1, drawn. `skip`: the number of first requests to leave alone;
+    `times`: the most requests to meet after these.
 
-    `bit` is the bit that FLIP inverts, counted through the request, or through the part; drawn if it is None.
-    `seconds` is how late a DELAY is. `met` counts the requests met.
-
-    Raises `InvalidValueError` for a rule that can meet nothing.
+    `bit` is the bit that FLIP inverts, counted through the request, or through the part; drawn if it is None. `seconds`
+    is the time of a DELAY. `met` counts the requests met. Raises `InvalidValueError` for a rule that can meet nothing.
     """
 
     fault: Fault
@@ -116,11 +114,11 @@ class FaultRule:
             )
 
     def release(self) -> None:
-        """Let what hangs go on; from now on nothing hangs by this rule."""
+        """Let hanging requests go on; later ones do not hang by this rule."""
         self.gate.set()
 
     def wait(self) -> None:
-        """For the transport: what a DELAY or a HANG waits for."""
+        """For the transport: the wait of a DELAY or a HANG."""
         if self.fault is Fault.HANG:
             self.gate.wait()
         else:
@@ -139,16 +137,16 @@ class Met:
     draw: random.Random
 
     def where(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """What is damaged of a request, counted from its start."""
+        """The damaged ranges of a request, counted from its start."""
         return [(0, nbytes)] if self.rule.part is None else self.rule.part.within(offset, nbytes)
 
 
 class FaultPlan:
-    """The rules in force, for any number of transports. The first rule that meets a request has it. Thread-safe.
+    """The rules in force, for any number of transports. The first matching rule meets a request. Thread-safe.
 
     Draws depend on `seed`, the rule's place among all rules ever added, the file (in the order of `open`), the offset,
-    and how often that was asked for: threads in another order change nothing. With `trace`, `ended` lists
-    (op, path, offset) of the requests, met or not, in the order of their ends.
+    and the number of earlier requests there: the order of threads has no influence. With `trace`, `ended` lists (op,
+    path, offset) of the requests, met or not, in the order of their ends.
     """
 
     def __init__(self, *rules: FaultRule, seed: int = 0, trace: bool = False) -> None:
@@ -165,14 +163,14 @@ class FaultPlan:
             self.add(rule)
 
     def add(self, rule: FaultRule) -> FaultRule:
-        """Put the rule in force, after those that are."""
+        """Put the rule in force, after the present ones."""
         with self._lock:
             self._rules[rule] = self._added
             self._added += 1
         return rule
 
     def remove(self, rule: FaultRule) -> None:
-        """Take the rule away, and let what hangs by it go on; again is fine."""
+        """Remove the rule, and release its hanging requests. Repeated calls are fine."""
         with self._lock:
             self._rules.pop(rule, None)
         rule.release()
@@ -187,7 +185,7 @@ class FaultPlan:
             self.remove(rule)
 
     def reset(self) -> None:
-        """Take all rules away, release what hangs, forget the counts; draws begin anew."""
+        """Remove all rules, release hanging requests, forget the counts; draws begin anew."""
         with self._lock:
             rules, self._rules = list(self._rules), {}
             self._added = 0
@@ -199,24 +197,22 @@ class FaultPlan:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do but to hand requests on."""
+        """Whether requests need any treatment."""
         return self.trace or bool(self._rules)
 
     @property
     def held(self) -> int:
-        """Requests that a DELAY or a HANG has met and that have not ended yet."""
+        """Requests that a DELAY or a HANG has met and that have not ended."""
         with self._lock:
             return self._held
 
     def describe(self) -> dict[str, int]:
-        """How many requests met each kind of fault."""
+        """The number of requests that met each kind of fault."""
         with self._lock:
             return dict(self._counts)
 
-    # -- for the transport -------------------------------------------------------------------------------------------
-
     def meet(self, op: Op, file: int, path: str, offset: int, nbytes: int) -> Met | None:
-        """The rule that has this request. `file` is the number of the file among those that the transport opened."""
+        """The rule that meets this request. `file` is the number of the file among the transport's opened files."""
         with self._lock:
             if not self._rules:
                 return None
@@ -249,14 +245,12 @@ class FaultPlan:
             if self.trace:
                 self.ended.append((op, path, offset))
 
-    # -- from a file -------------------------------------------------------------------------------------------------
-
     @classmethod
     def from_file(cls, path: Path) -> tuple[FaultPlan, str]:
-        """The plan that a JSON file describes, and the name of the transport to wrap (`posix` if it has none).
+        """The plan of a JSON file, and the name of the transport to wrap (`posix` if it has none).
 
         `{"seed": 7, "inner": "posix", "rules": [{"fault": "flip", "op": "read", "rate": 0.01}]}`: a rule has the fields
-        of `FaultRule` but `where`; `part` is `[start, stop, extent_bytes]`. Raises `InvalidValueError`.
+        of `FaultRule` except `where`; `part` is `[start, stop, extent_bytes]`. Raises `InvalidValueError`.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

@@ -5,8 +5,8 @@
     with PLAN.rule(Fault.FLIP, Op.READ, rate=0.1):
         ...
 
-For a process whose code one does not want to touch, `transport: gdscache.testing.faults:FaultyTransport` takes its plan
-from the JSON file that the environment variable `GDSCACHE_FAULTS` names (`FaultPlan.from_file`).
+For a process whose code should stay as it is, `transport: gdscache.testing.faults:FaultyTransport` takes its plan from
+the JSON file that the environment variable `GDSCACHE_FAULTS` names (`FaultPlan.from_file`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ _log = logging.getLogger("gdscache.testing")
 
 
 class FaultyTransport(EitherWay):
-    """Hands every call to `inner`, except where a rule of `plan` says otherwise.
+    """Passes every call to `inner`, except if a rule of `plan` says otherwise.
 
     `inner` is the name of a transport (as in a config; nixl and kvikio without GPUDirect Storage), or a class or
     function that is called with `threads=` and `direct_io=`. Without a plan, plan and inner come from the JSON file
     that `GDSCACHE_FAULTS` names.
 
-    What is late or hangs keeps a thread of the library, of which there are `THREADS` or more. What is written wrong is
-    written from a copy in host memory. Where calls still hang when it is closed, the last of them closes the files.
-
-    Raises `InvalidValueError` when there is no plan, or when `inner` moves no host memory.
+    A late or hanging request keeps a thread of the library, of which there are `THREADS` or more. Damaged writes are
+    written from a copy in host memory. If calls still hang at `close`, the last of them closes the files. Raises
+    `InvalidValueError` if there is no plan, or if `inner` moves no host memory.
     """
 
     name = "faulty"
@@ -73,7 +72,7 @@ class FaultyTransport(EitherWay):
         self.memory_kinds = self.inner.memory_kinds
         self._files: dict[int, tuple[int, str]] = {}  # by handle: the number of the file, its path
         self._lock = threading.Lock()
-        self._ends: list[tuple[Op, int, int, int]] = []  # what calls that were short left: of which file, from, bytes
+        self._ends: list[tuple[Op, int, int, int]] = []  # the rests of short calls: file, offset, bytes
         self._under_way = 0
         self._closing = False
 
@@ -108,8 +107,6 @@ class FaultyTransport(EitherWay):
         else:
             self.inner.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         if self._is_rest(op, file, offset, memory.nbytes):
             return 0
@@ -132,7 +129,7 @@ class FaultyTransport(EitherWay):
                 self.inner.close()
 
     def _is_rest(self, op: Op, file: int, offset: int, nbytes: int) -> bool:
-        """Whether a call asks for what another left, which is said once. Any thread may ask."""
+        """Whether a call asks for the rest of a short one. True once for each; any thread may ask."""
         with self._lock:
             found = (op, file, offset, nbytes) in self._ends
             if found:
@@ -143,7 +140,7 @@ class FaultyTransport(EitherWay):
         return (self.inner.read if op is Op.READ else self.inner.write)(file, offset, memory)
 
     def _bent(self, op: Op, file: int, path: str, offset: int, memory: Memory, met: Met) -> int:
-        """The call as its rule says."""
+        """The call with its rule's fault."""
         fault, nbytes = met.rule.fault, memory.nbytes
         if met.rule.is_late:
             met.rule.wait()
@@ -158,7 +155,7 @@ class FaultyTransport(EitherWay):
             moved = self._call(op, file, offset, part(memory, 0, half)) if half else 0
             if fault is Fault.TORN:
                 return nbytes
-            if half and not self.merges:  # else the pages behind it are tried alone
+            if half and not self.merges:  # otherwise the library retries the pages behind it alone
                 with self._lock:
                     self._ends.append((op, file, offset + half, nbytes - half))
             return moved
@@ -175,7 +172,7 @@ class FaultyTransport(EitherWay):
 def faulty(plan: FaultPlan, inner: Inner = "posix", *, merges: bool = False) -> type[FaultyTransport]:
     """A `FaultyTransport` of this plan that a config can name: give it a name in a module that can be imported.
 
-    `merges`: neighbouring pages may come as one call, as under other transports.
+    `merges`: neighbouring pages may come as one call, as for other transports.
     """
 
     class Bound(FaultyTransport):
@@ -230,7 +227,7 @@ def _damage_host(view: memoryview, met: Met, where: Sequence[tuple[int, int]]) -
 
 
 def _copy(memory: Memory) -> memoryview:
-    """The bytes in host memory of our own, on a page."""
+    """The bytes in page-aligned host memory of our own."""
     copy = memoryview(mmap.mmap(-1, memory.nbytes))
     if isinstance(memory, memoryview):
         copy[:] = memory

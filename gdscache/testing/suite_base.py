@@ -1,4 +1,4 @@
-"""What the cases of the transport suite share: the hook, a file, memory of each kind."""
+"""Shared by the cases of the transport suite: the hook, a file, memory of each kind."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gdscache.storage.base import Op, Transport, memory_of, part
 SECTOR = EXTENT_ALIGNMENT
 FILE_BYTES = 8 << 20
 CUDA_BYTES = 32 << 20
-PATIENCE = 30.0  # seconds: nothing takes so long unless it hangs
+PATIENCE = 30.0  # seconds: only a hang takes longer
 
 Make = Callable[..., Transport]
 """`make(threads=4)`: the transport under test, closed at the end."""
 
 
 def soon() -> float:
-    """A deadline that nothing reaches unless it hangs."""
+    """A deadline that only a hang reaches."""
     return time.monotonic() + PATIENCE
 
 
@@ -46,7 +46,7 @@ def odd_extents(rng: random.Random, total: int, largest: int) -> list[tuple[int,
 
 @functools.cache
 def random_bytes(seed: int) -> bytes:
-    """`FILE_BYTES` of them. Drawing them takes longer than most tests."""
+    """`FILE_BYTES` random bytes, cached: drawing them takes longer than most tests."""
     return random.Random(seed).randbytes(FILE_BYTES)
 
 
@@ -59,7 +59,7 @@ class Memory:
             self.host = HostBuffer(nbytes, "off")
             self._whole: memoryview | torch.Tensor = self.host.view
         else:
-            # All of one large size: torch gives each a CUDA allocation of its own, which is what cuFile registers.
+            # All of one large size: torch gives each a CUDA allocation of its own, which cuFile registers.
             room = torch.zeros(max(nbytes + SECTOR, CUDA_BYTES), dtype=torch.uint8, device="cuda")
             start = -room.data_ptr() % SECTOR
             self._whole = room[start : start + nbytes]
@@ -67,7 +67,7 @@ class Memory:
         transport.register(self._whole)
 
     def part(self, at: int, nbytes: int) -> Piece:
-        """The bytes from `at`, as a call takes them."""
+        """The bytes from `at`, as an argument of a call."""
         whole = self._whole if isinstance(self._whole, memoryview) else memory_of(self._whole)
         return part(whole, at, at + nbytes)
 
@@ -83,7 +83,7 @@ class Memory:
         return bytes(some) if isinstance(some, memoryview) else some.cpu().numpy().tobytes()
 
     def close(self) -> None:
-        """Again is fine."""
+        """Repeated calls are fine."""
         if not self._whole.nbytes:
             return
         self._transport.deregister(self._whole)
@@ -93,7 +93,7 @@ class Memory:
 
 
 Remember = Callable[..., Memory]
-"""`memory(transport, nbytes=FILE_BYTES, kind="host")`: registered memory, given back at the end."""
+"""`memory(transport, nbytes=FILE_BYTES, kind="host")`: registered memory, released at the end."""
 
 
 class SuiteBase:
@@ -102,7 +102,7 @@ class SuiteBase:
     memory_kinds: ClassVar[tuple[str, ...]] = ("host",)
 
     def make_transport(self, threads: int) -> Transport:
-        """A new transport with so many threads; the suite closes it."""
+        """A new transport with `threads` threads; the suite closes it."""
         raise NotImplementedError(f"{type(self).__name__}.make_transport(threads) returns the transport to test")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -149,7 +149,7 @@ class SuiteBase:
 
 
 def close(transport: Transport) -> None:
-    """Close it; fails when that does not return. What it raises is raised here."""
+    """Close it; fails if that does not return. Raises the transport's error."""
     raised: list[BaseException] = []
 
     def closes() -> None:
@@ -166,7 +166,7 @@ def close(transport: Transport) -> None:
 
 
 def join(threads: Iterable[threading.Thread], what: str) -> None:
-    """Wait for threads, which are daemons; fails when one does not end."""
+    """Wait for daemon threads; fails if one does not end."""
     deadline = soon()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -177,8 +177,8 @@ def join(threads: Iterable[threading.Thread], what: str) -> None:
 def check_equal(there: bytes | memoryview, expected: bytes | memoryview) -> None:
     """Fails and names the first byte that differs.
 
-    A plain `assert a == b` will not do: in CI and with -v pytest compares what differs line by line, and with
-    megabytes that does not end.
+    Not by `assert a == b`: in CI and with -v pytest compares differing values line by line, which does not end for
+    megabytes.
     """
     if there == expected:
         return
@@ -190,7 +190,7 @@ def check_equal(there: bytes | memoryview, expected: bytes | memoryview) -> None
 
 
 def move(transport: Transport, op: Op, file: int, offset: int, memory: Piece) -> int:
-    """One call, as the library makes it: what is written is read-only, and a view is released behind the call."""
+    """One call, made like the library's: written memory is read-only, and a view is released after the call."""
     view = memory.toreadonly() if isinstance(memory, memoryview) and op is Op.WRITE else memory
     moved = (transport.read if op is Op.READ else transport.write)(file, offset, view)
     if isinstance(view, memoryview):
@@ -201,7 +201,7 @@ def move(transport: Transport, op: Op, file: int, offset: int, memory: Piece) ->
 def move_all(
     transport: Transport, op: Op, file: int, memory: Memory, extents: Iterable[tuple[int, int, int]], threads: int = 1
 ) -> None:
-    """Move `(offset, bytes, place in memory)`, several at a time. Fails where one moves less."""
+    """Move `(offset, bytes, place in memory)`, several at a time. Fails if one moves less."""
 
     def one(extent: tuple[int, int, int]) -> str:
         offset, nbytes, place = extent

@@ -1,4 +1,4 @@
-"""The right bytes at the right place, errors where they belong, and nothing kept: for every kind of memory."""
+"""The right bytes at the right place, the right errors, and no kept memory: for every kind of memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gdscache.testing.suite_base import (
 
 
 class BytesCases(SuiteBase):
-    sectors: ClassVar[int] = 512  # that are moved by themselves
+    sectors: ClassVar[int] = 512  # size of single requests
 
     @pytest.mark.parametrize("largest", [2, 16, 700, 2100])
     def test_shuffled_extents_come_back_equal(
@@ -42,7 +42,7 @@ class BytesCases(SuiteBase):
         transport, rng = make(), random.Random(largest)
         file = transport.open(data_file)
         extents, place, total = [], 0, min(FILE_BYTES, self.sectors * largest // 2 * SECTOR)
-        for at, n in odd_extents(rng, total, largest):  # in memory they lie in another order than in the file
+        for at, n in odd_extents(rng, total, largest):  # their order in memory differs from that in the file
             extents.append((at, n, place))
             place += n
         rng.shuffle(extents)
@@ -104,7 +104,7 @@ class BytesCases(SuiteBase):
     def test_where_the_file_ends_a_read_is_short(
         self, make: Make, memory: Remember, data_file: Path, kind: str, kept: int
     ) -> None:
-        """What is behind its end is no error: the answer says how many bytes there were. Other reads go on."""
+        """A read beyond the end is no error: the answer is the number of bytes there. Other reads go on."""
         transport, data, size = make(), data_file.read_bytes(), 3 * SECTOR
         file, target = transport.open(data_file), memory(transport, FILE_BYTES, kind)
         assert move(transport, Op.READ, file, FILE_BYTES + SECTOR, target.part(0, SECTOR)) == 0
@@ -115,7 +115,7 @@ class BytesCases(SuiteBase):
         target.fill(bytes(FILE_BYTES))
         for at in range(0, FILE_BYTES - size, size):
             if at % (16 * size) and abs(at - kept) > 4 * size:
-                continue  # a sample, and all that is near the end
+                continue  # a sample, and all near the end
             there = min(max(kept - at, 0), size)
             assert move(transport, Op.READ, file, at, target.part(at, size)) == there
             check_equal(target.bytes(at, there), data[at : at + there])
@@ -125,7 +125,7 @@ class BytesCases(SuiteBase):
     def test_memory_is_not_kept(self, make: Make, data_file: Path, op: Op) -> None:
         transport = make()
         file = transport.open(data_file)
-        with mmap.mmap(-1, SECTOR) as memory:  # raises at its end where somebody still has it
+        with mmap.mmap(-1, SECTOR) as memory:  # raises at its end if a reference is left
             assert move(transport, op, file, 0, memoryview(memory)) == SECTOR
 
     @pytest.mark.parametrize("op", list(Op))

@@ -1,13 +1,11 @@
-"""What every transport passes. In a file of tests, which pytest then collects as usual:
-
-    from gdscache.testing.transport_suite import TransportSuite
+"""The tests that every transport passes. In a file of tests, which pytest then collects as usual:
 
     class TestMine(TransportSuite):
         def make_transport(self, threads):
             return MyTransport(threads=threads, direct_io="auto")
 
-With `memory_kinds = ("host", "cuda")` in the class, what moves bytes is tried with GPU memory too, in tests with the
-marker `gpu`. Raises `MissingPackageError` where pytest is missing: it comes with `gdscache[test]`.
+With `memory_kinds = ("host", "cuda")` in the class, moves are tested with GPU memory too, in tests with the marker
+`gpu`. Raises `MissingPackageError` if pytest is missing: it comes with `gdscache[test]`.
 """
 
 from __future__ import annotations
@@ -33,4 +31,5 @@ __all__ = ["TransportSuite"]
 
 
 class TransportSuite(BytesCases):
-    """Subclass it, and give `make_transport`. `memory_kinds`: the kinds of memory to test, of those it can move."""
+    """Subclass it, and give `make_transport`. `memory_kinds`: the kinds of memory to test, of those the transport can
+    move."""

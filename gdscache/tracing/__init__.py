@@ -1,12 +1,10 @@
-"""What an engine does when: reads, copies, kernels, waits and layers, for Perfetto or for a profiler of NVIDIA's.
+"""Timelines of an engine: reads, copies, kernels, waits and layers, for Perfetto or for a profiler of NVIDIA's.
 
-base.py      Timeline: what the engine tells; by itself it keeps nothing
+base.py      Timeline: the contract; by itself it keeps nothing
 trace.py     TraceTimeline: kept, and written as trace-event JSON
-tracks.py    what a trace's tracks are called, and in which order they come
+tracks.py    the names and the order of tracks
 streams.py   times on CUDA streams, on the host's clock
 nvtx.py      NvtxTimeline: passed on as NVTX ranges
-summary.py   a trace file read back: how much ran under the model's layers
-plot.py      ... and drawn
 """
 
 from gdscache.tracing.base import OFF, Timeline

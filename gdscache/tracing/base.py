@@ -1,4 +1,4 @@
-"""The contract of timelines, and the one that keeps nothing, which every engine has by default."""
+"""The contract of timelines, and the default one, which keeps nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Span:
-    """Something that takes time, from entering to leaving it. This one is nobody's."""
+    """A duration, from entering to leaving it. This one is not kept."""
 
     __slots__ = ()
 
@@ -25,32 +25,33 @@ _NOTHING = Span()
 
 
 class Timeline:
-    """Told by the engine what begins and ends. Keeps nothing: a span costs less than 0.5 us.
+    """Gets the engine's spans and instants. Keeps nothing: a span costs less than 0.5 us.
 
-    `kind` says what it is: step, layer, wait, lookup, plan, begin, load, read, scatter, check, gather, store, write,
-    commit, prefetch, copies, kernel. `about` is plain data: `layer` (int) or `layers` (range), `pages`, `bytes`, and
-    `load`, the load's number, which spans within spans inherit. Thread-safe.
+    `kind` is one of: step, layer, wait, lookup, plan, begin, load, read, scatter, check, gather, store, write, commit,
+    prefetch, copies, kernel. `about` is plain data: `layer` (int) or `layers` (range), `pages`, `bytes`, and `load`,
+    the load's number, which inner spans inherit. Thread-safe.
     """
 
     __slots__ = ()
 
     def number(self) -> int:
-        """A number for a load; 0 where nobody keeps it."""
+        """A number for a load; 0 if it is not kept."""
         return 0
 
     def span(self, kind: str, /, **about: Any) -> Span:
-        """Time of the calling thread."""
+        """A duration of the calling thread."""
         return _NOTHING
 
     def compute(self, kind: str, device: torch.device | None, /, **about: Any) -> Span:
-        """`span`, and the time of what is queued within it on the current stream of `device`, where that is CUDA's."""
+        """`span`, and the time of the work queued within it on the current stream of `device`, if that is a CUDA
+        device."""
         return _NOTHING
 
     def instant(self, kind: str, /, **about: Any) -> None:
-        """Something that took no time, in the calling thread."""
+        """A moment in the calling thread."""
 
     def past(self, kind: str, track: str, begin: int, end: int | None, /, **about: Any) -> None:
-        """What a thread that is not Python's has done: nanoseconds of CLOCK_MONOTONIC; no end: it took no time.
+        """Work of a native thread, in nanoseconds of CLOCK_MONOTONIC; without an end it is a moment.
 
         Spans of a track may overlap.
         """
@@ -60,7 +61,7 @@ OFF = Timeline()
 
 
 def title(kind: str, about: Mapping[str, Any]) -> str:
-    """What a span is called: its kind, and the layers that it is about (`read 4-7`, `layer 3`)."""
+    """The name of a span: its kind, and its layers (`read 4-7`, `layer 3`)."""
     if "layer" in about:
         return f"{kind} {about['layer']}"
     layers = about.get("layers")

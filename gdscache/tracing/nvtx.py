@@ -17,12 +17,10 @@ _log = logging.getLogger("gdscache")
 
 # Nsight Systems and Nsight Compute set these for the process that they run.
 _PROFILERS = ("NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
-_TOOL = "NVTX_INJECTION64_PATH"  # the library that gets NVTX calls, by the NVTX headers, whoever's it is
+_TOOL = "NVTX_INJECTION64_PATH"  # any tool's library that gets NVTX calls, by the NVTX headers
 
 
 class _Range(Span):
-    """A range of the calling thread."""
-
     __slots__ = ("_name", "_nvtx")
 
     def __init__(self, nvtx: Any, name: str) -> None:
@@ -38,9 +36,9 @@ class _Range(Span):
 
 
 class NvtxTimeline(Timeline):
-    """Passes everything on as ranges of the default domain; what a stream does meanwhile, the profiler sees itself.
+    """Passes everything on as ranges of the default domain; the profiler itself sees the streams' work.
 
-    `nvtx`: torch.cuda.nvtx, or a module with its functions. Raises `RuntimeError` where torch was built without NVTX.
+    `nvtx`: torch.cuda.nvtx, or a module with its functions. Raises `RuntimeError` if torch was built without NVTX.
     """
 
     __slots__ = ("_next", "_nvtx")
@@ -48,7 +46,7 @@ class NvtxTimeline(Timeline):
     def __init__(self, nvtx: Any = None) -> None:
         if nvtx is None:
             from torch.cuda import nvtx
-        nvtx.mark("gdscache")  # raises where it cannot
+        nvtx.mark("gdscache")  # raises without NVTX
         self._nvtx: Any = nvtx
         self._next = itertools.count(1)
 
@@ -74,11 +72,11 @@ def _text(kind: str, about: Mapping[str, Any]) -> str:
 
 
 def timeline_from_environment(environ: Mapping[str, str] = os.environ) -> Timeline:
-    """An `NvtxTimeline` where a profiler runs this process, else one that keeps nothing.
+    """An `NvtxTimeline` if a profiler runs this process, else one that keeps nothing.
 
-    A process counts as profiled where Nsight Systems or Nsight Compute say so in its environment, or a library is named
-    that gets NVTX calls. Not libcupti: some images name it for every process, and the first range would load it, which
-    takes CUPTI's only place away from torch's own profiler.
+    A process counts as profiled if its environment names Nsight Systems, Nsight Compute, or a library that gets NVTX
+    calls. libcupti does not count: some images name it for every process, and the first range would load it, which
+    takes CUPTI's only place from torch's own profiler.
     """
     tool = os.path.basename(environ.get(_TOOL, ""))
     if not any(name in environ for name in _PROFILERS) and (not tool or tool.startswith("libcupti")):

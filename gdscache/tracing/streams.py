@@ -1,4 +1,4 @@
-"""Times on CUDA streams, on the clock of the host: pairs of timing events, and anchors that tie them to it."""
+"""Times on CUDA streams, on the host's clock: pairs of timing events, and anchors that tie them to it."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_ANCHOR_NS = 5_000_000_000  # so old: events give float32 milliseconds, which are 0.5 us apart after 5 s
+_ANCHOR_NS = 5_000_000_000  # the oldest anchor: after 5 s events' float32 milliseconds are 0.5 us apart
 _TRIES = 3
-_AT_ONCE = 4  # of those that wait to be resolved, looked at when one is added
-PATIENCE_S = 5.0  # for what is still running when the times are asked for
+_AT_ONCE = 4  # of the unresolved pairs, checked when one is added
+PATIENCE_S = 5.0  # for work that still runs when the times are asked for
 
 Resolved = Callable[[int, int], None]
 
 
 class StreamTimes:
-    """Collects pairs of events; each is told its times, in nanoseconds of `clock`, when the stream is past it.
+    """Collects pairs of events, and reports their times, in nanoseconds of `clock`, when the stream has passed them.
 
-    `patience_s`: seconds that `resolve` waits for what is still running.
+    `patience_s`: seconds that `resolve` waits for running work.
     """
 
     def __init__(self, clock: Callable[[], int], patience_s: float = PATIENCE_S) -> None:
         self._clock = clock
         self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._anchors: dict[int, tuple[Any, int]] = {}  # by device: an event, and when it was
-        self._streams: dict[int, Any] = {}  # by device: where anchors are taken
+        self._anchors: dict[int, tuple[Any, int]] = {}  # by device: an event, and its time
+        self._streams: dict[int, Any] = {}  # by device: for anchors
         self._pending: deque[tuple[Any, Any, tuple[Any, int], Resolved]] = deque()
 
     def mark(self, stream: torch.cuda.Stream) -> Any:
-        """A timing event behind what the stream has queued so far."""
+        """A timing event behind the stream's queue."""
         import torch
 
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class StreamTimes:
         return event
 
     def add(self, start: Any, end: Any, device: torch.device, resolved: Resolved) -> None:
-        """Call `resolved(start, end)` when both events have been; at the latest from `resolve`."""
+        """Call `resolved(start, end)` when both events have happened; at the latest from `resolve`."""
         with self._lock:
             self._pending.append((start, end, self._anchor(device), resolved))
             for _ in range(_AT_ONCE):
@@ -51,7 +51,8 @@ class StreamTimes:
                 self._tell(*self._pending.popleft())
 
     def resolve(self) -> int:
-        """Have all told, waiting a few seconds for what runs; how many have not ended by then, and never will be."""
+        """Report all pairs, waiting a few seconds for running work. Returns the number that have not ended, and are
+        dropped."""
         until = time.monotonic() + self._patience_s
         late = 0
         while True:
@@ -72,7 +73,7 @@ class StreamTimes:
         resolved(first, max(first, last))
 
     def _anchor(self, device: torch.device) -> tuple[Any, int]:
-        """An event of the last few seconds, and when it was: between two looks at the clock, as close as it gets."""
+        """An event of the last few seconds, and its time: the middle of two close readings of the clock."""
         import torch
 
         number = device.index or 0

@@ -26,8 +26,6 @@ _PID = 1
 
 
 class _Recorded(Span):
-    """A span that is kept."""
-
     __slots__ = ("_timeline", "about", "kind", "start", "track")
     start: int
 
@@ -50,7 +48,7 @@ class _Recorded(Span):
 
 
 class _OnStream(Span):
-    """What is queued on the caller's stream, between two timing events, and `host`, the span of the calling thread."""
+    """Work queued on the caller's stream, between two timing events, and `host`, the span of the calling thread."""
 
     __slots__ = ("_about", "_host", "_kind", "_start", "_stream", "_timeline")
 
@@ -82,9 +80,9 @@ class _OnStream(Span):
 
 
 class TraceTimeline(Timeline):
-    """Keeps up to `limit` events; how many more there were is written too. `write` may be called at any time.
+    """Keeps up to `limit` events, and the number of further ones. `write` may be called at any time.
 
-    With `path`, it is found out now whether a file can be written there: raises `InvalidValueError`.
+    With `path`, the file is checked now: raises `InvalidValueError` if it cannot be written.
     """
 
     __slots__ = ("_begun", "_clock", "_events", "_left_out", "_limit", "_local", "_lock", "_next", "_open", "_path",
@@ -97,7 +95,7 @@ class TraceTimeline(Timeline):
         limit: int = LIMIT,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        """`clock`: nanoseconds; of CLOCK_MONOTONIC, where spans of native threads are to lie beside ours."""
+        """`clock`: nanoseconds; of CLOCK_MONOTONIC, so that spans of native threads fit."""
         if limit < 1:
             raise InvalidValueError(f"a timeline of {limit} events", "keep at least one")
         self._path = None if path is None else Path(path)
@@ -114,8 +112,6 @@ class TraceTimeline(Timeline):
         self._open: set[_Recorded] = set()
         self._events: list[tuple[str, Track, int, int | None, dict[str, Any]]] = []
         self.times = StreamTimes(clock)
-
-    # -- what the engine tells -----------------------------------------------------------------------------------------
 
     def number(self) -> int:
         return next(self._next)
@@ -145,11 +141,9 @@ class TraceTimeline(Timeline):
             if self._take():
                 self._events.append((kind, (track, 0), begin, end, about))
 
-    # -- for spans -----------------------------------------------------------------------------------------------------
-
     @property
     def stack(self) -> list[dict[str, Any]]:
-        """What the spans of the calling thread are about, the innermost last."""
+        """The `about` of the calling thread's spans, the innermost last."""
         try:
             stack: list[dict[str, Any]] = self._local.stack
         except AttributeError:
@@ -171,7 +165,7 @@ class TraceTimeline(Timeline):
                 self._events.append((span.kind, span.track, span.start, now, span.about))
 
     def add_on_stream(self, kind: str, stream: torch.cuda.Stream, start: Any, end: Any, about: dict[str, Any]) -> None:
-        """Keep a span of the caller's stream, whose times are found out later."""
+        """Keep a span of the caller's stream; its times come later."""
         with self._lock:
             if not self._take():
                 return
@@ -199,10 +193,8 @@ class TraceTimeline(Timeline):
         thread = threading.current_thread()
         return thread.name, thread.ident or 0
 
-    # -- the file ------------------------------------------------------------------------------------------------------
-
     def describe(self) -> dict[str, Any]:
-        """The trace so far, as the JSON object that is written."""
+        """The trace so far, as the JSON object to write."""
         unresolved = self.times.resolve()
         with self._lock:
             now = self._clock()
@@ -230,7 +222,7 @@ class TraceTimeline(Timeline):
         return row | {"ph": "X", "dur": (end - start) / 1000, "args": arguments}
 
     def write(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the trace so far to `path`, by default to the one given at first; replaces a file that is there.
+        """Write the trace so far to `path`, by default the constructor's; replaces an existing file.
 
         Spans that have not ended reach until now. Raises `InvalidValueError`.
         """
@@ -251,7 +243,7 @@ class TraceTimeline(Timeline):
 
 
 def check_path(path: Path) -> None:
-    """Raise `InvalidValueError` where no file can be written at `path`."""
+    """Raise `InvalidValueError` if no file can be written at `path`."""
     folder = path.parent
     if path.is_dir():
         raise InvalidValueError(f"{path} is a directory", "name a file for the timeline, such as trace.json")

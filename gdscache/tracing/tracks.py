@@ -1,4 +1,4 @@
-"""Tracks of a timeline: what people call them, their order, and lanes for spans that overlap."""
+"""Tracks of a timeline: their readable names, their order, and lanes for spans that overlap."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _ORDER = (
     "SSD",
 )
 
-Track = tuple[str, int]  # a name, and the thread's identifier where it is a thread's
+Track = tuple[str, int]  # a name, and the thread's identifier if it is a thread's
 
 Events = Iterable[tuple[str, Track, int, int | None, dict[str, Any]]]
 Placed = list[tuple[str, int, int, int | None, dict[str, Any]]]
 
 
 def lanes(events: Events) -> tuple[Placed, dict[str, int]]:
-    """Events with the numbers of their tracks, and the tracks' names, in their order from top to bottom.
+    """Events with the numbers of their tracks, and the tracks' names, in order from top to bottom.
 
-    Spans in flight may overlap, and a track's may not: such a track gets as many lanes as it takes.
+    A track's spans may not overlap, but I/O in flight does: such a track gets the lanes it needs.
     """
     named: dict[tuple[Track, int], list[tuple[str, int, int | None, dict[str, Any]]]] = {}
     ends: dict[Track, list[int]] = {}
@@ -61,7 +61,7 @@ def lanes(events: Events) -> tuple[Placed, dict[str, int]]:
 
 
 def _name(track: Track) -> str:
-    """What people call a track: our own threads by what they do."""
+    """The readable name of a track: our own threads by their work."""
     name, thread = track
     if not thread:
         return name

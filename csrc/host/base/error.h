@@ -1,4 +1,4 @@
-// Why something cannot be had or done, and what is closed where nobody has it any more.
+// Errors, and handles that close themselves.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace gdscache {
 
-// What the system, a driver or a check refused. `code`: an errno, or greater than any where cuFile has its own. `hint`:
-// what to do.
+// An error of the system, a driver or a check. `code`: an errno, or a greater number of cuFile's own. `hint`: what to
+// do.
 struct Error : std::runtime_error {
     Error(int number, const std::string& why, const char* what_to_do = "see what it says")
         : std::runtime_error(why), code(number), hint(what_to_do) {}
@@ -29,12 +29,12 @@ inline void refuse_if(bool unsound, const char* why) {
 }
 inline void require(bool sound, const char* why) { refuse_if(!sound, why); }
 
-// Whether all of some numbers are in [0, limit).
+// Whether all numbers are in [0, limit).
 inline bool within(const int64_t* values, int64_t count, int64_t limit) {
     return std::all_of(values, values + count, [&](int64_t value) { return value >= 0 && value < limit; });
 }
 
-// What `close` is called with where nobody has it any more, unless it is `none`.
+// A handle that is closed by `close` at the end of its life, unless it is `none`.
 template <typename T, typename Close, T none = T{}>
 class Unique {
 public:
@@ -74,12 +74,12 @@ struct Event : Descriptor {
     }
 };
 
-// A library that is loaded at run time, and stays: it is everybody's. Its functions, by their names, as pointers of any
-// type; `Refused` is thrown where there is none.
+// A library loaded at run time and never unloaded. Its functions, by name, convert to pointers of any type; a missing
+// one throws `Refused`.
 template <typename Refused>
 class Library {
 public:
-    // `there`: what the process has open already goes before it.
+    // `there`: a name that is preferred if the process has that library open.
     Library(const char* what, const char* path, const char* there = nullptr)
         : what_(what), library_(there ? dlopen(there, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD) : nullptr) {
         if (!library_) library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);

@@ -14,7 +14,7 @@ constinit thread_local int must_not_fail = 0;
 
 namespace {
 
-// Blocks of whole units, the first of which begins with their number.
+// The reserve is in units. A block's first bytes hold its number of units.
 constexpr size_t kSpareBytes = 4096;  // a table of nanobind's has some dozens of entries
 constexpr size_t kUnit = 64, kHead = alignof(std::max_align_t), kUnits = kReserveBytes / kUnit;
 static_assert(kHead >= sizeof(size_t));
@@ -55,10 +55,10 @@ bool give_to_reserve(void* address) noexcept {
 
 }  // namespace gdscache
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which have their own
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // the sanitizers have their own
 
-// The linker has the library, and what it has of the compiler's, call these in place of `malloc` and `free`: memory of
-// an exception has to be there where nothing else is.
+// The linker has the library, and the compiler's runtime in it, call these in place of `malloc` and `free`: an
+// exception needs memory when the system has none.
 extern "C" {
 void* __real_malloc(size_t) __attribute__((weak));
 void __real_free(void*) __attribute__((weak));
@@ -74,7 +74,7 @@ void __wrap_free(void* address) {
 }
 
 void* operator new(size_t bytes) {
-    const auto system = __real_malloc ? __real_malloc : std::malloc;  // tests are linked without
+    const auto system = __real_malloc ? __real_malloc : std::malloc;  // tests are linked without the wrapper
     for (;;) {
         if (void* const found = system(bytes ? bytes : 1)) return found;
         if (void* const found = gdscache::take_of_reserve(bytes, !gdscache::must_not_fail)) return found;

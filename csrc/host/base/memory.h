@@ -1,4 +1,4 @@
-// Memory for what cannot fail: a move that is under way, and the thread that carries it out.
+// Memory for work that cannot fail: moves under way, and the threads that carry them out.
 
 #pragma once
 
@@ -6,13 +6,13 @@
 
 namespace gdscache {
 
-// Above 0 `new` of this thread does not throw. Of the library's own block: one that is made at a thread's first look
-// would need memory.
+// Above 0, `new` of this thread does not throw. Initial-exec: a variable allocated at a thread's first access would
+// need memory.
 extern constinit thread_local int must_not_fail __attribute__((tls_model("initial-exec")));
 
-// While a `MustNotFail` lives, `new` of this thread does not throw: where the system has no memory it takes some of a
-// reserve that the library has had from the start, and where that is used up too, it waits. What begins new work is
-// outside, and fails; or within, while a `MayFail` lives.
+// While a `MustNotFail` lives, `new` of this thread does not throw: without memory of the system it takes some of a
+// reserve that the library has from the start, and waits if the reserve is used up. Code that begins new work is
+// outside, or inside a `MayFail`, and may fail.
 template <bool kMust>
 class Allocating {
 public:
@@ -26,8 +26,9 @@ private:
 using MustNotFail = Allocating<true>;
 using MayFail = Allocating<false>;
 
-// The reserve. `take` answers null where no room is left; `give` whether the address was of it. `spare`: of what moves
-// under way can spare, some bytes, as nanobind asks for where an exception would end the process.
+// The reserve. `take_of_reserve` answers null if no room is left; `give_to_reserve` whether the address is of the
+// reserve. `spare`: a small block that may not take the reserve's second half, for allocations of nanobind's in which
+// an exception would end the process.
 constexpr size_t kReserveBytes = size_t{2} << 20;
 void* take_of_reserve(size_t bytes, bool spare = false) noexcept;
 bool give_to_reserve(void* address) noexcept;

@@ -1,4 +1,4 @@
-// Threads of ours: no signal is for them, a name says in tools whose they are, and those that copy give way to others.
+// Threads of ours: all signals blocked, named for tools, and those that copy give way to other threads.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace gdscache {
 
-// While this lives, threads that the caller starts begin with all signals blocked.
+// While this lives, threads that the caller starts have all signals blocked.
 class SignalsBlocked {
 public:
     SignalsBlocked() {
@@ -30,7 +30,7 @@ private:
     sigset_t before_;
 };
 
-// One more thread. `what` has up to 10 characters. Throws std::system_error where the system has no more threads.
+// Start one more thread. `what` has up to 10 characters. Throws std::system_error if the system has no more threads.
 template <typename... Call>
 void start(std::vector<std::thread>& threads, const char* what, size_t number, Call... call) {
     const SignalsBlocked blocked;
@@ -39,8 +39,8 @@ void start(std::vector<std::thread>& threads, const char* what, size_t number, C
     pthread_setname_np(threads.emplace_back(call...).native_handle(), name);
 }
 
-// Let threads that wake up have this one's core at once: a scheduler that knows lengths of turns (EEVDF, of Linux 6.12)
-// lets those with short turns cut long ones short. Its share of the core stays the same.
+// Let waking threads have this one's core at once: a scheduler that knows lengths of turns (EEVDF, of Linux 6.12)
+// interrupts long turns for short ones. The thread's share of the core stays the same.
 inline void give_way() {
     struct {
         uint32_t size, policy;
@@ -52,7 +52,7 @@ inline void give_way() {
     wanted.size = sizeof wanted;
     if (syscall(SYS_sched_getattr, 0, &wanted, sizeof wanted, 0) != 0 || wanted.policy != SCHED_OTHER) return;
     wanted.runtime = 100'000'000;
-    syscall(SYS_sched_setattr, 0, &wanted, 0);  // elsewhere nothing changes
+    syscall(SYS_sched_setattr, 0, &wanted, 0);  // without effect on other schedulers
 }
 
 }  // namespace gdscache

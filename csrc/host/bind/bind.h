@@ -1,4 +1,4 @@
-// What Python's side of the library is made of: arrays by the buffer protocol, fresh arrays of numpy, and errors.
+// Helpers of the Python module: arrays by the buffer protocol, fresh numpy arrays, and errors.
 
 #pragma once
 
@@ -33,15 +33,15 @@ struct NamedError : Error {
     const char* kind;
 };
 
-// What is closed has no object any more. `what`: its name.
+// The object behind a pointer; EBADF after `close`. `what`: its name.
 template <typename Pointer>
 auto& open(const Pointer& pointer, const char* what) {
     if (!pointer) throw Error(EBADF, std::string(what) + " was closed", "use it before close");
     return *pointer;
 }
 
-// The numbers of an array that Python has, one after the other, for as long as a call takes; `std::byte`: the bytes of
-// an array of any type. An array of `const` may be read-only. `None` is an array without an address.
+// The contiguous numbers of an array of Python's, for the time of a call; `std::byte`: the bytes of an array of any
+// type. An array of `const` may be read-only. `None` is an array without an address.
 template <typename T>
 class Array {
 public:
@@ -61,10 +61,9 @@ public:
     int64_t shape(int n) const { return n < view_.ndim ? view_.shape[n] : 1; }
     const T& operator[](int64_t n) const { return data()[n]; }
 
-    // Whether it has so many rows of so many numbers each.
     bool has(int64_t rows, int64_t columns) const { return dims() == 2 && shape(0) == rows && shape(1) == columns; }
 
-    // The array behind an object; false where it is none of these.
+    // Take the array behind an object; false if it has other numbers.
     bool take(PyObject* from) noexcept {
         if (from == Py_None) return true;
         const int flags = PyBUF_FORMAT | PyBUF_C_CONTIGUOUS | (std::is_const_v<T> ? 0 : PyBUF_WRITABLE);
@@ -74,7 +73,7 @@ public:
             return false;
         }
         if (kAny || (view_.itemsize == item() && is_kind(view_.format))) return true;
-        let_go();  // `take` may be asked again
+        let_go();  // `take` may be called again
         return false;
     }
 
@@ -103,7 +102,7 @@ using UInt64s = Array<const uint64_t>;
 // `numpy.empty(shape, dtype)`.
 nb::object empty_array(const nb::object& shape, const nb::object& dtype);
 
-// The name of its dtype.
+// The name of T's dtype.
 template <typename T>
 nb::str dtype_of() {
     if (sizeof(T) == 8) return nb::str(std::is_signed_v<T> ? "int64" : "uint64");
@@ -111,7 +110,7 @@ nb::str dtype_of() {
     return nb::str("uint8");
 }
 
-// A new array of numpy's, with nothing in it yet.
+// A new numpy array, uninitialized.
 template <typename T>
 struct Fresh {
     template <typename... Sizes>
@@ -125,7 +124,7 @@ struct Fresh {
     T* data = nullptr;
 };
 
-// Numbers of an array, or of anything that numpy makes one of.
+// The numbers of an array, or of anything that numpy makes one of.
 template <typename T>
 class Numbers {
 public:
@@ -143,7 +142,6 @@ private:
     nb::object kept_;
 };
 
-// A field of an object of Python's.
 template <typename T>
 T field(nb::handle of, const char* name) {
     return nb::cast<T>(of.attr(name));
@@ -157,13 +155,11 @@ struct Range {
     int64_t start, stop;
 };
 
-constexpr int64_t kSlice = 100'000'000;  // nanoseconds of a wait: then signals are heard
+constexpr int64_t kSlice = 100'000'000;  // nanoseconds of a wait; signals are handled behind each
 
-// A string, or None.
 using Text = std::optional<std::string>;
 inline const char* chars(const Text& text) { return text ? text->c_str() : nullptr; }
 
-// A pointer of ours as Python has addresses.
 template <typename T>
 T* at(uint64_t address) {
     return reinterpret_cast<T*>(address);
@@ -181,8 +177,8 @@ void bind_executor(nb::module_& module);
 
 class Disk;
 
-// What only the tests' build has (tests/bind/hooks.cc), and null elsewhere: names for tests to call, and what comes
-// between an executor and its first disk.
+// Only in the tests' build (tests/bind/hooks.cc), else null: functions for tests, and a disk between an executor and
+// its first disk.
 [[gnu::weak, gnu::visibility("default")]] void bind_hooks(nb::module_& module);
 [[gnu::weak, gnu::visibility("default")]] std::unique_ptr<Disk> between(std::unique_ptr<Disk> disk);
 

@@ -18,7 +18,7 @@ bool ascending(const std::vector<int64_t>& bounds, int64_t most) {
     return each && bounds.front() >= 0 && bounds.back() <= most;
 }
 
-// Whether a way makes sense for these spaces: nothing of it reaches beyond them.
+// Whether a way stays within its spaces.
 bool sound(const Way& way, const Executor& executor) {
     const std::vector<Place>& spaces = executor.places();
     const Limits& limits = executor.limits();
@@ -36,18 +36,18 @@ bool sound(const Way& way, const Executor& executor) {
     };
     if (!fits(way.source, way.sources) || !fits(way.target, way.targets)) return false;
     if (!way.sums.empty() && static_cast<int64_t>(way.sums.size()) != way.pages * limits.layers) return false;
-    if (!way.places.empty()) {  // of what is read on its way into planes, and of nothing else
+    if (!way.places.empty()) {  // only for reads on their way into planes
         if (source != Kind::kFiles || target != Kind::kPlanes || !known(way.through)) return false;
         if (spaces[way.through].kind != Kind::kMemory || !fits(way.through, way.places)) return false;
     }
     if (!files) return true;
     const int32_t memory = memory_of(way, source, target, executor.reserve_space());
-    if (memory < 0) return way.pages == 0;  // it would pass through a reserve
+    if (memory < 0) return way.pages == 0;  // there is no reserve to pass through
     const int32_t disk = spaces[target == Kind::kFiles ? way.target : way.source].disk;
     return (spaces[memory].reached >> disk & 1) != 0;
 }
 
-// Whether a way's copies are between memory of a GPU and planes that are not its own.
+// Whether a way's copies are between a GPU's memory and host planes.
 bool crosses(const Way& way, const Executor& executor) {
     const std::vector<Place>& spaces = executor.places();
     const Space &source = spaces[way.source], &target = spaces[way.target];

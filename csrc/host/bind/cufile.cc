@@ -1,4 +1,4 @@
-// cuFile: which files and which memory of a GPU it knows.
+// cuFile: the files and the GPU memory that it knows.
 
 #include "bind/handles.h"
 #include "disk/bare.h"
@@ -6,7 +6,7 @@
 namespace gdscache {
 namespace {
 
-// A call for all threads, which may be closed meanwhile.
+// A call outside the interpreter's lock. `close` may run meanwhile.
 template <auto kCall, typename... Arguments>
 void ask(const OpenCuFiles& self, Arguments... of) {
     const auto files = self.shared();

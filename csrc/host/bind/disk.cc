@@ -1,4 +1,4 @@
-// Disks as Python asks for them, and the bare loop.
+// Disks for Python, and the bare loop.
 
 #include "bind/disk.h"
 

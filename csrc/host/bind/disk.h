@@ -1,4 +1,4 @@
-// Disks as Python asks for them, and one that it drives itself.
+// Disks by their Python settings, and one that Python drives itself.
 
 #pragma once
 
@@ -20,12 +20,12 @@ struct DeviceRange {
     int device;
 };
 
-// `threads` threads of ours, which take the interpreter's lock for `transport` (gdscache/storage/base.py). Whoever
-// waits for them, or ends the disk, has given it up.
+// `threads` threads of ours, which take the interpreter's lock for `transport` (gdscache/storage/base.py). A thread
+// that waits for them, or destroys the disk, has released that lock.
 std::unique_ptr<Disk> open_transport_disk(int threads, const nb::object& transport, std::vector<DeviceRange> devices);
 
-// What a disk moves bytes by: a transport, else cuFile; else io_uring ("ring"), threads, or the first of the two that
-// can be had. Throws `Error`.
+// A disk by a transport, else by cuFile; else io_uring ("ring"), "threads", or io_uring if available (no kind). Throws
+// `Error`.
 std::unique_ptr<Disk> open_disk_by(const Text& kind, int workers, int depth, const OpenCuFiles* cufile,
                                    const nb::object& transport, std::vector<DeviceRange> devices);
 
@@ -60,7 +60,7 @@ public:
                                static_cast<uint32_t>(row[5]), static_cast<int32_t>(row[2]), row[3],
                                row[1] ? Op::kWrite : Op::kRead, row[6] != 0});
         }
-        const MustNotFail reserve;  // what has begun cannot be taken back
+        const MustNotFail reserve;  // begun I/O cannot be taken back
         disk.submit(pieces_);
     }
 
@@ -83,7 +83,7 @@ public:
     }
 
     void close() {
-        const nb::gil_scoped_release others;  // its threads may want it
+        const nb::gil_scoped_release others;  // the disk's threads may want it
         disk_.reset();
     }
 

@@ -1,4 +1,4 @@
-// The executor: moves are handed over whole, and their ends come back in lists.
+// The executor for Python: moves are handed over whole, and their ends come back in lists.
 
 #include "bind/executor.h"
 
@@ -16,13 +16,13 @@ namespace gdscache {
 namespace {
 
 constexpr Nanoseconds kNever = INT64_MAX;
-// Of a wait for layers, with the interpreter's lock: a fifth of what others have it at a time. A layer is often there
-// within less than it takes to have the lock again.
+// Of a wait for layers with the interpreter's lock: a fifth of another thread's turn. A layer is often ready in less
+// time than taking the lock again costs.
 constexpr Nanoseconds kKept = 1'000'000;
-constexpr int kDepth = 8;          // pieces under way of each thread of the kernel
-constexpr double kLongest = 1e8;  // seconds that are no deadline: three years
+constexpr int kDepth = 8;          // pieces under way for each thread of the kernel
+constexpr double kLongest = 1e8;  // seconds; a longer wait has no deadline (three years)
 
-// Whether the kernel copies the bytes of a file: it is in the page cache, or on a RAM disk.
+// Whether the kernel copies a file's bytes: it uses the page cache, or lies on a RAM disk.
 bool kernel_copies(int file) {
     struct statfs found;
     const bool in_memory = fstatfs(file, &found) == 0 && found.f_type == TMPFS_MAGIC;
@@ -34,14 +34,14 @@ Nanoseconds deadline(double seconds) {
     return seconds > 0 ? now() + static_cast<Nanoseconds>(seconds * 1e9) : 0;
 }
 
-// What a disk is opened by (Descriptors in gdscache/moves/machine.py).
+// The settings of a disk (Descriptors in gdscache/moves/machine.py).
 struct Means {
     explicit Means(nb::handle about)
         : threads(field<int>(about, "threads")),
           kind(field<bool>(about, "uring") ? Text() : Text("threads")),
           cufile(field<const OpenCuFiles*>(about, "cufile")),
           transport(about.attr("transport")) {}
-    // A transport refuses what it does not reach itself.
+    // A transport itself refuses memory that it does not reach.
     bool reaches(uint64_t address, size_t bytes) const {
         return !transport.is_none() || (cufile && cufile->shared()->memory(address, bytes));
     }
@@ -52,7 +52,7 @@ struct Means {
     int threads;
     Text kind;
     const OpenCuFiles* cufile;
-    nb::object transport;  // of Python's, which gives files numbers of its own; or none
+    nb::object transport;  // of Python's, with file numbers of its own; or none
 };
 
 nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("builtins").attr("range")(start, stop); }
@@ -236,8 +236,8 @@ void OpenExecutor::refuse(int status) {
 
 namespace {
 
-// Calls `take(until)` until it says that something has come, or the time is over. Signals are heard. `with_lock`:
-// others of Python wait at first.
+// Call `take(until)` until it returns true, or until the time. Signals are handled. `with_lock`: the first slice keeps
+// the interpreter's lock.
 template <typename Take>
 void wait_for(Calls& calls, double seconds, Take take, bool with_lock = false) {
     const Nanoseconds until = deadline(seconds);

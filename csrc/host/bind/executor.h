@@ -31,7 +31,7 @@ public:
     void begin(int64_t number, int priority, Nanoseconds until, const nb::sequence& ways, const Int64s& groups,
                const nb::object& routes, const UInt64s& after, bool more);
     void extend(int64_t move, const nb::sequence& ways, bool last);
-    void cancel(int64_t move) { executor().cancel(move); }  // nothing is left of one that nobody knows any more
+    void cancel(int64_t move) { executor().cancel(move); }  // an unknown move has ended
     std::optional<int64_t> wait(int64_t move, double seconds, int32_t group);
     nb::tuple outcome(int64_t move);
     void refuse(int status);
@@ -51,7 +51,7 @@ public:
     void close() {
         if (std::exchange(closed_, true)) return;
         {
-            const nb::gil_scoped_release others;  // threads of a disk may want it, and calls that wait
+            const nb::gil_scoped_release others;  // a disk's threads and waiting calls may want it
             executor_->stop();
             calls_.end();
             server_.reset();
@@ -59,23 +59,23 @@ public:
         }
         gpu_.reset();
         pool_.reset();
-        kept_.clear();  // who still knows us keeps no tier's memory
+        kept_.clear();  // a reference to this object must keep no tier's memory
     }
 
 private:
     int32_t number_of(const nb::object& name) const;
     std::vector<Way> read(const nb::sequence& ways) const;
 
-    std::string disk_;  // the first one's name
+    std::string disk_;  // the first disk's name
     std::shared_ptr<const Pool> pool_;
     std::shared_ptr<GpuCopies> gpu_;
     std::unique_ptr<Executor> executor_;
-    std::unique_ptr<GpuServer> server_;  // which ends before the executor
-    Calls calls_;                        // parts of waits: signals are heard between two of them
+    std::unique_ptr<GpuServer> server_;  // ends before the executor
+    Calls calls_;                        // slices of waits; signals are handled between them
     bool closed_ = false;
-    nb::dict numbers_;  // of spaces, by their names
+    nb::dict numbers_;  // of spaces, by name
     nb::list names_;
-    nb::dict kept_;  // the spaces, behind whose addresses there is memory
+    nb::dict kept_;  // the spaces, which keep the memory behind their addresses alive
 };
 
 }  // namespace gdscache

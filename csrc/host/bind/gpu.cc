@@ -1,4 +1,4 @@
-// Copies to and from a GPU, behind checks of what comes from outside.
+// Copies to and from a GPU, behind checks of their arguments.
 
 #include "gpu/gpu.h"
 
@@ -9,7 +9,7 @@
 namespace gdscache {
 namespace {
 
-// A call that others may make while the GPU's copies are being closed: `gpu` is null when they are.
+// A call that may run while the GPU's copies are closed: `gpu` is null after that.
 class Asking {
 public:
     explicit Asking(const OpenGpu& open) : copies_(open.copies) {
@@ -27,7 +27,7 @@ std::shared_ptr<GpuCopies> of(const OpenGpu& self) {
     return self.copies;
 }
 
-// Points behind the copies and behind the last look at what they take, and a ticket.
+// Returns a point behind the copies, a point behind the last read of their source, and a ticket.
 std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t address, int64_t stride, int64_t extents,
                                             int64_t fence, bool device, bool pinned, const Int64s& slots,
                                             const Int64s& blocks, const UInt64s& after, const nb::object& layers,
@@ -43,7 +43,7 @@ std::tuple<int64_t, int64_t, int64_t> queue(const OpenGpu& self, uint64_t addres
                            blocks.data(), {after.data(), static_cast<size_t>(after.size())});
     check(asked, planes);
     const nb::gil_scoped_release others;
-    {  // before anything is queued: what this throws is not about it
+    {  // before anything is queued: its errors are of other copies
         const std::lock_guard held(copies->lock);
         while (!copies->unasked.empty() && copies->gpu->reached(copies->unasked.front().point)) {
             copies->gpu->finish(copies->unasked.front(), nullptr);
@@ -89,7 +89,7 @@ void wait(const OpenGpu& self, int64_t point) {
             const Asking asking(self);
             const nb::gil_scoped_release others;
             const Nanoseconds until = now() + kSlice;
-            // The driver knows no wait with an end. Most are over soon; the others cost a look in 50 us.
+            // The driver has no wait with a timeout. Most waits are short; the others cost a look in 50 us.
             over = !asking.gpu();
             for (int looks = 0; !over && !(over = asking.gpu()->reached(point)) && now() < until; ++looks) {
                 if (looks < 64) std::this_thread::yield();

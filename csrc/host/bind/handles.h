@@ -1,4 +1,4 @@
-// What Python's side has opened and an executor uses: cuFile, planes in host memory, and the copies of a GPU.
+// Python's objects that an executor uses: cuFile, planes in host memory, and the copies of a GPU.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace gdscache {
 
-// Calls of other threads that are inside of what is about to end. It ends behind them.
+// Calls of other threads inside an object that is about to end; `end` waits for them.
 class Calls {
 public:
     struct Inside {
@@ -31,9 +31,9 @@ public:
         Inside(Inside&&) = delete;
 
         Calls& calls;
-        bool over;  // it is too late
+        bool over;  // `end` was called
     };
-    // None begins any more, and those that have are over.
+    // Let no call begin any more, and wait for those under way.
     void end() {
         over_ = true;
         while (count_) std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -47,8 +47,8 @@ private:
 struct OpenCuFiles {
     OpenCuFiles(const char* driver, uint64_t context, const char* library, const Text& log_folder, int64_t most);
 
-    std::shared_ptr<CuFiles> files;  // none behind `close`; disks and executors have their own share
-    int64_t batched;                 // bytes of a piece that may go through a batch
+    std::shared_ptr<CuFiles> files;  // none after `close`; disks and executors have their own share
+    int64_t batched;                 // most bytes of a piece in a batch
 
     std::shared_ptr<CuFiles> shared() const {
         open(files, "cuFile");
@@ -56,12 +56,12 @@ struct OpenCuFiles {
     }
 };
 
-// Planes in host memory, for as long as Python or an executor has them.
+// Planes in host memory, for the life of its Python object or of an executor.
 struct HostPool {
     HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks, int64_t block_tokens,
              int64_t page_blocks);
 
-    std::shared_ptr<const Pool> pool;  // none behind `close`
+    std::shared_ptr<const Pool> pool;  // none after `close`
 };
 
 struct GpuCopies {
@@ -77,7 +77,7 @@ struct GpuCopies {
     Cuda cuda;
     std::optional<Gpu> gpu;
     Calls calls;
-    // Of `queue`: what nobody asks for again goes when it is done, the rest with `finish`.
+    // Copies of `queue`. Those without checksums are dropped when they are done, the others by `finish`.
     std::mutex lock;
     int64_t tickets = 0;
     std::map<int64_t, QueuedCopies> asked;
@@ -88,7 +88,7 @@ struct OpenGpu {
     // `spec`: an object with the fields of `GpuSpec` in kernels/gpu.py.
     OpenGpu(const char* library, const nb::object& spec);
 
-    std::shared_ptr<GpuCopies> copies;  // none behind `close`
+    std::shared_ptr<GpuCopies> copies;  // none after `close`
 };
 
 }  // namespace gdscache

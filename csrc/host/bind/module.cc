@@ -1,4 +1,4 @@
-// The module `gdscache._native`. Python's side of it is told in gdscache/_native.pyi.
+// The module `gdscache._native`. Its Python side is gdscache/_native.pyi.
 
 #include <cstring>
 #include <new>
@@ -26,7 +26,7 @@ void raise(const Error& error, std::string_view name = "NativeCallError") {
 }
 
 void translate(const std::exception_ptr& thrown, void*) {
-    const MustNotFail reserve;  // also called where memory has run out
+    const MustNotFail reserve;  // also called when memory has run out
     try {
         std::rethrow_exception(thrown);
     } catch (const NamedError& error) {
@@ -47,7 +47,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 }  // namespace
 
 nb::object empty_array(const nb::object& shape, const nb::object& dtype) {
-    static PyObject* empty = nullptr;  // for as long as the process lives: modules may end before what asks for it
+    static PyObject* empty = nullptr;  // never freed: modules may end before its callers
     if (!empty) empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
     return nb::borrow(empty)(shape, dtype);
 }
@@ -55,7 +55,7 @@ nb::object empty_array(const nb::object& shape, const nb::object& dtype) {
 }  // namespace gdscache
 
 NB_MODULE(_native, module) {
-    nb::set_leak_warnings(false);  // what a process still has at its end it has for good
+    nb::set_leak_warnings(false);  // objects alive at the process's end stay
     nb::register_exception_translator(gdscache::translate);
     gdscache::bind_pages(module);
     gdscache::bind_names(module);

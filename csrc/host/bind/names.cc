@@ -1,4 +1,4 @@
-// Page keys, with the interpreter's lock: a page's takes less than half a microsecond.
+// Page keys, with the interpreter's lock: a key takes less than half a microsecond.
 
 #include "bind/bind.h"
 #include "hash/blake2b.h"

@@ -27,7 +27,7 @@ nb::object layer_sums(const UInt64s& extents, const Int64s& bounds) {
     return found.array;
 }
 
-// `kMove`: `gather` or `scatter`. The checksums, uint64 (pages, layers); (0, layers) where nobody wants them.
+// `kMove`: `gather` or `scatter`. Returns checksums, uint64 (pages, layers); (0, layers) without `summed`.
 template <typename Part, auto kMove>
 nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
                       bool streamed, bool summed) {

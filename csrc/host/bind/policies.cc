@@ -1,4 +1,4 @@
-// Eviction orders over keys. All of it keeps the interpreter's lock, which guards these objects.
+// Eviction orders over keys. Every call keeps the interpreter's lock, which guards these objects.
 
 #include <nanobind/stl/shared_ptr.h>
 
@@ -15,9 +15,9 @@ namespace gdscache {
 namespace {
 
 constexpr size_t kKeyBytes = sizeof(Key);
-constexpr int64_t kMost = 1024;  // keys of an order that are made at a time, at most
+constexpr int64_t kMost = 1024;  // most keys of an order made at a time
 
-// The items of a list, a tuple or any other sequence, for as long as a call takes.
+// The items of a list, a tuple or any other sequence, for the time of a call.
 class Items {
 public:
     explicit Items(nb::handle given) : fast_(nb::steal(PySequence_Fast(given.ptr(), "pass a sequence"))) {
@@ -26,7 +26,7 @@ public:
         size_ = list_ ? PyList_Size(fast_.ptr()) : PyTuple_Size(fast_.ptr());
     }
     Py_ssize_t size() const { return size_; }
-    // Null, with an error of Python's, where it has become shorter.
+    // Raises Python's error if the sequence has become shorter.
     PyObject* operator[](Py_ssize_t n) const {
         PyObject* const item = list_ ? PyList_GetItem(fast_.ptr(), n) : PyTuple_GetItem(fast_.ptr(), n);
         if (!item) throw nb::python_error();
@@ -68,7 +68,7 @@ std::vector<Key> keys_of(nb::handle given) {
     return keys;
 }
 
-// (key, other key) each. `Pair` has two keys; the other one may be none.
+// (key, other key) pairs. The other key may be None.
 template <typename Pair>
 std::vector<Pair> pairs_of(nb::handle given) {
     const Items items(given);
@@ -92,7 +92,7 @@ std::vector<Key> keys_at(nb::handle keys, const nb::object& order) {
     return found;
 }
 
-// Iterates in lists of keys, which become longer: most who look at an order look at few pages.
+// An iterator in lists of keys of growing length: most callers look at few pages.
 template <typename Walk>
 struct Keys {
     template <typename... Of>
@@ -130,7 +130,7 @@ nb::tuple take(ReuseSample& sample) {
     return nb::make_tuple(arrived.array, hits.array);
 }
 
-// `learn(pages, stored)` answers None, or (share, lifetimes of the lots from it on, lifetimes of those below).
+// `learn(pages, stored)` answers None, or (share, lifetimes of the lots from `share` on, lifetimes of those below).
 void begin(LifetimeOrder& order, nb::handle keys, const nb::object& places, std::shared_ptr<ReuseSample> sample,
            nb::callable learn) {
     using Answer = std::optional<std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>>;

@@ -1,5 +1,5 @@
-// Rows of tables, with the interpreter's lock: who gives it up may wait 5 ms to have it again, which numpy does for
-// each of these, however small.
+// Rows of tables, with the interpreter's lock: numpy releases it for each of these calls, however small, and taking it
+// again may cost 5 ms.
 
 #include <malloc.h>
 
@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kKeyBytes = 32;
 constexpr uint64_t kFactors[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63};
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15;
-constexpr int64_t kSpread = 64;  // numbers that lie further apart than so many for each are sorted
+constexpr int64_t kSpread = 64;  // numbers with a range above this times their count are sorted
 
-// Numbers of rows that a table has.
+// Row numbers, all within the table.
 struct Rows : Numbers<int64_t> {
     template <typename T>
     Rows(const nb::object& rows, const Array<T>& table) : Numbers(rows), table_rows(table.shape(0)) {
@@ -95,7 +95,7 @@ void put(const Array<std::byte>& table, const nb::object& rows, const Array<cons
     }
 }
 
-// Rows of checksums as a catalogue stores them, without what follows from the pages' keys (docs/format.md).
+// Rows of stored checksums, without the part bound to the pages' keys (docs/format.md).
 nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<const std::byte>& keys) {
     const Rows wanted(rows, stored);
     if (keys.bytes() != kKeyBytes * wanted.size()) {
@@ -108,7 +108,7 @@ nb::object unbound(const UInt64s& stored, const nb::object& rows, const Array<co
     uint64_t* out = found.data;
     const std::byte* key = keys.data();
     for (int64_t n = 0; n < wanted.size(); ++n, key += kKeyBytes) {
-        uint64_t words[4], binding = 0;  // little-endian, as every machine that this is built for
+        uint64_t words[4], binding = 0;  // little-endian, as every machine of the build
         std::memcpy(words, key, sizeof words);
         for (int word = 0; word < 4; ++word) binding += words[word] * kFactors[word];
         const uint64_t* const row = stored.data() + wanted.data()[n] * sums;

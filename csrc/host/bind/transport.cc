@@ -1,4 +1,4 @@
-// A transport of Python's as what a disk of threads moves bytes by.
+// A Python transport as the caller of a disk of threads.
 
 #include "bind/disk.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 nb::object imported(const char* module, const char* name) { return nb::module_::import_(module).attr(name); }
 
-// What all threads of a disk share.
+// Shared by all threads of a disk.
 struct Shared {
     Shared(const nb::object& transport, std::vector<DeviceRange> ranges)
         : read(transport.attr("read")),
@@ -29,9 +29,9 @@ struct Shared {
         return found == devices.end() ? nullptr : &*found;
     }
 
-    // The last thread may end it, without the lock.
+    // The last thread may call it, without the lock.
     static void end(const Shared* shared) {
-        if (!nb::is_alive()) return;  // the interpreter has ended: nothing is left to let go of
+        if (!nb::is_alive()) return;  // the interpreter has ended: there is nothing to release
         const nb::gil_scoped_acquire lock;
         delete shared;
     }
@@ -41,7 +41,7 @@ struct Shared {
     const std::vector<DeviceRange> devices;
 };
 
-// A negative error for what a transport raised. What is no error of I/O is logged.
+// The negative error of a transport's exception. Exceptions that are no I/O errors are logged.
 int64_t told(nb::handle error) {
     using Named = std::pair<const char*, int32_t>;
     const Named all[] = {{"ShortIOError", kShort}, {"PageGoneError", kGone}, {"PageBytesError", kWrong}};
@@ -63,7 +63,7 @@ class TransportCaller final : public Caller {
 public:
     explicit TransportCaller(std::shared_ptr<const Shared> shared) : shared_(std::move(shared)) {}
 
-    // Fragments that follow each other in one memory are one call.
+    // Adjacent fragments in one memory are one call.
     int64_t transfer(const Piece& piece, const Call& call) override {
         const auto memory = [&](const iovec& fragment) { return shared_->device(fragment); };
         return move_stretches(call, false, memory, [&](const OneCall& one, int64_t offset) {
@@ -71,7 +71,7 @@ public:
         });
     }
 
-    bool looks() const override { return false; }  // a page is read by as few calls as may be
+    bool looks() const override { return false; }  // a page is read by as few calls as possible
 
 private:
     using OneCall = Stretch<const DeviceRange*>;
@@ -87,12 +87,12 @@ private:
                 PyMemoryView_FromMemory(reinterpret_cast<char*>(address), static_cast<Py_ssize_t>(bytes), access));
             if (!view.is_valid()) throw nb::python_error();
             const int64_t answer = ask(piece, view, bytes, offset);
-            view.attr("release")();  // who has kept it gets an error, and no memory
+            view.attr("release")();  // later access through a kept view raises
             return answer;
         } catch (nb::python_error& error) {
             try {
                 imported("gdscache.runtime.threads", "log_failure")(error.value());
-            } catch (nb::python_error&) {  // there is no log any more
+            } catch (nb::python_error&) {  // the log is gone
             }
             return -EIO;
         }

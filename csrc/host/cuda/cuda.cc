@@ -32,7 +32,7 @@ void Cuda::check(const char* name, int code) const {
 Cuda::Cuda(const char* library, void* context)
     : context_(context), functions_(new CudaFunctions{{"CUDA driver", library}}) {
     if (!functions_->address) return;
-    // The newer form lacks an argument.
+    // the newer form has one argument less
     for (const auto& [name, version] : {std::pair{kBatch13, 13000}, std::pair{"batch_12_8", 12080}}) {
         void* found = nullptr;
         int status = 0;
@@ -90,7 +90,7 @@ void Cuda::copy(const CopyRows& rows, CudaStream stream) const {
 
 void Cuda::launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                   CudaStream stream) const {
-    void* const buffer = reinterpret_cast<void*>(1);  // of arguments, and its size
+    void* const buffer = reinterpret_cast<void*>(1);  // cuda.h's keys for the arguments' buffer and its size
     void* const length = reinterpret_cast<void*>(2);
     void* extra[] = {buffer, const_cast<void*>(arguments), length, &size, nullptr};
     check("cuLaunchKernel", functions_->launch(kernel, grid, 1, 1, threads, 1, 1, 0, stream, nullptr, extra));

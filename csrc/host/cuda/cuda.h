@@ -13,7 +13,7 @@
 
 namespace gdscache {
 
-// What a function of the driver refused; or that there is none.
+// The driver refused a call, or is missing.
 struct CudaError : Error {
     explicit CudaError(const std::string& why) : Error(EIO, why, "see what the CUDA driver says") {}
 };
@@ -22,17 +22,17 @@ using CudaStream = void*;    // CUstream
 using CudaEvent = void*;     // CUevent
 using CudaFunction = void*;  // CUfunction
 
-// What an event is for, besides the order of streams: a thread sleeps until it happened, and keeps no core from those
-// that read; or it keeps the time, for `seconds`.
+// The use of an event besides the order of streams: `kSleep` lets a waiting thread sleep, so that it keeps no core
+// busy; `kTime` keeps the time, for `seconds`.
 enum class EventUse { kOrder, kSleep, kTime };
 
-// A list of copies: entry i goes from `from[i]` to `to[i]`, `most` bytes at most.
+// A list of copies: entry i goes from `from[i]` to `to[i]`, with at most `most` bytes.
 struct CopyList {
     std::vector<uint64_t> to, from;
     std::vector<size_t> bytes;
     size_t most = SIZE_MAX;
 
-    // `apart`: it is not joined with the entry before, though it may follow that on both sides.
+    // `apart`: not joined with the entry before, even if adjacent on both sides.
     void add(uint64_t target, uint64_t source, size_t size, bool apart) {
         const bool follows = !to.empty() && to.back() + bytes.back() == target && from.back() + bytes.back() == source;
         if (!apart && follows && size <= most - bytes.back()) {
@@ -49,13 +49,13 @@ struct CopyList {
     void clear() { to.clear(), from.clear(), bytes.clear(); }
 };
 
-// Copies of `bytes` each, every one behind the one before by `to_step` and `from_step` bytes, which are no fewer.
+// Rows of `bytes` each, `to_step` and `from_step` bytes apart; steps are at least `bytes`.
 struct CopyRows {
     uint64_t to, from;
     size_t bytes, to_step, from_step, rows;
 };
 
-// CUDA_MEMCPY2D; the driver finds out what an address is of.
+// CUDA_MEMCPY2D; the driver finds out the memory of an address.
 struct CudaCopy2D {
     struct End {
         size_t x = 0, y = 0;
@@ -69,7 +69,6 @@ struct CudaCopy2D {
     size_t width = 0, height = 0;
 };
 
-// The driver's own.
 struct CudaFunctions {
     const Library<CudaError> driver;
     int (*push)(void*) = driver["cuCtxPushCurrent_v2"];
@@ -99,14 +98,15 @@ struct CudaFunctions {
     int (*capture_mode)(int*) = driver["cuThreadExchangeStreamCaptureMode"];
 };
 
-// Calls for one device. They throw `CudaError`, but for those that end something, and need its context to be current.
+// Calls for one device. They need its context to be current, and throw `CudaError`, except for those that end
+// something.
 class Cuda {
 public:
-    // `library`: of the driver; `context`: the device's primary one, which stays the caller's.
+    // `library`: the driver's. `context`: the device's primary one, owned by the caller.
     Cuda(const char* library, void* context);
     Cuda(Cuda&&) = delete;
 
-    // While this lives the context is the calling thread's current one.
+    // While this lives, the context is current in the calling thread.
     class Entered {
     public:
         explicit Entered(const Cuda& cuda) : cuda_(cuda) {
@@ -122,19 +122,19 @@ public:
         const Cuda& cuda_;
     };
 
-    // What the calling thread does is none of the business of graphs that other threads record.
+    // Calls of this thread do not break graphs that other threads capture.
     void leave_captures_alone() const {
         int mode = 2;  // relaxed
         check("cuThreadExchangeStreamCaptureMode", functions_->capture_mode(&mode));
     }
 
-    // That waits for no other stream by itself. `urgent`: its kernels go before others.
+    // A stream without implicit waits for others. `urgent`: its kernels go before those of other streams.
     CudaStream open_stream(bool urgent) const;
-    // What a broken context does not give back goes with the process.
+    // Resources that a broken context does not release end with the process.
     void close_stream(CudaStream stream) const noexcept { functions_->stream_destroy(stream); }
     void synchronize(CudaStream stream) const { check("cuStreamSynchronize", functions_->stream_synchronize(stream)); }
 
-    // One that was never recorded has happened.
+    // An event that was never recorded counts as happened.
     CudaEvent open_event(EventUse use) const;
     void close_event(CudaEvent event) const noexcept { functions_->event_destroy(event); }
     void record(CudaEvent event, CudaStream stream) const {
@@ -156,7 +156,7 @@ public:
         return static_cast<double>(milliseconds) / 1e3;
     }
 
-    uint64_t allocate(size_t bytes) const {  // of the device
+    uint64_t allocate(size_t bytes) const {  // on the device
         uint64_t address = 0;
         check("cuMemAlloc", functions_->allocate(&address, bytes));
         return address;
@@ -169,17 +169,18 @@ public:
     }
     void free_host(void* memory) const noexcept { functions_->host_free(memory); }
 
-    // Entries [first, last) of a list, by one call where the driver has such batches and `pinned` says that it may.
+    // Queue entries [first, last) of a list: by one call if the driver has batches and the host memory is page-locked
+    // (`pinned`).
     void copy(const CopyList& list, size_t first, size_t last, CudaStream stream, bool pinned) const;
-    // Between page-locked memory and the GPU's, or within that: one call, whatever the number of rows.
+    // Between page-locked memory and the GPU's, or within the GPU's: one call for any number of rows.
     void copy(const CopyRows& rows, CudaStream stream) const;
-    void copy_to_host(void* to, uint64_t from, size_t bytes) const {  // and wait for it
+    void copy_to_host(void* to, uint64_t from, size_t bytes) const {  // waits for the copy
         check("cuMemcpyDtoH", functions_->copy_to_host(to, from, bytes));
     }
     void launch(CudaFunction kernel, uint32_t grid, uint32_t threads, const void* arguments, size_t size,
                 CudaStream stream) const;
 
-    // How `copy` asks for batches: "batch_13", "batch_12_8" or "single".
+    // The form of batches in `copy`: "batch_13", "batch_12_8" or "single".
     const char* api() const { return api_; }
 
 private:
@@ -191,7 +192,7 @@ private:
     const char* api_ = "single";
 };
 
-// What its owner closes, when nobody has it any more; within the context.
+// Closes a resource by its owner; within the context.
 template <typename T, typename Owner, void (Owner::*kClose)(T) const noexcept>
 struct CloseBy {
     void operator()(T one) const noexcept { (owner->*kClose)(one); }

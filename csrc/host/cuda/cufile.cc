@@ -106,7 +106,7 @@ CuFiles::~CuFiles() = default;
 
 void CuFiles::open(const char* log_folder) {
     const Cuda::Entered entered(cuda_);
-    // Refused when the driver is open already: then its log is where somebody else had it.
+    // Refused if the driver is open already: its log then stays where it was.
     if (log_folder && functions_->set_text) functions_->set_text(kLogFolder, log_folder);
     const Answer answer = functions_->open();
     if (answer.cufile != kDriverAlreadyOpen) check("cuFileDriverOpen", answer);
@@ -188,7 +188,7 @@ int64_t CuFiles::move(bool write, CuFileHandle file, uint64_t base, size_t bytes
     const ssize_t moved = write ? functions_->write(file, at, bytes, offset, base_offset)
                                 : functions_->read(file, at, bytes, offset, base_offset);
     if (moved == -1) return errno ? -errno : -EIO;
-    if (moved > static_cast<ssize_t>(bytes)) return -EIO;  // else it would make up for what another call lacks
+    if (moved > static_cast<ssize_t>(bytes)) return -EIO;  // its surplus would hide another call's lack
     return moved;
 }
 

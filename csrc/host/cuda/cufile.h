@@ -1,7 +1,7 @@
-// cuFile (GPUDirect Storage), loaded at run time: no toolkit is needed to build, and nothing of it is touched before
-// somebody asks for it.
+// cuFile (GPUDirect Storage), loaded at run time: no toolkit is needed to build, and the library is untouched until its
+// first use.
 //
-// Not ordered with any stream: a call touches the memory from its begin to its return, and at no other time.
+// Not ordered with any stream: a call touches the memory only between its begin and its return.
 
 #pragma once
 
@@ -17,23 +17,23 @@
 
 namespace gdscache {
 
-// What cuFile refused; or that there is none.
+// cuFile refused a call, or is missing.
 struct CuFileError : Error {
     explicit CuFileError(const std::string& why) : Error(EIO, why, "see docs/gds.md") {}
 };
 
-constexpr int32_t kCuFileErrors = 5000;  // cuFile's own are greater; what is less is an errno
+constexpr int32_t kCuFileErrors = 5000;  // greater numbers are cuFile's, smaller ones errnos
 
-// What an error of `CuFile::move` means.
+// The text of an error of `CuFiles::move`.
 std::string cufile_text(int32_t error);
 
 using CuFileHandle = void*;  // CUfileHandle_t
-using CuFileBatch = void*;   // CUfileBatchHandle_t
+using CuFileBatch = void*;  // CUfileBatchHandle_t
 
 // CUfileIOParams_t of cufile.h: one read or write of a batch.
 struct CuFileEntry {
     int32_t mode;  // 1
-    void* base;    // of registered memory
+    void* base;  // of registered memory
     int64_t offset, base_offset;
     size_t bytes;
     CuFileHandle file;
@@ -42,7 +42,7 @@ struct CuFileEntry {
 };
 static_assert(sizeof(CuFileEntry) == 64 && offsetof(CuFileEntry, file) == 40 && offsetof(CuFileEntry, cookie) == 56);
 
-// CUfileIOEvents_t: what became of one. Only with `kComplete` is `result` bytes that were moved.
+// CUfileIOEvents_t: the end of one entry. `result` is moved bytes with `kComplete` only.
 struct CuFileEvent {
     static constexpr int32_t kWaiting = 1, kPending = 2, kComplete = 16;
     void* cookie;
@@ -51,22 +51,21 @@ struct CuFileEvent {
 };
 static_assert(sizeof(CuFileEvent) == 24 && offsetof(CuFileEvent, result) == 16);
 
-// Files, and memory of a GPU, between which cuFile moves bytes: what a transport has told, for the disks that use it.
-// Thread-safe; nothing is under way on a file or a memory that is taken out.
+// Files and memory of a GPU that a transport has added, for the disks that move bytes between them by cuFile.
+// Thread-safe; nothing is under way on a file or memory that is removed.
 class CuFiles {
 public:
-    // The driver's name and the context of the memory's device. `library`: the path of libcufile; one that the process
-    // has open already is taken in its place, since two of them would share a driver.
+    // The driver's name, and the context of the memory's device. `library`: the path of libcufile. A libcufile that the
+    // process has open is taken instead, since two would share a driver.
     CuFiles(const char* driver, void* context, const char* library);
     ~CuFiles();
     CuFiles(CuFiles&&) = delete;
 
     const Cuda& cuda() const { return cuda_; }
 
-    // These throw CuFileError or CudaError, and enter the context themselves. `open`, before all others, opens the
-    // driver, which can hang: without /proc/modules it does. It is not closed again, since it is the process's, and
-    // others may use it (kvikio does). `log_folder`: where cuFile's log goes, or null: as its environment and its
-    // configuration say.
+    // These throw CuFileError or CudaError, and enter the context themselves. `open` comes first and opens the driver,
+    // which hangs without /proc/modules. The driver stays open: it is the process's, and other users (kvikio) may need
+    // it. `log_folder`: the folder of cuFile's log; null: as its environment and configuration say.
     void open(const char* log_folder);
     void add_file(int fd);
     void remove_file(int fd);
@@ -75,22 +74,22 @@ public:
 
     // Null for a file that was not added.
     CuFileHandle file(int fd) const;
-    // Where the memory begins that has all of these bytes; none where they are the host's, or nobody's.
+    // The first address of the added memory that contains all of these bytes; none if there is no such memory.
     std::optional<uint64_t> memory(uint64_t address, size_t bytes) const;
 
-    // What follows is for threads that have entered the context. Bytes that were moved, or a negative error. `base`: of
-    // registered memory.
+    // The calls below are for threads that have entered the context. Moved bytes, or a negative error. `base`: the
+    // first address of added memory.
     int64_t move(bool write, CuFileHandle file, uint64_t base, size_t bytes, int64_t offset, int64_t base_offset) const;
 
     bool has_batches() const;
     CuFileBatch open_batch(unsigned entries) const;
     void close_batch(CuFileBatch batch) const noexcept;
-    // False where it is refused. The entries are read by the time it returns.
+    // False if refused. The entries are read when it returns.
     bool submit(CuFileBatch batch, CuFileEntry* entries, unsigned count) const;
     void cancel(CuFileBatch batch) const noexcept;
-    // Up to `room` events, and waits for the first. Below 0: nothing is known.
+    // Take up to `room` events, and wait for the first. Below 0: cuFile reported none.
     int reap(CuFileBatch batch, CuFileEvent* events, unsigned room) const;
-    // What an event says: bytes, or a negative error.
+    // An event's moved bytes, or a negative error.
     static int64_t result(const CuFileEvent& event);
 
 private:
@@ -100,7 +99,7 @@ private:
     const std::unique_ptr<const Functions> functions_;
     mutable std::mutex lock_;
     std::map<int, CuFileHandle> files_;
-    std::map<uint64_t, size_t> memories_;  // bytes, by their first addresses
+    std::map<uint64_t, size_t> memories_;  // bytes, by first address
 };
 using OwnBatch = Unique<CuFileBatch, CloseBy<CuFileBatch, CuFiles, &CuFiles::close_batch>>;
 

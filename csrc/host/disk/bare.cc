@@ -22,7 +22,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The answer of a call is needed nowhere; without a use of it the sums would be left out by the compiler.
+// A use of the sums: the compiler would drop them otherwise.
 std::atomic<uint64_t> sink{0};
 
 void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
@@ -33,7 +33,8 @@ void sum(const BareLoop& loop, const uint8_t* part, int64_t bytes) {
     sink.fetch_xor(all, std::memory_order_relaxed);
 }
 
-// One thread of the loop. Its memory is the loop's, or a share of `slots` pieces where that is less than the bytes.
+// One thread of the loop. It moves through the loop's memory, or through its share of `slots` pieces if the memory has
+// fewer bytes than the loop.
 class Worker {
 public:
     Worker(const BareLoop& loop, int number)
@@ -48,7 +49,7 @@ public:
     }
     ~Worker() {
         try {
-            finish();  // where the loop broke off
+            finish();  // after a loop that broke off
         } catch (const CudaError&) {  // nothing runs any more
         }
     }
@@ -64,7 +65,7 @@ public:
             if (loop_.planes) std::memcpy(part, loop_.planes + at, size);
             sum(loop_, part, bytes);
         }
-        if (copied) loop_.cuda->await(copied);  // it still reads what is read into again
+        if (copied) loop_.cuda->await(copied);  // the copy still reads the slot
         const bool read = loop_.op == Op::kRead;
         const ssize_t moved = read ? pread(loop_.fd, part, size, at) : pwrite(loop_.fd, part, size, at);
         if (moved != bytes) return moved < 0 ? -errno : -ENODATA;
@@ -86,7 +87,7 @@ public:
     }
 
 private:
-    // Without copies that go on by themselves one slot is enough, and stays in the processor's cache.
+    // Without asynchronous copies one slot is enough, and stays in the processor's cache.
     static int64_t slots(const BareLoop& loop) {
         return loop.cuda ? loop.memory_bytes / loop.threads / loop.piece_bytes : 1;
     }
@@ -97,7 +98,7 @@ private:
     uint8_t* const own_;
     int64_t turn_ = 0;
     std::optional<Cuda::Entered> entered_;
-    OwnStream stream_;  // of copies to GPU memory
+    OwnStream stream_;  // copies to GPU memory
     std::vector<OwnEvent> events_;  // of each slot, behind the copy that reads it
     CopyList list_;
 };
@@ -130,7 +131,7 @@ void check(const LoopShape& loop, bool sound) {
     require(sound && counts && loop.fd >= 0, "a loop that makes no sense");
 }
 
-// `make(n)`: what thread `n` moves pieces by. Its `move` answers 0 or a negative error.
+// `make(n)`: the mover of thread `n`. Its `move` answers 0 or a negative error.
 template <typename Make>
 double run(const LoopShape& loop, Make make) {
     const int64_t pieces = (loop.bytes + loop.piece_bytes - 1) / loop.piece_bytes;

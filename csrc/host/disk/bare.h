@@ -1,5 +1,5 @@
-// Bare loops: what a device, or cuFile, gives to whoever only reads or writes, and perhaps copies and sums. `gdscache
-// bench` compares with them.
+// Bare loops: the rate of a device, or of cuFile, for plain reads or writes, with optional copies and checksums.
+// `gdscache bench` compares with them.
 
 #pragma once
 
@@ -13,27 +13,27 @@ namespace gdscache {
 struct LoopShape {
     int fd;
     Op op;
-    int64_t bytes;        // from the beginning of the file on
+    int64_t bytes;        // from the file's first byte
     int64_t piece_bytes;  // of one call
     int threads;
 };
 
 struct BareLoop : LoopShape {
-    uint8_t* memory;       // that the file is read into, or written from
-    int64_t memory_bytes;  // `bytes`, or less: then each thread uses its share of it again and again
-    uint8_t* planes;       // of `bytes`: what was read is copied there, what is written comes from there. Or null
-    int64_t sum_bytes;     // XXH3 of so many at a time is taken of what was read, or will be written; 0: of nothing
-    const Cuda* cuda = nullptr;  // what was read goes on to GPU memory, by a stream a thread. Or null
-    uint64_t device = 0;         // of `bytes`, where it goes; `memory` is page-locked then
+    uint8_t* memory;       // the target of reads and the source of writes
+    int64_t memory_bytes;  // `bytes`, or fewer: each thread then uses its share again and again
+    uint8_t* planes;       // `bytes` that reads are copied to and writes come from, or null
+    int64_t sum_bytes;     // take XXH3 of reads and writes in parts of this size; 0: none
+    const Cuda* cuda = nullptr;  // copies reads on to GPU memory, a stream a thread; or null
+    uint64_t device = 0;         // the target in GPU memory, of `bytes`; `memory` is then page-locked
 };
 
 struct CuFileLoop : LoopShape {
     const CuFiles* files;
-    uint64_t memory;  // `bytes` of a GPU, of which `files` knows
+    uint64_t memory;  // `bytes` of a GPU that `files` knows
 };
 
-// Every piece once, by whichever thread is free: seconds from the first call to the end of the last, copies too. Throws
-// `Error`, with ENODATA where a call moved too little, and CudaError.
+// Move every piece once, by whichever thread is free. Returns the seconds from the first call to the end of the last,
+// copies included. Throws `Error`, with ENODATA after a short call, and CudaError.
 double run(const BareLoop& loop);
 double run(const CuFileLoop& loop);
 

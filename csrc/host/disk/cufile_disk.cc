@@ -14,12 +14,13 @@
 namespace gdscache {
 namespace {
 
-// Entries of batches under way, over all threads of a disk. In compat mode each holds one of 64 buffers until it was
-// reaped (cufile.json: posix_pool_slab_count), and a submit that finds none waits for ever; threads need some, too.
+// Entries of batches under way, over all threads of a disk. In compat mode each holds one of 64 buffers until it is
+// reaped (cufile.json: posix_pool_slab_count), and a submit without a free buffer waits for ever. Threads need buffers
+// too.
 constexpr int kMostEntries = 32;
 constexpr int kLeastEntries = 2;
 
-using OfGpu = Stretch<std::optional<uint64_t>>;  // by where its memory begins
+using OfGpu = Stretch<std::optional<uint64_t>>;  // the base of its GPU memory; none: host memory
 
 class CuFileCaller final : public Caller {
 public:
@@ -61,7 +62,7 @@ private:
     struct Batch {
         std::vector<CuFileEntry> entries;
         std::vector<std::optional<int64_t>> results;  // of each entry; none while it is under way
-        std::vector<size_t> ends;                     // of each piece: where its entries end
+        std::vector<size_t> ends;                     // the end of each piece's entries
     };
 
     struct MemoryOf {
@@ -71,13 +72,13 @@ private:
         const CuFiles& files;
     };
 
-    // The context, for as long as the thread lives. False where the driver refuses; it is asked again.
+    // Enter the context, for the life of the thread. False if the driver refuses; the next call tries again.
     bool enter() {
         if (entered_) return true;
         try {
             entered_.emplace(files_->cuda());
             files_->cuda().leave_captures_alone();
-        } catch (const CudaError&) {  // nothing is lost where only the second is refused
+        } catch (const CudaError&) {  // a refused second call loses nothing
         }
         return entered_.has_value();
     }
@@ -90,7 +91,7 @@ private:
                             static_cast<int64_t>(stretch.address - *stretch.memory));
     }
 
-    // A piece's stretches, where there is room for all of them.
+    // Add a piece's stretches if there is room for all of them.
     bool add(Batch& batch, const Piece& piece, size_t room) const {
         const CuFileHandle file = files_->file(piece.fd);
         const size_t before = batch.entries.size();
@@ -112,7 +113,7 @@ private:
         return false;
     }
 
-    // False where nothing of it is under way; then this thread makes no more batches.
+    // False if nothing of the batch is under way; this thread then makes no more batches.
     bool submit(Batch& batch) {
         const auto count = static_cast<unsigned>(batch.entries.size());
         for (size_t n = 0; n < count; ++n) batch.entries[n].cookie = reinterpret_cast<void*>(n + 1);
@@ -130,8 +131,7 @@ private:
         return false;
     }
 
-    // Each entry's own end decides. Where the library says nothing of them they may still be under way, and are waited
-    // for.
+    // Each entry's own end counts. While the library reports none, entries may still be under way and are waited for.
     void reap(Batch& batch, const Told& told) {
         std::vector<CuFileEvent> events(batch.entries.size());
         for (size_t left = batch.entries.size(); left != 0;) {
@@ -151,7 +151,7 @@ private:
         }
     }
 
-    // What was moved of a piece from its beginning on, or why nothing was; none while some of it is under way.
+    // The bytes moved from a piece's beginning on, or its error; none while some of it is under way.
     static std::optional<int64_t> answer(const Batch& batch, size_t piece) {
         const size_t first = piece ? batch.ends[piece - 1] : 0;
         const auto results = std::span(batch.results).subspan(first, batch.ends[piece] - first);
@@ -170,7 +170,7 @@ private:
     const std::shared_ptr<const CuFiles> files_;
     const MemoryOf memory_{*files_};
     int64_t batched_;
-    const std::shared_ptr<std::atomic<int>> free_;  // entries
+    const std::shared_ptr<std::atomic<int>> free_;  // free entries
     std::optional<Cuda::Entered> entered_;
     OwnBatch batch_;  // closed within the context
 };

@@ -8,7 +8,7 @@
 namespace gdscache {
 namespace {
 
-constexpr int64_t kMostBytes = 1 << 30;  // of one call; Linux moves 4,096 less than 2 GiB
+constexpr int64_t kMostBytes = 1 << 30;  // of one call; Linux moves up to 2 GiB less 4,096
 constexpr uint32_t kMostTries = 1000;    // of a call that answers EAGAIN
 constexpr int64_t kLeastRun = 1 << 20, kMostRun = 4 << 20;
 
@@ -30,7 +30,7 @@ void advance_one(const Piece& piece, Part part, int64_t answer, std::vector<Ende
     if (answer < 0) return end(static_cast<int>(-answer), 0);
     const int64_t reached = part.resume + answer;
     if (reached == bytes) return end(0, bytes);
-    // A continuation begins on a whole sector again, and a file that ends within one has no more to give.
+    // A continuation begins on a whole sector, and a file that ends within a sector has no more bytes.
     if (answer == 0 || reached <= part.moved) return end(0, part.moved);
     part.moved = reached;
     part.resume = reached / kAlignment * kAlignment;

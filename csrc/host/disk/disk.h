@@ -1,8 +1,8 @@
-// Bytes between files and memory, in pieces that are submitted in order and answered in any.
+// Reads and writes of files, in pieces that are submitted in order and answered in any.
 //
-// One thread owns a disk: it submits, reaps and destroys, and outlives what is under way (the kernel cancels what a
-// thread that ends has submitted). Others may only wake it. Nothing here knows priorities: what is more than the depth
-// waits in the order of its submission, so an executor that has priorities keeps `pending()` near `room()`.
+// One thread owns a disk: it submits, reaps and destroys, and outlives the I/O under way (the kernel cancels the
+// requests of a thread that ends). Other threads may only wake it. A disk knows no priorities: pieces above the depth
+// wait in the order of their submission, so an executor with priorities keeps `pending()` near `room()`.
 
 #pragma once
 
@@ -20,85 +20,84 @@ namespace gdscache {
 
 enum class Op : uint8_t { kRead, kWrite };
 
-constexpr int32_t kMostErrno = 4095;       // of Linux: what is greater is an error of somebody's own
+constexpr int32_t kMostErrno = 4095;       // of Linux; greater numbers are errors of our own
 constexpr uint32_t kMostFragments = 1024;  // IOV_MAX of Linux
-constexpr int64_t kAlignment = 4096;       // what O_DIRECT wants at most, and an extent's own
+constexpr int64_t kAlignment = 4096;       // the largest alignment that O_DIRECT wants, and an extent's
 
-// Bytes of a piece's memory whose checksum is wanted as soon as they are read, while they lie in the reader's cache.
+// Bytes of a piece's memory whose checksum is taken right after the read, in the reader's cache.
 struct Look {
     const uint8_t* memory;
     size_t bytes;
     uint64_t* sum;
 };
 
-// A stretch of a file and where its bytes lie in memory: one system call, if nothing goes wrong.
+// A stretch of a file and the memory of its bytes: one system call, without errors.
 struct Piece {
-    uint64_t tag;            // the caller's, for its answers
+    uint64_t tag;            // the caller's, returned with the answers
     const iovec* fragments;  // in the order of the file; they and their memory stay until all of them have ended
     uint32_t count;
     int32_t fd;
-    int64_t offset;  // in bytes. O_DIRECT's alignment, of this and of the fragments, is the caller's
+    int64_t offset;  // in bytes. The caller aligns it and the fragments for O_DIRECT
     Op op;
-    // The kernel copies the bytes (page cache, RAM disk): one of its threads does that, not the thread that submits.
+    // The kernel copies the bytes (page cache, RAM disk): a kernel thread does it, not the submitting one.
     bool copied;
-    std::span<const Look> looks{};  // of what is read; not every disk takes them, nor any those of a piece in parts
+    std::span<const Look> looks{};  // of reads; some disks take none, and none takes those of a piece in parts
 };
 
 // Fragments [first, first + count) of a piece have ended: nothing touches their memory any more.
 struct Ended {
     uint64_t tag;
     uint32_t first, count;
-    int32_t error;  // 0, an errno, or what is greater than any (moves.h)
-    int64_t moved;  // bytes. With error 0, less than the fragments have only at a file's end or on a full one
-    bool looked = false;  // the piece's looks were taken; then these are all of its fragments
+    int32_t error;  // 0, an errno, or a greater number (moves.h)
+    int64_t moved;  // bytes. Without an error, fewer than the fragments' only at a file's end or on a full device
+    bool looked = false;  // the piece's looks were taken; these are then all of its fragments
 };
 
 class Disk {
 public:
-    virtual ~Disk() = default;  // waits for what is under way; what was not begun is never answered
+    virtual ~Disk() = default;  // waits for I/O under way; pieces that have not begun get no answer
 
-    // Begin pieces, or queue them behind those that are under way. A piece that makes no sense ends with EINVAL.
+    // Begin pieces, or queue them. An unsound piece ends with EINVAL.
     virtual void submit(std::span<const Piece> pieces) = 0;
 
-    // Append answers, and wait for the first at most so many seconds (below 0: for ever). How many there were; none
-    // after a wake, or when the time is over. A negative errno when the disk is broken: what the kernel has then stays
-    // pending, and keeps its memory for good.
+    // Append answers, and wait up to `seconds` (below 0: for ever) for the first. Returns their number: 0 after a wake
+    // or the time. A negative errno when the disk is broken: requests that the kernel has then stay pending, and keep
+    // their memory for good.
     virtual int reap(std::vector<Ended>& ended, double seconds) = 0;
 
-    // End the wait of a `reap`, the running or else the next. Any thread.
+    // End the wait of the running `reap`, or of the next. Any thread.
     virtual void wake() = 0;
 
-    // Pieces that have not ended, and how many of them may be under way.
+    // Pieces that have not ended, and the most that may be under way.
     virtual size_t pending() const = 0;
     virtual size_t depth() const = 0;
-    // Pending pieces from which on an executor keeps more of them back: enough for what moves bytes never to wait for
+    // The number of pending pieces at which an executor keeps further ones back: enough that the disk never waits for
     // it.
     virtual size_t room() const = 0;
-    // Fragments that a piece should have at most.
+    // Most fragments of a piece.
     virtual uint32_t most_fragments() const { return kMostFragments; }
 
     virtual const char* name() const = 0;
 };
 
-// io_uring: `workers` threads of the kernel at most, `depth` pieces under way. Throws `Error` where the kernel or a
-// container's rules do not allow it (EPERM, ENOSYS, EINVAL), or there is no room (EMFILE, ENOMEM).
+// io_uring: at most `workers` threads of the kernel, `depth` pieces under way. Throws `Error` if the kernel or a
+// container's rules forbid it (EPERM, ENOSYS, EINVAL), or there is no room (EMFILE, ENOMEM).
 std::unique_ptr<Disk> open_ring_disk(int workers, int depth);
 
 // preadv and pwritev by `threads` threads of ours, each with one piece under way. Throws `Error`.
 std::unique_ptr<Disk> open_threads_disk(int threads);
 
-// The first of the two that can be had.
+// io_uring, else threads.
 std::unique_ptr<Disk> open_disk(int workers, int depth);
 
 class CuFiles;
 
-// Pieces of up to so many bytes go through batches, larger ones by a call each: a batch spares small ones most of what
-// a call costs, and is one thread's for as long as its slowest entry takes.
+// Pieces of up to this size go through batches, larger ones by a call each. A batch saves most of a small call's cost,
+// and occupies one thread for as long as its slowest entry takes.
 constexpr int64_t kBatchedBytes = 64 << 10;
 
-// `threads` threads of ours: fragments in memory that `files` has go by cuFile, those of the host by preadv and
-// pwritev. Those that follow each other in memory, too, are one call. `batched`: bytes of a piece that may go through a
-// batch; 0: none does.
+// `threads` threads of ours: fragments in memory of `files` go by cuFile, those in host memory by preadv and pwritev.
+// Fragments that are adjacent in memory too are one call. `batched`: most bytes of a piece in a batch; 0: no batches.
 std::unique_ptr<Disk> open_cufile_disk(int threads, std::shared_ptr<const CuFiles> files, int64_t batched);
 
 // --- cutting and merging
@@ -110,7 +109,7 @@ struct Request {
     int64_t bytes;
 };
 
-// Fragments [first, first + count) of `Runs`, which are neighbours in one file.
+// Fragments [first, first + count) of `Runs`, adjacent in one file.
 struct Run {
     int32_t fd;
     int64_t offset;
@@ -120,29 +119,29 @@ struct Run {
 
 struct Runs {
     std::vector<iovec> fragments;
-    std::vector<uint32_t> requests;  // of which request each fragment is a part
+    std::vector<uint32_t> requests;  // the request of each fragment
     std::vector<Run> runs;
 };
 
-// Requests in the order of their files, those of more than `limit` bytes cut into equal parts of whole sectors, and
-// neighbours merged into runs of at most `limit` bytes and `most` fragments. `limit` and `most` are at least 1.
+// Requests in the order of their files: those above `limit` bytes are cut into equal parts of whole sectors, and
+// neighbours are merged into runs of at most `limit` bytes and `most` fragments. `limit` and `most` are at least 1.
 Runs cut_and_merge(std::span<const Request> requests, int64_t limit, uint32_t most = kMostFragments);
 
-// Bytes of a run: an equal share of the total for each of `ways`, between 1 and 4 MiB, in whole sectors.
+// Bytes of a run: the total divided by `ways`, between 1 and 4 MiB, in whole sectors.
 int64_t run_bytes(int64_t total, int ways);
 
-// --- what both disks do with the answers of the system
+// --- the system's answers, for all disks
 
-// Fragments of a piece that go through the system together; one that is alone may need several calls.
+// Fragments of a piece that go through the system together; a single one may need several calls.
 struct Part {
     uint32_t first, count;
-    int64_t start;       // bytes of the piece before them
-    int64_t moved = 0;   // of a fragment that is alone: what the calls so far have moved,
-    int64_t resume = 0;  // and where the next begins: a whole sector
-    uint32_t tries = 0;  // calls that were to be tried again
+    int64_t start;       // bytes of the piece before the part
+    int64_t moved = 0;   // of a single fragment: bytes moved by the calls before,
+    int64_t resume = 0;  // and the start of the next call: a whole sector
+    uint32_t tries = 0;  // calls that answered EAGAIN
 };
 
-// The next call for a part: `count` of `vectors` at `offset`, which have `bytes`.
+// The next call for a part: `count` of `vectors` at `offset`, with `bytes` in all.
 struct Call {
     const iovec* vectors;
     uint32_t count;
@@ -150,23 +149,22 @@ struct Call {
     int64_t bytes;
 };
 
-// The bytes of a call, moved once by cuFile.
+// Move the bytes of a call once, by cuFile.
 int64_t move_once(std::shared_ptr<const CuFiles> files, const Piece& piece, const Call& call);
 
-// Whether a piece makes sense: addresses, counts, an offset and a length that a file can have.
+// Whether addresses, counts, offset and length are possible for a file.
 bool is_sound(const Piece& piece);
 
-// Appends the parts that a sound piece begins with: one, or where that would be too many bytes one a fragment.
+// Append a sound piece's first parts: one, or one a fragment if the piece is too large for a call.
 void begin(const Piece& piece, std::vector<Part>& parts);
 
-// Bytes of some fragments.
 int64_t bytes_of(const iovec* fragments, uint32_t count);
 
-// `one` is where a vector of its own is put, and lives until the call was made.
+// `one`: room for a vector of the call's own; it lives until the call was made.
 Call next_call(const Piece& piece, const Part& part, iovec& one);
 
-// Takes the answer of a part's call, bytes or a negative errno: appends what has ended, and parts that are to be tried
-// next. A call that failed for several fragments is made again for each: a bad sector costs no neighbour.
+// Take the answer of a part's call, bytes or a negative errno: append ended fragments, and parts for further calls. A
+// failed call for several fragments is repeated for each: a bad sector costs no neighbour.
 void advance(const Piece& piece, const Part& part, int64_t answer, std::vector<Ended>& ended, std::vector<Part>& again);
 
 }  // namespace gdscache

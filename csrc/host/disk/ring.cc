@@ -100,7 +100,7 @@ void Ring::map(const void* given) {
     for (uint32_t n = 0; n < params.sq_entries; n++) word(array)[n] = n;
 }
 
-// A kernel that takes requests may still be one whose rules stop them, or whose answers are not to be trusted.
+// A kernel may take requests and still block them by a rule, or give wrong answers.
 void Ring::try_it() {
     const Descriptor file(static_cast<int>(syscall(SYS_memfd_create, "gdscache-ring", 1u /* MFD_CLOEXEC */)));
     if (!file) refuse("memfd_create", errno);

@@ -1,4 +1,4 @@
-// io_uring by its system calls: the rings that are shared with the kernel, and nothing of what they are used for.
+// io_uring by its system calls: the rings shared with the kernel, whatever they are used for.
 //
 // Needs Linux 5.15, for timeouts of waits and a limit of the kernel's threads. One thread uses a ring at a time. The
 // structures are those of <linux/io_uring.h>, declared here so that old headers do not matter.
@@ -26,27 +26,27 @@ struct Completion {
 
 class Ring {
 public:
-    // A ring for `entries` requests in flight; `workers` threads of the kernel at most, for files and for all else.
-    // It has read a page of memory through the kernel before anybody relies on it.
+    // A ring for `entries` requests in flight, with at most `workers` threads of the kernel for files and as many for
+    // all else. It has read a page of memory through the kernel before it is returned.
     static std::unique_ptr<Ring> open(unsigned entries, unsigned workers);  // throws `Error`
 
-    Ring(Ring&&) = delete;  // nothing may be in flight where it ends
+    Ring(Ring&&) = delete;  // nothing may be in flight at its end
 
-    // Queue a request; there must be room. `length`: bytes, or vectors. `worker`: a thread of the kernel does it from
-    // the start; else `enter` begins it itself, and moves the bytes where they need no device.
+    // Queue a request; there must be room. `length`: bytes, or vectors. `worker`: a kernel thread does the request from
+    // the start; else `enter` begins it, and copies the bytes itself if no device is needed.
     void put(Code code, int fd, int64_t offset, const void* address, uint32_t length, uint64_t data, bool worker);
 
-    // Hand over what was queued, and wait for `wait` completions, at most so many seconds (below 0: for ever). 0, or a
-    // negative errno: -ETIME when the time was over, -EBUSY or -EAGAIN where completions must be taken first.
+    // Submit the queued requests, and wait up to `seconds` (below 0: for ever) for `wait` completions. 0, or a negative
+    // errno: -ETIME after the time, -EBUSY or -EAGAIN if completions must be taken first.
     int enter(unsigned wait, double seconds);
 
-    // The oldest completion that was not taken, or null. It is `pop`ped before the next.
+    // The oldest completion, or null. `pop` it before the next.
     const Completion* front() const;
     void pop();
 
     bool has_queued() const { return queued_ != 0; }
 
-    // Take back the request that was queued last, unless the kernel has it. Its `data`, or null.
+    // Take back the last queued request, unless the kernel has it. Its `data`, or null.
     const uint64_t* take_back();
 
 private:
@@ -63,7 +63,7 @@ private:
 
     Descriptor fd_;
     Mapped rings_, entries_;
-    // Indices that both sides read and one writes: what it covers is written before, and read after.
+    // Indices that both sides read and one side writes: the entries they cover are written before, and read after.
     uint32_t *submit_tail_ = nullptr, *complete_head_ = nullptr, *complete_tail_ = nullptr;
     uint32_t submit_mask_ = 0, complete_mask_ = 0;
     const Completion* completions_ = nullptr;

@@ -17,10 +17,10 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kWake = ~uint64_t{0};
 constexpr int kMostDepth = 16384;
-constexpr int kTries = 16;  // of a call that fails as it should not: the kernel may be short of memory
+constexpr int kTries = 16;  // of an unexpected error: the kernel may be short of memory
 constexpr timespec kPause{0, 200'000};
 constexpr auto kOpenAgain = std::chrono::milliseconds(100);
-constexpr double kLook = 0.001;  // seconds between looks at what a ring that failed still does
+constexpr double kLook = 0.001;  // seconds between looks at a failed ring's requests
 constexpr auto kLastWait = std::chrono::seconds(5);
 
 class RingDisk final : public Disk {
@@ -32,7 +32,7 @@ public:
     }
 
     ~RingDisk() override {
-        // What the kernel has may write to memory until it has ended, so it is waited for; what waits here is dropped.
+        // Requests of the kernel may write to memory until they end, so they are waited for. Queued ones are dropped.
         std::vector<Ended> ended;
         const Clock::time_point until = Clock::now() + kLastWait;
         while (free_.size() < flights_.size() && (old_.empty() || Clock::now() < until)) {
@@ -41,7 +41,7 @@ public:
             if (reap(ended, old_.empty() ? -1 : kLook) < 0) nanosleep(&kPause, nullptr);
             ended.clear();
         }
-        // One that does not say that it is at rest stays, so that nothing of it is used again.
+        // A ring with requests that have not ended stays, so that none of its memory is reused.
         for (Old& old : old_) (void)old.ring.release();
         while (ring_ && listening_) {
             wake();
@@ -70,7 +70,7 @@ public:
             for (const Part& part : parts_) queue_.push_back({piece, part, number});
         }
         fill();
-        if (ring_ && ring_->has_queued()) ring_->enter(0, 0);  // what it answers, the next `reap` sees too
+        if (ring_ && ring_->has_queued()) ring_->enter(0, 0);  // the next `reap` sees its answer too
     }
 
     int reap(std::vector<Ended>& ended, double seconds) override {
@@ -123,7 +123,7 @@ private:
         iovec one;
     };
 
-    // A ring that failed, while the kernel still has something of it.
+    // A failed ring, while the kernel has requests of it.
     struct Old {
         std::unique_ptr<Ring> ring;
         size_t flights;
@@ -136,7 +136,7 @@ private:
         listening_ = true;
     }
 
-    // Begin what waits while there is room: first what was begun before.
+    // Begin waiting parts while there is room: repeated ones first.
     void fill() {
         while (ring_ && !free_.empty() && (!again_.empty() || !queue_.empty())) {
             std::deque<Waiting>& from = again_.empty() ? queue_ : again_;
@@ -152,7 +152,7 @@ private:
         flight = {next, {}};
         const Call call = next_call(flight.piece, flight.part, flight.one);
         const bool reads = flight.piece.op == Op::kRead;
-        // What would have had to wait is not tried again on this thread.
+        // A part that would have blocked is not tried again on this thread.
         const bool worker = flight.piece.copied || flight.part.tries;
         const int fd = flight.piece.fd;
         if (call.count == 1) {
@@ -164,14 +164,13 @@ private:
         }
     }
 
-    // Take all completions that there are.
     void take(std::vector<Ended>& ended) {
         if (ring_) take(*ring_, false, ended);
         for (Old& old : old_) old.flights -= take(*old.ring, true, ended);
         std::erase_if(old_, [](const Old& old) { return old.flights == 0; });
     }
 
-    // How many were flights.
+    // Returns the number of completions that were flights.
     size_t take(Ring& ring, bool old, std::vector<Ended>& ended) {
         size_t flights = 0;
         while (const Completion* const completion = ring.front()) {
@@ -201,7 +200,7 @@ private:
         pending_--;
     }
 
-    // The ring does not work any more. What the kernel does not have is begun again, by another ring.
+    // The ring failed. Requests that the kernel does not have begin again, on another ring.
     void failed(int error) {
         size_t flights = flights_.size() - free_.size();
         for (const Old& old : old_) flights -= old.flights;
@@ -214,19 +213,19 @@ private:
         }
         old_.push_back({std::move(ring_), flights});
         listening_ = false;
-        woken_ = true;  // perhaps, and nobody would hear of it
+        woken_ = true;  // a wake may have been lost with the ring
         error_ = error;
         next_try_ = {};
     }
 
-    // Another ring, if it can be had by now.
+    // Open another ring if possible.
     bool open_again() {
         if (ring_) return true;
         const Clock::time_point now = Clock::now();
         if (now < next_try_) return false;
         next_try_ = now + kOpenAgain;
         try {
-            const Event event;  // the old ring reads the other one
+            const Event event;  // the old ring still reads the other event
             auto ring = open_ring();
             if (dup3(event.get(), event_.get(), O_CLOEXEC) < 0) return false;
             ring_ = std::move(ring);
@@ -237,7 +236,7 @@ private:
         return true;
     }
 
-    // Nothing can be begun: what waits has failed.
+    // No ring can be had: waiting parts fail.
     void give_up(std::vector<Ended>& ended) {
         for (std::deque<Waiting>* const from : {&again_, &queue_}) {
             for (const Waiting& next : *from) {
@@ -249,7 +248,7 @@ private:
         }
     }
 
-    // Hand over and wait. An error that the kernel should not answer may be gone soon; then only is it the ring's.
+    // Submit and wait. An unexpected error may pass soon; if it stays, it is the ring's.
     int enter(unsigned wait, double seconds) {
         for (int tries = 0;; tries++) {
             const int answer = ring_->enter(wait, seconds);
@@ -269,16 +268,16 @@ private:
     std::vector<Flight> flights_;
     std::unique_ptr<Ring> ring_;  // null: it failed, and no other can be had
     std::vector<Old> old_;
-    uint64_t signal_ = 0;  // what the read of `event_` writes to
+    uint64_t signal_ = 0;  // the target of `event_`'s read
     bool listening_ = false, woken_ = false;
     std::atomic<int> error_{0};  // why there is no ring
     Clock::time_point next_try_;
     std::vector<uint32_t> free_;  // of `flights_`
     std::deque<Waiting> queue_, again_;
-    std::vector<uint32_t> left_;    // fragments that have not ended, by the number of a piece
-    std::vector<uint32_t> unused_;  // numbers of pieces
+    std::vector<uint32_t> left_;    // fragments that have not ended, by piece number
+    std::vector<uint32_t> unused_;  // free piece numbers
     size_t pending_ = 0;
-    std::vector<Ended> refused_;  // pieces that made no sense
+    std::vector<Ended> refused_;  // unsound pieces
     std::vector<Part> parts_;
 };
 

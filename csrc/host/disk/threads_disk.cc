@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMostThreads = 1024;
 constexpr double kLongest = 1e9;  // seconds of a wait
-constexpr size_t kRoom = 16;  // pieces a thread: one of 256 KiB takes a thread 0.1 ms, and to be called takes as long
+constexpr size_t kRoom = 16;  // pieces a thread: one of 256 KiB takes a thread 0.1 ms, as long as its wake-up
 
 class SystemCaller final : public Caller {
 public:
@@ -42,7 +42,7 @@ public:
         for (std::thread& thread : threads_) thread.join();
     }
 
-    // Throws std::system_error where the system has no more threads; those that run are joined by the destructor.
+    // Throws std::system_error if the system has no more threads; the destructor joins those that run.
     void begin_threads() {
         for (size_t n = 0; n < wanted_; n++) start(threads_, "gds-disk", n, &ThreadsDisk::serve, this);
     }
@@ -136,7 +136,7 @@ private:
         return std::ranges::find_if(queue_, [&](const Piece& piece) { return !waits(caller, piece); });
     }
 
-    // A piece, and behind it this thread's share of those that may go together with it. `turns`: of these files.
+    // Take a piece, and this thread's share of the small ones behind it. `turns`: of their files.
     void take_from(const Caller& caller, std::deque<Piece>::iterator next, std::vector<Piece>& pieces,
                    std::vector<int32_t>& turns) {
         pieces.clear();
@@ -153,14 +153,14 @@ private:
         turns_.insert(turns_.end(), turns.begin(), turns.end());
     }
 
-    // Other pieces of these files may begin, by this thread or another.
+    // Other pieces of these files may begin, in any thread.
     void end_turns(std::vector<int32_t>& turns) {
         for (const int32_t file : turns) std::erase(turns_, file);
         if (!turns.empty() && !queue_.empty()) work_.notify_one();
         turns.clear();
     }
 
-    // Everything that is left of a piece.
+    // Do the rest of a piece.
     void finish(Caller& caller, const Piece& piece, std::vector<Part>& parts, std::vector<Ended>& ended) {
         while (!parts.empty()) {
             const Part part = parts.back();
@@ -176,7 +176,7 @@ private:
         tell(ended, 1);
     }
 
-    // Answers of a piece, and whether it is over.
+    // Report ended fragments of a piece, and `over` pieces as ended.
     void tell(std::vector<Ended>& ended, size_t over) {
         bool first;
         {
@@ -194,13 +194,13 @@ private:
     const char* const name_;
     const MakeCaller make_;
     size_t pending_ = 0;  // the owner's
-    std::mutex mutex_;  // guards what follows
+    std::mutex mutex_;  // guards the members below
     std::condition_variable work_, told_;
     bool woken_ = false;
     std::deque<Piece> queue_;
-    std::vector<int32_t> turns_;  // files of pieces under way that one thread at a time carries out
+    std::vector<int32_t> turns_;  // files whose pieces one thread at a time carries out, with a piece under way
     std::vector<Ended> ended_;
-    size_t over_ = 0;  // pieces of which all has ended, and that were not taken
+    size_t over_ = 0;  // pieces that have ended and were not taken
     bool closing_ = false;
     std::vector<std::thread> threads_;
 };

@@ -12,7 +12,7 @@ namespace gdscache {
 namespace {
 
 constexpr int64_t kMostStep = INT32_MAX;  // bytes between rows of one copy that every GPU takes
-constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: then events give milliseconds that are 0.5 us apart
+constexpr int64_t kAnchorAge = 5'000'000'000;  // ns: at this age events' times are 0.5 us apart, as float milliseconds
 
 LaneSizes lane_sizes(const GpuPlanes& planes, const ChunkSizes& sizes, size_t share) {
     const auto row = 8 * (static_cast<size_t>(planes.page_blocks) + 1);
@@ -35,7 +35,7 @@ void Gpu::leave_captures_alone() const noexcept {
     try {
         const Cuda::Entered entered(cuda_);
         cuda_.leave_captures_alone();
-    } catch (const CudaError&) {  // then a copy that meets a graph says so
+    } catch (const CudaError&) {  // a copy that breaks a graph reports it
     }
 }
 
@@ -145,7 +145,7 @@ CudaEvent Gpu::timed_event() {
     return event;
 }
 
-// Before (`which` 0) and behind (1) what a transfer queues on the streams that it needs.
+// Record events before (`which` 0) and behind (1) a transfer's work, on each stream that it needs.
 void Gpu::mark(const Transfer& transfer, const Lane& lane, int which) {
     const Route route = transfer.copies.route;
     const bool alone = route == Route::kCopyEngine;

@@ -1,4 +1,4 @@
-// What a transfer queues, chunk by chunk: see gpu.h.
+// The work of a transfer, chunk by chunk: see gpu.h.
 
 #include "gpu/gpu_chunks.h"
 
@@ -9,22 +9,22 @@
 namespace gdscache {
 namespace {
 
-// Of csrc/pages.cu.
+// as in csrc/pages.cu
 constexpr int64_t kTile = 1024;
 constexpr int64_t kListedBytes = 3520;  // of block indices that fit among a kernel's arguments
 constexpr int64_t kLaunchTiles = 1 << 30;
 constexpr int64_t kLayerWords = 4;  // of the table
 
-constexpr int64_t kFirstStore = 4;  // a store's first chunk is smaller by so much: its copies wait for its kernel
+constexpr int64_t kFirstStore = 4;  // a store's first chunk is smaller by this factor: its copies wait for its kernel
 
 constexpr int32_t kStagedThreads = 256;
 constexpr int32_t kZeroCopyThreads = 1024;
 constexpr int64_t kZeroCopyBlocks = 6;
 constexpr int32_t kProcessorThreads = 512;
-// Threads of a launch: fewer do not keep memory busy, and larger blocks find no place beside a model.
+// least threads of a launch: fewer do not keep memory busy, and larger blocks find no place beside a model
 constexpr int64_t kSumsLeast = 64 << 10;
 
-// As a kernel of pages.cu takes its arguments; the last two only where it takes checksums.
+// The arguments of the kernels in pages.cu; the last two only for checksums.
 struct KernelArguments {
     uint64_t layers, planes, blocks, rows, extents;
     int64_t stride, origin, slots, pool_blocks;
@@ -50,7 +50,7 @@ void Gpu::run(Lane& lane, Transfer& transfer) {
     }
 }
 
-// The next pages of a transfer, with a segment of their own; false behind the last.
+// Cut the next pages off a transfer, with a segment of their own; false behind the last.
 bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     const PageCopies& copies = transfer.copies;
     const int64_t left = copies.pages - transfer.at;
@@ -79,8 +79,8 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     return true;
 }
 
-// Where the copy engine alone moves the bytes, a kernel looks at the planes: at what a load has brought there, and at
-// what a store takes while it does.
+// If the copy engine alone moves the bytes, a kernel takes checksums of the planes: after a load's copies, and during a
+// store's.
 void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
     cuda_.follow(lane.copies, chunk.segment->done);
@@ -147,7 +147,7 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
     arguments.skipped = 0;  // every index was checked before
     void* const listed = arguments.listed;
     if (chunk.table == nullptr) transfer.write(listed, chunk.first, chunk.pages, planes_.page_blocks, false);
-    // Fewer processors for a kernel that only the bus keeps busy; more where layers leave half of a warp empty.
+    // Few processors for a kernel that waits for the bus; more if small layers leave part of each warp idle.
     const double share = static_cast<double>(filled) / static_cast<double>(2 * kTile * layers);
     const auto wanted = static_cast<int64_t>(static_cast<double>(kZeroCopyBlocks) / std::max(share, 0.25) + 0.999999);
     const int64_t blocks = copies.route == Route::kZeroCopy ? std::min(4 * kZeroCopyBlocks, wanted) : 0;
@@ -159,8 +159,8 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
                      &arguments, offsetof(KernelArguments, team), lane.kernels);
         return;
     }
-    // As many warps share a layer of a page as have four spans of it each, or all of a block. A team of two would be
-    // half idle: one of them only folds.
+    // Each layer of a page gets a team of warps with four spans a warp, or all warps of a block. A team of two is half
+    // idle: one warp only folds.
     const int64_t pieces = chunk.pages * layers;
     int32_t threads = 256;
     while (threads < 1024 && pieces * threads < kSumsLeast) threads *= 2;

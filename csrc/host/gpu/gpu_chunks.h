@@ -1,4 +1,4 @@
-// One call of `Gpu::queue`, and the chunks that it is cut into. For gpu.cc and gpu_chunks.cc.
+// One call of `Gpu::queue`, and its chunks. For gpu.cc and gpu_chunks*.cc.
 
 #pragma once
 
@@ -11,11 +11,11 @@ namespace gdscache {
 
 inline int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
-// Pages whose slots, and whose blocks, are equal steps apart: one copy for all of them, a row each.
+// Pages with equal steps between slots, and between blocks: one copy for all of them, a row each.
 struct Gpu::Stretch {
     const int64_t* pages;
     int64_t count;
-    int64_t slots, blocks;  // from a page to the next
+    int64_t slots, blocks;  // steps from a page to the next
 };
 
 // One call of `queue`, on the host's side.
@@ -38,7 +38,7 @@ struct Gpu::Transfer {
         const int64_t fence = copies.extents.fence;
         return fence != 0 && copies.slots[page] / fence != copies.slots[other] / fence;
     }
-    // As many pages as go together, of `count` in the order of their slots.
+    // The first pages, of `count` in slot order, that one copy can take.
     Stretch stretch(const int64_t* pages, int64_t count, int64_t page_blocks) const;
     void write(void* to, int64_t first, int64_t pages, int64_t page_blocks, bool with_slots) const {
         wide ? write(static_cast<int64_t*>(to), first, pages, page_blocks, with_slots)
@@ -52,14 +52,14 @@ struct Gpu::Transfer {
     }
 };
 
-// Pages [first, first + pages), which share a segment. `table`: their block indices, then their slots, in page-locked
-// memory; none where the block indices go with the launch.
+// Pages [first, first + pages) in one segment. `table`: their block indices, then their slots, in page-locked memory;
+// null if the block indices go with the launch.
 struct Gpu::Chunk {
     int64_t first = 0, pages = 0;
     Segment* segment = nullptr;
     const void* table = nullptr;
     int64_t table_bytes = 0;
-    uint64_t rows = 0;  // where the GPU has the slots
+    uint64_t rows = 0;  // the slots' address on the GPU
 };
 
 }  // namespace gdscache

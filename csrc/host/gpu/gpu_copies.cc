@@ -1,4 +1,4 @@
-// What the copy engine does of a transfer: see gpu.h.
+// The copies of a transfer: see gpu.h.
 
 #include <cstddef>
 #include <numeric>
@@ -9,8 +9,8 @@ namespace gdscache {
 namespace {
 
 constexpr size_t kBatch = 256;  // copies of one call: it starts when all are submitted, at some 0.4 us each
-constexpr size_t kFirstPieces = 128;  // of a list: the first are on the bus while the next are made out
-constexpr int64_t kLeastRows = 6;  // of one copy: to queue it takes as long as so many of a list
+constexpr size_t kFirstPieces = 128;  // of the first list: the first pieces are on the bus while the next are computed
+constexpr int64_t kLeastRows = 6;  // of one copy: queueing it takes as long as this many of a list
 
 template <typename Function>
 void for_planes(const GpuPlanes& planes, const PageCopies& copies, const Function& function) {
@@ -35,8 +35,8 @@ void Gpu::bring_table(const Chunk& chunk, CudaStream stream) const {
     cuda_.copy(list, 0, list.size(), stream, true);
 }
 
-// Copies of a chunk's pages between extents and ring, neighbours joined. A load's table goes with the first of them: by
-// itself, so small a copy takes as long as a large one.
+// Copy a chunk's pages between extents and ring, neighbours joined. A load's table goes with the first copy: alone it
+// would take as long as a large one.
 void Gpu::stage(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const bool load = transfer.copies.load;
     CopyList list;
@@ -62,8 +62,9 @@ void Gpu::submit(Lane& lane, const Transfer& transfer, const CopyList& list) con
     }
 }
 
-// Straight between extents and planes. Pieces of pages that lie equal steps apart go by one call each, a row a page: it
-// is short, and whoever launches a model's kernels waits for the same lock. Other pages go one by one, in lists.
+// Copy straight between extents and planes. Pages with equal steps go by one call a piece, a row a page: a short call,
+// which matters because threads that launch a model's kernels wait for the same lock. Other pages go one by one, in
+// lists.
 void Gpu::copy_pieces(Lane& lane, const Transfer& transfer, int64_t first, int64_t end) const {
     const PageCopies& copies = transfer.copies;
     const int64_t count = end - first;
@@ -130,8 +131,8 @@ Gpu::Stretch Gpu::Transfer::stretch(const int64_t* pages, int64_t count, int64_t
     return found;
 }
 
-// What a page has in a plane. Neighbours are joined, never across two planes, which may be two allocations side by
-// side, nor across two pages, which may lie in two registrations of host memory.
+// Add a page's pieces in a plane. Neighbours are joined, except across two planes, which may be two adjacent
+// allocations, and across two pages, which may lie in two registrations of host memory.
 void Gpu::add_pieces(CopyList* list, const Transfer& transfer, int64_t page, int32_t layer,
                      const PlaneRuns& plane) const {
     const PageCopies& copies = transfer.copies;

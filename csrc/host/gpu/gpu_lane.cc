@@ -55,7 +55,7 @@ void Points::await(int64_t point) {
     Mark* const mark = find(point);
     if (!mark) return;
     const Cuda::Entered entered(cuda_);
-    ++mark->waiting;  // nobody takes its event meanwhile; a deque's ends leave the others where they are
+    ++mark->waiting;  // keeps the event; changes at a deque's ends leave the other marks in place
     held.unlock();
     try {
         cuda_.await(mark->event);

@@ -38,7 +38,7 @@ GpuServer::~GpuServer() { join(); }
 
 void GpuServer::join() {
     executor_.stop();
-    for (size_t n = 0; n < threads_.size(); n += 2) threads_[n].join();  // nothing is queued any more
+    for (size_t n = 0; n < threads_.size(); n += 2) threads_[n].join();  // no more copies are queued
     for (Direction* const direction : {&loads_, &stores_}) {
         const std::lock_guard held(direction->lock);
         direction->over = true;

@@ -1,5 +1,5 @@
-// The copies of an executor's moves between memory and the planes of a GPU: two threads a direction. One queues what
-// may be copied, the other waits for what was queued and says what it was.
+// Copies of an executor's moves between memory and a GPU's planes, by two threads a direction: one queues copies, the
+// other waits for their ends and reports them.
 
 #pragma once
 
@@ -18,7 +18,7 @@ class GpuServer {
 public:
     // Both outlive it.
     GpuServer(Executor& executor, Gpu& gpu);
-    // The executor was stopped. Waits for what was queued.
+    // Stops the executor, and waits for queued copies.
     ~GpuServer();
     GpuServer(GpuServer&&) = delete;
 
@@ -28,7 +28,7 @@ private:
         bool load;
         QueuedCopies copies;
     };
-    // What is queued in one direction, in its order.
+    // Queued copies of one direction, in order.
     struct Direction {
         std::mutex lock;
         std::condition_variable changed;

@@ -58,7 +58,7 @@ Blake2b::Digest Blake2b::digest(Bytes head, Bytes data) const {
     size_t held = head.size();
     std::ranges::copy(head, block);
     uint64_t bytes = kBlock;
-    while (data.size() > kBlock - held) {  // the last block is another one, also where it is whole
+    while (data.size() > kBlock - held) {  // the last block differs, even if it is full
         const Bytes some = data.first(kBlock - held);
         std::ranges::copy(some, block + held);
         data = data.subspan(some.size());

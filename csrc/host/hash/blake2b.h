@@ -1,4 +1,4 @@
-// Keyed BLAKE2b with digests of 32 bytes (RFC 7693), as page keys are made.
+// Keyed BLAKE2b with digests of 32 bytes (RFC 7693), for page keys.
 
 #pragma once
 
@@ -13,10 +13,10 @@ public:
     using Digest = std::array<uint8_t, 32>;
     using Bytes = std::span<const uint8_t>;
 
-    // `key`: 1 to 64 bytes, which are compressed once, for all digests.
+    // `key`: 1 to 64 bytes, compressed once for all digests.
     explicit Blake2b(Bytes key);
 
-    // Of the bytes of `head`, 1 to 64 of them, and of `data` behind them.
+    // Of `head`, 1 to 64 bytes, followed by `data`.
     Digest digest(Bytes head, Bytes data = {}) const;
 
 private:

@@ -17,7 +17,7 @@ using namespace xxh3_detail;
 
 namespace {
 
-constexpr size_t kShort = 240;  // inputs of up to so many bytes have forms of their own
+constexpr size_t kShort = 240;  // inputs of up to this size have forms of their own
 
 uint64_t word(const uint8_t* at) {
     uint64_t value;
@@ -35,19 +35,18 @@ uint64_t key(size_t byte) { return word(secret() + byte); }
 
 uint64_t rotated(uint64_t value, int bits) { return value << bits | value >> (64 - bits); }
 
-// Both halves of the product of 128 bits, one over the other.
+// The xor of both halves of a 128-bit product.
 uint64_t folded(uint64_t a, uint64_t b) {
     const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
-// The last step of most forms.
 uint64_t finished(uint64_t value) {
     value = (value ^ value >> 37) * 0x165667919E3779F9u;
     return value ^ value >> 32;
 }
 
-// The last step of XXH64, which the shortest forms take over.
+// The last step of XXH64, which the shortest forms share.
 uint64_t finished_as_xxh64(uint64_t value) {
     value = (value ^ value >> 33) * kPrime64_2;
     value = (value ^ value >> 29) * kPrime64_3;
@@ -126,7 +125,7 @@ void add_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t*) {
     }
 }
 
-// Copied first, and added from a copy that nobody else writes to.
+// Added from a copy of our own, which no other thread writes to.
 void add_copy_scalar(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out) {
     uint8_t block[kBlockStripes * kStripe];
     while (stripes) {
@@ -145,7 +144,7 @@ constexpr Arm kScalar{"scalar", add_scalar, add_copy_scalar, add_copy_scalar};
 constexpr Lanes kStart{{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1},
                        0};
 
-// The hash of a long input, of which all stripes but the last 64 bytes were added.
+// The hash of a long input whose stripes, except for the last 64 bytes, were added.
 uint64_t of_lanes(const Lanes& lanes, const uint8_t* last, uint64_t size) {
     uint64_t sum[8];
     std::memcpy(sum, lanes.sum, sizeof sum);
@@ -186,7 +185,7 @@ uint64_t xxh3(const void* data, size_t size) { return xxh3(data, size, best_arm(
 
 Xxh3::Xxh3(const Arm& arm) : arm_(&arm), total_(0), held_(0), lanes_(kStart) {}
 
-// Add what is held, which is whole stripes and not the end of the input.
+// Add the held stripes, which are whole and not the end of the input.
 void Xxh3::flush() {
     arm_->add(lanes_, hold_, held_ / kStripe, nullptr);
     std::memcpy(last_, hold_ + held_ - kStripe, kStripe);
@@ -206,15 +205,15 @@ void Xxh3::update_copy(void* to, const void* data, size_t size, bool stream) {
     };
     const bool begun = total_ > kHeld;
     total_ += size;
-    // Before the input is known to be long, all of it is held; later, only what fills the last stripe.
+    // Before the input is known to be long, all of it is held; later, only the rest of the last stripe.
     const size_t full = begun ? (held_ + kStripe - 1) / kStripe * kStripe : kHeld;
     hold(std::min(size, full - held_));
     if (size == 0) return;
     if (held_) flush();
-    // At least one byte stays: whatever is last is never added here.
+    // At least one byte stays: the end of the input is never added here.
     size_t stripes = (size - 1) / kStripe;
     if (stripes && stream && reinterpret_cast<uintptr_t>(out) % kStripe == 0) {
-        // All but one: to read back what went past the caches would cost more than all the rest.
+        // All but one: reading back bytes written past the caches would cost more than all the rest.
         arm_->add_stream(lanes_, in, --stripes, out);
         pass(stripes * kStripe);
         stripes = 1;

@@ -1,4 +1,4 @@
-// What the arms of XXH3 share: the secret, the primes, and the walk over blocks.
+// Shared by the arms of XXH3: the secret and the primes.
 
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr uint64_t kPrime64_3 = 0x165667B19E3779F9u;
 constexpr uint64_t kPrime64_4 = 0x85EBCA77C2B2AE63u;
 constexpr uint64_t kPrime64_5 = 0x27D4EB2F165667C5u;
 
-// The default secret as little-endian words. Both architectures that this is built for are little-endian.
+// The default secret as little-endian words. Both architectures of the build are little-endian.
 alignas(64) inline constexpr uint64_t kSecretWords[24] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
     0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088,
@@ -32,7 +32,7 @@ constexpr size_t kLastSecret = 121;      // for the last stripe
 
 enum class Out { kNone, kCopy, kStream };
 
-// Arms of this processor's architecture; null where there is none such, or the processor lacks the instructions.
+// Arms of this processor; null if its architecture or the processor lacks the instructions.
 const Arm* avx512_arm();
 const Arm* avx2_arm();
 const Arm* neon_arm();

@@ -1,5 +1,5 @@
 // The arm of XXH3 for aarch64, where every processor has NEON. As in the arms for x86-64, the words of a stripe are
-// added up as they lie and change places once a block.
+// added up in place and swapped once a block.
 
 #include "hash/xxh3_arms.h"
 
@@ -34,7 +34,7 @@ inline uint64x2_t scrambled(uint64x2_t value, const uint8_t* key) {
     return vmlal_u32(high, vmovn_u64(value), prime);
 }
 
-// NEON has no store past the caches that a compiler would give; a streamed copy is a plain one.
+// Compilers offer no NEON store past the caches: a streamed copy is a plain one.
 template <Out kOut>
 void walk(Lanes& lanes, const uint8_t* in, size_t stripes, uint8_t* out) {
     const uint8_t* const keys = secret();

@@ -1,15 +1,14 @@
-// The arms of XXH3 for x86-64: AVX-512F and AVX2, compiled for their instructions whatever the rest is compiled for.
+// The arms of XXH3 for x86-64: AVX-512F and AVX2, compiled for their instructions whatever the target of the rest.
 //
-// A stripe adds two things to the sums: a product of each word with the secret, and the word itself, to the sum beside
-// it. The words are added up as they lie and change places once a block: two chains of additions, and no shuffle a
-// stripe.
+// A stripe adds to the sums a product of each word with the secret, and the word itself to the neighbouring sum. Words
+// are added up in place and swapped once a block: two chains of additions, and no shuffle a stripe.
 
 #include "hash/xxh3_arms.h"
 
 #if defined(__x86_64__)
 
 #if defined(__GNUC__) && !defined(__clang__)
-// GCC 12's own headers begin an undefined vector with itself.
+// GCC 12's own headers use an undefined vector.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -25,11 +24,10 @@
 namespace gdscache::xxh3_detail {
 namespace {
 
-constexpr int kSwap = 0x4E;  // the two words of each 16 bytes change places
+constexpr int kSwap = 0x4E;  // swaps the two words of each 16 bytes
 constexpr uintptr_t kAhead = 1024;
 
-// Ask for bytes ahead of time. It helps where there is a second stream, of what is written, and hurts where there is
-// none: the processor then sees well enough what comes.
+// Prefetch. It helps beside a second stream, of writes, and hurts without one: the processor then predicts well enough.
 template <Out kOut>
 INLINE void fetch(const uint8_t* in) {
     if constexpr (kOut != Out::kNone) {
@@ -161,7 +159,7 @@ constexpr Arm kAvx512{"avx512", walk_wide<Out::kNone>, walk_wide<Out::kCopy>, wa
 constexpr Arm kAvx2{"avx2", walk_halves<Out::kNone>, walk_halves<Out::kCopy>, walk_halves<Out::kStream>};
 
 // Whether the processor has an instruction set of leaf 7 (`bit` of EBX), and the system saves its registers (`state`,
-// bits of XCR0). Not by __builtin_cpu_supports, which says no in what zig links.
+// bits of XCR0). Not by __builtin_cpu_supports, which says no in a library linked by zig.
 bool has(unsigned bit, unsigned state) {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;

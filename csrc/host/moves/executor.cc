@@ -9,8 +9,8 @@
 namespace gdscache {
 namespace {
 
-constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait: then it looks around
-constexpr size_t kMostSpans = 1 << 16;           // that are kept until somebody takes them
+constexpr Nanoseconds kLongest = 1'000'000'000;  // of one wait
+constexpr size_t kMostSpans = 1 << 16;           // kept until they are taken
 
 Span::Kind kind_of(Copy copy) {
     return copy == Copy::kScatter  ? Span::Kind::kScatter
@@ -87,7 +87,7 @@ void Executor::end() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-// --- what others ask for
+// --- calls of other threads
 
 bool Executor::begin(MoveSpec spec) {
     const Held held(*this);
@@ -173,7 +173,7 @@ void Executor::keep_ready() {
     }
 }
 
-// Whether it is ready; else the time is over, or the executor was stopped.
+// Whether `ready` came true; false after the time, or when the executor was stopped.
 template <typename Ready>
 bool Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseconds until, Ready ready) {
     while (!ready()) {

@@ -1,7 +1,8 @@
-// The executor of moves: `Moves` behind a lock, with threads of its own that copy and sum, and one a disk.
+// The executor of moves: `Moves` behind a lock, threads that copy and checksum, and one I/O thread a disk.
 //
-// Threads of others take what is foreign: the lanes of a GPU (gpu_server.h). Of ours, only a disk of threads may wait
-// for Python's lock, which nobody keeps who waits for them or ends them (bind/disk.h).
+// Copies of foreign planes and memory are made by other threads: the lanes of a GPU (gpu_server.h). Of the executor's
+// threads, only a disk of threads may wait for Python's lock. A thread that waits for such a disk, or destroys it, must
+// not hold that lock (bind/disk.h).
 
 #pragma once
 
@@ -21,20 +22,20 @@
 
 namespace gdscache {
 
-// A space, and where its bytes are: an address, or open files over which the slots go in stretches.
+// A space and the place of its bytes: an address, or open files over which the slots go in stretches.
 struct Place : Space {
     uint8_t* memory = nullptr;
     std::vector<int> files;
-    int64_t stretch = 0;  // slots of one file that follow each other
-    bool copied = false;  // the kernel copies what is read and written: no O_DIRECT, or a RAM disk
-    int64_t slots = 0;    // of a memory, or of files
-    bool pinned = false;  // a memory that a GPU's copy engines reach
-    int64_t fence = 0;    // slots of each of its page-locked registrations, which no copy may leave; 0: there is one
-    uint64_t reached = 0; // of a memory: the disks, a bit each, that read into it and write from it
+    int64_t stretch = 0;  // consecutive slots of one file
+    bool copied = false;  // the kernel copies reads and writes: no O_DIRECT, or a RAM disk
+    int64_t slots = 0;  // of the memory, or of the files
+    bool pinned = false;  // memory that a GPU's copy engines reach
+    int64_t fence = 0;  // slots of each page-locked registration, which no copy leaves; 0: one
+    uint64_t reached = 0;  // of memory: the disks that read into it and write from it, a bit each
 };
 
-// What a thread of ours did, and when; or streams of a GPU. `kReady` took no time: from then on the layers were in the
-// planes, or their copies were queued.
+// The work of a thread of ours, or of a GPU's streams, and its time. `kReady` takes no time: from then on the layers
+// are in the planes, or their copies are queued.
 struct Span {
     enum class Kind : int32_t {
         kRead,
@@ -54,43 +55,43 @@ struct Span {
     Nanoseconds begin, end;
 };
 
-// No thread of others may wait any more.
+// The executor was stopped: waits of other threads end.
 struct Stopped : Error {
     Stopped() : Error(ECANCELED, "the executor was stopped", "wait before close") {}
 };
 
 class Executor {
 public:
-    // `pool`: planes in host memory, or null. `disks`: of one that is null nothing is read or written. `threads`: that
-    // copy, and see deadlines pass; none: all is foreign.
+    // `pool`: planes in host memory, or null. `disks`: nothing is read from or written to a null disk. `threads`: the
+    // number of threads that copy and see deadlines pass; 0: all spaces are foreign.
     Executor(const Limits& limits, std::vector<Place> places, int32_t reserve_space, Reserve reserve, const Pool* pool,
              std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
     ~Executor();
 
-    // False where its number is taken.
+    // False if its number is taken.
     bool begin(MoveSpec spec);
-    // More ways of a load that was begun open, perhaps the last. False where it is not open, or has too many rows then.
+    // Add ways to a load that was begun open. `last`: no more follow. False if the move is not open, or would have too
+    // many rows.
     bool extend(int64_t move, std::vector<Way> ways, bool last);
     bool knows(int64_t move) { return Held(*this)->knows(move); }
     bool cancel(int64_t move) { return Held(*this)->cancel(move); }
     void refuse(Status status) { Held(*this)->refuse(status); }
-    // Wait until all copies of a group are done, or queued on a GPU, behind a point (Moves::ready); or with `group` -1
-    // until the move has ended. The point, or 0, also of a move that nobody knows any more; none where it takes longer.
-    // Throws `Stopped`.
+    // Wait until all copies of a group are done, or queued on a GPU, behind a point (Moves::ready); with `group` -1
+    // until the move has ended. The point; 0 for an unknown move; none on timeout. Throws `Stopped`.
     std::optional<int64_t> wait(int64_t move, int32_t group, Nanoseconds until);
-    // The outcome of a move that has ended; null before.
+    // The outcome of an ended move; null before its end.
     const Outcome* outcome(int64_t move);
     bool forget(int64_t move) { return Held(*this)->forget(move); }
 
-    // The next foreign job, which is the caller's until its end is said; waits for one until then, or until `stop`, and
-    // is null where none has come. Who waits asks for those of loads, or those of stores.
+    // The next foreign job, of loads or of stores by `hands`. Waits for one until `until` or `stop`; null if none came.
+    // The job is the caller's until its end is reported.
     const CopyJob* take_copy(Hands hands, Nanoseconds until);
     bool copy_queued(int64_t job, int64_t point) { return Held(*this)->copy_queued(job, point); }
     bool copy_ended(int64_t job, const uint64_t* found, const char* broken) {
         return Held(*this)->copy_ended(job, found, broken);
     }
 
-    // Late pages that have ended since the last call; waits for one until then. Throws `Stopped` where there is none.
+    // Late pages that have ended since the last call. Waits for one until `until`. Throws `Stopped` after `stop`.
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(Nanoseconds until, size_t most);
     int64_t held_slots() { return Held(*this)->held_slots(); }
     int64_t free_slots() { return Held(*this)->free_slots(); }
@@ -100,12 +101,12 @@ public:
     std::vector<Span> take_spans(size_t most);
     void tell(const Span& span);
 
-    // No thread of others waits here any more, and none will. What is under way goes on.
+    // End the waits of other threads, present and future. I/O and copies under way go on.
     void stop();
 
     const Limits& limits() const { return limits_; }
     const std::vector<Place>& places() const { return places_; }
-    // The memory of the reserve, or -1 where loads have none.
+    // The memory of the reserve; -1: loads have none.
     int32_t reserve_space() const { return reserve_space_; }
 
 private:
@@ -113,11 +114,11 @@ private:
     struct Flight;
     struct Share;
 
-    // The lock. Those that wait for what its holder has brought about are woken when it is let go, and not before: a
-    // thread that is woken while another holds the lock that it needs only costs both a turn.
+    // The lock. Threads that wait for news of its holder are woken after it is released: a thread woken earlier would
+    // only wait for the lock.
     class Held {
     public:
-        // `disk`: of the thread of that one, which nobody has to wake.
+        // `disk`: the calling disk's thread, which needs no wake.
         explicit Held(Executor& executor, int32_t disk = -1)
             : executor_(executor), own_(disk < 0 ? 0 : uint64_t{1} << disk), lock_(executor.lock_) {}
         ~Held() {
@@ -126,7 +127,7 @@ private:
         Moves* operator->() const { return &executor_.moves_; }
         void let_go();
         void take_again() { lock_.lock(); }
-        // Whether somebody had to be woken; then what is waited for may have come meanwhile.
+        // Whether a thread was woken. The lock was released for it, so the awaited state may have come.
         bool woke();
         void wait(std::condition_variable& condition, Nanoseconds time) {
             condition.wait_for(lock_, std::chrono::nanoseconds(time));
@@ -135,13 +136,13 @@ private:
 
     private:
         struct Call {
-            News news;       // `copies`: threads
+            News news;  // `copies`: threads
             uint64_t disks;  // a bit each
         };
         Call call();
         void wake(const Call& call);
 
-        const MustNotFail reserve_;  // else what changes halfway stays so
+        const MustNotFail reserve_;  // an operation that stops halfway leaves its state torn
         Executor& executor_;
         const uint64_t own_;
         std::unique_lock<std::mutex> lock_;
@@ -165,9 +166,9 @@ private:
     const int32_t reserve_space_;
     const Pool* const pool_;
     std::mutex lock_;
-    // For ends of moves and groups, ends of what was late, foreign copies of loads, those of stores, and copies of
-    // ours. A call for nothing costs its caller, too: to signal a condition may wait for threads that were called
-    // before and are not awake yet.
+    // For ends of moves and groups, ends of late I/O, foreign copies of loads, foreign copies of stores, and copies of
+    // ours. A needless notify costs its caller too: it may wait for threads that were notified before and are not awake
+    // yet.
     std::condition_variable ended_, late_, loads_, stores_, copies_;
     int32_t idle_ = 0;  // threads of ours that wait for copies
     Moves moves_;

@@ -1,4 +1,4 @@
-// The threads of an executor that read and write, one a disk: jobs become pieces of files, and their answers ends of
+// The I/O threads of an executor, one a disk: jobs become pieces of files, and the pieces' answers become ends of
 // pages.
 
 #include <algorithm>
@@ -14,21 +14,21 @@ struct Executor::Share {
     int32_t first, last;
 };
 
-// A job of ours on its way through the disk.
+// A job on its way through the disk.
 struct Executor::Flight {
     IoJob job;
     std::vector<Share> shares;
-    Runs runs;                     // requests are numbered page by page, and by share
+    Runs runs;                     // a request for each share of each page, page by page
     struct Page {
-        uint32_t left = 0;  // fragments that have not ended
+        uint32_t left = 0;  // fragments under way
         int32_t error = 0;
         int32_t summed = 0;  // layers
     };
     std::vector<Page> pages;
     std::vector<Look> looks;       // in the order of fragments
-    std::vector<size_t> looks_at;  // of each run, and their number at the end
+    std::vector<size_t> looks_at;  // the first look of each run, and behind them the number of looks
     std::vector<uint64_t> sums;    // (pages, layers)
-    size_t open = 0;               // pages that have not ended
+    size_t open = 0;               // pages under way
     Nanoseconds begin = 0;
 
     uint32_t page_of(uint32_t fragment) const { return runs.requests[fragment] / static_cast<uint32_t>(shares.size()); }
@@ -63,8 +63,8 @@ std::unique_ptr<Executor::Flight> Executor::flight(IoJob job, const Disk& disk) 
     return flight;
 }
 
-// One share of the whole, or where checksums are wanted parts of up to `limit` bytes that end with a layer and a
-// sector, as far as there are such. What is larger is cut on, and nobody looks at it then.
+// One share for the whole job. With checksums: shares of up to `limit` bytes that end with a layer and on a sector,
+// where the layers allow it. A larger share is cut later, and its checksums are not taken while it is read.
 std::vector<Executor::Share> Executor::shares(const IoJob& job, int64_t limit) const {
     if (!job.sums) return {{job.start, job.stop, job.first, job.last}};
     std::vector<Share> made{{job.start, job.start, job.first, job.first}};
@@ -130,7 +130,7 @@ void Executor::disk_loop(int32_t number) {
         held.let_go();
         if (!pieces.empty()) disk.submit(pieces);
         ended.clear();
-        if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all is late
+        if (disk.reap(ended, 1.0) < 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));  // a broken disk
         held.take_again();
         for (const Ended& some : ended) {
             const auto flight_number = static_cast<uint32_t>(some.tag >> 32);

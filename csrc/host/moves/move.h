@@ -1,4 +1,4 @@
-// What moves, as plain data: the words of gdscache/moves/base.py. A row is a page's place in a move, over all ways.
+// Moves as plain data, in the words of gdscache/moves/base.py. A row is a page's place in a move, over all ways.
 
 #pragma once
 
@@ -10,13 +10,12 @@ namespace gdscache {
 
 using Nanoseconds = int64_t;  // of CLOCK_MONOTONIC, or of a test's clock
 
-// The monotonic clock.
 inline Nanoseconds now() {
     const auto time = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
 
-// How a page ended. The order is that of `PageStatus`.
+// How a page ended, in the order of `PageStatus`.
 enum class Status : uint8_t {
     kPending,
     kLoaded,
@@ -31,30 +30,31 @@ enum class Status : uint8_t {
     kAborted,
 };
 
-// The smaller goes first where both wait for the same device.
+// The smaller value goes first on a device that both need.
 enum class Priority : uint8_t { kLoad, kPrefetch, kStore, kDemotion };
 constexpr int kPriorities = 4;
 
-// Where bytes lie. `foreign`: planes and memory of a GPU, whose copies are made by threads that ask for jobs, and say
-// what came of them (Moves::take_copy). `sums`: uint64 (slots, layers). Of a memory, what stores leave there, and reads
-// of files that have such a table: there who has read a page has put down what its bytes give, before its end is said.
+// A place for bytes. `foreign`: planes and memory of a GPU; other threads take copies of them as jobs and report their
+// ends (Moves::take_copy). `sums`: uint64 (slots, layers), or null. Stores write the checksums of a memory's slots
+// there. A transport that reads files with such a table writes the checksums of a page's bytes there before it reports
+// the page's end.
 struct Space {
     enum class Kind : uint8_t { kPlanes, kMemory, kFiles };
     Kind kind;
     bool foreign = false;
     uint64_t* sums = nullptr;
-    int32_t disk = 0;        // of files: which disk reads and writes them
-    int64_t io_bytes = 0;    // of one job of them; 0: as in `Limits`
+    int32_t disk = 0;        // of files: the disk that reads and writes them
+    int64_t io_bytes = 0;    // most bytes of one job of these files; 0: as in `Limits`
 };
 
-// Layers that move together, and the bytes of an extent that are read for them: behind the groups before them, or
-// alone.
+// Layers that move together, and the bytes of an extent that are read for them: the bytes that the groups before did
+// not read, or all of the group's (`alone`).
 struct Group {
     int32_t first, last;
     int64_t begin, end;  // the layers' bytes in an extent
     int64_t start, stop;
     int64_t alone_start, alone_stop;
-    int32_t route = 0, summed_route = 0;  // which way copies of a GPU take, without checksums and with (gpu.h)
+    int32_t route = 0, summed_route = 0;  // the way of a GPU's copies, without checksums and with (gpu.h)
 
     int64_t bytes(bool alone) const { return alone ? alone_stop - alone_start : stop - start; }
 };
@@ -62,25 +62,26 @@ struct Group {
 // Pages that go from one space to another. See `Way` in gdscache/moves/base.py.
 struct Way {
     int32_t source, target;
-    int32_t through = -1;          // the memory that has `places`, or of the reserve
+    int32_t through = -1;          // the memory of `places`; -1: the reserve
     int64_t pages = 0;
-    std::vector<int64_t> sources;  // slots, or blocks of each page
+    std::vector<int64_t> sources;  // slots, or the blocks of each page
     std::vector<int64_t> targets;
-    std::vector<int64_t> places;   // none: what is read passes through the reserve
-    std::vector<uint64_t> sums;    // (pages, layers); none: the bytes are known to be right
+    std::vector<int64_t> places;   // empty: reads pass through the reserve
+    std::vector<uint64_t> sums;    // (pages, layers); empty: the bytes are known to be right
 };
 
 struct MoveSpec {
-    int64_t id = 0;  // the caller's; no other move has it
+    int64_t id = 0;  // the caller's, unique
     Priority priority = Priority::kLoad;
     Nanoseconds until = 0;
     std::vector<Way> ways;
-    std::vector<Group> groups;  // in their order; they have every layer once
-    std::vector<uint64_t> after;  // events that copies of a GPU come behind; they live until the move was forgotten
+    std::vector<Group> groups;  // in their order; each layer is in one group
+    std::vector<uint64_t> after;  // events that a GPU's copies wait for; they live until the move is forgotten
     bool open = false;            // of a load: more ways follow (Moves::extend)
 };
 
-// The memory that a way's bytes are copied from or to, or are looked at in. `reserve`: what passes through is there.
+// The memory from which, to which or in which a way's bytes are copied or checked. `reserve`: the memory of reads that
+// pass through.
 inline int32_t memory_of(const Way& way, Space::Kind source, Space::Kind target, int32_t reserve) {
     if (source == Space::Kind::kPlanes) return way.target;
     if (source != Space::Kind::kFiles) return way.source;
@@ -88,20 +89,20 @@ inline int32_t memory_of(const Way& way, Space::Kind source, Space::Kind target,
     return target == Space::Kind::kPlanes ? reserve : way.target;
 }
 
-// Sizes that a job has, in bytes, and what may be in flight.
+// Sizes in bytes, and limits of work in flight.
 struct Limits {
     int64_t extent_bytes = 0;
     int32_t layers = 0;
     int32_t page_blocks = 1;
-    std::vector<int64_t> bounds;      // where each layer begins in an extent, and where the last one ends
+    std::vector<int64_t> bounds;      // the first byte of each layer in an extent, and the end of the last
     int64_t flying_bytes = 64 << 20;  // of reads and writes, over all moves
     int64_t io_bytes = 4 << 20;       // of one job
     int64_t copy_bytes = 2 << 20;
     int64_t foreign_copy_bytes = 64 << 20;
-    int64_t copies = 64;  // with about so many a load into a GPU is copied, of reads that land
+    int64_t copies = 64;  // about the number of copies by which a load goes from reads into a GPU
 };
 
-// A page of a job. `slot`: of the files; `at`: where the first byte that moves lies, from the memory's first byte.
+// A page of a job. `slot`: in the files. `at`: the first byte that moves, from the memory's first byte.
 struct Transfer {
     int32_t row;
     int64_t slot;
@@ -115,27 +116,28 @@ struct IoJob {
     int32_t files = 0, memory = 0;
     int32_t first = 0, last = 0;  // layers
     int64_t start = 0, stop = 0;
-    bool sums = false;  // whoever reads a page's bytes may take the checksums of its layers
+    bool sums = false;  // the reader may take the checksums of a page's layers
     std::vector<Transfer> pages;
 };
 
-// What becomes of bytes that are in memory: into the planes, out of them, or only looked at.
+// Copies of bytes in memory: into the planes, out of them, or checksums only.
 enum class Copy : uint8_t { kScatter, kGather, kDigest };
 
-// For whom a copy is: threads of ours, or those of what is foreign: all of them, those of loads, those of stores.
+// Takers of copies: threads of ours, or those of foreign spaces (all copies, those of loads, those of stores).
 enum class Hands : uint8_t { kOurs, kForeign, kForeignLoads, kForeignStores };
 
-// Layers [first, last) of some pages. `slot`: of the memory, or of the pages that passed through [window, window +
-// window_slots) of it together; `at`: where layer `first` begins. `blocks`: (pages, page_blocks), none to look.
+// Layers [first, last) of some pages. `slot`: in the memory, or in the pages' common window [window, window +
+// window_slots) of the reserve. `at`: the first byte of layer `first`. `blocks`: (pages, page_blocks); empty for
+// `kDigest`.
 struct CopyJob {
     int64_t id = 0, move = 0;
     Copy copy = Copy::kScatter;
     int32_t memory = 0;
     int32_t first = 0, last = 0;
     bool sums = false;
-    bool large = false;  // its move has more bytes than a cache keeps
+    bool large = false;  // the move has more bytes than a cache keeps
     int64_t window = 0, window_slots = 0;
-    int64_t stride = 0, origin = 0;  // from slot to slot, and the byte of an extent that a slot begins with
+    int64_t stride = 0, origin = 0;  // bytes from slot to slot, and the byte of an extent at which a slot begins
     int32_t route = 0;
     std::vector<uint64_t> after;
     std::vector<Transfer> pages;

@@ -8,7 +8,7 @@
 namespace gdscache {
 namespace {
 
-// Pages behind those of a way. Without the memory for them it is as it was.
+// Append pages to a way. Without the memory for them the way is unchanged.
 void append(Way* way, const Way& more) {
     const auto join = [](auto* to, const auto& from) { to->insert(to->end(), from.begin(), from.end()); };
     way->sources.reserve(way->sources.size() + more.sources.size());
@@ -25,7 +25,7 @@ Moves::Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_sp
 
 Moves::~Moves() = default;
 
-// --- for who wants bytes moved
+// --- for callers that want bytes moved
 
 void Moves::begin(MoveSpec spec) {
     auto owned = std::make_unique<Move>();
@@ -67,7 +67,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
     return true;
 }
 
-// Rows for more ways. Without the memory for them the move is as it was, but for the room that it has.
+// Rows for more ways. Without the memory for them the move is unchanged, except for reserved room.
 void Moves::add(Move& move, std::vector<Way> ways) {
     const int32_t groups = move.groups();
     const size_t count = move.spec.ways.size() + ways.size();
@@ -98,13 +98,12 @@ void Moves::add(Move& move, std::vector<Way> ways) {
         }
         if (move.work != Work::kWrite) tell(move, move.spec.ways.back(), read ? 1 : pages * limits_.extent_bytes);
     }
-    move.turn = {-1, -1};  // it may come again
-    ++news_.copies;        // its deadline may be the next
+    move.turn = {-1, -1};  // the turn may come again
+    ++news_.copies;        // a thread looks: the move's deadline may be the next
     if (move.work != Work::kGather) news_.io = true;
 }
 
-// Whether pages lie in the memory that the last ones of a load lie in, and go where those go: copies take both
-// together.
+// Whether pages lie in the memory of the load's last ones and go to the same target, so that copies take both together.
 bool Moves::goes_on(const Move& move, const Way& way) const {
     const Way& last = move.spec.ways.back();
     if (move.work != Work::kLoad || reads(way) || way.pages == 0) return false;
@@ -114,7 +113,7 @@ bool Moves::goes_on(const Move& move, const Way& way) const {
 
 bool Moves::reads(const Way& way) const { return spaces_[way.source].kind == Space::Kind::kFiles; }
 
-// Whether pages that are read pass through the reserve, and stay nowhere but in the planes.
+// Whether reads pass through the reserve, and stay nowhere but in the planes.
 bool Moves::passes(const Way& way) const {
     return reads(way) && way.places.empty() && spaces_[way.target].kind == Space::Kind::kPlanes;
 }
@@ -135,7 +134,7 @@ bool Moves::cancel(int64_t id) {
     return true;
 }
 
-// Pages of a cancelled load that would stay nowhere but in the planes are read for nothing.
+// The reads of a cancelled load that pass through the reserve are useless: their pages end.
 void Moves::call_off(Move& move, int32_t way) {
     if (!passes(move.spec.ways[way])) return;
     for (int32_t row = move.first_row[way]; row < move.first_row[way + 1]; ++row) judge(move, row, Status::kCancelled);
@@ -148,7 +147,7 @@ const Outcome& Moves::outcome(int64_t move) const { return at(move).outcome; }
 
 bool Moves::ready(int64_t id, int32_t group, int64_t* point) const {
     const Move& move = at(id);
-    *point = move.group[group].flying == 0 ? 0 : move.group[group].point;  // of pages that are given up, too
+    *point = move.group[group].flying == 0 ? 0 : move.group[group].point;  // of given-up pages too
     return move.over || (!move.cancelled && !move.broken && move.group[group].todo == move.group[group].queued);
 }
 
@@ -170,9 +169,9 @@ void Moves::drop_forgotten(Move& move) {
     if (move.forgotten && move.over && move.late_ios == 0) moves_.erase(move.id);
 }
 
-// --- what becomes of pages
+// --- the ends of pages
 
-// A group of a page's layers is where it goes, and right.
+// A group of a page's layers is at its target, and right.
 void Moves::copied(Move& move, int32_t row, int32_t group) {
     end_cell(move, row, group);
     if (--move.row[row].left == 0) move.outcome.statuses[row] = Status::kLoaded;
@@ -186,11 +185,11 @@ void Moves::end_cell(Move& move, int32_t row, int32_t group) {
     announce(move, group);
 }
 
-// The verdict on a page that has none and is not good: none of its layers is waited for any more.
+// The verdict on a pending page that is not good: none of its layers is waited for any more.
 void Moves::judge(Move& move, int32_t row, Status status) {
     if (!move.pending(row)) return;
     move.outcome.statuses[row] = status;
-    if (move.turn.second >= 0) news_.io = true;  // it may have been what others were called for
+    if (move.turn.second >= 0) news_.io = true;  // other disks may have been woken for this page
     int32_t way = 0;
     while (row >= move.first_row[way + 1]) ++way;
     const Way& of = move.spec.ways[way];
@@ -244,7 +243,7 @@ void Moves::pass_deadline(Move& move) {
         }
     }
     if (move.work == Work::kLoad) return read_no_further(move, Status::kDeadline);
-    for (int32_t way = 0; way < move.ways(); ++way) {  // nothing touches what was never begun
+    for (int32_t way = 0; way < move.ways(); ++way) {  // I/O that has not begun touches nothing: it ends at once
         Move::Cursor& next = move.cursors[way];
         for (int64_t& page = next.page; next.group == 0 && page < move.spec.ways[way].pages; ++page) {
             const int32_t row = move.first_row[way] + static_cast<int32_t>(page);

@@ -1,8 +1,8 @@
-// The moves of an executor: what is to be read, written and copied next, and what has become of each page.
+// The moves of an executor: the next reads, writes and copies, and the verdict on each page.
 //
-// A monitor without threads, clock or I/O. Whoever moves bytes takes a job, does it, and says what came of it; whoever
-// waits asks what has happened. So the same code runs under threads in an engine, and under a test that tries every
-// order of events. Not thread-safe: an `Executor` holds a lock around each call.
+// A monitor without threads, clock or I/O. A thread takes a job, does it, and reports its end; other threads ask for
+// the state of a move. So the same code runs under threads in an engine, and under a test that tries every order of
+// events. Not thread-safe: `Executor` holds a lock around each call.
 
 #pragma once
 
@@ -19,23 +19,23 @@
 
 namespace gdscache {
 
-// What became of one page of an I/O job: 0, an errno, or one of these.
+// How one page of an I/O job ended: 0, an errno, or one of these.
 constexpr int32_t kShort = kMostErrno + 1;
-constexpr int32_t kGone = kMostErrno + 2;   // the page is not where its files keep it
-constexpr int32_t kWrong = kMostErrno + 3;  // what came is not what was stored
+constexpr int32_t kGone = kMostErrno + 2;   // the files do not keep the page
+constexpr int32_t kWrong = kMostErrno + 3;  // the bytes are not the stored ones
 
 struct IoEnd {
-    int32_t page;  // its place in the job
+    int32_t page;  // the page's place in the job
     int32_t error;
 };
 
-// What calls have brought about that others may wait for. To ask for a job may do that, too, and give none.
+// Events that other threads may wait for. `take_io` and `take_copy` may cause some too, even if they return null.
 struct News {
     bool io = false;      // files: a new move, one that reads no further, or one whose next I/O is another disk's
     bool room = false;    // files: fewer bytes are in flight, or more slots of the reserve are free
-    int64_t copies = 0;   // bytes that threads of ours may copy, about; at least 1 where one has to look
+    int64_t copies = 0;   // about the bytes that threads of ours may copy; at least 1 if a thread has to look
     bool loads = false;   // foreign copies into planes
-    bool stores = false;  // ... and out of them
+    bool stores = false;  // foreign copies out of planes
     bool ended = false;   // a group of layers is ready, or a move has ended
     bool late = false;    // late I/O has ended
 };
@@ -46,13 +46,13 @@ struct ReadyGroup {
     int32_t first, last;
 };
 
-// What a move's end says.
+// The result of a move.
 struct Outcome {
     std::vector<Status> statuses;              // of loads and prefetches, by row
-    std::vector<std::pair<int32_t, int32_t>> errors;  // rows whose I/O failed, and how
+    std::vector<std::pair<int32_t, int32_t>> errors;  // rows whose I/O failed, and their errors
     std::vector<int32_t> late;                 // rows whose I/O had not ended
     bool broken = false;                       // a copy failed: pages may have no verdict
-    std::string why;                           // ... what it said
+    std::string why;                           // the failed copy's error
 };
 
 class Moves {
@@ -60,13 +60,13 @@ public:
     Moves(const Limits& limits, std::vector<Space> spaces, int32_t reserve_space, Reserve reserve);
     ~Moves();
 
-    // --- for who wants bytes moved
+    // --- for callers that want bytes moved
 
     void begin(MoveSpec spec);
-    // More ways of a load that was begun open: their rows come behind those that it has. Until the `last` of them is
-    // there no group is ready, and it does not end. False where it is not open.
+    // Add ways to a load that was begun open; their rows follow the move's. Before the `last` ways no group is ready
+    // and the move does not end. False if the move is not open.
     bool extend(int64_t id, std::vector<Way> ways, bool last);
-    // Copy no further into the planes; what is being read comes to its end. False for a move that nobody knows.
+    // Copy no further into the planes; reads under way come to their ends. False for an unknown move.
     bool cancel(int64_t id);
     // From now on no read begins: its pages get this verdict. `kPending`: reads may begin again.
     void refuse(Status status);
@@ -74,46 +74,45 @@ public:
     int32_t groups(int64_t move) const;
     int64_t rows(int64_t move) const;
     bool ended(int64_t move) const;
-    // Whether all copies of a group are done, or queued on a GPU. `point`: while one of these is under way, what the
-    // last of them was queued with, else 0. Of a move that has ended every group is ready.
+    // Whether all copies of a group are done, or queued on a GPU. `point`: the last of the group's queued copies that
+    // are under way, else 0. All groups of an ended move are ready.
     bool ready(int64_t id, int32_t group, int64_t* point) const;
-    // Groups of loads with nothing left to copy, since the last call: kept where `watch` asked for it.
+    // Groups of loads without copies left, since the last call. Kept after `watch`.
     void watch() { watched_ = true; }
     std::vector<ReadyGroup> take_ready() { return std::exchange(ready_, {}); }
     const Outcome& outcome(int64_t move) const;
-    // The outcome was read. What is late keeps what it touches, and is told by `take_ended_late`. False for a move that
-    // has not ended, or that nobody knows.
+    // Drop a move whose outcome was read. Late I/O keeps its memory, and `take_ended_late` reports its end. False if
+    // the move has not ended, or is unknown.
     bool forget(int64_t id);
-    // Late pages whose I/O has ended at last: (move, row).
+    // Late pages whose I/O has ended: (move, row).
     std::vector<std::pair<int64_t, int32_t>> take_ended_late(size_t most);
     bool has_ended_late() const { return !ended_late_.empty(); }
     // Slots of the reserve that late reads hold.
     int64_t held_slots() const { return held_slots_; }
     int64_t free_slots() const { return reserve_.free(); }
 
-    // --- for who moves them
+    // --- for threads that move them
 
-    // The next I/O of a disk, which is kept until all of its pages have ended; null where none may begin now.
+    // The next I/O of a disk, kept until all of its pages have ended; null if none may begin now.
     const IoJob* take_io(int32_t disk);
-    // The disks, a bit each, whose I/O waits for other I/O, or for copies, to end.
+    // The disks, a bit each, whose I/O waits for the end of other I/O or of copies.
     uint64_t crowded() const { return crowded_; }
-    // Some pages of a job have ended. False, and nothing was done, where it is not under way, or has no such pages.
-    // `sums`: (pages of the job, layers), of the bytes of those that have ended; none where nobody took them.
+    // Some pages of a job have ended. `sums`: (pages of the job, layers), of the ended pages' bytes; null: not taken.
+    // False, without effect, if the job is not under way or lacks such a page.
     bool io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64_t* sums = nullptr);
-    // The next copy of memory into or out of planes that are `foreign`, or are not, and looks at what is in memory. It
-    // is kept until it has ended; null where there is none.
+    // The next copy into or out of planes, or check of memory, for `hands`. Kept until its end; null if there is none.
     const CopyJob* take_copy(Hands hands);
-    // A copy is queued where a GPU does what was queued in order. `point`: by which it is known when; later ones are
-    // greater. False where it is not under way.
+    // A copy is queued on a GPU, which works in order. `point`: its place in that order; later copies have greater
+    // ones. False if the copy is not under way.
     bool copy_queued(int64_t job, int64_t point);
-    // `found`: (pages, layers) of the job, where it asked for sums. `broken`: why nothing is known about the bytes, or
-    // null. False, and nothing was done, where it is not under way, or lacks what it asked for.
+    // `found`: (pages, layers) of the job, if it asked for sums. `broken`: the error of a failed copy, or null. False,
+    // without effect, if the copy is not under way or its sums are missing.
     bool copy_ended(int64_t number, const uint64_t* found, const char* broken);
-    // Since the last time.
+    // Since the last call.
     News take_news() { return std::exchange(news_, {}); }
-    // When `expire` has something to do next; the largest number where it never will.
+    // The next time at which `expire` has work; the largest number if there is none.
     Nanoseconds deadline() const;
-    // What has not ended by its deadline is late.
+    // I/O that has not ended by its deadline is late.
     void expire(Nanoseconds now);
 
 private:
@@ -123,7 +122,7 @@ private:
     struct Flight;
     struct Copying;
 
-    using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // of one priority, as they came
+    using Order = std::map<std::pair<Priority, int64_t>, Move*>;  // by priority, then in the order of `begin`
 
     Move& at(int64_t move) const { return *moves_.at(move); }
     void add(Move& move, std::vector<Way> ways);
@@ -170,15 +169,15 @@ private:
     Status refusal_ = Status::kPending;
     int64_t begun_ = 0, next_job_ = 1;
     int64_t flying_ = 0;        // bytes of I/O that is not late
-    int64_t writing_ = 0;       // ... of writes
+    int64_t writing_ = 0;       // of these, bytes of writes
     int64_t held_slots_ = 0;
     int32_t reads_in_row_ = 0;  // while writes wait
     uint64_t crowded_ = 0;      // see `crowded`
-    bool owed_to_write_ = false;         // the next room in flight is a write's
+    bool owed_to_write_ = false;         // the next room in flight is for a write
     bool watched_ = false;
     News news_;
     std::map<int64_t, std::unique_ptr<Move>> moves_;
-    Order open_;                // that have not ended, in the order in which they are served
+    Order open_;                // moves that have not ended, in the order of service
     std::map<int64_t, std::unique_ptr<Flight>> flights_;  // I/O under way, by job
     std::map<int64_t, std::unique_ptr<Copying>> copies_;
     std::vector<std::pair<int64_t, int32_t>> ended_late_;

@@ -1,15 +1,16 @@
-// Copies of moves: which is next, and what came of it.
+// Copies of moves: the next one, and its end.
 
 #include "moves/moves_inside.h"
 
 namespace gdscache {
 namespace {
 
-constexpr int64_t kLarge = 8 << 20;  // bytes of a move that nobody finds in a cache again
+constexpr int64_t kLarge = 8 << 20;  // bytes of a move that no cache keeps until they are used
 
 }  // namespace
 
-// The pages of one window come first, in their order there, so that their copies are one: of the first that is whole.
+// Put the pages of one window first, in the order of its slots, so that they are one copy. A window whose reads have
+// all ended goes before others.
 void Moves::Move::Copyable::gather_window() {
     const auto whole = std::ranges::find_if(landed, &Landed::is_whole);
     const Flight* const of = (whole == landed.end() ? landed.begin() : whole)->flight;
@@ -42,14 +43,14 @@ int32_t Moves::memory(const Way& way) const {
     return memory_of(way, spaces_[way.source].kind, spaces_[way.target].kind, reserve_space_);
 }
 
-// Whether threads of others copy what a way brings.
+// Whether foreign threads copy a way's pages.
 bool Moves::foreign(const Move& move, const Way& way) const {
     if (const int32_t where = memory(way); where >= 0 && spaces_[where].foreign) return true;
     if (spaces_[way.source].kind == Space::Kind::kPlanes) return spaces_[way.source].foreign;
     return spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled && spaces_[way.target].foreign;
 }
 
-// There is something to copy, or to look after, for those that copy what a way brings.
+// Note a copy or a check for the threads that copy a way's pages.
 void Moves::tell(const Move& move, const Way& way, int64_t bytes) {
     if (!foreign(move, way)) news_.copies += bytes;
     else if (move.work == Work::kGather) news_.stores = true;
@@ -60,14 +61,14 @@ void Moves::tell_all(const Move& move) {
     for (const Way& way : move.spec.ways) tell(move, way, 1);
 }
 
-// Pages of a group have landed. Whoever copies is called when that is worth a job, and not for each page.
+// Pages of a group have landed. The copying threads are woken when a job is worth it, not for each page.
 void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
     if (move.group[group].unread == 0) tell_all(move);
     else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
 }
 
-// Whether more pages of a group are to land before those that have are copied into a GPU: each copy costs somebody.
-// What passes through the reserve is copied window by window, and waits no longer: the next reads need its slots.
+// Whether a group's copy into a GPU should wait for more pages to land: each copy has a cost. Pages that pass through
+// the reserve are copied window by window and wait no longer, because the next reads need their slots.
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;
@@ -79,7 +80,7 @@ bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     return static_cast<int64_t>(move.copies(group, way).landed.size()) < std::max<int64_t>(1, wanted);
 }
 
-// Say, once, that a group is ready.
+// Report, once, that a group is ready.
 void Moves::announce(Move& move, int32_t group) {
     if (move.group[group].announced || move.group[group].todo != move.group[group].queued) return;
     move.group[group].announced = news_.ended = true;
@@ -97,7 +98,7 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
     if (this->foreign(move, way) != foreign) return nullptr;
     const Group& group = move.spec.groups[group_number];
     Move::Copyable& copyable = move.copies(group_number, way_number);
-    std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: others may wait for its place
+    std::erase_if(copyable.landed, [&](const Move::Landed& landed) {  // first: other reads may wait for their slots
         if (move.pending(landed.row)) return false;
         if (landed.flight != nullptr) {
             --landed.flight->copies;
@@ -107,12 +108,12 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
     });
     const int32_t first_row = move.first_row[way_number];
     const bool known = !gather && way.sums.empty();
-    if (known && !moves) {  // nothing to copy, and nothing to find out
+    if (known && !moves) {  // nothing to copy, and no checksum to compare
         for (; resident && copyable.resident < way.pages; ++copyable.resident) {
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
             if (move.pending(row)) copied(move, row, group_number);
         }
-        // None of these lies in the reserve: what passes through it goes into planes, or nowhere.
+        // None of these lies in the reserve: pages that pass through it go into planes, or nowhere.
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
         settle(move);
         return nullptr;

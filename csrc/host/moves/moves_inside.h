@@ -1,4 +1,4 @@
-// What `Moves` knows of a move, of I/O and of copies under way: for moves*.cc alone.
+// The state of a move, of I/O and of copies under way, for moves*.cc alone.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace gdscache {
 
 enum class Moves::Work : uint8_t { kLoad, kGather, kWrite };
 
-// A group of a page's layers: to be copied, queued (where others copy), or copied, or not to be copied any more.
+// A group of a page's layers: to be copied, queued by a foreign copier, or done (copied or given up).
 enum class Moves::Cell : uint8_t { kOpen, kQueued, kDone };
 
 // I/O under way: some pages of a way, for a group of layers.
@@ -22,9 +22,9 @@ struct Moves::Flight {
     bool late = false;
     int64_t part = 0;           // bytes of a page
     std::vector<bool> over;     // pages whose I/O has ended
-    int32_t left = 0;           // pages whose I/O has not
+    int32_t left = 0;           // pages whose I/O has not ended
     int32_t copies = 0;         // landed pages that are not copied yet
-    int64_t slot = 0, slots = 0;  // of the reserve, which the pages lie in
+    int64_t slot = 0, slots = 0;  // of the reserve, in which the pages lie
 };
 
 struct Moves::Copying {
@@ -32,7 +32,7 @@ struct Moves::Copying {
     Move* move = nullptr;
     int32_t way = 0, group = 0;
     bool queued = false;
-    std::vector<Flight*> flights;  // that have to be kept until these pages are copied; null: none
+    std::vector<Flight*> flights;  // the flights that these pages' copies keep; null: none
 };
 
 struct Moves::Move {
@@ -40,15 +40,15 @@ struct Moves::Move {
         int32_t row;
         int64_t slot, at;  // as in a job
         Flight* flight;
-        bool is_whole() const { return flight->left == 0; }  // the window that it is in
+        bool is_whole() const { return flight->left == 0; }  // whether all of its window's reads have ended
     };
     // Pages of a way that may be copied, of one group.
     struct Copyable {
-        int64_t resident = 0;  // the next page that has been in memory all along
+        int64_t resident = 0;  // the next page of those that were in memory from the start
         std::deque<Landed> landed;
         void gather_window();
     };
-    // The next I/O of a way: a page that it has, or the group behind the last.
+    // The next I/O of a way: a page, or a group behind the last.
     struct Cursor {
         int32_t group;
         int64_t page;
@@ -56,16 +56,16 @@ struct Moves::Move {
 
     struct Row {
         int32_t left;      // groups that are not copied
-        int32_t next = 0;  // the first group that is not there, or has one before it that is not
+        int32_t next = 0;  // the first group that has not landed, or has one before it that has not
         int32_t late = 0;  // late I/O
     };
     struct Layers {
         int32_t todo;        // rows that are not done, and one more while the move is open
-        int32_t queued = 0;  // rows whose copies are queued, and not done
-        int32_t flying = 0;  // copies that are queued, and not done
-        int32_t unread = 0;  // rows that are to be read, or are being read
-        int64_t point = 0;   // the greatest that a copy was queued with
-        bool announced = false;  // that they are ready
+        int32_t queued = 0;  // rows whose copies are queued and not done
+        int32_t flying = 0;  // copies that are queued and not done
+        int32_t unread = 0;  // rows whose reads have not ended
+        int64_t point = 0;   // the greatest point of a queued copy
+        bool announced = false;  // reported as ready
     };
 
     int64_t id = 0;
@@ -73,14 +73,14 @@ struct Moves::Move {
     MoveSpec spec;
     Work work = Work::kLoad;
     Outcome outcome;
-    std::vector<int32_t> first_row;  // of each way, and their number at the end
+    std::vector<int32_t> first_row;  // of each way, and behind them the number of rows
     std::vector<Row> row;
     std::vector<Layers> group;
     std::vector<Cell> cells;         // (rows, groups)
     std::vector<uint8_t> there;      // (rows, groups): read
     std::vector<Copyable> copyable;  // (ways, groups)
     std::vector<Cursor> cursors;     // of each way
-    std::pair<int32_t, int32_t> turn{-1, -1};  // the group and way that others were called for
+    std::pair<int32_t, int32_t> turn{-1, -1};  // the group and way for which other disks were last woken
     int32_t ios = 0, late_ios = 0, copying = 0;
     bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
 
@@ -92,14 +92,14 @@ struct Moves::Move {
     Copyable& copies(int32_t of, int32_t by) { return copyable[static_cast<size_t>(by) * groups() + of]; }
     const Copyable& copies(int32_t of, int32_t by) const { return copyable[static_cast<size_t>(by) * groups() + of]; }
 
-    // The way that has the next I/O: the first of those that are at the least group. Their number where none has any.
+    // The way with the next I/O: the first of those at the least group. The number of ways if none has any.
     int32_t next_way() const {
         const auto first = std::ranges::min_element(cursors, {}, &Cursor::group);
         const bool any = first != cursors.end() && first->group < groups();
         return any ? static_cast<int32_t>(first - cursors.begin()) : ways();
     }
     bool all_issued() const { return next_way() == ways(); }
-    // A way's next I/O begins with this page of the same group, or with the next group where it has no more pages.
+    // A way's next I/O begins with this page of its group, or with the next group if there is no such page.
     void go_on(int32_t way, int64_t page) {
         Cursor& next = cursors[way];
         next = page < spec.ways[way].pages ? Cursor{next.group, page} : Cursor{next.group + 1, 0};

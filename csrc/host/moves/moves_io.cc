@@ -1,4 +1,4 @@
-// Reads and writes of moves: which is next, and what came of it.
+// Reads and writes of moves: the next one, and its end.
 
 #include "moves/moves_inside.h"
 
@@ -6,7 +6,7 @@ namespace gdscache {
 namespace {
 
 constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait and none is in flight
-constexpr int64_t kRounds = 4;         // that share the reserve: while one is copied, the others are read
+constexpr int64_t kRounds = 4;         // shares of the reserve: while one is copied, the others are read
 
 Status verdict_on(int32_t error) {
     switch (error) {
@@ -37,7 +37,7 @@ const IoJob* Moves::take_io(int32_t disk) {
 
 const IoJob* Moves::next_of(Work work, int32_t disk) {
     for (auto next = open_.begin(); next != open_.end();) {
-        Move& move = *next++->second;  // which may be over behind this, and then is not in `open_` any more
+        Move& move = *next++->second;  // may end below, and leave `open_`
         if (move.work != work) continue;
         const IoJob* const job = work == Work::kLoad ? next_read(move, disk) : next_write(move, disk);
         if (job) return job;
@@ -45,7 +45,7 @@ const IoJob* Moves::next_of(Work work, int32_t disk) {
     return nullptr;
 }
 
-// No read of a load begins any more. Pages with layers that nobody has begun to read get this verdict.
+// Begin no further read of a load. Pages with unread layers get this verdict.
 void Moves::read_no_further(Move& move, Status status) {
     for (int32_t way = 0; way < move.ways(); ++way) {
         const auto [group, page] = std::exchange(move.cursors[way], {move.groups(), 0});
@@ -55,7 +55,7 @@ void Moves::read_no_further(Move& move, Status status) {
     }
 }
 
-// The next part of a load that is to be read: groups in their order, of each the ways in theirs.
+// The next part of a load to read: groups in their order, and within a group the ways in theirs.
 const IoJob* Moves::next_read(Move& move, int32_t disk) {
     if (move.all_issued()) return nullptr;
     if (refusal_ != Status::kPending || move.broken) read_no_further(move, refusal_);
@@ -65,7 +65,7 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         const bool passes = this->passes(way);
         const Group& group = move.spec.groups[cursor.group];
         const int64_t part = group.bytes(passes);
-        // What passes through the reserve fills the slots that it takes.
+        // Reads that pass through the reserve fill their slots.
         const int64_t extent = passes ? limits_.extent_bytes : 1;
         const int64_t whole = (io_bytes(way.source) + extent - 1) / extent * extent;
         const int64_t most = std::max<int64_t>(1, whole / std::max<int64_t>(1, part));
@@ -79,7 +79,7 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         flight->way = number;
         flight->group = cursor.group;
         flight->part = part;
-        if (part == 0 || job.pages.empty()) {  // what there is of these layers came with the group before
+        if (part == 0 || job.pages.empty()) {  // the bytes of these layers came with the group before
             move.go_on(number, page);
             for (size_t i = 0; i < job.pages.size(); ++i) landed(move, *flight, static_cast<int32_t>(i));
             continue;
@@ -108,7 +108,7 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
     return nullptr;
 }
 
-// Slots of the reserve for what is read, or for as many of its pages as find room. False where none is free.
+// Take slots of the reserve for the reads, or for as many pages as find room. False if no slot is free.
 bool Moves::take_slots(Flight& flight, int32_t disk) {
     std::vector<Transfer>& pages = flight.job.pages;
     const int64_t wanted = static_cast<int64_t>(pages.size()) * flight.part;
@@ -122,7 +122,7 @@ bool Moves::take_slots(Flight& flight, int32_t disk) {
     return true;
 }
 
-// Whether pages that were read go no further, and only their checksums are wanted: then who reads them may take these.
+// Whether pages stay where they are read, with known checksums, so that the reader may take these.
 bool Moves::looked_at(const Move& move, const Way& way) const {
     const bool stays = spaces_[way.target].kind != Space::Kind::kPlanes;
     return stays && move.groups() == 1 && !way.sums.empty() && !foreign(move, way);
@@ -132,25 +132,25 @@ int64_t Moves::io_bytes(int32_t files) const {
     return spaces_[files].io_bytes ? spaces_[files].io_bytes : limits_.io_bytes;
 }
 
-// Whether so many bytes may be in flight, too. One job always may; a read not where the room is owed to a write.
+// Whether `bytes` more may be in flight. One job always may; a read may not if the room is owed to a write.
 bool Moves::fits(int64_t bytes, int32_t disk) {
     return flying_ == 0 || (!owed_to_write_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
 }
 
-// The I/O of a disk waits for room: false.
+// Note that a disk's I/O waits for room. Always false.
 bool Moves::crowds(int32_t disk) {
     crowded_ |= uint64_t{1} << disk;
     return false;
 }
 
-// The same for a write. Who reads is waited for, and finds half of the room, unless two writes need more than the rest.
+// The same for a write. Writes take half of the room, or the size of two jobs if that is more: reads find the rest.
 bool Moves::fits_write(int64_t bytes, int32_t files) {
     const int64_t job = std::max(io_bytes(files), limits_.extent_bytes);
     const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);
     return share ? fits(bytes, spaces_[files].disk) : crowds(spaces_[files].disk);
 }
 
-// Whether the next I/O of a move is not for the disk that asks: then it may be for one that found nothing before.
+// Whether a move's next I/O is for another disk, which is then woken once.
 bool Moves::others_turn(Move& move, int32_t way, int32_t files, int32_t disk) {
     if (spaces_[files].disk == disk) return false;
     const std::pair turn{move.cursors[way].group, way};
@@ -184,7 +184,7 @@ const IoJob* Moves::next_write(Move& move, int32_t disk) {
 }
 
 const IoJob* Moves::issue(Move& move, std::unique_ptr<Flight> flight) {
-    // The next may be for another disk, which found nothing before.
+    // The next I/O may be for another disk, which found nothing before.
     if (move.cursors[flight->way].page == 0) news_.io = news_.io || move.ways() > 1;
     IoJob& job = flight->job;
     job.id = next_job_++;
@@ -216,7 +216,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
     }
     if (flight.left == 0) {
         --(flight.late ? move.late_ios : move.ios);
-        if (move.ios == 0) tell_all(move);  // as few as there are
+        if (move.ios == 0) tell_all(move);  // no more pages will land
         else if (flight.copies != 0) may_be_copied(move, flight.group, flight.way);  // a window is whole
         let_go(flight);
     }
@@ -252,8 +252,8 @@ void Moves::end_late(Move& move, int32_t row) {
     news_.late = true;
 }
 
-// A page's layers are in memory. Where it stays, they may be copied when those before them are there, too. With `sums`
-// nothing is left to do but to compare them: see `looked_at`.
+// A page's layers are in memory. A page that stays there may be copied once its groups before have landed too. With
+// `sums` they are only compared: see `looked_at`.
 void Moves::landed(Move& move, Flight& flight, int32_t page, const uint64_t* sums) {
     const Transfer& one = flight.job.pages[page];
     if (!move.pending(one.row)) return;
@@ -291,7 +291,7 @@ void Moves::landed(Move& move, Flight& flight, int32_t page, const uint64_t* sum
     }
 }
 
-// Nothing needs what was read any more, where that is so: its slots are free, and the flight is gone.
+// Free the slots of a flight, and drop it, if no read or copy needs it any more.
 void Moves::let_go(Flight& flight) {
     if (flight.left != 0 || flight.copies != 0) return;
     if (flight.slots != 0) {

@@ -9,11 +9,11 @@
 namespace gdscache {
 namespace {
 
-constexpr int64_t kFetched = 1024;  // of the next run: the processor notices a run only when it has begun
+constexpr int64_t kFetched = 1024;  // bytes of the next run: the processor prefetches a run only after its beginning
 constexpr int64_t kMost = int64_t{1} << 47;  // bytes that a process can address, and more than any count here
 
-// Calls `visit(plane's bytes, size)` for the runs of a page's plane in the order of its tokens. Rows that lie side by
-// side are one run, within a block and from block to block. `kFetch`: the plane is read.
+// Call `visit(plane's bytes, size)` for the runs of a page's plane in token order. Adjacent rows are one run, within a
+// block and from block to block. `kFetch`: prefetch the plane, which is read.
 template <bool kFetch, typename Visit>
 void each_run(const PlaneMemory& plane, const Pool& pool, const int64_t* blocks, Visit visit) {
     const int64_t block_bytes = plane.row_bytes * pool.block_tokens;
@@ -40,13 +40,13 @@ void each_run(const PlaneMemory& plane, const Pool& pool, const int64_t* blocks,
     }
 }
 
-// A layer's bytes on their way out of the planes, or into them. Runs that are short pass through a buffer that stays in
-// the nearest cache: the hash, and stores past the caches, want long ones.
+// A layer's bytes on their way out of the planes, or into them. Short runs pass through a buffer in the nearest cache:
+// the hash and stores past the caches want long ones.
 class Mover {
 public:
     Mover(const Arm& arm, bool sums, Store store) : hash_(arm), sums_(sums), stream_(store == Store::kStreamed) {}
 
-    // The next run of the planes, to be appended at `part`. `finish` writes what is still held.
+    // Append the next run of the planes at `part`. `finish` writes the buffered rest.
     void gather(const uint8_t* run, size_t size, uint8_t*& part) {
         if (size >= kLongRun) {
             finish(part);
@@ -65,7 +65,7 @@ public:
         held_ = 0;
     }
 
-    // The next run of the planes, to be taken from `part`. `left`: bytes of the layer that are in no plane yet.
+    // Fill the next run of the planes from `part`. `left`: bytes of the layer that are in no plane yet.
     void scatter(uint8_t* run, size_t size, const uint8_t*& part, size_t left) {
         if (size >= kLongRun && taken_ == held_) {
             move(run, part, size, stream_);
@@ -100,7 +100,7 @@ private:
 
     Xxh3 hash_;
     bool sums_, stream_;
-    size_t held_ = 0, taken_ = 0;  // bytes in the buffer, and how many of them have left it
+    size_t held_ = 0, taken_ = 0;  // bytes in the buffer, and bytes taken out of it
     alignas(64) uint8_t buffer_[kBuffer];
 };
 

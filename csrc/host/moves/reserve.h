@@ -1,4 +1,4 @@
-// The bounce reserve of loads: neighbouring extents that pages pass through.
+// The bounce reserve of loads: adjacent extents that pages pass through.
 
 #pragma once
 
@@ -11,14 +11,14 @@ namespace gdscache {
 // Slots [first, first + slots) of a memory. Not thread-safe.
 class Reserve {
 public:
-    // `fence`: the memory is registered in pieces of so many slots, and no run crosses from one into the next; 0: one.
+    // `fence`: the memory is registered in pieces of `fence` slots, and no run crosses a border; 0: one piece.
     Reserve(int64_t first, int64_t slots, int64_t fence) : first_(first), fence_(fence), used_(slots, false) {}
 
     int64_t slots() const { return static_cast<int64_t>(used_.size()); }
     int64_t free() const { return std::count(used_.begin(), used_.end(), false); }
 
-    // Take up to `most` free neighbours, from `*slot` on: the longest run where none has so many. How many; 0 where no
-    // slot is free. The first fitting run is taken, so that what passes through stays in the processor's cache.
+    // Take up to `most` free adjacent slots from `*slot` on: the first run of `most`, else the longest. Returns their
+    // number; 0 if no slot is free. Taking the first run keeps the bytes in the processor's cache.
     int64_t take(int64_t most, int64_t* slot) {
         int64_t best = 0, best_at = 0;
         for (int64_t at = 0; at < slots() && best < most;) {

@@ -1,4 +1,4 @@
-// Keys of pages, and tables of what is known of each.
+// Keys of pages, and tables by key.
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct Key {
     uint64_t words[4] = {};
 };
 
-// Rows by their keys. A row is named by its id for as long as it is there; ids are used again.
+// Rows by their keys. A row has an id until it is dropped; ids are reused.
 //
 // `Row` has the fields `key`, `before` and `after`; `Row::Name`: the type of its key, with `hash()`.
 template <typename Row>
@@ -69,7 +69,7 @@ public:
     void drop(uint32_t id) {
         size_t hole = home(top((*this)[id].key));
         while (cells_[hole].id != id) hole = wrap(hole + 1);
-        // What lies behind the hole, and might lie in it, moves there.
+        // Later entries that may lie in the hole move there.
         for (size_t cell = wrap(hole + 1); cells_[cell].id != kNone; cell = wrap(cell + 1)) {
             if (wrap(cell - home(cells_[cell].hash)) < wrap(cell - hole)) continue;
             cells_[hole] = cells_[cell];
@@ -84,7 +84,7 @@ private:
     static constexpr uint32_t kChunk = 1024;
 
     size_t wrap(size_t cell) const { return cell & (cells_.size() - 1); }
-    // With a part of the hash, so that few rows are looked at but the one that is asked for.
+    // With a part of the hash, so that few other rows are compared.
     struct Cell {
         uint32_t id = kNone, hash = 0;
     };
@@ -111,7 +111,7 @@ private:
     int shift_ = 28;
 };
 
-// Rows of a table, one behind the other.
+// Rows of a table in a doubly linked list.
 template <typename Row>
 class List {
 public:

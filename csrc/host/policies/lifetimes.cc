@@ -60,7 +60,7 @@ void LifetimeOrder::touch(std::span<const Key> keys) {
     for (const Key& key : keys) {
         uint32_t id = pages_.find(key);
         require(id != kNone, "a page that is not in the order");
-        if (pages_[id].level == kRestored) {  // nothing is known of it
+        if (pages_[id].level == kRestored) {  // a restored page has no state
             restored_.remove(pages_, id);
             pages_.drop(id);
             --present_;
@@ -118,7 +118,7 @@ bool LifetimeOrder::is_deferred(const Key& key) const {
     return id != kNone && pages_[id].level != kRestored && stock_[pages_[id].level].aside;
 }
 
-// The pages of a run come in, now that it is known how many they are.
+// Enter the pages of a run, whose length is now known.
 void LifetimeOrder::settle() {
     if (run_.empty()) return;
     std::vector<New> run;
@@ -126,13 +126,13 @@ void LifetimeOrder::settle() {
     enter(run, size_of(run.size()));
     if (run_.empty()) {
         run.clear();
-        if (run.capacity() <= 4096) run_.swap(run);  // its room is used again
+        if (run.capacity() <= 4096) run_.swap(run);  // its memory is reused
     }
 }
 
-// New pages come into the order, stored with so many that they are of this `size`.
+// Enter new pages of a run of this `size` class.
 void LifetimeOrder::enter(std::span<const New> run, int64_t size) {
-    const Key* before = nullptr;  // the page before, of which these are known
+    const Key* before = nullptr;  // the page before; the four values below are its state
     uint64_t used = 0, group = 0, lot = 0;
     uint32_t on = kNone;
     for (const New& page : run) {
@@ -203,7 +203,7 @@ void LifetimeOrder::use(uint32_t id) {
     if (sample_->watches(bits)) sample_->see(bits, number, stored_, false);
 }
 
-// A larger table. Nothing worth keeping is lost: a tier that grows has not evicted yet.
+// A larger table. Ghosts are lost, but a growing tier has not evicted yet.
 void LifetimeOrder::widen() {
     const uint64_t cells = std::bit_ceil(static_cast<uint64_t>(kGhosts * std::max<int64_t>(present_, 64)));
     ghosts_.reset(static_cast<uint16_t*>(std::calloc(cells, sizeof(uint16_t))));
@@ -216,7 +216,7 @@ int64_t LifetimeOrder::lifetime(uint64_t state, int64_t number) const {
     return (more ? lifetimes_.more : lifetimes_.less)[static_cast<size_t>(number)];
 }
 
-// The level of a number, for a page that comes to it.
+// The level with a number, made if missing.
 uint32_t LifetimeOrder::level(Levels& levels, int64_t number) {
     const auto [place, fresh] = levels.try_emplace(number, 0);
     if (fresh) {

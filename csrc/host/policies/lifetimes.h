@@ -1,4 +1,4 @@
-// The eviction order by lifetimes (gdscache/policies/lifetime.py says what it is): pages on levels, and their classes.
+// The eviction order by lifetimes (described in gdscache/policies/lifetime.py): pages on levels, and their classes.
 
 #pragma once
 
@@ -17,13 +17,13 @@
 
 namespace gdscache {
 
-// Pages on levels, lowest level first, within a level the one that came to it first. Pages that nobody uses stay where
-// they are and are overtaken: nothing is ever recounted. Deferred pages keep their level's number, aside. Restored
-// pages go before all others until they are used.
+// Pages on levels, lowest level first, within a level the earliest arrival first. Unused pages stay in place and are
+// overtaken: nothing is ever recounted. Deferred pages keep their level's number, aside. Restored pages go before all
+// others until their first use.
 class LifetimeOrder {
 public:
     static constexpr int64_t kSteps = 32;  // of a period
-    static constexpr uint64_t kUses = 8;   // that are told apart, at most
+    static constexpr uint64_t kUses = 8;   // uses counted at most
     static constexpr int64_t kLots = 256;
     static constexpr int64_t kGroups = 5, kSizes = 4, kUsed = 4, kGaps = 6;  // of classes: see `Classes`
     static constexpr int64_t kNew = kGroups * kSizes, kClasses = kNew + kUsed * kGaps;
@@ -33,20 +33,20 @@ public:
         Key key, parent;
     };
     struct Gone {
-        Key key, freed;  // `freed`: the page that none follows any more without it, or none
+        Key key, freed;  // `freed`: the page that loses its last follower with this one, or none
     };
     // Lifetimes in steps: of lots from `share` on, and of those below.
     struct Lifetimes {
         int64_t share = 0;
         std::vector<int64_t> less = std::vector<int64_t>(kClasses), more = less;
     };
-    // Asked where a conclusion is due, with the pages and the time; nothing where it is too soon.
+    // Called when a conclusion is due, with the number of pages and the time; nothing if it is too soon.
     using Learn = std::function<std::optional<Lifetimes>(int64_t pages, int64_t stored)>;
 
     LifetimeOrder() = default;
     LifetimeOrder(LifetimeOrder&&) = delete;
 
-    // Start over, with restored pages, the first to evict first.
+    // Start over with restored pages, the first to evict first.
     void begin(std::span<const Key> keys, std::shared_ptr<ReuseSample> sample, Learn learn);
     void insert(std::span<const New> pages);
     void touch(std::span<const Key> keys);
@@ -76,7 +76,7 @@ private:
     static constexpr uint32_t kRestored = UINT32_MAX;  // in place of a level
 
 public:
-    // Its pages, the first to evict first. It must not be asked behind a change of the order.
+    // The pages, the first to evict first. Not usable after a change of the order.
     class Walk {
     public:
         explicit Walk(LifetimeOrder& order);
@@ -111,11 +111,11 @@ private:
     std::shared_ptr<ReuseSample> sample_;
     Learn learn_;
     Lifetimes lifetimes_;
-    std::vector<New> run_;  // new pages, each behind the one before it
+    std::vector<New> run_;  // new pages, each the follower of the last
     struct Free {
         void operator()(uint16_t* cells) const { std::free(cells); }
     };
-    std::unique_ptr<uint16_t[], Free> ghosts_;  // 12 bits of the key and, below, its uses; 0: nothing
+    std::unique_ptr<uint16_t[], Free> ghosts_;  // a cell: 12 bits of the key above 4 bits of uses; 0: empty
     uint64_t mask_ = 0;
     int64_t present_ = 0, stored_ = 0, now_ = 0, ticks_ = 0;
     uint64_t changes_ = 0;

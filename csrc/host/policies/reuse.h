@@ -1,4 +1,4 @@
-// Ages at which watched pages of each class are used again: counted here, concluded from in policies/reuse.py.
+// Ages at which watched pages of each class are used again: counted here, evaluated in policies/reuse.py.
 
 #pragma once
 
@@ -13,23 +13,23 @@ class ReuseSample {
 public:
     static constexpr int64_t kAges = 54;  // ranges of ages: 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to 11, 12 to 15, ...
 
-    // `most`: keys that are known at a time; `round`: pages stored between two conclusions, at least.
+    // `most`: keys known at a time. `round`: the least number of pages stored between two conclusions.
     ReuseSample(int64_t classes, int64_t most, int64_t round);
     ReuseSample(ReuseSample&&) = delete;
 
     int64_t classes() const { return static_cast<int64_t>(arrived.size()) - 1; }
     bool watches(uint64_t bits) const { return static_cast<int64_t>(bits >> 36 & 0xFFFF) < limit; }
-    // When to conclude, in a tier of so many pages.
+    // The time of the next conclusion, in a tier of this many pages.
     int64_t due(int64_t pages) const;
-    // A page is used, or `stored`. `bits`: 64 of its key's, watched; `number`: its class from now on.
+    // A page is used, or `stored`. `bits`: 64 of its key's, watched. `number`: its class from now on.
     void see(uint64_t bits, int64_t number, int64_t now, bool stored);
     int64_t known() const { return recent_.size(); }
 
     int64_t limit = 0;  // keys with 16 bits below this are watched
     int64_t last = 0;   // time of the last conclusion
 
-    // Counted since then. Who concludes clears them.
-    std::vector<int64_t> arrived;  // uses that made a page one of a class; behind these: pages stored
+    // Counts since then, until `clear`.
+    std::vector<int64_t> arrived;  // uses that put a page into each class, and behind them the pages stored
     std::vector<int64_t> hits;     // (classes, kAges): uses of pages of a class
     void clear();
 

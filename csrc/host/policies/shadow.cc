@@ -78,7 +78,7 @@ std::pair<size_t, bool> LruShadow::insert(std::span<const New> all, int64_t most
                 ++rows_[above].behind;
             }
         }
-        if (size() > room) give_up(size() - room);  // also where `room` has just become less
+        if (size() > room) give_up(size() - room);  // also after `room` has shrunk
         if (!parent.none()) {
             const uint32_t above = rows_.find(parent);
             if (above != kNone) follow(above);
@@ -184,7 +184,7 @@ const Key* LruShadow::first() {
     return &rows_[first_].key;
 }
 
-// To the end of a list, and out of the one that it is in.
+// Append a page to a list, out of its present one.
 void LruShadow::move(uint32_t id, Place to) {
     Page& page = rows_[id];
     if (page.place != Place::kNone) list_of(page.place).remove(rows_, id);
@@ -199,7 +199,8 @@ void LruShadow::add(uint32_t id) {
     if (size() > room) give_up(size() - room);
 }
 
-// A page is stored behind one that LRU has given up: without it and those before it, it would find nothing.
+// A page is stored behind `id`, which LRU may have given up: LRU takes it and the pages before it back, since lookups
+// need them.
 void LruShadow::follow(uint32_t id) {
     while (id != kNone && rows_[id].place == Place::kLeft) {
         const uint32_t parent = rows_[id].parent;
@@ -208,7 +209,7 @@ void LruShadow::follow(uint32_t id) {
     }
 }
 
-// The `n` least recently used pages that none of the shadow follows are out.
+// Give up the `n` least recently used pages without followers in the shadow.
 void LruShadow::give_up(int64_t n) {
     while (n) {
         uint32_t id;
@@ -224,7 +225,7 @@ void LruShadow::give_up(int64_t n) {
                 rows_[id].number = passed_++;
                 continue;
             }
-        } else {  // pages that follow each other in a circle, as only damaged rows have it
+        } else {  // a circle of followers, from damaged rows
             id = aside_.first();
         }
         move(id, Place::kLeft);
@@ -245,7 +246,7 @@ void LruShadow::unfollow(uint32_t parent) {
     if (!--page.children && page.place == Place::kAside) push(ready_, {page.number, parent});
 }
 
-// Nothing is known of a page any more, but for what follows it.
+// Forget a page, except for its followers' link.
 void LruShadow::release(uint32_t id) {
     move(id, Place::kNone);
     const uint32_t parent = std::exchange(rows_[id].parent, kNone);
@@ -274,7 +275,7 @@ const Key* LruShadow::Walk::next() {
     return next_of_lru();
 }
 
-// Of a page aside, or passed on the way.
+// The number of a page aside, or passed on the way.
 const uint64_t* LruShadow::Walk::number_of(uint32_t id) const {
     if (shadow_.rows_[id].place == Place::kAside) return &shadow_.rows_[id].number;
     const auto passed = passed_.find(id);

@@ -1,4 +1,4 @@
-"""Pages between a host pool of SGLang's and another rank's SSD tier, where both ranks keep the same bytes (MLA)."""
+"""Pages between a host pool of SGLang's and another rank's SSD tier, if both ranks keep the same bytes (MLA)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gdscache.runtime.threads import log_failure
 
 
 class BorrowedPages:
-    """What `HostPages` does, for a rank that reads the pages that the first rank has stored. Thread-safe.
+    """`HostPages` for a rank that reads the pages which the first rank has stored. Thread-safe.
 
-    A change of weights is seen by each rank at a time of its own. Pages are found when both have seen as many.
+    Each rank sees a change of weights at its own time. Pages are found once both have seen equally many.
     """
 
     def __init__(self, borrower: Borrower, page_tokens: int) -> None:
@@ -28,7 +28,6 @@ class BorrowedPages:
         self._epoch = 0
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        """See `HostPages.exists`."""
         try:
             return self._borrower.find([digest(key) for key in keys], parent_of(before), self._epoch)
         except GdsCacheError as error:
@@ -36,17 +35,14 @@ class BorrowedPages:
             return 0
 
     def pool(self, name: str) -> BorrowedPages | None:
-        """See `HostPages.pool`."""
         return self if name == KV else None
 
     def lengths(
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
     ) -> tuple[dict[str, int], list[int]]:
-        """See `HostPages.lengths`."""
         return lengths_of(self.exists(keys, before), trailing)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        """See `HostPages.get`."""
         blocks = (np.asarray(slots, np.int64) // self._page_tokens).reshape(-1, 1)
         came: list[PageStatus] = []
         try:
@@ -57,19 +53,18 @@ class BorrowedPages:
         return good + [False] * (len(keys) - len(good))
 
     def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        """The first rank stores: SGLang asks no other to."""
+        """Nothing: SGLang stores on the first rank only."""
         return [False] * len(keys)
 
     def clear(self) -> None:
-        """The first rank does."""
+        """Nothing: the first rank clears."""
 
     def weights_changed(self, *, ends: bool = False) -> None:
-        """See `HostPages.weights_changed`."""
         self._epoch += 1
 
     def flushed(self) -> None:
         """Nothing is stored here."""
 
     def close(self) -> None:
-        """Give everything back. Twice is fine."""
+        """Release everything. Repeated calls are fine."""
         self._borrower.close()

@@ -1,8 +1,8 @@
 """KV events in SGLang's names, which SGLang publishes with those of its own tree.
 
-A linker is told hashes of pages alone. So what SGLang's own events say of a block, its tokens and its parent, is
-remembered until that block is looked up or offloaded, and the other way round. Pages with a salt or an adapter have
-other hashes in events than in storage, and are not told of.
+A linker gets hashes of pages only. So the tokens and the parent of a block are taken from SGLang's own events and kept
+until the block is looked up or offloaded, or the other way round. Pages with a salt or an adapter have other hashes in
+events than in storage, and get no events.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MEDIA = {"CPU": StorageMedium.CPU, "STORAGE": StorageMedium.DISK}
 
 
 class SglangEvents:
-    """What the tiers of an engine with a section `events` have got and lost. `linker`: whose tree publishes it.
-    SGLang's scheduler is one thread, which calls all of this."""
+    """Changes of the tiers of an engine with a section `events`. `linker`: the tree with this linker publishes them.
+    Called by SGLang's scheduler, which is one thread."""
 
     def __init__(self, engine: CacheEngine, linker: object, page_tokens: int) -> None:
         self._linker = linker
         self._size = page_tokens
         self._blocks: OrderedDict[int, BlockName] = OrderedDict()  # of SGLang's own events
-        self._keys: OrderedDict[int, bytes] = OrderedDict()  # page keys, of what was looked up or offloaded
+        self._keys: OrderedDict[int, bytes] = OrderedDict()  # page keys of lookups and offloads
         self._events, self._stop = engine.named_events()
         self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
 
     def close(self) -> None:
-        """Hear no more. Twice is fine."""
+        """Stop watching. Repeated calls are fine."""
         self._watch.close()
         self._stop()
 
@@ -51,7 +51,7 @@ class SglangEvents:
             tree.take_events = self._with_ours(tree.take_events)
 
     def _with_ours(self, take: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
-        """`take_events` of a tree, whose events are followed by ours."""
+        """`take_events` of a tree, with our events appended."""
 
         def taken() -> list[Any]:
             events = take()
@@ -61,7 +61,7 @@ class SglangEvents:
         return taken
 
     def _named(self, event: Any) -> list[BlockName]:
-        """The blocks of an event; none where a token is a pair (EAGLE)."""
+        """The blocks of an event; none if a token is a pair (EAGLE)."""
         size, tokens = self._size, event.token_ids
         if event.block_size != size or len(tokens) != size * len(event.block_hashes) or isinstance(tokens[0], tuple):
             return []
@@ -72,7 +72,7 @@ class SglangEvents:
         ]
 
     def _match(self, keys: Sequence[tuple[int, bytes]], blocks: Sequence[BlockName]) -> None:
-        """Keys and blocks that have come: those that belong together have a name now."""
+        """Remember new keys and blocks, and name the pages that have both."""
         self._keys.update(keys)
         self._blocks.update((block.digest, block) for block in blocks)
         both = [one for one in [*dict(keys), *(block.digest for block in blocks)] if one in self._keys]

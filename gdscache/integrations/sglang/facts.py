@@ -1,4 +1,5 @@
-"""What of SGLang makes its keys and values what they are, as plain facts by name; `fields.toml` says which, and why.
+"""The settings of SGLang that decide its keys' and values' bytes, as plain facts by name; `fields.toml` lists them with
+reasons.
 
 Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SGLang is imported.
 """
@@ -24,7 +25,7 @@ _PREFIXES = ("SGLANG_", "SGL_")
 
 
 class ServerArgs(SimpleNamespace):
-    """SGLang's settings as it has decided on them; its own class has them as they were given."""
+    """SGLang's settings after its own decisions; its class `ServerArgs` has the given ones."""
 
 
 def resolved(server: Any) -> Any:
@@ -35,14 +36,14 @@ def resolved(server: Any) -> Any:
 
 @functools.cache
 def table() -> FieldTable:
-    """What is known of SGLang's fields."""
+    """The known fields of SGLang."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
 
 
 def facts_of(
     server: Any, model: Any, planes: PoolPlanes, version: str, environment: Mapping[str, str]
 ) -> dict[str, object]:
-    """All that tells one namespace from another but for the weights, by name.
+    """All facts that tell namespaces apart, except for the weights, by name.
 
     `server`: see `resolved`. `model`: SGLang's `ModelConfig`. `environment`: the process's.
     """
@@ -57,7 +58,7 @@ def facts_of(
 
 
 def directory_of(server: Any) -> Path:
-    """Where the model lies. Raises `WeightsNotFoundError`."""
+    """The model's directory. Raises `WeightsNotFoundError`."""
     found: Path = model_directory(
         str(server.model_path), getattr(server, "revision", None), getattr(server, "download_dir", None)
     )

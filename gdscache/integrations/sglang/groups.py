@@ -1,7 +1,7 @@
-"""SGLang's pools of hybrid models as planes: layers with a sliding window, or a state, beside those that keep all
-tokens. Nothing of SGLang is imported.
+"""SGLang's pools of hybrid models as planes: layers with a sliding window, or a state, beside full attention. Nothing
+of SGLang is imported.
 
-There is a pool a kind of layer, and in the tree a component: FULL, SWA, MAMBA. All pages have the same tokens; a state
+Each kind of layer has a pool, and a component in the tree: FULL, SWA, MAMBA. All pages have the same tokens; a state
 has a slot in a pool of its own, as wide as its tensors.
 """
 
@@ -23,8 +23,8 @@ _MODEL = "use a model whose layers keep all tokens, a sliding window, or a state
 def grouped_planes(
     pool: Any, states: Any, window: int | None, page_tokens: int, *, untried: bool = False
 ) -> PoolPlanes:
-    """The planes of all components. `pool`: the device pool; `states`: SGLang's pool of requests, where it has one of
-    states, else None; `window`: tokens before a token that it attends to. Raises `CacheLayoutUnsupportedError`."""
+    """The planes of all components. `pool`: the device pool. `states`: SGLang's pool of requests if it has states, else
+    None. `window`: tokens before a token that it attends to. Raises `CacheLayoutUnsupportedError`."""
     kind = type(pool).__name__
     if kind not in _HYBRID_POOLS:
         raise CacheLayoutUnsupportedError(
@@ -62,7 +62,7 @@ def _joined(
     for name, some in in_group.items():
         about: dict[str, object] = {"name": name, "layers": some, "page_tokens": page_tokens}
         if name == WINDOWS:
-            about["window"] = (window or 0) + 1  # the token itself among them
+            about["window"] = (window or 0) + 1  # with the token itself
         elif name == STATES:
             about["state"] = True
         groups.append(about)
@@ -71,7 +71,7 @@ def _joined(
 
 
 def _state_planes(states: Any) -> PoolPlanes:
-    """The states of a model's layers: a slot is a row, of each tensor that a state is made of."""
+    """The states of a model's layers: a slot is a row, of each tensor of a state."""
     if beside := [name for name in ("short_conv_pool", "ngram_pool") if getattr(states, name).enabled]:
         raise CacheLayoutUnsupportedError(f"the model has more of a state than its slot: {', '.join(beside)}", _MODEL)
     cache = states.mamba_pool.mamba_cache

@@ -1,11 +1,11 @@
-"""Pages between a host pool of SGLang's and the SSD tier: what `GdsCacheStorage` does, without SGLang.
+"""Pages between a host pool of SGLang's and the SSD tier, for `GdsCacheStorage`, without SGLang.
 
-The pool's memory is the engine's planes, so a page is gathered from it and scattered into it, with its checksum, and
+The pool's memory is the engine's planes: pages are gathered from it and scattered into it, with their checksums, and
 SGLang copies nothing. HiCache calls from several threads of its own. An exception would end such a thread for good, so
-whatever a page comes to is a bool: False is a miss, or a page that was not kept.
+the result of a page is a bool: False is a miss, or a page that was not kept.
 
-When SGLang's weights have changed, what its pool has is still of the old ones, until it is flushed. So nothing is
-stored between a change and the flush behind it.
+After a change of SGLang's weights its pool holds pages of the old ones, until it is flushed. So nothing is stored
+between a change and the next flush.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class HostPages:
         self._page_tokens = engine.layout.page_tokens
         self._links = PageLinks()
         self._salt = ""
-        self._epoch = 0  # how often the weights were told of
-        self._held = False  # the pool may have pages of weights of before
+        self._epoch = 0  # changes of the weights so far
+        self._held = False  # the pool may have pages of old weights
         self._used = False  # since the last flush
         self._lender: Lender | None = None
         self._patience = 2 * engine.config.deadline
-        # As many pages at once as are taken in, whatever else is on its way: what is beyond the queue is dropped.
+        # As many pages at once as half of the store queue holds: pages beyond the queue would be dropped.
         self._at_once = max(1, engine.config.store.queue // 2 // engine.layout.extent_bytes)
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        """How many of the first pages are stored. `before`: the keys of the pages in front of them, if known."""
+        """The number of the first pages that are stored. `before`: the keys of the pages before them, if known."""
         self._used = True
         found = 0
         with self._told():
@@ -60,32 +60,30 @@ class HostPages:
         return found
 
     def present(self, keys: Sequence[str], before: Sequence[str] = ()) -> bytes:
-        """1 for each page that is stored, 0 for the others. Counts as no use of them."""
+        """1 for each stored page, 0 for the others. Does not count as a use."""
         self._used, found = True, bytes(len(keys))
         with self._told():
             found = self.engine.present(self._pages(keys, before, self._salt))
         return found
 
     def pool(self, name: str) -> HostPages | None:
-        """What keeps a pool of SGLang's, by its name; None where nothing does."""
+        """The keeper of a pool, by SGLang's name; None for a pool that is not kept."""
         return self if name == KV else None
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
-        """The engine, by no name."""
+        """The engine under the empty name."""
         return {"": self.engine}
 
     def lengths(
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
     ) -> tuple[dict[str, int], list[int]]:
-        """See `PoolPages.lengths`: no pool is kept beside this one."""
+        """See `PoolPages.lengths`: no other pool is kept."""
         return lengths_of(self.exists(keys, before), trailing)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        """Bring pages into the pool, each to the tokens from `slots[i]` on; which of them are there, and good.
-
-        When it returns nothing writes to the pool any more.
-        """
+        """Bring pages into the pool, page `i` to the tokens from `slots[i]` on. Returns whether each page has come and
+        is good. After the return nothing writes to the pool."""
         self._used = True
         good = [False] * len(keys)
         with self._told():
@@ -97,12 +95,10 @@ class HostPages:
         return good
 
     def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        """Store pages that lie in the pool at the tokens from `slots[i]` on; which of them are on the SSD now.
-
-        When it returns nothing reads the pool any more.
-        """
+        """Store pages that lie in the pool, page `i` at the tokens from `slots[i]` on. Returns whether each page is on
+        the SSD. After the return nothing reads the pool."""
         self._used = True
-        kept, salt = list[bool](), self._salt  # first the salt, then the look: see `weights_changed`
+        kept, salt = list[bool](), self._salt  # the salt before the flag: see `weights_changed`
         if self._held:
             self._count(held=len(keys))
             return [False] * len(keys)
@@ -113,56 +109,57 @@ class HostPages:
         return kept
 
     def clear(self) -> None:
-        """Drop every page of this model. Those of weights between the files' and today's have gone already."""
+        """Drop every page of this model. Pages of weights between the files' and today's have gone already."""
         for salt in {"", self._salt}:
             self.engine.invalidate(*self.engine.namespaces(salt))
 
     def weights_changed(self, *, ends: bool = False) -> None:
-        """Find no page of the weights of before, and store none until the flush. Called before and behind each change.
+        """Find no page of the old weights, and store none until the flush. Called before and after each change.
 
-        `ends`: of the end of an update that was begun apart, which SGLang does not flush behind. Its last part was
-        flushed behind, if it was asked to: what the pool has from then on is of before only if it was used since.
+        `ends`: the end of an update in parts, which SGLang does not flush. Its last part may have been flushed; the
+        pool has old pages then only if it was used since.
         """
         self._held = self._held or self._used or not ends
         self._epoch += 1
-        before, self._salt = self._salt, fresh_salt()  # behind the hold: whoever has it, and looks then, is held
+        before, self._salt = (
+            self._salt,
+            fresh_salt(),
+        )  # after the flag: a store that reads the new salt then sees the flag
         with self._told():
-            if before:  # nobody finds these again
+            if before:  # no lookup uses this salt again
                 self.engine.invalidate(*self.engine.namespaces(before))
 
     def flushed(self) -> None:
-        """SGLang's cache is empty: what comes now is of the weights of now."""
+        """SGLang's cache is empty: later pages are of the new weights."""
         self._used = self._held = False
 
     def named(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> Sequence[Page]:
-        """The pages of hashes, for a rank whose weights have changed `epoch` times; none where they changed more often
-        here, or less. Raises `InvalidValueError`."""
-        salt = self._salt  # first the salt, which changes behind the epoch
+        """The pages of hashes, for a rank whose weights have changed `epoch` times; none if they have changed more or
+        less often here. Raises `InvalidValueError`."""
+        salt = self._salt  # the salt before the epoch: it changes after the epoch
         if epoch != self._epoch:
             return ()
         return self.engine.pages(PageHashes(hashes, parent=parent), salt)
 
     def lend(self) -> str:
-        """Lend the pages to other ranks from now on; the address for their `Borrower`."""
+        """Lend the pages to other ranks. Returns the address for their `Borrower`."""
         self._lender = self.engine.lend(self.named)
         return self._lender.address
 
     def close(self) -> None:
-        """Finish what was accepted, and close the engine. Twice is fine."""
+        """Finish accepted stores, and close the engine. Repeated calls are fine."""
         if self._lender is not None:
             self._lender.close()
         self.engine.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     def _look(self, keys: Sequence[str], before: Sequence[str]) -> Hit:
-        """The first pages that are stored, which are used now."""
+        """Look up the first stored pages, and count their use."""
         if not self.engine.groups:
             return self.engine.lookup(self._links.named(keys, before), salt=self._salt)
         return self.engine.lookup_pages(self._pages(keys, before, self._salt))
 
     def _pages(self, keys: Sequence[str], before: Sequence[str], salt: str) -> list[Page]:
-        """The names of pages. Windows and states follow nothing: each is wanted by itself."""
+        """The names of pages. Windows and states have no parent: each is wanted by itself."""
         (namespace,) = self.engine.namespaces(salt)
         pages = self._links.named(keys, before).pages(namespace)
         if any(group.keeps != "all" for group in self.engine.groups):
@@ -183,7 +180,7 @@ class HostPages:
         return kept
 
     def _load(self, load: LayerwiseLoad, pages: int) -> list[bool]:
-        """The verdict on each page. After the deadline, or an interrupt, the pool is left alone first."""
+        """The verdict on each page. After the deadline, or an interrupt, wait until the pool is left alone."""
         try:
             try:
                 report = load.result()
@@ -213,7 +210,7 @@ class HostPages:
 
 
 def lengths_of(found: int, trailing: Iterable[str]) -> tuple[dict[str, int], list[int]]:
-    """What SGLang is told where the pool of all tokens alone is kept, and has the first `found` pages: how many each
-    pool has, and the lengths at which all pools have what is needed. `trailing`: the pools beside it."""
+    """The answer to SGLang if only the pool of all tokens is kept and has the first `found` pages: the pages of each
+    pool, and the lengths at which all pools have their needed pages. `trailing`: the other pools."""
     told = {KV: found, **dict.fromkeys(trailing, 0)}
     return told, [] if len(told) > 1 else [*range(1, found + 1)]

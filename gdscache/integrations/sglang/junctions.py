@@ -1,11 +1,11 @@
-"""Where prompts part, in SGLang's tree of a hybrid model.
+"""Places where prompts part, in SGLang's tree of a hybrid model.
 
-SGLang keeps a window, or a state, where another prompt parts from one that its tree has. That is within a node which
-was offered before, so SGLang offers nothing there: without that, no later prompt would find it in our tiers. So what a
-node has got since is offered here, and locked and acknowledged as SGLang does with its own offers.
+SGLang keeps a window, or a state, where another prompt parts from one in its tree. The place is within a node that was
+offered before, so SGLang does not offer it again, and later prompts would not find it in our tiers. So a node's new
+window or state is offered here, locked and acknowledged like SGLang's own offers.
 
-Where our tiers have full pages behind the last window or state, other prompts have gone on there: SGLang is asked to
-keep one at that token, as it does where its own tree has such pages.
+If our tiers have full pages behind the last window or state, other prompts went on there: SGLang is asked to keep one
+at that token, as it does for such pages in its own tree.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from gdscache.integrations.watching import MethodWatch
 
-UNDER_WAY = 4096  # pages and states that were offered last: some are not stored yet
+UNDER_WAY = 4096  # the latest offered pages and states: some are not stored yet
 
 
 class Junctions:
-    """SGLang's scheduler is one thread, which calls all of this."""
+    """Called by SGLang's scheduler, which is one thread."""
 
     def __init__(
         self, linker: Any, page_tokens: int, window: int | None, have: Callable[[str, Sequence[str]], bool]
     ) -> None:
-        """`linker`: whose tree it is. `window`: tokens in front of one that it attends to. `have(name, keys)`: whether
-        our tiers have these pages of a pool.
+        """`linker`: the tree's. `window`: tokens before a token that it attends to. `have(name, keys)`: whether our
+        tiers have these pages of a pool.
 
-        `whole`: of the pages that a request was just looked up for, up to which our tiers have all that is kept of all
-        tokens."""
+        `whole`: of the pages of the last lookup, the number before which our tiers have all pages of full attention.
+        """
         self._linker, self._size, self._have = linker, page_tokens, have
         self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
         self.whole = 0
@@ -42,11 +42,11 @@ class Junctions:
         self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
 
     def close(self) -> None:
-        """Attend to no more trees. Twice is fine."""
+        """Watch no more trees. Repeated calls are fine."""
         self._watch.close()
 
     def offered(self, transfers: Sequence[PoolTransfer]) -> None:
-        """What pools have at the end of a node is on its way to our tiers."""
+        """Note the pages at a node's end that are on their way to our tiers."""
         for one in transfers:
             if one.name != PoolName.KV:
                 self._last.update(dict.fromkeys((one.name.value, key) for key in (one.keys or [])[-self._pages :]))
@@ -54,7 +54,7 @@ class Junctions:
             self._last.popitem(last=False)
 
     def forget(self) -> None:
-        """What was offered is not to be found any more, or SGLang's tree is empty."""
+        """Forget the offers: they cannot be found any more, or SGLang's tree is empty."""
         self._last.clear()
 
     def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -64,10 +64,8 @@ class Junctions:
             tree.match_prefix = self._with_branches(tree, tree.match_prefix)
             tree.insert = self._with_offers(tree, tree.insert)
 
-    # -- where SGLang is to keep one -----------------------------------------------------------------------------------
-
     def _with_branches(self, tree: Any, match: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`match_prefix` of a tree, whose branching points may lie in pages of ours."""
+        """`match_prefix` of a tree, with branching points in our pages."""
         states = tree.components.get(ComponentType.MAMBA)
         grids = {} if states is None else {"mamba_branching_seqlen": states.mamba_checkpoint_grid}
         grids |= {"swa_branching_seqlen": self._size} if ComponentType.SWA in tree.components else {}
@@ -83,10 +81,8 @@ class Junctions:
 
         return matched
 
-    # -- what it has kept ----------------------------------------------------------------------------------------------
-
     def _with_offers(self, tree: Any, insert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`insert` of a tree, behind which is offered what its last node has got."""
+        """`insert` of a tree, followed by an offer of its last node's new window or state."""
 
         def inserted(params: Any) -> Any:
             result = insert(params)
@@ -113,7 +109,7 @@ class Junctions:
         )
 
     def _window(self, tree: Any, node: Any) -> PoolTransfer | None:
-        """The window in front of the node's end; what is gone of it has slot 0."""
+        """The window before the node's end; dropped pages of it have slot 0."""
         if _value(tree, node, ComponentType.SWA) is None:
             return None
         pages, keys = self._pages, tree.tree_core.get_hash_values(node)
@@ -125,7 +121,7 @@ class Junctions:
         return PoolTransfer(PoolName.SWA, keys=keys, device_indices=slots)
 
     def _lack(self, name: PoolName, keys: Sequence[str]) -> bool:
-        """Whether our tiers lack one of these that is not on its way."""
+        """Whether our tiers lack one of these keys, and it is not on its way."""
         asked = [key for key in keys if (name.value, key) not in self._last]
         return bool(asked) and not self._have(name.value, asked)
 

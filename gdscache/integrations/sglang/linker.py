@@ -1,12 +1,12 @@
 """SGLang's cache linker: the CPU tier and the SSD under SGLang's radix tree, without a host pool of SGLang's.
 
     python -m sglang.launch_server --model-path MODEL --schedule-policy lpm --enable-unified-cache-external-linker
-        --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config
-        '{"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker",
-        "linker_extra_config": {"config": "gdscache.yaml"}}'
+      --unified-cache-external-linker-backend dynamic --unified-cache-external-linker-config
+      '{"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker",
+      "linker_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/sglang.md says what works and what is refused. What is known of requests is in `sglang_loads`, what moves in
-`sglang_moves`; this class only hands over.
+docs/sglang.md says what works and what is refused. The state of requests is in `loads.py`, the moves are in `moves.py`;
+this class passes SGLang's calls on.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from gdscache.runtime.threads import log_failure
 
 @dataclasses.dataclass(frozen=True)
 class _Lead:
-    """What decides: the engine, what is known of requests, and who is told of it. Where there are several ranks, the
-    first one has it alone."""
+    """The leader's side: the engine, the state of requests, and the listeners. With several ranks, only the first one
+    has it."""
 
     engine: CacheEngine | HybridEngine
     cache: PinningCache
@@ -79,7 +79,7 @@ class _Lead:
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """See the module. Raises the `GdsCacheError` that names what this setup of SGLang needs and has not got."""
+    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _prepare(
         self, undo: contextlib.ExitStack, server_args: Any, components: Collection[Any], extra: Mapping[str, Any]
     ) -> RankFacts:
-        """What this rank has, before the leader opens an engine."""
+        """Prepare this rank, before the leader opens an engine."""
         params = self._params
         self._server, self._model = server, model = resolved(server_args), process_model_config()
         refuse_setup(server)
@@ -132,7 +132,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return RankFacts(address, model_of(server, model, planes, sglang.__version__))
 
     def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
-        """The engine, on the rank that leads; and on each what moves its part of the bytes."""
+        """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
         self._lead = None if self._number else self._leading(undo, facts)
         self.engine = None if self._lead is None else self._lead.engine
         layers, rank = len(self._planes.tensors), self._rank
@@ -142,7 +142,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._offloads = Offloads(self._hybrid, self.counts)
             self._junctions = Junctions(self, self._params.page_size, self._params.swa_retain_window, self._has)
             undo.callback(self._junctions.close)
-            if PoolName.MAMBA in self.pools:  # SGLang registers it with the pools of tokens alone
+            if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
                 self._params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         elif rank is None:
             self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
@@ -155,7 +155,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
         self._blocks = BlockReader(self._device, self._params.page_size)
         self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
-        if self._lead is not None and self._watch.last():  # another linker's time, in this process
+        if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
             self._lead.cache.renew_salt()
 
     def _leading(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> _Lead:
@@ -195,11 +195,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         undo.callback(told.close)
         return _Lead(engine, cache, pages, table, events, told)
 
-    # -- loads ---------------------------------------------------------------------------------------------------------
-
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """The longest prefix that may be loaded, in pages, on the rank that leads. SGLang intersects what the ranks
-        say, and the others leave it at that."""
+        """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
+        so the others answer every length."""
         keys, lead = _of_kv(transfers).keys or [], self._lead
         if lead is None:
             return [*range(1, len(keys) + 1)]
@@ -210,7 +208,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             fetch, first = lead.table.fetch(rid, keys) or (None, 0)
             if self._junctions is not None and isinstance(fetch, LinkedFetch):
                 self._junctions.whole = fetch.whole - first
-        except GdsCacheError as error:  # nothing is found: a rank that raises would leave the others in a reduction
+        except GdsCacheError as error:  # no hit: a rank that raises would leave the others in a reduction
             log_failure(None if self._broken else error)
             self._broken = True
             return []
@@ -234,10 +232,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def cancel_queued_load(self, rid: str) -> bool:
         return self._table.cancel(rid)
 
-    # -- offloads ------------------------------------------------------------------------------------------------------
-
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        keys = max((one.keys or [] for one in transfers), key=len)  # a pool that has fewer has the last of them
+        keys = max((one.keys or [] for one in transfers), key=len)  # a pool with fewer keys has the last ones
         self._used = True
         self._table.computed(keys)
         if self._outdated or not keys:
@@ -259,17 +255,15 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def pop_completed_offload(self) -> bool:
         return self._offloads.pop()
 
-    # -- ends ----------------------------------------------------------------------------------------------------------
-
     def reset(self) -> None:
-        """SGLang's own cache is flushed: nothing of its pages is used any more, on any rank. What is stored stays."""
+        """SGLang's own cache is flushed: no rank uses its pages any more. Stored pages stay."""
         self._end_transfers()
         if self._rank_loads is not None:
             self._rank_loads.reset(self.layer_done_counter.take_number())
         self._used = self._outdated = False
 
     def close(self) -> None:
-        """Finish what was accepted, and give everything back. Twice is fine."""
+        """Finish accepted stores, and release everything. Repeated calls are fine."""
         self._watch.close()
         lead, rank = self._lead, self._rank
         if lead is not None and lead.events is not None:
@@ -282,15 +276,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             lead.told.close()
             lead.engine.close()
         if rank is not None:
-            rank.left(LEFT_S)  # the leader stores what it has accepted
+            rank.left(LEFT_S)  # the leader stores the accepted pages
             rank.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _weights_changed(self, method: str) -> None:
-        """Find no page of before, and store none that SGLang has of the old weights: it flushes first.
+        """Find no page of the old weights, and store none that SGLang still has: it flushes first.
 
-        It has none where it has begun no prompt since it was flushed.
+        If SGLang has begun no prompt since the last flush, it has none.
         """
         if self._lead is not None:
             self._lead.cache.renew_salt()
@@ -299,7 +291,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._outdated = self._outdated or self._used
 
     def _end_transfers(self) -> None:
-        """Those of this rank."""
+        """End this rank's transfers."""
         self._table.reset()
         self.layer_done_counter.reset()
         self._offloads.reset()
@@ -310,13 +302,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._junctions.forget()
 
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
-        """Where this rank is alone."""
+        """For a single rank."""
         engine = self._hybrid or self._one
         assert engine is not None, "who is alone leads"
         return engine.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
 
     def _blocks_of(self, transfers: list[PoolTransfer]) -> Callable[[], Any]:
-        """Begin to read the blocks of pages; what waits for them."""
+        """Begin to read the block numbers of pages. Returns a function that waits for them."""
         if self._hybrid is not None:
             return self._hybrid.begin(transfers)
         return self._blocks.begin(_of_kv(transfers).device_indices)
@@ -328,13 +320,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)
 
     def _name(self, keys: Sequence[str]) -> None:
-        """KV events may say these hashes of SGLang's."""
+        """KV events may name these hashes of SGLang's."""
         lead = self._lead
         if lead is not None and lead.events is not None and keys:
             lead.events.asked(keys, lead.pages.keys(self._links.named(keys)))
 
     def _slots_free(self) -> Event:
-        """After this event nothing that was launched before the forward pass writes to the slots of a load."""
+        """An event behind all launched work that may write to a load's slots."""
         return record_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
 
     def _alone(self) -> bool:
@@ -343,7 +335,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return bool(rows.available_size() >= rows.size)
 
     def _seconds(self, pages: int) -> float | None:
-        """What bringing so many pages from the SSD should take."""
+        """The expected seconds to bring `pages` pages from the SSD."""
         if self._hybrid is not None:
             return self._hybrid.seconds(pages)
         return None if self._one is None else self._one.load_seconds("ssd", pages)

@@ -1,14 +1,15 @@
-"""The linker where SGLang spreads a model over several ranks of one host, each with a scheduler process of its own.
+"""The linker if SGLang spreads a model over several ranks of one host, each with a scheduler process of its own.
 
 Nothing of SGLang is imported. All ranks call their linkers alike, in the same order. Rank 0's process leads: its engine
-has the index, decides what is promised, and plans loads and stores. Every rank has its part of the bytes (`Rank`).
+has the index, decides the promised pages, and plans loads and stores. Every rank has its part of the bytes (`Rank`).
 
-* SGLang intersects what `lookup` answers over the ranks. So the others answer every length, and the leader alone says
-  which ones: they need not hear of it, nor wait for it.
-* SGLang takes what `load` answers as it is, so it is `True` everywhere: what was promised is pinned on all ranks.
-* The order of a batch's loads goes by the ranks' own channel. Each rank waits for it, within a time, when its forward
-  pass is about to be launched; without it the batch fails on that rank, and so, by SGLang's reduction, on all.
-* A store is over when the leader says so: of what is completed, SGLang takes the least over the ranks.
+* SGLang intersects the ranks' answers of `lookup`. So the other ranks answer every length, and the leader's answer
+  decides, without a message or a wait.
+* SGLang takes each rank's answer of `load` by itself, so it is `True` everywhere: promised pages are pinned on all
+  ranks.
+* The order of a batch's loads goes by the ranks' own channel. Each rank waits for it, up to a limit, before it launches
+  its forward pass. Without the order the batch fails on that rank, and by SGLang's reduction on all.
+* A store is over when the leader says so: SGLang takes the least number of completed stores over the ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
 
-ORDER_S = 60.0  # that a rank waits for what the leader orders: its own pass waits for the leader's, too
-LEFT_S = 60.0  # that the others stay at the end, while the leader stores what it has accepted
+ORDER_S = 60.0  # a rank's wait for the leader's orders: its own pass waits for the leader's too
+LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
 _QUIET = b"quiet"
 _Made = TypeVar("_Made")
 _log = logging.getLogger("gdscache")
@@ -46,23 +47,23 @@ _log = logging.getLogger("gdscache")
 
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
-    """What a rank tells the leader of itself. `address`: None where it is alone. `model`: see `setup.model_of`."""
+    """A rank's report to the leader. `address`: None for a single rank. `model`: see `setup.model_of`."""
 
     address: RankAddress | None
     model: dict[str, object]
 
 
 def place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in a group of torch.distributed's, and how many there are. None: it is alone."""
+    """This process's rank in a group of torch.distributed's, and the number of ranks. (0, 1) without a group."""
     if group is None:
         return 0, 1
     return torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
 
 
 def together(group: Any, work: Callable[[], _Made]) -> list[_Made]:
-    """Have `work()` done on every rank; what each has made of it.
+    """Call `work()` on every rank. Returns all ranks' results.
 
-    Raises where one has failed, on all of them. Every rank enters the one collective, whatever becomes of its work.
+    If one rank fails, all raise. Every rank enters the one collective, even after a failure.
     """
     _, ranks = place_in(group)
     if ranks == 1:
@@ -71,7 +72,7 @@ def together(group: Any, work: Callable[[], _Made]) -> list[_Made]:
     error: Exception | None = None
     try:
         made = work()
-    except Exception as raised:  # noqa: BLE001 - the other ranks wait for what becomes of it
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for this one's result
         error = raised
     message, hint = getattr(error, "message", repr(error)), getattr(error, "hint", "")
     told: list[Any] = [None] * ranks
@@ -85,10 +86,10 @@ def together(group: Any, work: Callable[[], _Made]) -> list[_Made]:
 
 
 def shard_of(pool: Any, heads: int, rank: int, ranks: int) -> int:
-    """Which part of the heads a rank of tensor parallelism has. Ranks with equal bytes have one shard.
+    """The part of the heads that a rank of tensor parallelism has. Ranks with equal bytes have one shard.
 
     Latents (MLA) are on all ranks. With more ranks than heads of keys, consecutive ranks have the same head. `heads`:
-    those of keys, of the whole model.
+    the whole model's heads of keys.
     """
     if not hasattr(pool, "k_buffer"):
         return 0
@@ -98,10 +99,9 @@ def shard_of(pool: Any, heads: int, rank: int, ranks: int) -> int:
 
 
 class _Elsewhere:
-    """The pages of a load that the leader has, or of one that it has lost: a `Fetched` with nothing to load."""
+    """A `Fetched` without pages: the leader has them, or has lost them."""
 
-    def release(self) -> None:
-        """There is nothing."""
+    def release(self) -> None: ...
 
     def checked(self, first: int, pages: int) -> Any:
         raise LoadOrderError(
@@ -116,10 +116,11 @@ _ELSEWHERE: Fetched = _Elsewhere()
 
 
 class LeadTable(LoadTable):
-    """The leader's requests. What it has promised is loaded on every rank."""
+    """The leader's requests. Promised pages are loaded on every rank."""
 
     def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Sequence[int]]]) -> bool:
-        """See `LoadTable.load`, but for a load whose pages have gone: that one fails, as the others begin it."""
+        """Like `LoadTable.load`. A load whose pages have gone is queued too, and fails, because the other ranks begin
+        it."""
         if not super().load(rid, keys, blocks):
             self._queued[rid] = QueuedLoad(rid, _ELSEWHERE, 0, len(keys), blocks())
         return True
@@ -162,23 +163,23 @@ class _Told:
         return True
 
     def wait(self) -> None:
-        """The leader does."""
+        """Nothing: the leader waits."""
 
 
 class RankOffloads(Offloads):
-    """See `Offloads`. Each rank says where the pages are; the leader stores them."""
+    """See `Offloads`. Each rank reports the places of the pages; the leader stores them."""
 
     def __init__(self, rank: Rank, engine: CacheEngine | None, counts: Counter[str]) -> None:
         """`engine`: the leader's, on the leader alone."""
         super().__init__(engine, counts)
         self._rank = rank
         self._numbers = itertools.count(1)  # equal on all ranks
-        self._places: deque[int] = deque()  # of those that were not forgotten
+        self._places: deque[int] = deque()  # of offloads that are not forgotten
 
     def start(
         self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Sequence[int]], salt: str, after: Event
     ) -> None:
-        """See `Offloads.start`. On the other ranks the names of the pages are not used."""
+        """See `Offloads.start`. The other ranks ignore the names of the pages."""
         number = -next(self._numbers)
         self._rank.place(number, blocks, after)
         self._places.append(number)
@@ -196,7 +197,7 @@ class RankOffloads(Offloads):
         return super().pop()
 
     def forget(self) -> None:
-        """None of them reads a page any more, on any rank: behind `reset`, and what the leader says then."""
+        """Forget all offloads: after the leader's message behind `reset`, no rank reads a page for them."""
         while self._places:
             self._rank.passed(self._places.popleft())
 
@@ -209,11 +210,11 @@ class RankLoads:
         self._rank = rank
         self._engine = engine
         self._offloads = offloads
-        self._planned: dict[int, LayerwiseLoad] = {}  # which this rank has not begun
-        self._quiet = True  # the leader has said of each flush that it is over
+        self._planned: dict[int, LayerwiseLoad] = {}  # loads that this rank has not begun
+        self._quiet = True  # the leader has reported the end of each flush so far
 
     def order(self, number: int, queued: Sequence[QueuedLoad]) -> None:
-        """The leader plans the loads of batch `number`, whose pages it leases, and tells all ranks of them."""
+        """On the leader: plan the loads of batch `number`, lease their pages, and send the order to all ranks."""
         if self._engine is None or number < 0:
             return
         order = b""
@@ -240,10 +241,8 @@ class RankLoads:
         return self._rank.load(order, [block for one in queued for block in one.blocks()])
 
     def reset(self, number: int) -> None:
-        """All ranks have ended what they do. Return when the leader has, too: it waits for what reads pages anywhere.
-
-        `number`: as of a batch.
-        """
+        """End all loads of this rank, and wait until the leader has ended its work too: it waits for reads of pages on
+        all ranks. `number`: as of a batch."""
         for load in self._planned.values():
             load.cancel()
         self._planned.clear()
@@ -256,5 +255,5 @@ class RankLoads:
 
     def _tell(self, number: int, what: bytes) -> None:
         if self._engine is not None:
-            with contextlib.suppress(EngineClosedError):  # nor does anybody wait for it then
+            with contextlib.suppress(EngineClosedError):  # no rank waits after a close
                 self._engine.tell_ranks(number, what)

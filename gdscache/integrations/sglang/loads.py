@@ -1,8 +1,8 @@
-"""What the linker knows of requests that SGLang looks up and loads. Plain state over a `Cache`; no bytes, no threads.
+"""The linker's requests, from SGLang's lookup to its load. Plain state over a `Cache`, without bytes or threads.
 
-Nothing of SGLang is imported. A request's pages begin to come to the CPU tier when it is looked up for the first time,
-are checked there, and stay pinned. Only pages that are there are promised to SGLang. A lookup waits for pages on their
-way, up to `wait` seconds, and only while no other request runs. Pins outlast promises, so that a load has its pages.
+Nothing of SGLang is imported. At a request's first lookup its pages begin to come to the CPU tier, are checked there,
+and stay pinned. Only pages in the CPU tier are promised to SGLang. A lookup waits for pages on their way, for at most
+`wait` seconds, and only while no other request runs. Pins outlast promises, so that a load has its pages.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
 
-LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this: others may have stored its pages meanwhile
-GONE_S = 10.0  # a request that was looked up, and then not for so long while others were, may have been aborted
-LOOK_S = 0.001  # how long a lookup waits for pages before it looks whether it may go on waiting
-PROMISE_S = 2 * ENDING_S  # seconds, beside the wait, that pins last beyond the lookup that promises their pages
-SOUGHT_KEPT = 4096  # requests whose pages are held; SGLang does not say of all of them that they have gone
+LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time: other requests may have stored its pages
+GONE_S = 10.0  # a request without lookups for this time, while others had some, may have been aborted
+LOOK_S = 0.001  # the longest single wait in a lookup
+PROMISE_S = 2 * ENDING_S  # seconds, beside the wait, that pins outlast the lookup that promises their pages
+SOUGHT_KEPT = 4096  # most requests whose pages are held; SGLang does not report the end of each request
 
 
 @dataclasses.dataclass(slots=True)
 class _Sought:
-    """A request that waits. `keys`: the pages that were looked up; `looked`: when they were; `asked`: the last time;
-    `batch`: how many batches had begun by then."""
+    """A waiting request. `keys`: of its pages. `looked`: time of the last search in the tiers. `asked`: time of the
+    last lookup. `batch`: number of batches begun by then."""
 
     keys: list[str]
     hashes: PageHashes
@@ -38,7 +38,7 @@ class _Sought:
     batch: int
 
     def place(self, keys: Sequence[str]) -> int | None:
-        """Where these keys begin among its own; None where they are others."""
+        """The place of these keys among the request's own; None for others."""
         try:
             first = self.keys.index(keys[0])
         except ValueError:
@@ -49,8 +49,7 @@ class _Sought:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """Pages that are checked and pinned. Whoever takes it releases `fetch`. `blocks()` waits for the numbers of the
-    blocks that they go to."""
+    """Checked and pinned pages. The taker releases `fetch`. `blocks()` waits for the numbers of their target blocks."""
 
     rid: str
     fetch: Fetched
@@ -59,12 +58,11 @@ class QueuedLoad:
     blocks: Callable[[], Any]
 
     def hit(self) -> Any:
-        """What a load takes."""
         return self.fetch.checked(self.first, self.pages)
 
 
 class LoadTable:
-    """Requests that wait, and loads that were not begun. Not thread-safe: the scheduler is one thread."""
+    """Waiting requests, and loads that have not begun. Not thread-safe: the scheduler is one thread."""
 
     def __init__(
         self,
@@ -78,9 +76,9 @@ class LoadTable:
         counts: Counter[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait`: seconds, of all lookups for a batch together. `alone`: whether no other request runs. `rest(s)`: wait
-        until something has come, for `s` seconds at most. `seconds(n)`: what bringing so many pages should take, None
-        before that was measured."""
+        """`wait`: seconds, for all lookups of a batch together. `alone()`: whether no other request runs. `rest(s)`:
+        wait for news, up to `s` seconds. `seconds(n)`: the expected time to bring `n` pages; None before it was
+        measured."""
         self._cache = cache
         self._links = links
         self._wait = wait
@@ -90,17 +88,17 @@ class LoadTable:
         self._clock = clock
         self._sought: OrderedDict[str, _Sought] = OrderedDict()
         self._queued: dict[str, QueuedLoad] = {}
-        self._batch = 0  # how many have begun
-        self._until: float | None = None  # when the lookups for the next one have waited long enough
+        self._batch = 0  # batches begun so far
+        self._until: float | None = None  # the end of the waits for the next one
         self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
-        """Requests of which something is held."""
+        """Requests with held pages."""
         return len(self._sought) + len(self._queued)
 
     def lookup(self, rid: str, keys: Sequence[str]) -> int:
-        """How many of the first pages a load may have: they are checked and pinned. Begins to bring what is missing in
-        the CPU tier, and waits for what should come in time."""
+        """The number of the first pages that a load may have: they are checked and pinned. Begins to bring pages that
+        the CPU tier lacks, and waits for those that should come in time."""
         self.counts["lookups"] += 1
         found = self._seek(rid, keys) if keys else None
         if found is None:
@@ -114,15 +112,15 @@ class LoadTable:
         return max(0, min(fetch.verified() - first, len(keys)))
 
     def fetch(self, rid: str, keys: Sequence[str]) -> tuple[Fetch, int] | None:
-        """What is fetched for a request that was looked up, and where these keys begin among its pages."""
+        """The fetch of a request that was looked up, and the place of these keys among its pages."""
         sought = self._sought.get(rid)
         first = None if sought is None or not keys else sought.place(keys)
         return None if sought is None or first is None else (sought.fetch, first)
 
     def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Any]]) -> bool:
-        """Queue a load of pages that were promised. False where they were not, or their pins have ended.
+        """Queue a load of promised pages. False if they were not promised, or their pins have ended.
 
-        `blocks()` gives what waits for the numbers of the blocks that they go to.
+        `blocks()` returns a function that waits for the numbers of their target blocks.
         """
         self.cancel(rid)
         sought = self._sought.pop(rid, None)
@@ -139,20 +137,21 @@ class LoadTable:
         return True
 
     def cancel(self, rid: str) -> bool:
-        """Drop a load that was not begun. False where there is none."""
+        """Drop a load that has not begun. False if there is none."""
         queued = self._queued.pop(rid, None)
         if queued is not None:
             queued.fetch.release()
         return queued is not None
 
     def take(self) -> list[QueuedLoad]:
-        """The loads of the batch that begins; they are the caller's."""
+        """Take the loads of the batch that begins."""
         queued, self._queued, self._until = list(self._queued.values()), {}, None
         self._batch += 1
         return queued
 
     def computed(self, keys: Sequence[str]) -> None:
-        """SGLang has these pages: who waits for them finds them there, and what is held of them goes back."""
+        """SGLang has these pages: release the fetches of requests that begin with one of them, since they find it
+        there."""
         if not self._sought:
             return
         have = set(keys)
@@ -160,14 +159,12 @@ class LoadTable:
             self._sought.pop(rid).fetch.release()
 
     def reset(self) -> None:
-        """Forget all requests, and let go of what is held of them."""
+        """Release all requests."""
         for sought in self._sought.values():
             sought.fetch.release()
         self._sought.clear()
         for queued in self.take():
             queued.fetch.release()
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _left(self) -> float:
         """Seconds that lookups for this batch may still wait."""
@@ -176,12 +173,12 @@ class LoadTable:
         return self._until - now
 
     def _soon(self, pages: int) -> bool:
-        """Whether so many pages should come in time."""
+        """Whether `pages` pages should come in time."""
         expected, left = self._seconds(pages), self._left()
         return left > 0 and self._alone() and (expected is None or expected <= left)
 
     def _wait_while(self, on_their_way: Callable[[], bool]) -> None:
-        """Wait within `wait`, all lookups for a batch together, and only while no other request runs."""
+        """Wait, up to `wait` seconds for all lookups of a batch together, and only while no other request runs."""
         while on_their_way() and self._alone():
             left = self._left()
             if left <= 0:
@@ -189,7 +186,7 @@ class LoadTable:
             self._rest(min(left, LOOK_S))
 
     def _seek(self, rid: str, keys: Sequence[str]) -> tuple[_Sought, int] | None:
-        """The request, and where these keys begin among its pages. None where too many requests wait."""
+        """The request, and the place of these keys among its pages. None if too many requests wait."""
         now = self._clock()
         sought = self._sought.get(rid)
         first = None if sought is None else sought.place(keys)
@@ -209,7 +206,8 @@ class LoadTable:
         return sought, 0
 
     def _outdated(self, sought: _Sought, end: int, now: float) -> bool:
-        """Whether its pins have ended, fewer pages are asked for, or others have stored more of them meanwhile."""
+        """Whether the request's pins have ended, fewer pages are asked for, or other requests have stored more of
+        them."""
         if sought.fetch.lapsed(PROMISE_S + self._wait) or end < sought.fetch.wanted:
             return True
         if sought.fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
@@ -218,10 +216,10 @@ class LoadTable:
         return self._cache.cached(sought.hashes) > sought.fetch.cached
 
     def _forget_gone(self, now: float) -> None:
-        """SGLang does not say when a request that waits is aborted: let go of those that were not looked up lately, but
-        of none that may be in the batch that begins next.
+        """Release requests without recent lookups, because SGLang does not report aborts of waiting ones; but none that
+        may be in the next batch.
 
-        One that waits after all begins anew, and finds what has come in the CPU tier.
+        A request that still waits begins anew, and finds its pages in the CPU tier.
         """
         while self._sought:
             rid, oldest = next(iter(self._sought.items()))

@@ -1,8 +1,8 @@
-"""The engine's metrics among SGLang's own, as `sglang:gdscache_*`: where it runs with --enable-metrics.
+"""The engine's metrics among SGLang's own, as `sglang:gdscache_*`, if it runs with --enable-metrics.
 
-SGLang's scheduler process has the engine, and another one answers scrapes: what they share are files that Prometheus'
-client keeps of counters, gauges and histograms. These are brought up to date once a second by a thread of their own, so
-that no step of the scheduler waits for it. Nothing of SGLang is imported.
+SGLang's scheduler process has the engine, and another process answers scrapes: they share Prometheus' files of
+counters, gauges and histograms. A thread updates these once a second, so that no step of the scheduler waits. Nothing
+of SGLang is imported.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ EVERY_S = 1.0
 
 
 class ToldMetrics:
-    """Tells SGLang's registry of engines, if SGLang has one, until it is closed."""
+    """Reports engines to SGLang's registry, if SGLang has one, until `close`."""
 
     def __init__(self, engines: Mapping[str, CacheEngine], server: Any, every: float = EVERY_S) -> None:
-        """`engines`: by the names of their groups of layers; "" of a model that has none. `server`: SGLang's settings
-        (`facts.resolved`). `every`: seconds from one time to the next."""
+        """`engines`: by the names of their groups of layers; "" for a model without groups. `server`: SGLang's settings
+        (`facts.resolved`). `every`: seconds between two reports."""
         self._engines, self._every = engines, every
         self._over = threading.Event()
         self._mirror: Mirror | None = None
         self._figures: dict[str, Differences] = {}
         if not getattr(server, "enable_metrics", False):
             return
-        # Not before: Prometheus' client looks once at PROMETHEUS_MULTIPROC_DIR, which SGLang has set by now.
+        # Not before: Prometheus' client reads PROMETHEUS_MULTIPROC_DIR once, which SGLang has set by now.
         from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         from gdscache.metrics.mirror import Differences, Mirror
@@ -51,7 +51,7 @@ class ToldMetrics:
         start([self._thread], self.close)
 
     def close(self) -> None:
-        """Tell the last of it. To be called before the engine is closed; twice is fine."""
+        """Report once more, and stop. Call it before the engine's close; repeated calls are fine."""
         self._over.set()
         if self._mirror is not None:
             if self._thread.is_alive():

@@ -1,10 +1,10 @@
-"""What moves between the tiers and SGLang's device pools: loads by layers, and offloads. Nothing of SGLang is imported.
+"""Moves between the tiers and SGLang's device pools: loads by layers, and offloads. Nothing of SGLang is imported.
 
-A load is of pages that were checked and are pinned in the CPU tier, so it cannot fail but by an error of the device. An
-offload is over when its pages have been read: SGLang keeps them from eviction until then.
+A load brings pages that were checked and are pinned in the CPU tier, so only a device error makes it fail. An offload
+is over when its pages have been read: until then SGLang does not evict them.
 
-Which pages they are is known to the GPU first. SGLang's stream may be behind a whole forward pass there, so its
-scheduler never waits for these numbers: the thread of offloads does, and a load does when its forward pass is launched.
+The GPU knows the numbers of the pages first. SGLang's stream may be a whole forward pass behind, so the scheduler never
+waits for these numbers: the thread of offloads does, and a load does when its forward pass is launched.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Load(Protocol):
 
 
 class Engine(Protocol):
-    """What stores pages: a `CacheEngine`, or several pools of a hybrid model, for which slots are blocks of each."""
+    """An engine that stores pages: a `CacheEngine`, or several pools of a hybrid model, whose slots are blocks of
+    each."""
 
-    def store(self, tokens: Any, slots: Any, *, salt: str = "", after: Event = None) -> Stored:
-        """See `CacheEngine.store`."""
+    def store(self, tokens: Any, slots: Any, *, salt: str = "", after: Event = None) -> Stored: ...
 
 
 @dataclasses.dataclass(slots=True)
 class _Batch:
-    """Loads that begin together. `load` is None until they have begun, and where they could not begin."""
+    """Loads that begin together. `load` is None before they begin, and if they could not."""
 
     queued: Sequence[QueuedLoad]
     load: Load | None = None
@@ -57,7 +57,6 @@ class _Batch:
         log_failure(error)
 
     def release(self) -> None:
-        """Let go of the pins."""
         for one in self.queued:
             one.fetch.release()
 
@@ -65,13 +64,13 @@ class _Batch:
 class LayerLoads:
     """Batches of loads under way. It is the `layer_done_counter` that SGLang's pools wait on.
 
-    A batch begins when the forward pass that uses it is about to be launched: its first layer comes while what precedes
-    the attention is launched. SGLang has copied the pass's inputs to the GPU by then. Behind loads that begin earlier
-    they would wait, as a copy engine carries copies out in their order.
+    A batch begins right before its forward pass is launched: its first layer comes while the kernels before the
+    attention are launched. By then SGLang has copied the pass's inputs to the GPU. Behind an earlier load they would
+    wait, since a copy engine works in order.
     """
 
     def __init__(self, load: Callable[[int, Sequence[QueuedLoad]], Load], layers: int, counts: Counter[str]) -> None:
-        """`load(number, queued)`: begin the loads of a batch, behind whatever writes to their slots."""
+        """`load(number, queued)`: begin the loads of a batch, behind all writes to their slots."""
         self.num_layers = layers
         self._load = load
         self._counts = counts
@@ -80,7 +79,7 @@ class LayerLoads:
         self.consumer_index = -1  # the batch of the forward pass that is launched
 
     def queue(self, queued: Sequence[QueuedLoad]) -> int:
-        """Loads of the next forward pass; the number of their batch, -1 for none."""
+        """Queue loads for the next forward pass. Returns their batch's number, -1 for none."""
         if not queued:
             return -1
         number = self.take_number()
@@ -88,21 +87,20 @@ class LayerLoads:
         return number
 
     def take_number(self) -> int:
-        """One that no batch has."""
         number, self._next = self._next, self._next + 1
         return number
 
     def set_consumer(self, index: int) -> None:
-        """The forward pass that is to be launched uses batch `index`, which begins; -1: none. Never raises."""
+        """The next forward pass uses batch `index`, which begins; -1: none. Never raises."""
         self.consumer_index = index
         batch = self._batches.get(index)
         if batch is not None and batch.load is None and not batch.failed:
             self._begin(index, batch)
 
     def wait_until(self, threshold: int) -> None:
-        """Order the current stream after layer `threshold` of the batch. Never raises: `finish` tells.
+        """Order the current stream after layer `threshold` of the batch. Never raises: `finish` reports failures.
 
-        A pass that is one CUDA graph asks for the last layer alone, and waits for all.
+        A pass that is one CUDA graph asks for the last layer only, and waits for all.
         """
         batch = self._batches.get(self.consumer_index)
         if batch is None or batch.load is None or batch.failed or threshold in batch.waited:
@@ -116,7 +114,7 @@ class LayerLoads:
             batch.fail(error)
 
     def finish(self, index: int) -> bool:
-        """Wait until nothing of the batch is written any more; whether the forward pass had all its pages."""
+        """Wait until nothing writes to the batch's pages. Returns whether the forward pass had all of them."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
@@ -151,7 +149,7 @@ class LayerLoads:
 
 
 class BlockReader:
-    """Brings block numbers from SGLang's stream to the host, by a stream of its own."""
+    """Copies block numbers from SGLang's stream to the host, on a stream of its own."""
 
     def __init__(self, device: torch.device, page_tokens: int) -> None:
         self._device = device
@@ -161,7 +159,8 @@ class BlockReader:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, slots: torch.Tensor) -> Callable[[], list[int]]:
-        """Begin to read the blocks of whole pages of slots, which the current stream has computed; what waits for them.
+        """Begin to read the blocks of whole pages of slots, behind the current stream. Returns a function that waits
+        for them.
 
         `slots`: int64, (tokens,), of the pool.
         """
@@ -175,7 +174,7 @@ class BlockReader:
             host.copy_(firsts, non_blocking=True)
             landed = record_on(self._stream, sleep=True)
 
-        def wait(_read: torch.Tensor = firsts) -> list[int]:  # its memory is not another tensor's before it was read
+        def wait(_read: torch.Tensor = firsts) -> list[int]:  # the default keeps the tensor's memory until it was read
             landed.synchronize()
             return self._blocks(host)
 
@@ -186,7 +185,7 @@ class BlockReader:
 
 
 class Handed(Protocol):
-    """A store as SGLang asks for it: see `HandedStore`."""
+    """A store as SGLang sees it: see `HandedStore`."""
 
     @property
     def taken(self) -> bool: ...
@@ -197,7 +196,7 @@ class Handed(Protocol):
 
 
 class Offloads:
-    """Stores that still read the pools' pages, the oldest first. A thread hands them over, in their order."""
+    """Stores that still read the pools' pages, the oldest first. A thread passes them on, in order."""
 
     def __init__(self, engine: Engine | None, counts: Counter[str]) -> None:
         self._engine = engine
@@ -206,12 +205,12 @@ class Offloads:
         self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:
-        """Offloads that were begun and not forgotten."""
+        """Offloads begun and not forgotten."""
         return len(self._offloads)
 
     def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:
-        """Begin to store pages. `blocks()` waits for the blocks that they are in, which are read after `after`. What is
-        stored already is not read again."""
+        """Begin to store pages. `blocks()` waits for their blocks, which are read after `after`. Pages already stored
+        are not read again."""
 
         engine = self._engine
 
@@ -223,7 +222,7 @@ class Offloads:
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def completed(self) -> int:
-        """How many of the oldest have read their pages, or were not taken."""
+        """The number of the oldest offloads that have read their pages, or were not taken."""
         done = 0
         for offload in self._offloads:
             if not offload.done():
@@ -232,16 +231,16 @@ class Offloads:
         return done
 
     def pop(self) -> bool:
-        """Forget the oldest, which is completed. Whether it was taken: as far as its pages found room they are, or will
-        be, stored."""
+        """Forget the oldest offload, which is completed. Returns whether it was taken: its pages are stored, or will
+        be, as far as they found room."""
         return self._offloads.popleft().taken
 
     def reset(self) -> None:
-        """Wait until no page is read any more, and forget them all."""
+        """Wait until no page is read any more, and forget all offloads."""
         while self._offloads:
             self._offloads.popleft().wait()
 
     def close(self) -> None:
-        """`reset`, and end the thread. Twice is fine."""
+        """`reset`, and end the thread. Repeated calls are fine."""
         self.reset()
         self._thread.close()

@@ -1,7 +1,7 @@
-"""SGLang's names of pages: hexadecimal digits of SHA-256, each over the one before and the page's tokens.
+"""SGLang's names of pages: SHA-256 in hexadecimal digits, each over the name before and the page's tokens.
 
-Nothing of SGLang is imported. A call of SGLang's names pages from the middle of a request, too, without the page before
-them; which one that is, is remembered from earlier calls, since a page should outlast those that follow it.
+Nothing of SGLang is imported. A call may name pages from the middle of a request, without the page before them. That
+page is remembered from earlier calls, since a page should outlast its followers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LINKS_KEPT = 1 << 16  # about 16 MiB
 
 
 class PageLinks:
-    """Which page follows which, of the pages that were named last. Thread-safe."""
+    """The parents of the pages named last. Thread-safe."""
 
     def __init__(self, kept: int = LINKS_KEPT) -> None:
         self._kept = kept
@@ -29,10 +29,8 @@ class PageLinks:
         return len(self._before)
 
     def named(self, keys: Sequence[str], before: Sequence[str] = ()) -> PageHashes:
-        """The pages of consecutive keys. `before`: keys of the pages in front of them, where they are known.
-
-        Raises `InvalidValueError` for what is no key.
-        """
+        """The pages of consecutive keys. `before`: keys of the pages before them, if known. Raises `InvalidValueError`
+        for an invalid key."""
         hashes = [digest(key) for key in keys]
         parent = parent_of(before)
         with self._lock:
@@ -53,7 +51,7 @@ class PageLinks:
 
 
 def parent_of(before: Sequence[str]) -> bytes | None:
-    """The bytes of the last key; None where there is none. Raises `InvalidValueError`."""
+    """The bytes of the last key; None if there is none. Raises `InvalidValueError`."""
     return digest(before[-1]) if before else None
 
 

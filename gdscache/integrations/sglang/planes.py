@@ -1,6 +1,6 @@
 """SGLang's pools as planes of gdscache: rows of opaque bytes over the pools' own memory. Nothing of SGLang is imported.
 
-A device pool has a plane for K and one for V in each layer (MLA: one), token slots being rows. A host pool has all
+A device pool has a plane for K and one for V in each layer (MLA: one), with a row a token slot. A host pool has all
 layers of a page side by side, K and V apart: one layer with two planes (MLA: one), whose pages are one run each.
 """
 
@@ -18,7 +18,7 @@ from gdscache.integrations.settings import planes_section
 
 KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
 _DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
-_UNTRIED_POOLS = ("DSATokenToKVPool",)  # that follow the contract, and that no GPU has run
+_UNTRIED_POOLS = ("DSATokenToKVPool",)  # pools that follow the contract and that no GPU has run
 _HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 HOST_LAYOUTS = ("page_first", "page_first_direct")
 _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
@@ -26,11 +26,11 @@ _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scal
 
 @dataclasses.dataclass(frozen=True)
 class PoolPlanes:
-    """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes), or (slots, 1, bytes) of states. `described`: what
-    makes the bytes what they are. `names`: of each layer's planes; none: K and V, or a latent.
+    """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes), or (slots, 1, bytes) of states. `described`: facts
+    that decide the bytes. `names`: of each layer's planes; none: K and V, or a latent.
 
-    `groups`: as `model.groups` has them, where layers keep different tokens; `layers`: where each of the model's layers
-    is in `tensors`, then.
+    If layers keep different tokens: `groups` as in `model.groups`, and `layers`, the places in `tensors` of each of the
+    model's layers.
     """
 
     tensors: list[tuple[torch.Tensor, ...]]
@@ -40,7 +40,7 @@ class PoolPlanes:
     layers: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
 
     def model(self) -> dict[str, object]:
-        """The keys of a configuration's section `model` that say what a page is made of."""
+        """The keys of a configuration's section `model` that describe a page."""
         names = self.names or [_names(planes) for planes in self.tensors]
         layers = [
             dict(zip(some, (int(t.shape[2]) for t in planes), strict=True))
@@ -83,7 +83,7 @@ def _refuse_parts(pool: Any) -> None:
 
 
 def _indexed_planes(pool: Any, page_tokens: int, *, untried: bool) -> PoolPlanes:
-    """Latents, and beside them the keys of an indexer that chooses among them, a row of which is a page."""
+    """Latents, and the keys of a sparse attention's indexer; a row of the latter is a page."""
     if not untried:
         raise CacheLayoutUnsupportedError(
             "the model keeps an indexer's keys beside its latents (sparse attention), which no GPU has run with this "
@@ -150,7 +150,7 @@ def _page_elements(pool: Any, part: torch.Tensor) -> int:
 
 
 def rows_of(buffer: torch.Tensor, page_tokens: int, *, rows_are_pages: bool = False) -> torch.Tensor:
-    """Its bytes as (pages, page_tokens, bytes of a token), over the same memory."""
+    """The buffer's bytes as (pages, page_tokens, bytes of a token), over the same memory."""
     slots = int(buffer.shape[0]) * (page_tokens if rows_are_pages else 1)
     each = math.prod(buffer.shape[1:]) * buffer.element_size()
     if slots % page_tokens or not buffer.is_contiguous() or (rows_are_pages and each % page_tokens):

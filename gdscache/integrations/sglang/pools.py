@@ -1,7 +1,7 @@
 """HiCache's host pools of hybrid models below one storage: a pool of windows, or of states, beside that of all tokens.
 
-SGLang asks for each pool by its name, and for the lengths at which all of them have what a prefix needs. Nothing of
-SGLang is imported.
+SGLang addresses each pool by its name, and asks for the lengths at which all pools have their part of a prefix. Nothing
+of SGLang is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STATES = "MambaPoolHost"
 
 
 def refuse_pool(name: str) -> None:
-    """Raise for a host pool that is not kept, by SGLang's name of it."""
+    """Raise for a host pool that is not kept, by SGLang's name."""
     if name not in (KV, WINDOWS, STATES):
         raise CacheGroupsUnsupportedError(
             f"the model has a host pool {name!r}; {KV}, {WINDOWS} and {STATES} are supported",
@@ -29,7 +29,7 @@ def refuse_pool(name: str) -> None:
 
 
 def pools_planes(pools: Mapping[str, Any], window: int | None) -> PoolPlanes:
-    """The planes of host pools, by SGLang's names of them: a layer each. `window`: tokens that one attends to.
+    """The planes of host pools, by SGLang's names: a layer each. `window`: tokens that a token attends to.
 
     Raises `CacheLayoutUnsupportedError`, and `CacheGroupsUnsupportedError` for pools that are not kept.
     """
@@ -61,7 +61,7 @@ def _names(planes: PoolPlanes) -> tuple[str, ...]:
 
 
 def _state_planes(pool: Any) -> PoolPlanes:
-    """A pool of states: of each slot, the states of all layers side by side."""
+    """A pool of states: each slot has the states of all layers side by side."""
     kind = type(pool).__name__
     if kind != _STATES:
         raise CacheGroupsUnsupportedError(
@@ -86,7 +86,7 @@ class PoolPages:
         }
 
     def pool(self, name: str) -> HostPages | None:
-        """What keeps a pool of SGLang's, by its name; None where nothing does."""
+        """The keeper of a pool, by SGLang's name; None for a pool that is not kept."""
         return self.pools.get(name)
 
     @property
@@ -97,10 +97,12 @@ class PoolPages:
     def lengths(
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
     ) -> tuple[dict[str, int], list[int]]:
-        """How many of the first pages each pool has, and the lengths in pages at which all have what is needed.
+        """The number of the first pages that each pool has, and the lengths in pages at which all pools have their
+        part.
 
-        `trailing`: of pools beside that of all tokens, how many of a length's last pages it needs (None: all of them).
-        Of such a pool the longest length at which it has them is told. Pools that are not kept have no page.
+        `trailing`: for each pool beside that of all tokens, the number of a length's last pages that it needs (None:
+        all). The answer for such a pool is the longest length at which it has them. Pools that are not kept have no
+        page.
         """
         whole = self.pools[KV].exists(keys, before)
         reach, found = {KV: whole}, [*range(1, whole + 1)]
@@ -113,15 +115,12 @@ class PoolPages:
         return reach, found
 
     def exists(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        """Of the pool of all tokens: see `HostPages`."""
         return self.pools[KV].exists(keys, before)
 
     def get(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        """Of the pool of all tokens: see `HostPages`."""
         return self.pools[KV].get(keys, slots, before)
 
     def set(self, keys: Sequence[str], slots: Sequence[int], before: Sequence[str] = ()) -> list[bool]:
-        """Of the pool of all tokens: see `HostPages`."""
         return self.pools[KV].set(keys, slots, before)
 
     def clear(self) -> None:
@@ -129,7 +128,6 @@ class PoolPages:
             pool.clear()
 
     def weights_changed(self, *, ends: bool = False) -> None:
-        """See `HostPages`."""
         for pool in self.pools.values():
             pool.weights_changed(ends=ends)
 
@@ -139,5 +137,5 @@ class PoolPages:
             pool.flushed()
 
     def close(self) -> None:
-        """Finish what was accepted, and close all engines. Twice is fine."""
+        """Finish accepted stores, and close all engines. Repeated calls are fine."""
         self.engine.close()

@@ -1,7 +1,7 @@
-"""SGLang's ranks of one host, each with a storage of its own: what each keeps, where, and what they do together.
+"""SGLang's ranks of one host, each with a storage of its own: their parts, their directories, and their joint steps.
 
-SGLang asks each rank and goes by the least answer. Ranks with parts of the heads keep their parts in directories of
-their own. Where all have the same bytes (MLA) the first rank keeps them, and the others read them in its directory
+SGLang asks each rank and takes the least answer. Ranks with parts of the heads keep them in directories of their own.
+If all ranks have the same bytes (MLA), the first one keeps them, and the others read them in its directory
 (`BorrowedPages`). Nothing of SGLang is imported.
 """
 
@@ -20,13 +20,13 @@ from gdscache.config.pools import POOL_PREFIX, shared_sizes
 from gdscache.disk.catalog_file import CATALOG_NAME
 from gdscache.errors import ParallelismUnsupportedError, RankError, ShardsError
 
-_OPEN = datetime.timedelta(minutes=30)  # that all ranks have, while files are allocated
-_MARK = "rank"  # a file that says whose a directory is
+_OPEN = datetime.timedelta(minutes=30)  # for all ranks, while files are allocated
+_MARK = "rank"  # a file with the owner of a directory
 _RANK = re.compile(r"rank-\d+-of-(\d+)")
 
 
 class RankPlace(NamedTuple):
-    """Which rank this is. `equal`: all ranks have the same bytes."""
+    """This process's rank. `equal`: all ranks have the same bytes."""
 
     rank: int = 0
     ranks: int = 1
@@ -38,20 +38,20 @@ class RankPlace(NamedTuple):
         return self.rank == 0 or not self.equal
 
     def described(self) -> dict[str, object]:
-        """What makes the bytes of its pages other ones than those of other numbers of ranks.
+        """The facts that tell its pages' bytes from those of other numbers of ranks.
 
-        Not which rank it is, as `claim` sees to it: with the same names, ranks that evict by themselves keep the same
-        pages.
+        The rank's own number is not among them, since `claim` checks it: with equal names, ranks that evict by
+        themselves keep the same pages.
         """
         return {} if self.ranks == 1 else {"ranks": self.ranks}
 
     def part(self, config: Config) -> Config:
-        """What the rank has of a configuration: sizes are of all ranks together."""
+        """The rank's part of a configuration, whose sizes are for all ranks together."""
         if self.ranks == 1:
             return config
         data = config.dump()
         for path, size in shared_sizes(config):
-            if path[0] != "ssd" or not self.equal:  # the slab of equal ranks is the first one's, as a whole
+            if path[0] != "ssd" or not self.equal:  # equal ranks share the first one's slab as a whole
                 section = data
                 for key in path[:-1]:
                     section = section[key]
@@ -63,7 +63,7 @@ class RankPlace(NamedTuple):
         return Config.from_dict(data, f"rank {self.rank}'s part, a {self.ranks}th of each size")
 
     def refuse_directory(self, path: Path) -> None:
-        """Raise `ShardsError` where another number of ranks has pages below `path`: they would have its room too."""
+        """Raise `ShardsError` if another number of ranks has pages below `path`: they would take room too."""
         names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
         ranks = 1 if self.equal else self.ranks
         found = {int(match[1]) for name in names if (match := _RANK.fullmatch(name))}
@@ -77,8 +77,7 @@ class RankPlace(NamedTuple):
             )
 
     def claim(self, path: Path) -> None:
-        """Write down in a directory of this rank's, which is open, whose it is. Raises `ShardsError` where it is
-        another's."""
+        """Write the rank into its open directory. Raises `ShardsError` if the directory is another rank's."""
         if self.ranks == 1 or self.equal:
             return
         mine, told = f"{self.rank} of {self.ranks}\n", path / _MARK
@@ -95,10 +94,10 @@ ALONE = RankPlace()
 
 
 class AllRanks:
-    """What all ranks do at the same time, once they are started: SGLang waits for all of them there, too."""
+    """Steps that all ranks do together at their start; SGLang waits for all of them there too."""
 
     def __init__(self, place: RankPlace) -> None:
-        """To be made by all ranks alike. Raises `ParallelismUnsupportedError` where there are other processes."""
+        """Made by all ranks alike. Raises `ParallelismUnsupportedError` if there are other processes."""
         self._place = place
         self._group: Any = None
         if place.ranks == 1:
@@ -113,8 +112,8 @@ class AllRanks:
         self._group = distributed.new_group(backend="gloo", timeout=_OPEN)
 
     def each(self, work: Callable[[], str]) -> list[str]:
-        """Do this rank's work, and hear what came of it on each. Where it has failed on one, all of them raise: that
-        one its error, the others a `RankError` that names it."""
+        """Do this rank's work, and return all ranks' results. If one rank fails, all raise: that one its error, the
+        others a `RankError` that names it."""
         said, error = "", None
         try:
             said = work()

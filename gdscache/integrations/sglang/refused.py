@@ -1,4 +1,4 @@
-"""What the SGLang integrations refuse when SGLang starts, each by the name of its setting.
+"""Settings that the SGLang integrations refuse at SGLang's start, each by its name.
 
 Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SGLang is imported.
 """
@@ -28,7 +28,7 @@ from gdscache.integrations.ropes import ropes
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """Fields of `ServerArgs` that have to be one of `fine`, or empty."""
+    """Fields of `ServerArgs` that must have one of the values `fine`, or be empty."""
 
     fields: tuple[str, ...]
     error: type[IntegrationError]
@@ -115,12 +115,12 @@ RULES = (
     ),
 )
 _BY_POSITION = ("default", "linear", "llama3", "yarn", "deepseek_yarn", "proportional", "mrope")
-_BY_LENGTH = ("longrope", "dynamic")  # up to the length that the model was trained with there is one side
+_BY_LENGTH = ("longrope", "dynamic")  # up to the length of the model's training they rotate in one way
 _NATIVE = "sglang"  # of `ModelImpl`: SGLang's own code of a model
 
 
 def refuse_setup(server: Any) -> None:
-    """Raise the subclass of `IntegrationError` that names what is not supported. `server`: SGLang's `ServerArgs`."""
+    """Raise the `IntegrationError` subclass of an unsupported setting. `server`: SGLang's `ServerArgs`."""
     for rule in RULES:
         if wrong := rule.wrong(server):
             raise rule.error(
@@ -129,8 +129,8 @@ def refuse_setup(server: Any) -> None:
 
 
 def refuse_components(names: Collection[str], params: Any, ranks: int = 1) -> None:
-    """Raise for what the tree has beside full attention, windows and states. `names`: those of SGLang's
-    `ComponentType`; `params`: its `CacheInitParams`; `ranks`: processes over which a model is spread."""
+    """Raise for components of the tree beside full attention, windows and states. `names`: of SGLang's `ComponentType`.
+    `params`: its `CacheInitParams`. `ranks`: the processes of a spread model."""
     if "FULL" not in names or not set(names) <= {"FULL", "SWA", "MAMBA"}:
         raise CacheGroupsUnsupportedError(
             f"the model's cache has {', '.join(sorted(names)) or 'nothing'}; FULL, SWA and MAMBA are supported, the "
@@ -150,10 +150,10 @@ def refuse_components(names: Collection[str], params: Any, ranks: int = 1) -> No
 
 
 def refuse_model(model: Any) -> None:
-    """Raise where K and V depend on more than SGLang's name of a page tells. `model`: SGLang's `ModelConfig`.
+    """Raise if K and V depend on more than SGLang's name of a page. `model`: SGLang's `ModelConfig`.
 
-    A page's name has the tokens up to its end. In the place of an image's tokens it has 62 bits of a digest of what the
-    model sees, or of any number that a request gives in its `mm_hashes`.
+    A page's name has the tokens up to its end. For an image's tokens it has 62 bits of a digest of the model's input,
+    or of any number that a request gives in its `mm_hashes`.
     """
     if model.is_multimodal or model.is_encoder_decoder:
         raise MediaUnsupportedError(
@@ -167,9 +167,9 @@ def refuse_model(model: Any) -> None:
 
 
 def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
-    """SGLang's longrope takes the long factors for all of a batch when one position in it is beyond the limit. Its
-    dynamic rope goes by the model alone; that of transformers by the longest request that there was.
-    """
+    """Refuse a rope whose rotation depends on other requests. SGLang's longrope takes the long factors for all of a
+    batch when one position in it is beyond the limit. Its dynamic rope depends on the model alone; that of transformers
+    on the longest request so far."""
     impl = getattr(model, "_resolved_model_impl", None) or model.model_impl
     native = str(getattr(impl, "value", impl)) == _NATIVE
     if kind in _BY_POSITION or (kind == "dynamic" and native):
@@ -188,9 +188,8 @@ def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
 
 
 def _limit(rope: Mapping[str, Any], text: Any) -> int | None:
-    """The shortest length that may be the limit: transformers writes one into the rope where the model's file has it
-    beside the rope, and SGLang takes one or the other by the model's code.
-    """
+    """The shortest length that may be the limit. transformers writes one into the rope if the model's file has it
+    beside the rope, and SGLang takes one or the other by the model's code."""
     name = "original_max_position_embeddings"
     known = [found for found in (rope.get(name), getattr(text, name, None)) if found is not None]
     known = known or [found for found in (getattr(text, "max_position_embeddings", None),) if found is not None]

@@ -1,9 +1,8 @@
-"""What SGLang's linker serves of a hybrid model: a device pool for each kind of its layers. Nothing of SGLang is
-imported.
+"""Hybrid models under SGLang's linker: a device pool for each kind of layer. Nothing of SGLang is imported.
 
-A linker is called with a transfer a component of SGLang's tree: pages from the first that the device lacks (KV), the
-last `ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Each names its pages by the hashes
-of the request's tokens; a state is named by the page that it stands behind.
+A linker is called with a transfer for each component of SGLang's tree: pages from the first that the device lacks (KV),
+the last `ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Each names its pages by the
+hashes of the request's tokens; a state is named by the page before it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from gdscache.pages.reasons import CACHED
 from gdscache.store.handle import StoreHandle
 
 Blocks = Mapping[str, Sequence[int]]  # of each group, by the name of SGLang's pool
-NONE = 0  # the block of SGLang that is never a page
+NONE = 0  # SGLang's block that is never a page
 
 
 class SeveralPools:
-    """A hybrid model."""
+    """The pools of a hybrid model."""
 
     def __init__(self, config: Config, planes: PoolPlanes) -> None:
         self.engine = HybridEngine(config, planes.tensors)
@@ -55,11 +54,11 @@ class SeveralPools:
         return LinkedLoad(self.engine.load_many(requests, after), self._places, self.engine.alignment)
 
     def store(self, tokens: PageHashes, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
-        """Begin to store pages of a node of SGLang's tree, which ends where they do. `slots`: blocks of each group, of
-        the last pages that it still has, `NONE` for those that are gone.
+        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group, for the
+        last pages that it still has, with `NONE` for dropped ones.
 
-        Of a window those pages are stored that a hit needs which ends with the node, or so many tokens before it
-        (`store.window_every`). SGLang has a state at the node's end, or none.
+        Of a window the pages are stored that a hit needs which ends with the node, or a multiple of
+        `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
         """
         engine, size = self.engine, self.engine.alignment
         names, start = _named(engine, tokens, salt)
@@ -95,14 +94,14 @@ class SeveralPools:
             if some is None:
                 return None
             took.append(some)
-        return max(took)  # all at once
+        return max(took)  # all pools at once
 
 
 def _named(engine: HybridEngine, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
-    """Names of consecutive pages in all groups, and the tokens in front of the first.
+    """Names of consecutive pages in all groups, and the tokens before the first.
 
-    What comes before these pages is the page in front alone, where it is known: page 0. How many there are does not
-    matter, since windows are counted from the end.
+    Of the pages before these only the last is named, if it is known: page 0. Their number does not matter, since
+    windows are counted from the end.
     """
     names = engine.group_names(salt, engine.alignment)
     names.extend(hashes.chain())
@@ -110,15 +109,15 @@ def _named(engine: HybridEngine, hashes: PageHashes, salt: str) -> tuple[GroupNa
 
 
 class LinkedFetch(GroupFetch):
-    """The pages of a request from the first that the device lacks: page 0 of the fetch."""
+    """The pages of a request from the first that the device lacks, which is page 0 of the fetch."""
 
     @property
     def whole(self) -> int:
-        """Of the first pages, those that are cached in all groups that keep all tokens."""
+        """The number of the first pages that are cached in all groups that keep all tokens."""
         return (self.parted - self.found.start) // self._engine.alignment
 
     def checked(self, first: int, pages: int) -> HybridHit:
-        """The hit without its first `first` pages. Raises `LoadOrderError` for another end than the hit has."""
+        """The hit without its first `first` pages. Raises `LoadOrderError` if it ends elsewhere."""
         if first + pages != self.wanted:
             raise LoadOrderError(
                 f"pages {first} to {first + pages} are to be loaded, of a hit that ends behind page {self.wanted}",
@@ -135,7 +134,7 @@ class LinkedCache:
         self._cache, self._engine = cache, engine
 
     def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
-        """See `Cache`; all that the longest hit needs, or nothing."""
+        """See `Cache`; all pages of the longest hit, or none."""
         names, start = _named(self._engine, hashes, self._cache.salt)
         end = start + pages * self._engine.alignment
         return LinkedFetch(self._engine, names, end, names.tokens, self._cache.pin_seconds, start)

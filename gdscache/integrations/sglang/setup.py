@@ -1,4 +1,4 @@
-"""How SGLang is set up: the integrations' options, and what makes the bytes of two servers interchangeable.
+"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable.
 
 Reads SGLang's `ServerArgs` by its attributes; nothing of SGLang is imported.
 """
@@ -27,8 +27,8 @@ from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
 from gdscache.integrations.weights import weights_read
 
-# Methods of SGLang's `WeightUpdater` that write weights. What comes between a begin and an end flushes its cache if
-# it is asked to; the end does not.
+# Methods of SGLang's `WeightUpdater` that write weights. Calls between a begin and an end flush SGLang's cache if they
+# are asked to; the end does not.
 ENDS_UPDATE = "end_weight_update"
 WEIGHT_METHODS = (
     "update_weights_from_disk",
@@ -41,10 +41,10 @@ WEIGHT_METHODS = (
 )
 LINKER_OPTIONS = "linker_extra_config"
 STORAGE_OPTIONS = "--hicache-storage-backend-extra-config"
-_OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # what HiCache leaves in it
+_OWN_OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")  # keys that HiCache leaves in it
 _ELSEWHERE = ("remote", "remote_instance", "private")  # load formats: the weights come from another server
-_OTHER_WEIGHTS = ("weight_cache_mode", "kt_weight_path")  # settings: a daemon's, or some of them of another path
-_LONGEST = 3600  # seconds, of what the options say
+_OTHER_WEIGHTS = ("weight_cache_mode", "kt_weight_path")  # settings: a daemon's weights, or some of another path
+_LONGEST = 3600  # seconds, of an option's time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class LinkerOptions:
     """`linker_extra_config`.
 
     `config`: a YAML file, or its sections. `ssd_wait`: seconds that the lookups for a batch may wait for pages on their
-    way, while no other request runs. `pin_seconds`: how long pages that were brought for a request are kept for it.
-    `untried`: models are served, too, whose pools follow the contract and that no GPU has run.
+    way, while no other request runs. `pin_seconds`: how long pages brought for a request are kept for it. `untried`:
+    also serve models whose pools follow the contract although no GPU has run them.
     """
 
     config: str | Mapping[str, Any]
@@ -69,7 +69,7 @@ class LinkerOptions:
         if not isinstance(untried, bool):
             raise InvalidValueError(f"untried is {arguments.shown(untried)}", "pass true or false")
         wait = given.get("ssd_wait", cls.ssd_wait)
-        wait = 0.0 if wait in (0, 0.0) else arguments.span(wait, "ssd_wait", _LONGEST)  # 0: nobody waits
+        wait = 0.0 if wait in (0, 0.0) else arguments.span(wait, "ssd_wait", _LONGEST)  # 0: no wait
         pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, PROMISE_S + wait)
         return cls(config=config, ssd_wait=wait, pin_seconds=pins, untried=untried)
 
@@ -108,11 +108,9 @@ def configuration(
     cpu: bool,
     place: RankPlace = ALONE,
 ) -> Config:
-    """The engine's, over these planes. `server`: SGLang's settings (`resolved`). `model`: its `ModelConfig`.
-    `version`: SGLang's. `cpu`: whether it is to have a CPU tier, or to have none. `place`: the rank whose it is.
-
-    Raises `ConfigError` subclasses, and `WeightsNotFoundError` where nothing names the weights.
-    """
+    """The engine's configuration, over these planes. `server`: SGLang's settings (`resolved`). `model`: its
+    `ModelConfig`. `version`: SGLang's. `cpu`: whether a CPU tier is required, or forbidden. `place`: the engine's rank.
+    Raises `ConfigError` subclasses, and `WeightsNotFoundError` if nothing names the weights."""
     planes = dataclasses.replace(planes, described={**planes.described, **place.described()})
     described = model_of(server, model, planes, version)
     found = engine_configuration(config, described, lambda: weights_of(server), source)
@@ -133,19 +131,17 @@ def configuration(
 
 
 def model_of(server: Any, model: Any, planes: PoolPlanes, version: str) -> dict[str, object]:
-    """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
-
-    But for the weights (`weights_of`).
-    """
+    """The section `model` of the engine's configuration: the sizes of a page, and all facts that decide its bytes,
+    except for the weights (`weights_of`)."""
     facts = facts_of(server, model, planes, version, os.environ)
     salt = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return {"name": str(server.model_path), **planes.model(), "salt": salt}
 
 
 def weights_of(server: Any) -> str:
-    """The identity of the weights that SGLang has loaded: of the files that it has read them from.
+    """The identity of SGLang's weights, from the files that SGLang has read.
 
-    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`, also where they come from elsewhere.
+    Dummy weights are drawn from a fixed seed. Raises `WeightsNotFoundError`, also for weights that come from elsewhere.
     """
     load_format = str(getattr(server.load_format, "value", server.load_format))
     if load_format == "dummy":

@@ -1,11 +1,11 @@
 """HiCache's storage backend: the SSD tier below the pages that SGLang keeps in host memory.
 
     python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-mem-layout page_first
-        --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "gdscache",
-        "module_path": "gdscache.integrations.sglang.storage", "class_name": "GdsCacheStorage", "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": true, "config": "gdscache.yaml"}'
+      --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "gdscache",
+      "module_path": "gdscache.integrations.sglang.storage", "class_name": "GdsCacheStorage", "interface_v1": 1,
+      "hicache_storage_pass_prefix_keys": true, "config": "gdscache.yaml"}'
 
-docs/sglang.md says what works and what is refused. This class only hands over to `sglang_host`.
+docs/sglang.md says what works and what is refused. This class passes SGLang's calls on to `host.py`.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
 
 Pages = HostPages | PoolPages | BorrowedPages
-_FLUSH = "clear"  # the host pool's method that a flush ends with; a new pool begins with it, too
+_FLUSH = "clear"  # the host pool's method that ends a flush, and begins a new pool
 _log = logging.getLogger("gdscache")
 _SIZES = ("pp_size", "attn_cp_size", "dcp_size")
 
 
 class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
-    """See the module. Raises the `GdsCacheError` that names what this setup of SGLang needs and has not got."""
+    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self._server, self._model = resolved(get_server_args()), process_model_config()
@@ -78,8 +78,6 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._told: ToldMetrics | None = None
         self._watches: list[WeightWatch] = []
 
-    # -- pools ---------------------------------------------------------------------------------------------------------
-
     def on_host_pools_registered(self) -> None:
         """Open the SSD tier over the pool's memory, on all ranks or on none."""
         self.close()
@@ -95,7 +93,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
             undo.pop_all()
 
     def _open_directory(self) -> str:
-        """What this rank keeps itself; where others may ask for it, if they have the same bytes."""
+        """Open this rank's own directory. Returns its address if the other ranks have the same bytes, else ""."""
         if not self._place.leads:
             return ""
         planes = self._planes()
@@ -110,7 +108,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return pages.lend() if isinstance(pages, HostPages) and self._place.equal else ""
 
     def _planes(self) -> PoolPlanes:
-        """Those of all host pools."""
+        """The planes of all host pools."""
         pools = {KV: self.mem_pool_host} | {str(name): pool for name, pool in self._registered.items()}
         if self._place.equal and len(pools) > 1:
             raise CacheGroupsUnsupportedError(
@@ -136,8 +134,10 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return configuration(self._config, *about, cpu=False, place=self._place)
 
     def _watch(self, pages: Pages, pool: type[Any]) -> None:
-        """From now on for as long as it is open; and what came before it, in this process, counts too."""
-        from_start = get_context().config_leaf("hicache_storage_backend") is not None  # None: attached to a server
+        """Watch changes of the weights while `pages` is open, and count those before it in this process."""
+        from_start = (
+            get_context().config_leaf("hicache_storage_backend") is not None
+        )  # None: attached to a running server
         updates = WeightWatch(
             WeightUpdater,
             WEIGHT_METHODS,
@@ -166,10 +166,8 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     @property
     def _registered(self) -> dict[Any, Any]:
-        """By their names, those of SGLang's that were registered one by one."""
+        """SGLang's pools that were registered one by one, by name."""
         return getattr(self, "registered_pools", {})
-
-    # -- one pool ------------------------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
         return self._open.exists([key]) == 1
@@ -186,8 +184,6 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         return self._open.set(keys, self._slots(host_indices), _before(extra_info))
-
-    # -- the same by names of pools ------------------------------------------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -224,7 +220,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         slots = self._slots(transfer.host_indices, self._registered.get(transfer.name, self.mem_pool_host))
         return (pages.set if store else pages.get)(keys, slots, _before(extra_info))
 
-    # -- the oldest calls, which copy each page once more --------------------------------------------------------------
+    # --- calls that would copy each page once more
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         raise _copying("get")
@@ -240,13 +236,11 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         raise _copying("batch_set")
 
-    # -- the rest ------------------------------------------------------------------------------------------------------
-
     def clear(self) -> None:
         self._open.clear()
 
     def close(self) -> None:
-        """Finish what was accepted, and give everything back. Twice is fine."""
+        """Finish accepted stores, and release everything. Repeated calls are fine."""
         watches, self._watches = self._watches, []
         pages, self._pages = self._pages, None
         for watch in watches:
@@ -269,7 +263,7 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._pages
 
     def _slots(self, host_indices: torch.Tensor, pool: Any = None) -> Sequence[int]:
-        """The first token of each page, or the slot of each state. `pool`: SGLang's, by default that of all tokens."""
+        """The first token of each page, or the slot of each state. `pool`: SGLang's; by default that of all tokens."""
         found: list[int] = host_indices[:: (pool or self.mem_pool_host).page_size].tolist()
         return found
 

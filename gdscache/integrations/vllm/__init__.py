@@ -1,4 +1,5 @@
-"""vLLM: `GdsCacheConnector` is the KV connector that its command line names. vLLM is imported with it, not before."""
+"""vLLM: `GdsCacheConnector` is the KV connector that its command line names. vLLM is imported with the class, not
+before."""
 
 from __future__ import annotations
 

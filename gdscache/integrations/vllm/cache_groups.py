@@ -1,4 +1,4 @@
-"""The groups of layers of vLLM's KV cache: what each keeps, and which are supported.
+"""The groups of layers of vLLM's KV cache: the tokens that each keeps, and the supported kinds.
 
 Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
 """
@@ -15,15 +15,14 @@ _KINDS = ("FullAttentionSpec", "MLAAttentionSpec", _WINDOW, _CHUNK, _STATE)
 
 
 def kinds_of(spec: Any) -> list[str]:
-    """The kinds of a group's layers, by vLLM's names; several where a group has layers of unequal width."""
+    """The kinds of a group's layers, by vLLM's names; several if its layers have unequal widths."""
     layers = getattr(spec, "kv_cache_specs", None)
     return sorted({type(one).__name__ for one in ([spec] if layers is None else layers.values())})
 
 
 def groups_of(cache: Any) -> list[dict[str, object]]:
-    """The groups of a hybrid model as vLLM has them, by the keys of `model.groups` but for the planes of their layers:
-    `layers` has their names. None where there is one group, whose layers keep all tokens. `cache`: a `KVCacheConfig`.
-    """
+    """The groups of a hybrid model, with the keys of `model.groups` except for the planes: `layers` has the layers'
+    names. Empty for a single group whose layers keep all tokens. `cache`: a `KVCacheConfig`."""
     found: list[dict[str, object]] = []
     for number, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -42,19 +41,19 @@ def groups_of(cache: Any) -> list[dict[str, object]]:
 
 
 def block_tokens(cache: Any) -> dict[str, int]:
-    """Tokens of a block of each layer that is in a group."""
+    """The tokens of a block, by name of each layer in a group."""
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
 
 
 def state_layers(cache: Any) -> dict[str, int]:
-    """The layers that keep a state, and how many there are in the group of each."""
+    """The layers that keep a state, each with the number of layers in its group."""
     groups = [group.layer_names for group in cache.kv_cache_groups if kinds_of(group.kv_cache_spec)[0] == _STATE]
     return {name: len(names) for names in groups for name in names}
 
 
 def refuse_groups(cache: Any, *, untried: bool = False) -> None:
-    """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve those, too, that follow the
-    contract and that no GPU has run."""
+    """Raise `CacheGroupsUnsupportedError` for groups that are not served. `untried`: serve groups that follow the
+    contract although no GPU has run them."""
     groups = cache.kv_cache_groups
     kinds = [kinds_of(group.kv_cache_spec) for group in groups]
     every = sorted({kind for some in kinds for kind in some})
@@ -98,7 +97,7 @@ def refuse_groups(cache: Any, *, untried: bool = False) -> None:
 
 
 def _has_indexer(spec: Any) -> bool:
-    """Whether a group of latents has layers of several widths: the latents', and those of the indexer that chooses."""
+    """Whether a group of latents has layers of two widths: the latents' and those of a sparse attention's indexer."""
     layers = getattr(spec, "kv_cache_specs", {}).values()
     widths = {layer.page_size_bytes for layer in layers if type(layer).__name__ == "MLAAttentionSpec"}
     return len(widths) > 1

@@ -1,13 +1,13 @@
-"""vLLM's KV connector: a prefix that was computed once is loaded from the CPU tier or the SSD.
+"""vLLM's KV connector: a prefix computed once is later loaded from the CPU tier or the SSD.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "GdsCacheConnector", "kv_role": "kv_both",
-        "kv_connector_module_path": "gdscache.integrations.vllm", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config": "gdscache.yaml"}}'
+      "kv_connector_module_path": "gdscache.integrations.vllm", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"config": "gdscache.yaml"}}'
 
 docs/vllm.md says what works and what is refused. vLLM makes an object of this class beside its scheduler and one in
-each worker. With one worker in the same process they share an engine (`session.py`). Else the scheduler's object has
-it, and each worker's is a rank of it (`ranks.py`). What they know is in `requests.py` and `worker.py`; this class only
-hands over.
+each worker. With one worker in the same process they share an engine (`session.py`). Otherwise the scheduler's object
+has the engine, and each worker's is a rank of it (`ranks.py`). The state is in `requests.py` and `worker.py`; this
+class passes vLLM's calls on.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ from gdscache.metrics.mirror import Differences, News
 from gdscache.metrics.table import parts_of
 from gdscache.ranks.address import RankAddress
 
-_REST_S = 0.005  # how long a step that computes nothing waits for pages, rather than to ask again at once
-FIGURES_S = 1.0  # from one look at the engine's figures to the next, at least
+_REST_S = 0.005  # the wait of a step that computes nothing, for pages under way
+FIGURES_S = 1.0  # the least time between two reads of the engine's figures
 _SESSIONS = Sessions()
 _log = logging.getLogger("gdscache")
 
 
 @dataclasses.dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """What workers are to move in a step. With ranks it goes to other processes, and has `told` and `marks` in place of
-    `loads` and `stores` (`Lead.step`).
+    """The loads and stores of a step. For ranks it goes to other processes, with `told` and `marks` in place of `loads`
+    and `stores` (`Lead.step`).
 
-    `prefill`: what the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: that, or a request has
-    ended; there may be no further step.
+    `prefill`: the prompt that the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: idle, or a
+    request has ended, so that there may be no further step.
     """
 
     prefill: tuple[int, int] | None
@@ -102,7 +102,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class RankFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a rank tells the scheduler before the first request: where it is in each pool, and its part of the model."""
+    """A rank's report to the scheduler before the first request: its address in each pool, and its part of the
+    model."""
 
     addresses: list[RankAddress]
     model: dict[str, object]
@@ -110,7 +111,7 @@ class RankFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class RankNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What a rank tells the scheduler behind a step: what prefills took."""
+    """A rank's report to the scheduler after a step: times of prefills."""
 
     observed: list[Observed]
 
@@ -119,7 +120,7 @@ class RankNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module. Raises the `IntegrationError` that names what this setup of vLLM needs and has not got."""
+    """See the module. Raises the `IntegrationError` of the first unsupported setting of vLLM."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -151,7 +152,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._begin(session)
 
     def _begin(self, session: VllmSession) -> None:
-        """The scheduler's object has its session."""
+        """Use the session in the scheduler's object."""
         self._session = session
         refuses = functools.partial(leaves_alone, media=self._options.media)
         wait, hybrid = self._options.wait_seconds, session.hybrid
@@ -170,7 +171,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _overlapping(self) -> bool:
-        """Whether vLLM cannot take a step back whose load was bad: it has submitted the next one, or has groups."""
+        """Whether vLLM cannot take back a step with a bad load: it has submitted the next one, or has groups."""
         return self._grouped or bool(self._vllm_config.scheduler_config.async_scheduling)
 
     # -- class ---------------------------------------------------------------------------------------------------------
@@ -191,13 +192,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A page that is not stored is computed again, nothing worse."""
+        """False: a page that is not stored is computed again."""
         return False
 
     # -- scheduler -----------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankFacts]) -> None:
-        """All ranks have come, if workers are processes of their own: open the engine that they are the ranks of."""
+        """All ranks have reported (workers are processes of their own): open their engine."""
         if not self._separate:
             return
         config = self._vllm_config
@@ -251,7 +252,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return dict(tokens)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """What our tiers have got and lost, for vLLM to publish with what its own cache has."""
+        """KV events of our tiers, which vLLM publishes with those of its own cache."""
         return () if self._events is None else self._events.take()
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
@@ -290,7 +291,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: who gets one that a store still reads waits (`VllmSession.settle`)."""
+        """Blocks may be freed at once: the next owner of a block that a store still reads waits
+        (`VllmSession.settle`)."""
         self._table.finish(request.request_id)
         return False, None
 
@@ -298,15 +300,16 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
-        """Drop every page of this model: what vLLM asks for when its weights have changed.
+        """Drop every page of this model; vLLM calls it when its weights have changed.
 
-        Requests that are under way go on from what they have, so nothing of them is stored.
+        Running requests have KV of the old weights, so nothing of them is stored.
         """
         self._drop_all(stale=False)
         return True
 
     def _weights_written(self, method: str) -> None:
-        """Before and behind a call that writes weights. vLLM's own cache has pages of the old ones until its reset."""
+        """Called before and after a method that writes weights. vLLM's own cache has pages of the old weights until its
+        reset."""
         if not self._table.stale:
             _log.warning(
                 "%s: nothing is loaded or stored until reset_prefix_cache(reset_connector=True), since vLLM's own "
@@ -320,11 +323,11 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._joined.weights_changed()
 
     def _is_mine(self, executor: Any) -> bool:
-        """Whether an executor of vLLM's has the workers that are our ranks."""
+        """Whether an executor's workers are this connector's ranks."""
         return self._session is not None and executor.vllm_config.kv_transfer_config.engine_id == self._engine_id
 
     def _workers_end(self, executor: Any) -> None:
-        """What was computed is stored while they are there; not if one of them has died, of which vLLM is to hear."""
+        """Store computed pages while the workers live; not after a worker's death, which vLLM must report."""
         if not executor.is_failed:
             self._close_lead()
 
@@ -374,17 +377,17 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._facts if self._separate else None
 
     def build_connector_worker_meta(self) -> RankNews | None:
-        """The first rank says what prefills took."""
+        """Times of prefills, from the first rank."""
         if isinstance(self._worker, RankWorker):
             observed = self._worker.take_observed()
             return RankNews(observed) if observed and not self._rank else None
         return None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing is left to do: the scheduler has waited for stores that read blocks which this step writes to."""
+        """Nothing: the scheduler has waited for stores that read blocks which this step writes."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """A step begins; vLLM calls it before the forward pass, and `wait_for_save` behind it."""
+        """A step begins. vLLM calls it before the forward pass, and `wait_for_save` after it."""
         super().bind_connector_metadata(connector_metadata)
         with self._timed("worker_seconds"):
             self._worker.prefills.begin(self._orders.prefill)
@@ -399,13 +402,13 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker.loads.wait_all()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if not self._worker.loads.within:  # of most steps, and a step has as many calls as the model has layers
+        if not self._worker.loads.within:  # most steps; and a step has a call for each layer
             return
         with self._timed("worker_seconds"):
             self._worker.loads.wait(self._layers[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """All layers are stored together, when the step has been submitted."""
+        """Nothing: all layers are stored together when the step has been submitted."""
 
     def wait_for_save(self) -> None:
         with self._timed("worker_seconds"):
@@ -419,7 +422,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, self._worker.loads.take_arrived() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """With several groups a load that failed is told by its request: numbers of blocks end vLLM there."""
+        """With several groups a failed load is reported by its request: block numbers would end vLLM."""
         loads = self._worker.loads
         failed = loads.take_failed()
         return KVConnectorTransferResults(
@@ -433,8 +436,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> GdsCacheStats | None:
-        """What was counted since the last call, and once a second what has changed in the engine's figures; None in
-        steps that only computed. Of ranks the first one speaks."""
+        """Counts since the last call, and once a second the changes of the engine's figures; None in steps that only
+        computed. Of ranks, the first one reports."""
         if self.role is not KVConnectorRole.SCHEDULER and self._separate and self._rank:
             return None
         counts, told, news = self._counts, self._counts.keys() - _QUIET, self._news()
@@ -447,8 +450,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return GdsCacheStats(data=data)
 
     def _news(self) -> dict[str, News] | None:
-        """What has changed in the engine's figures, by group of layers as `parts_of` has them; None where somebody else
-        says so, or before its time."""
+        """The changes of the engine's figures, by group of layers as in `parts_of`; None before their time, or in a
+        worker."""
         figures, session = self._figures, self._session
         if session is None or self.role is not KVConnectorRole.SCHEDULER or not figures[""].due:
             return None
@@ -458,7 +461,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
 
     def shutdown(self) -> None:
-        """Leave the engine; the last one closes it. Twice is fine."""
+        """Leave the engine; the last one closes it. Repeated calls are fine."""
         if self._separate:
             if self.role is KVConnectorRole.SCHEDULER:
                 self._close_lead()
@@ -504,7 +507,7 @@ def _options(vllm_config: Any) -> Options:
 
 
 def _refuse(vllm_config: Any) -> None:
-    """What is known to be refused before vLLM starts any worker, where this is its connector."""
+    """Refuse an unsupported setup before vLLM starts any worker, if this is its connector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == GdsCacheConnector.__name__:
         refuse_config(vllm_config)
@@ -514,11 +517,11 @@ def _refuse(vllm_config: Any) -> None:
 refuse_at_start(Executor, _refuse)
 
 _QUIET = {"steps", "scheduler_seconds", "worker_seconds"}
-_QUIET_STEPS = 256  # steps in which only these were counted go together
+_QUIET_STEPS = 256  # this many steps with quiet counts only are reported together
 
 
 def _asks_by_layers(forward_context: Any) -> bool:
-    """Whether a forward pass asks for its layers one by one. One CUDA graph of the whole pass, as a step has that only
-    decodes, does not; vLLM's second model runner replays it without metadata in the context."""
+    """Whether a forward pass waits for its layers one by one. A single CUDA graph of the whole pass, as in a step that
+    only decodes, does not; vLLM's second model runner replays it without metadata in the context."""
     whole: bool = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL
     return forward_context.attn_metadata is not None and not whole

@@ -1,8 +1,8 @@
-"""What refuses a setup of vLLM before weights are loaded.
+"""Refuse an unsupported setup of vLLM before it loads weights.
 
-vLLM makes its connectors when the workers have their weights, in processes whose errors it reports by lines of its own.
-Before it starts them it asks `Executor.get_class(config)`, in the process that an operator sees. No connector is asked
-by then, but this one has been imported. So that method is wrapped. Nothing of vLLM is imported.
+vLLM makes its connectors after the workers have their weights, in processes whose errors it reports in its own lines.
+Before it starts the workers, it calls `Executor.get_class(config)` in the operator's process. No connector exists then,
+but this one's module has been imported: so that method is wrapped. Nothing of vLLM is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def refuse_at_start(executor: type[Any], refuse: Callable[[Any], object]) -> None:
-    """Have `refuse(config)`, which may raise, called before each `executor.get_class(config)`. Again is fine."""
+    """Call `refuse(config)`, which may raise, before each `executor.get_class(config)`. Repeated calls are fine."""
     method = executor.get_class
     if getattr(method, "_gdscache_refuses", False):
         return

@@ -1,6 +1,6 @@
 """KV events in vLLM's names, which vLLM publishes with those of its own cache (`take_events` of a connector).
 
-`ownership` is left out: Dynamo's index does not take in what has one.
+`ownership` is left out: Dynamo's index ignores events that have one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gdscache.events.names import BlockName
 
 
 class VllmEvents:
-    """What the tiers of an engine with a section `events` have got and lost. `cache`: a `KVCacheConfig`."""
+    """Changes of the tiers of an engine with a section `events`. `cache`: a `KVCacheConfig`."""
 
     def __init__(self, engine: CacheEngine | HybridEngine, cache: Any) -> None:
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -33,7 +33,7 @@ class VllmEvents:
         self._of_group = {g: events for pool, events in zip(pools, self._events, strict=False) for g in pool.groups}
 
     def name(self, request: Any, group: int, first: int, keys: Sequence[bytes]) -> None:
-        """The keys of blocks `first` and following of a request, in a group."""
+        """Give vLLM's names to the keys of a request's blocks from `first` on, in a group."""
         size, hashes = self._sizes[group], request.block_hashes
         step = size // self._hashed
         has_extra = bool(request.cache_salt or request.mm_features)
@@ -47,7 +47,7 @@ class VllmEvents:
         self._of_group.get(group, self._events[0]).name(keys, names)
 
     def take(self) -> Iterator[KVCacheEvent]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         for stored, medium, blocks in itertools.chain(*(events.take() for events in self._events)):
             hashes, group = [maybe_convert_block_hash(block.digest) for block in blocks], blocks[0].group
             if not stored:

@@ -1,4 +1,5 @@
-"""What of vLLM makes its keys and values what they are, as plain facts by name; `fields.toml` says which, and why.
+"""The settings of vLLM that decide its keys' and values' bytes, as plain facts by name; `fields.toml` lists them with
+reasons.
 
 Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
 """
@@ -25,7 +26,7 @@ from gdscache.integrations.vllm.cache_groups import groups_of, kinds_of
 from gdscache.integrations.vllm.planes import VllmPlanes
 from gdscache.integrations.weights import model_directory, weights_read
 
-# Kinds of rope that vLLM's own models rotate a key with by its position, and by what is in the model's configuration.
+# Kinds of rope that rotate a key by its position and the model's configuration alone, in vLLM's own models.
 _STEADY_ROPES = frozenset(
     {
         "default", "linear", "ntk", "dynamic", "yarn", "llama3", "mllama4", "proportional", "deepseek_yarn",
@@ -33,7 +34,7 @@ _STEADY_ROPES = frozenset(
     }
 )  # fmt: skip
 _TILES = frozenset({"amx_tile", "avx512f"})  # of an x86 processor: vLLM packs keys by them
-# Load formats that read the files of the model's directory; others have their weights from elsewhere.
+# Load formats that read the files of the model's directory. Weights of other formats come from elsewhere.
 _FROM_FILES = frozenset(
     {
         "auto", "hf", "safetensors", "pt", "npcache", "instanttensor", "fastsafetensors", "runai_streamer",
@@ -45,17 +46,18 @@ _PREFIXES = ("VLLM_",)
 
 @functools.cache
 def table() -> FieldTable:
-    """What is known of vLLM's fields."""
+    """The known fields of vLLM."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations.vllm") / "fields.toml")
 
 
 def model_of(
     vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
 ) -> dict[str, object]:
-    """The section `model` of the engine's configuration: what a page is, and all that makes its bytes what they are.
+    """The section `model` of the engine's configuration: the sizes of a page, and all facts that decide its bytes,
+    except for the weights (`weights_of`).
 
-    But for the weights (`weights_of`). `vllm`: its `VllmConfig`; `cache`: its `KVCacheConfig`. `version`: vLLM's, since
-    what a layout's name means is vLLM's affair. `environment`: the process's.
+    `vllm`: its `VllmConfig`. `cache`: its `KVCacheConfig`. `version`: vLLM's, since a layout's name may change its
+    meaning. `environment`: the process's.
     """
     salt = json.dumps(facts_of(vllm, cache, planes, version, environment), sort_keys=True, separators=(",", ":"))
     groups = [
@@ -70,7 +72,7 @@ def model_of(
 def facts_of(
     vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
 ) -> dict[str, object]:
-    """All that tells one namespace from another but for the weights, by name; see `model_of`."""
+    """All facts that tell namespaces apart, except for the weights, by name; see `model_of`."""
     model, known = vllm.model_config, table()
     media, spec = getattr(model, "multimodal_config", None), cache.kv_cache_groups[0].kv_cache_spec
     facts: dict[str, object] = {
@@ -91,16 +93,16 @@ def facts_of(
         facts["groups"] = groups
     if planes.tensors[0].device.type == "cpu":
         facts["processor"] = [platform.machine(), *_tiles()]
-    if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes are of a version of Python
+    if not vllm.cache_config.prefix_caching_hash_algo.endswith("_cbor"):  # pickle's bytes depend on Python's version
         facts["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
     return facts
 
 
 def weights_of(vllm: Any) -> str:
-    """The identity of the weights that vLLM has loaded: of the files that it has read them from.
+    """The identity of vLLM's weights, from the files that vLLM has read.
 
-    vLLM draws dummy weights from a fixed seed, so there the model's configuration says all of them. Raises
-    `WeightsNotFoundError`, also where they come from elsewhere.
+    vLLM draws dummy weights from a fixed seed, so the model's configuration identifies them. Raises
+    `WeightsNotFoundError`, also for weights that come from elsewhere.
     """
     load_format = str(vllm.load_config.load_format)
     if load_format == "dummy":
@@ -119,12 +121,12 @@ def _directory(model: Any, download_dir: str | None = None) -> Path:
 
 
 def _quantisation(config: Any) -> object:
-    """What a quantisation's configuration says, wherever vLLM has read it."""
+    """The settings of a quantisation, from whatever source vLLM has read them."""
     return None if config is None else [type(config).__name__, plain(getattr(config, "__dict__", {}))]
 
 
 def _code(model: Any) -> str:
-    """A digest of the Python that comes with the model."""
+    """A digest of the Python code that comes with the model."""
     try:
         files = sorted(_directory(model).glob("*.py"))
     except WeightsNotFoundError:
@@ -136,10 +138,8 @@ def _code(model: Any) -> str:
 
 
 def _ropes_by_length(model: Any) -> list[object]:
-    """Of each rope that goes by the length that vLLM was started for: its kind, and that length or the side it is on.
-
-    Longrope takes the long factors where the length is above that of training. An unknown kind may do anything.
-    """
+    """For each rope that depends on the length that vLLM was started for: its kind, and that length, or for longrope
+    whether it is above the length of training (then the long factors apply). An unknown kind may depend on anything."""
     found: list[object] = []
     for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
         if kind == "longrope":
@@ -150,7 +150,8 @@ def _ropes_by_length(model: Any) -> list[object]:
 
 
 def _built_length(model: Any) -> int:
-    """The `max_model_len` that the model's modules were made with: what was asked for, before memory shortened it."""
+    """The `max_model_len` with which the model's modules were made: the asked one, before a lack of memory shortened
+    it."""
     asked = getattr(model, "original_max_model_len", None)
     if asked != -1:
         return int(model.max_model_len)
@@ -158,7 +159,7 @@ def _built_length(model: Any) -> int:
 
 
 def _tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """What decides how vLLM's attention on a CPU packs keys, as far as the processor has it. Raises `OSError`."""
+    """The processor's features by which vLLM's CPU attention packs keys. Raises `OSError`."""
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     flags = next((line for line in lines if line.startswith("flags")), "")
     return sorted(_TILES.intersection(flags.split()))

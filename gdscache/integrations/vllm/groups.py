@@ -1,12 +1,12 @@
 """The scheduler's side of the vLLM connector for hybrid models: requests whose layers keep different tokens.
 
-vLLM has a block table a group, in which a block that its layers do not keep is block 0. All groups draw their blocks
-from one pool, and a block is a page of whichever group has it. Nothing of vLLM is imported.
+vLLM has a block table a group; block 0 stands for a page that the group's layers do not keep. All groups draw their
+blocks from one pool, and a block is a page of its group. Nothing of vLLM is imported.
 
-All pages of full attention are stored, and of a window those that a hit can need: at the end of the prompt, in what is
-generated, every so many tokens, and where the prompt parted from others (its full pages go on past its hit). States are
-stored at the same tokens, as far as vLLM has one there: it offers them, each in the step that writes it, and makes one
-where a prompt parted if it is told so.
+All pages of full attention are stored. Of a window, those that a hit can need are stored: at the prompt's end, in
+generated tokens, every `every` tokens, and where the prompt parted from others (its full pages go on past its hit).
+States are stored at the same tokens, if vLLM has one there: it offers states in the step that writes them, and makes
+one where a prompt parted if it is told to.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known,
 from gdscache.pages.keys import Page
 
 Tables = Sequence[Sequence[int]]  # the block table of each group
-NULL = 0  # the block of vLLM that stands for none
+NULL = 0  # vLLM's block for "no block"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupStoreOrder:
-    """Pages of a request, in one pool, that are in `blocks` when the step has been computed."""
+    """Pages of a request in one pool that are in `blocks` once the step is computed."""
 
     request_id: str
     named: tuple[Page, ...]
@@ -37,14 +37,14 @@ class GroupStoreOrder:
     pool: int = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
-        """Their names, each in the namespace of its group."""
+        """The pages' names, each in the namespace of its group."""
         return self.named
 
 
 @dataclasses.dataclass(slots=True)
 class _GroupKnown(Known):
-    """`names`: of its pages; `ends`: lengths of hits that its windows are kept for; `next`: of each group, the first
-    page that was not offered yet; `last`: of each pool, the last page that was stored, since it got its blocks."""
+    """`names`: of the request's pages. `ends`: lengths of hits for which its windows are kept. `next`: for each group,
+    the first page not offered yet. `last`: for each pool, the last stored page since the request got its blocks."""
 
     names: GroupNames = dataclasses.field(default_factory=lambda: GroupNames((), (), 1))
     state: int = 0  # tokens of the last state that was stored for its place alone
@@ -54,10 +54,10 @@ class _GroupKnown(Known):
 
 
 class KeptStates:
-    """Blocks with states that are to be stored: vLLM gives none of them to another owner before its bytes were read.
+    """Blocks with states that are to be stored: vLLM reuses none of them before its bytes were read.
 
-    vLLM itself promises such a block to the end of the step that writes it. To wait for the read at the next step would
-    be to wait for the GPU, while vLLM could submit that step.
+    vLLM itself promises such a block only to the end of the step that writes it. Waiting for the read at the next step
+    would be waiting for the GPU while vLLM could submit that step.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class KeptStates:
         self._of: dict[str, list[Any]] = {}  # by request
 
     def bind(self, pool: Any) -> None:
-        """`pool`: vLLM's `BlockPool`. Its blocks are counted by their owners."""
+        """`pool`: vLLM's `BlockPool`, which counts the owners of its blocks."""
         self._pool = pool
 
     def keep(self, request_id: str, block: int) -> None:
@@ -73,7 +73,7 @@ class KeptStates:
         self._of.setdefault(request_id, []).append(self._pool.blocks[block])
 
     def let_go(self, reads: Callable[[], Set[int]]) -> None:
-        """Give back the blocks that no store reads any more. `reads()`: those that are to be read."""
+        """Give back the blocks that no store needs any more. `reads()`: blocks that stores still read."""
         if not self._of:
             return
         wanted = reads()
@@ -84,7 +84,8 @@ class KeptStates:
                 del self._of[request_id]
 
     def finish(self, request_id: str) -> set[int]:
-        """Give back all of a request. Their numbers: who gets such a block waits for whoever reads it."""
+        """Give back all blocks of a request. Returns their numbers: their next owners wait for the stores that read
+        them."""
         blocks = self._of.pop(request_id, [])
         if blocks:
             self._pool.free_blocks(blocks)
@@ -92,13 +93,14 @@ class KeptStates:
 
 
 class GroupTable(RequestTable):
-    """All requests that vLLM's scheduler has, of a hybrid model. A page is here what all groups have a page end in."""
+    """All requests of vLLM's scheduler, for a hybrid model. A page here is the shortest length at which all groups have
+    a page's end."""
 
     def __init__(
         self, groups: Sequence[Group], cache: GroupCache, every: int, states: KeptStates, **settings: Any
     ) -> None:
-        """`every`: tokens from one kept window of a prompt to the next; 0: none but where prompts end or part.
-        `settings`: of `RequestTable`."""
+        """`every`: tokens between kept windows of a prompt; 0: windows only where prompts end or part. `settings`: of
+        `RequestTable`."""
         super().__init__(_NoPages(), alignment(groups), **settings)
         self._groups = groups
         self._of_groups = cache
@@ -106,11 +108,13 @@ class GroupTable(RequestTable):
         self._least = min(group.page_tokens for group in groups)
         self._whole = any(group.keeps == "all" for group in groups)
         self.states = states
-        self.between = any(group.keeps == "state" for group in groups)  # vLLM has copied a hit's state by then
+        self.between = any(
+            group.keeps == "state" for group in groups
+        )  # a hit's state is copied by vLLM before the step
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """See `RequestTable.ask`. Where full pages go on past the hit, vLLM is asked for a state there: other prompts
-        parted there, and the next one will."""
+        """See `RequestTable.ask`. If full pages go on past the hit, ask vLLM for a state there: other prompts parted at
+        that token, and the next one may."""
         answer = super().ask(request, computed)
         known = self._known.get(request.request_id)
         if self.between and self._whole and known is not None and isinstance(known.fetch, GroupFetch):
@@ -120,7 +124,7 @@ class GroupTable(RequestTable):
         return answer
 
     def finish(self, request_id: str) -> None:
-        """See `RequestTable.finish`. Nothing of a request is kept behind its end: vLLM's cache can be reset then."""
+        """See `RequestTable.finish`. No block is kept after a request's end, so that vLLM's cache can be reset."""
         super().finish(request_id)
         self._fresh |= self.states.finish(request_id)
 
@@ -149,7 +153,7 @@ class GroupTable(RequestTable):
             fetch.release()
             return
         orders = self._orders(request.request_id, fetch, tables, local, length, between=known.between)
-        if not orders:  # the next token attends to nothing of them, as behind a chunk
+        if not orders:  # the next token attends to none of the pages, as after a chunk's end
             fetch.release()
         self._loads += orders
 
@@ -159,8 +163,8 @@ class GroupTable(RequestTable):
         blocks_of: Callable[[str], Any],
         states: Mapping[str, Sequence[tuple[int, int, int]]] | None = None,
     ) -> Iterable[Any]:
-        """See `RequestTable.stores`; `blocks_of` gives a table a group, of this step. `states`: (group, block, tokens)
-        of each state that the step writes, by request."""
+        """See `RequestTable.stores`; `blocks_of` gives a table a group, as of this step. `states`: (group, block,
+        tokens) of each state that the step writes, by request."""
         groups, find, size, states = self._groups, self._known.get, self.page_tokens, states or {}
         for request_id, tokens in scheduled.items():
             known = find(request_id)
@@ -181,10 +185,11 @@ class GroupTable(RequestTable):
                     wanted.append([])
                     continue
                 full = after // group.page_tokens
-                first = min(known.next[g], before // group.page_tokens)  # less where a page is computed again
+                first = min(known.next[g], before // group.page_tokens)  # less if a page is computed again
                 some = kept(group, known.ends, first, full)
                 if group.keeps != "all":
-                    # What is generated is the next prompt's, from the last hit that ends before it.
+                    # Generated tokens may be the next prompt's: keep their windows from the last hit length in the
+                    # prompt on.
                     begin = max(first, prompt // size * size // group.page_tokens)
                     some = sorted({*some, *range(begin, full)})
                 wanted.append(some)
@@ -209,7 +214,7 @@ class GroupTable(RequestTable):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _keeps_state(self, known: _GroupKnown, end: int, prompt: int) -> bool:
-        """Whether a state at token `end` is worth its bytes: a hit is likely to end there."""
+        """Whether a state at token `end` is worth storing: a hit is likely to end there."""
         if end in known.ends or end >= prompt:
             return True
         if not self._every or end // self._every == known.state // self._every:
@@ -250,11 +255,11 @@ class GroupTable(RequestTable):
                     self._named(known.request, g, first, known.names.keys(g, first, stop))
 
     def _offer(self, known: _GroupKnown, there: int, hit: int, whole: int) -> None:
-        """What needs a store. `there`: tokens that are in their blocks without this step; `hit`: of them in our tiers;
-        `whole`: up to which our tiers have all that is kept of all tokens."""
+        """Note the pages that need a store. `there`: tokens in the request's blocks before this step. `hit`: tokens of
+        these from our tiers. `whole`: the tokens up to which our tiers have all pages of full attention."""
         size, prompt = self.page_tokens, known.request.num_tokens
         ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
-        if there > hit:  # vLLM's own cache has windows that ours lacks
+        if there > hit:  # vLLM's own cache has windows that our tiers lack
             ends.add(there)
         known.ends, known.last = {*ends, *marks(self._every, size, prompt)}, [None for _ in known.names.pools]
         known.next = [
@@ -270,8 +275,8 @@ class GroupTable(RequestTable):
     def _orders(
         self, request_id: str, fetch: GroupFetch, tables: Tables, local: int, length: int, *, between: bool
     ) -> list[LoadOrder]:
-        """The fetch's pages that go into blocks, pool by pool. Raises `InterfaceUnsupportedError` where vLLM wants
-        another page: its rules are not those that the hit was found by."""
+        """The fetch's pages that go into blocks, pool by pool. Raises `InterfaceUnsupportedError` if vLLM wants other
+        pages: its rules differ from those of the hit."""
         orders: list[LoadOrder] = []
         for pool, pages in enumerate(fetch.pages):
             numbers: list[int] = []
@@ -300,7 +305,7 @@ class GroupTable(RequestTable):
 
 
 class _NoPages:
-    """In place of the cache of models with one group, which nobody asks here."""
+    """Stands for the cache of one-group models, which is not used here."""
 
     def fetch(self, hashes: Any, pages: int) -> Fetch:
         raise AssertionError("a request of a hybrid model is named by its groups")

@@ -1,6 +1,5 @@
-"""What the connector and its engine count, in vLLM's own places: its log line of KV transfers, and its Prometheus
-metrics, which another process may have.
-"""
+"""Counts of the connector and its engine in vLLM's own places: its log line of KV transfers, and its Prometheus
+metrics, which may be in another process."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ COUNTED = {
 
 
 class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
-    """What was counted since the last step: plain data, since it goes to another process."""
+    """Counts since the last step, as plain data, since they go to another process."""
 
     data: dict[str, Any]
 
     def aggregate(self, other: KVConnectorStats) -> GdsCacheStats:
-        """The sum of both, in this object."""
+        """Add the other's counts to these, and return this object."""
         for name, value in other.data.items():
             if name != ENGINE:
                 self.data[name] = self.data.get(name, 0) + value
@@ -50,21 +49,18 @@ class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log line shows."""
+        """The figures of the log line."""
         return {name: round(value, 6) for name, value in self.data.items() if value and name != ENGINE}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
         return not any(self.data.values())
 
     def reset(self) -> None:
-        """Count from 0."""
         self.data = {}
 
 
 class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The connector's counts as counters of Prometheus, and the engine's metrics beside them, for each of vLLM's
-    engines."""
+    """The connector's counts as Prometheus counters, and the engine's metrics, for each of vLLM's engines."""
 
     def __init__(
         self,
@@ -88,7 +84,7 @@ class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what a step has counted."""
+        """Add the counts of a step."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name == ENGINE:

@@ -1,9 +1,9 @@
 """vLLM's KV cache as planes of gdscache: a layer is one plane of opaque bytes, a block is a page.
 
-vLLM says how a block's heads and tokens lie in its bytes; here they only move. So the layout's name, and the shape, the
-strides and the type of each layer go into the namespace. vLLM pads a state to a block of the layers beside it. So
-layers with states have planes of their own over the same memory, of the state's bytes alone. Nothing of vLLM is
-imported.
+The order of heads and tokens in a block's bytes is vLLM's affair: here the bytes only move. So the layout's name, and
+the shape, strides and type of each layer, go into the namespace. vLLM pads a state to the size of the other layers'
+blocks. So layers with states have planes of their own over the same memory, of the state's bytes alone. Nothing of vLLM
+is imported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gdscache.integrations.settings import planes_section
 @dataclasses.dataclass(frozen=True)
 class VllmPlanes:
     """`tensors[i]` is a plane: uint8, (blocks, block_tokens, bytes), or (blocks, 1, bytes) of states. `layers`: the
-    plane of each of vLLM's names."""
+    number of the plane, by layer name. `described`: shapes, strides and types."""
 
     tensors: list[torch.Tensor]
     layers: dict[str, int]
     described: list[object]
 
     def model(self) -> dict[str, object]:
-        """The keys of a configuration's section `model` that say what a page is made of."""
+        """The keys of a configuration's section `model` that describe a page."""
         tokens = max(int(tensor.shape[1]) for tensor in self.tensors)
         return planes_section([{"kv": int(tensor.shape[2])} for tensor in self.tensors], tokens)
 
@@ -39,14 +39,15 @@ def planes_of(
     layout: str,
     states: Mapping[str, int] | None = None,
 ) -> VllmPlanes:
-    """Planes over vLLM's tensors by layer name, each (blocks or a multiple, heads, tokens, content).
+    """Planes over vLLM's tensors by layer name, each tensor (blocks or a multiple, heads, tokens, content).
 
-    `block_tokens`: of all layers, or of each that is in a group; another layer shares the cache of one. `states`: of
-    those that keep a state, how many there are in their group. Layers at one address are one plane: they share their
-    cache, or are of groups that draw their blocks from one pool, in which a plane is as wide as the widest of them. A
-    row of it is the block's bytes over the fewest tokens of a block. A state is one row, and shares its plane with
-    states of its size alone, of groups of as many layers: so nothing of a page is padding. Raises
-    `CacheLayoutUnsupportedError` where a block is not one run of bytes.
+    `block_tokens`: of all layers, or of each layer in a group; a layer in no group shares another one's cache.
+    `states`: of layers that keep a state, the number of layers in their group.
+
+    Layers at one address are one plane. They share their cache, or are of groups that draw blocks from one pool; the
+    plane is then as wide as the widest of them. A row of a plane has the block's bytes divided by the fewest tokens of
+    a block. A state is one row. It shares its plane only with states of its size, of groups with equally many layers,
+    so that a page has no padding. Raises `CacheLayoutUnsupportedError` if a block is not one run of bytes.
     """
     tokens = dict.fromkeys(caches, block_tokens) if isinstance(block_tokens, int) else block_tokens
     runs: list[_Run] = []
@@ -87,7 +88,7 @@ def planes_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The blocks of a layer: bytes of the cache's storage from one to the next, and bytes of one."""
+    """The blocks of a layer: bytes of the cache's storage from one block to the next, and bytes of one."""
 
     cache: torch.Tensor
     blocks: int
@@ -104,7 +105,7 @@ class _Run:
 
 def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) -> _Run:
     item, kernel_blocks = cache.element_size(), int(cache.shape[0])
-    each = cache[0].numel()  # of one of vLLM's kernel blocks, a whole number of which are a block
+    each = cache[0].numel()  # elements of a kernel block; a block consists of one or more
     ratio, rest = divmod(kernel_blocks, blocks)
     step = int(cache.stride(0))
     nbytes = each * ratio * item
@@ -124,7 +125,7 @@ def _not_one_run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layou
 
 
 def _sizes(run: list[tuple[int, int]]) -> list[int]:
-    """The stride that each dimension has where those below it leave no gap; of one element it does not matter."""
+    """The stride of each dimension without gaps; a dimension of one element keeps its own, which has no effect."""
     sizes, below = [], 1
     for stride, size in run:
         sizes.append(below if size > 1 else stride)

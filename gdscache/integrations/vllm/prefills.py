@@ -1,4 +1,4 @@
-"""What prefills take in vLLM, for the gate of the engine: measured around steps, so that nothing waits for the figures.
+"""Times of vLLM's prefills, for the engine's gate: measured around steps, without waiting for them.
 
 Nothing of vLLM is imported.
 """
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-LEAST_TOKENS = 16  # of a step that says what a prefill takes
+LEAST_TOKENS = 16  # of a step whose time is used
 
 
 def prefill_of(step: Any) -> tuple[int, int] | None:
-    """(tokens, tokens before them) of a step that computes a part of one request's prompt and nothing else; or None.
+    """(tokens, tokens before them) of a step that computes only a part of one request's prompt; else None.
 
     `step`: vLLM's `SchedulerOutput`.
     """
@@ -33,22 +33,22 @@ def prefill_of(step: Any) -> tuple[int, int] | None:
 
 
 class Prefills:
-    """Times the steps that are about one prompt. On a GPU two events stand around the forward pass, and are read once
-    the second is done; on a CPU it is the host's clock."""
+    """Times the steps of one prompt each. On a GPU by two events around the forward pass, read when the second is done;
+    on a CPU by the host's clock."""
 
     def __init__(self, observe: Callable[[int, int, float], object], device: torch.device) -> None:
-        """`observe`: told of each, as `CacheEngine.observe_prefill` is."""
+        """`observe`: called with each time, like `CacheEngine.observe_prefill`."""
         self._observe = observe
         self._device = device
         self._now: tuple[tuple[int, int], Any] | None = None
         self._ended: deque[tuple[tuple[int, int], Any, Any]] = deque()
 
     def begin(self, prefill: tuple[int, int] | None) -> None:
-        """Before the forward pass of a step; None for one that says nothing."""
+        """Before the forward pass of a step. None: its time is not used."""
         self._now = None if prefill is None else (prefill, self._mark())
 
     def end(self) -> None:
-        """Behind the forward pass, whose kernels may be still to run. Tells of those that are over."""
+        """After the forward pass, whose kernels may not have run. Reports the steps that are over."""
         if self._now is not None:
             self._ended.append((*self._now, self._mark()))
             self._now = None

@@ -1,9 +1,9 @@
-"""vLLM's workers as processes of their own, as tensor parallelism has them: the scheduler's process has the engine and
-decides (`Lead`), the workers have the planes and carry out (`RankWorker`).
+"""vLLM's workers as processes of their own, for tensor parallelism: the scheduler's process has the engine and decides
+(`Lead`); the workers have the planes and carry out (`RankWorker`).
 
-Nothing of vLLM is imported. What a step's metadata brings to the ranks is plain data: the orders of loads, and a mark.
-Ranks come to the mark when the step's forward pass was submitted; stores of what it has computed come behind it,
-however much later the engine begins them.
+Nothing of vLLM is imported. A step's metadata brings plain data to the ranks: the orders of loads, and a mark. Ranks
+come to the mark when the step's forward pass was submitted; stores of the step's pages come behind it, however much
+later the engine begins them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Observed = tuple[int, int, float]  # of `CacheEngine.observe_prefill`
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Blocks that pages of a request go into: see `worker.Place`."""
+    """Blocks for pages of a request: see `worker.Place`."""
 
     request_id: str
     blocks: tuple[int, ...]
@@ -52,7 +52,7 @@ class RankPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankOrder:
-    """A load in one pool as ranks are told of it. `order`: for `Rank.load`; empty where it could not be begun."""
+    """A load in one pool, for ranks. `order`: for `Rank.load`; empty if the load could not be begun."""
 
     pool: int
     order: bytes
@@ -61,21 +61,21 @@ class RankOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankBatch:
-    """A `LoadBatch` as ranks are told of it."""
+    """A `LoadBatch`, for ranks."""
 
     orders: tuple[RankOrder, ...]
     between: bool
 
 
 class Marks:
-    """The order of steps is that of the marks which ranks come to, in one pool. See `worker.OrderOfSteps`."""
+    """The order of steps by the marks that ranks come to, in one pool. See `worker.OrderOfSteps`."""
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
         self._last: Event = None
 
     def begin(self) -> bytes:
-        """A mark behind the step that begins: what each rank is told of it, for `Rank.store`."""
+        """A mark behind the step that begins, as the bytes for each rank's `Rank.store`."""
         before, self._last = self._last, self._engine.mark()
         self._engine.passed(before)
         return getattr(self._last, "order", b"")
@@ -88,7 +88,7 @@ class Marks:
 
 
 class Lead:
-    """What the scheduler has ranks do, step by step."""
+    """The leader of the ranks, step by step."""
 
     def __init__(self, engines: Sequence[CacheEngine], counts: Counter[str], *, overlapping: bool) -> None:
         """`engines`: of each pool. `overlapping`: see `Loads`."""
@@ -98,8 +98,8 @@ class Lead:
         self._loads = Loads(0, counts, overlapping=overlapping)
         pools = zip(engines, self._marks, strict=True)
         self._stores = PoolStores([Stores(engine, marks, counts, self._loads.prove) for engine, marks in pools])
-        self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end nobody here sees
-        self._untold: list[LoadBatch] = []  # whose orders are not there yet
+        self._computed: Sequence[StoreOrder] = ()  # by the step before, whose end this process does not see
+        self._untold: list[LoadBatch] = []  # batches whose orders have not come
 
     def busy(self) -> bool:
         """Whether loads between steps are under way."""
@@ -108,10 +108,10 @@ class Lead:
     def step(
         self, loads: Sequence[LoadOrder], stores: Sequence[StoreOrder], fresh: Set[int], *, idle: bool, last: bool
     ) -> tuple[list[RankBatch], list[bytes]]:
-        """A step is about to be told to the ranks: its loads, and the marks behind it, one a pool, if it has any.
+        """The loads of a step, for the ranks, and the marks behind it, one a pool, if it has stores.
 
-        The step before was submitted by then, if not carried out: what it has computed is stored now, as soon as that
-        is known to be right. `fresh`: blocks that this step may write to. Raises what `Loads.end_step` does.
+        The step before was submitted by then, though perhaps not carried out: its pages are stored as soon as they are
+        known to be right. `fresh`: blocks that this step may write. Raises like `Loads.end_step`.
         """
         self._end_step(idle=idle, last=last)
         self.settle(fresh)
@@ -123,20 +123,17 @@ class Lead:
         return self._told(batches), marks
 
     def settle(self, blocks: Set[int]) -> None:
-        """See `Stores.settle`."""
         self._stores.settle(blocks)
 
     def reads(self) -> Set[int]:
-        """See `Stores.reads`."""
         return self._stores.reads() | {block for order in self._computed for block in order.blocks}
 
     def begin_anew(self, salt: str) -> None:
-        """See `Stores.begin_anew`."""
         self._computed = ()
         self._stores.begin_anew(salt)
 
     def close(self) -> None:
-        """Have what was computed stored, while the ranks are there. Twice is fine."""
+        """Store computed pages while the ranks live. Repeated calls are fine."""
         try:
             self._end_step(idle=True, last=True)
         except GdsCacheError as error:
@@ -146,12 +143,12 @@ class Lead:
     def _end_step(self, *, idle: bool, last: bool) -> None:
         computed, self._computed = self._computed, ()
         end_step(self._loads, self._stores, computed, idle=idle, last=last)
-        self._loads.take_arrived()  # the ranks say so themselves
+        self._loads.take_arrived()  # the ranks report these themselves
         self._loads.take_failed()
         self._loads.take_bad()
 
     def _told(self, batches: Sequence[LoadBatch]) -> list[RankBatch]:
-        """What ranks are told now. A load between steps may wait for another one that brings its pages."""
+        """The batches whose orders have come. A load between steps may wait for another one that brings its pages."""
         told: list[RankBatch] = []
         waiting, self._untold = [*self._untold, *batches], []
         for batch in waiting:
@@ -169,7 +166,7 @@ def _order(one: BegunLoad) -> RankOrder:
 
 
 class RankWorker:
-    """The worker as one of several ranks. `begin` and `end` are called in each step, around its forward pass."""
+    """The worker as one of several ranks. `begin` and `end` are called around each step's forward pass."""
 
     def __init__(
         self,
@@ -180,8 +177,8 @@ class RankWorker:
         overlapping: bool,
         pools: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`tensors`: the planes; `shard`: of `Rank`; `overlapping`: see `Loads`; `pools`: the planes of each pool,
-        none: there is one. Raises `RankError`."""
+        """`tensors`: the planes. `shard`: of `Rank`. `overlapping`: see `Loads`. `pools`: the planes of each pool;
+        none: one pool. Raises `RankError`."""
         with contextlib.ExitStack() as undo:
             self.ranks = [
                 undo.enter_context(Rank([(tensors[plane],) for plane in pool], rank, shard=shard))
@@ -196,14 +193,14 @@ class RankWorker:
         self.loads.begin([LoadBatch([self._begun(one) for one in some.orders], some.between) for some in loads])
 
     def end(self, marks: Sequence[bytes], *, idle: bool) -> None:
-        """`marks`: what the step's metadata says, of each pool, or nothing."""
+        """`marks`: of each pool, from the step's metadata, or none."""
         self.loads.end_step(idle=idle)
         for rank, mark in zip(self.ranks, marks, strict=False):
             rank.store(mark)
         self.prefills.end()
 
     def take_observed(self) -> list[Observed]:
-        """What prefills took, since the last call."""
+        """Times of prefills since the last call."""
         observed, self._observed = self._observed, []
         return observed
 
@@ -215,7 +212,7 @@ class RankWorker:
         load = None
         try:
             load = self.ranks[one.pool].load(one.order) if one.order else None
-        except GdsCacheError as error:  # an answer all the same: a rank that raises ends vLLM
+        except GdsCacheError as error:  # the load is answered as bad: a rank that raises ends vLLM
             log_failure(error)
         return BegunLoad(one.pool, load, one.places)
 
@@ -224,8 +221,8 @@ class RankWorker:
 
 
 def addresses_of(addresses: Mapping[int, Sequence[RankAddress]], ranks: int) -> list[list[RankAddress]]:
-    """Those of all ranks, by pool. `addresses`: what each rank says, of each pool. Raises `RankMismatchError` where
-    some are missing."""
+    """The addresses of all ranks, by pool. `addresses`: each rank's, of each pool. Raises `RankMismatchError` for
+    missing ranks."""
     if missing := sorted({*range(ranks)} - {*addresses}):
         raise RankMismatchError(
             f"ranks {missing} of {ranks} have told nothing of themselves", "see the logs of the workers"

@@ -1,11 +1,11 @@
-"""The scheduler's side of the vLLM connector: what is known of each request, and what a step has to move.
+"""The scheduler's side of the vLLM connector: the state of each request, and the loads and stores of a step.
 
-Plain state over a `Cache`; no bytes, no threads, and nothing of vLLM is imported. A request is whatever has vLLM's
+Plain state over a `Cache`, without bytes or threads; nothing of vLLM is imported. A request is any object with vLLM's
 names: `request_id`, `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
 
-A request begins to *fetch* when it arrives: its pages come to the CPU tier, are checked there, and stay pinned. Asked
-whether it may run, the table answers "not yet" while they come, for `wait` seconds at most; then with the prefix that
-is checked. Where the CPU tier has no room, the pages go between two steps, straight to their blocks.
+A request begins to *fetch* when it arrives: its pages come to the CPU tier, are checked there, and stay pinned. When
+the scheduler asks for the request's hit, the table answers "not yet" while they come, for at most `wait` seconds, and
+then with the checked prefix. If the CPU tier has no room, the pages go between two steps, straight to their blocks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, ClassVar
 from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.pages.keys import Page, PageHashes
 
-LOOK_AGAIN_S = 1.0  # a request that waits is looked up again after this
-_TRIES = 2  # loads between steps of a request, where they fail as a whole
-HASH_BYTES = 32  # of a page hash; shorter ones of vLLM's (xxhash has 16) are filled up with zeros
+LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time
+_TRIES = 2  # loads between steps of a request that may fail as a whole
+HASH_BYTES = 32  # of a page hash; vLLM's shorter hashes (xxhash has 16 bytes) are padded with zeros
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Pages `first` and following of a request go into `blocks`. Whoever carries it out releases `fetch`.
+    """Pages of a request from `first` on go into `blocks`. Its executor releases `fetch`.
 
-    `between`: the request waits until they are there, or were found to be bad; else this step computes with them, and
-    they are pages that `fetch` has checked. `pool`: which of a hybrid model's pools they are in.
+    `between`: the request waits until the pages are there or found to be bad; otherwise this step computes with them,
+    and `fetch` has checked them. `pool`: their pool, in a hybrid model.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class LoadOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """Pages `first` and following of a request are in `blocks` when the step has been computed."""
+    """Pages of a request from `first` on are in `blocks` once the step is computed."""
 
     request_id: str
     hashes: PageHashes
@@ -51,16 +51,18 @@ class StoreOrder:
     pool: ClassVar[int] = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
-        """Their names."""
         return self.hashes.pages(namespace)[self.first : self.first + len(self.blocks)]
 
 
 @dataclasses.dataclass(slots=True)
 class Known:
-    """A request. `local`: pages that vLLM's own cache has of it; `offered`: pages before it need no store; `since`:
-    when it was told "not yet" for the first time, since pages came for it last; `looked`: when they were looked up;
-    `failed`: loads between steps that failed as a whole; `asked`: when vLLM asked first, since it placed it last;
-    `answered`: whether it has been told more than "not yet" since."""
+    """A request.
+
+    `local`: pages in vLLM's own cache. `offered`: pages before this number need no store. `since`: the time of the
+    first "not yet" since pages last came. `looked`: the time of the last lookup. `failed`: loads between steps that
+    failed as a whole. `asked`: the time of vLLM's first question since it last placed the request. `answered`: whether
+    an answer other than "not yet" was given since.
+    """
 
     request: Any
     refused: bool
@@ -79,7 +81,7 @@ class Known:
 
 
 class RequestTable:
-    """All requests that vLLM's scheduler has. Not thread-safe: the scheduler is one thread."""
+    """All requests of vLLM's scheduler. Not thread-safe: the scheduler is one thread."""
 
     def __init__(
         self,
@@ -92,10 +94,9 @@ class RequestTable:
         waited: Callable[[float], object] = lambda seconds: None,
         named: Callable[[Any, int, int, Sequence[bytes]], object] | None = None,
     ) -> None:
-        """`wait`: seconds that a request may be told "not yet". `refuses`: why a request is left alone, or "".
-        `waited`: told how long each request was. `named(request, group, first, keys)`: is told the keys of pages
-        `first` and following, where KV events are on.
-        """
+        """`wait`: seconds of "not yet" for a request, at most. `refuses`: the reason to leave a request alone, or "".
+        `waited`: called with each request's wait. `named(request, group, first, keys)`: called with the keys of pages
+        from `first` on, if KV events are on."""
         self._cache = cache
         self.page_tokens = page_tokens
         self._wait = wait
@@ -110,13 +111,13 @@ class RequestTable:
         self.alone: Counter[str] = Counter()  # requests that are left alone, by cause
         self.late = 0  # requests whose pages did not come in time
         self.between = False  # every load goes between steps
-        self.unused: Callable[[str, Any, int, str], object] = _nobody  # told of cached pages that a request lacks
+        self.unused: Callable[[str, Any, int, str], object] = (
+            _nobody  # called with cached pages that a request computes
+        )
         self.stale = False  # vLLM's own cache may have pages of other weights: requests are left alone
 
     def __len__(self) -> int:
         return len(self._known)
-
-    # -- a request comes, is asked for, gets its blocks, and goes ----------------------------------------------------
 
     def add(self, request: Any) -> None:
         """A request has arrived: begin to fetch."""
@@ -128,10 +129,8 @@ class RequestTable:
             self._begin(known)
 
     def ask(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens behind the first `computed` ones can be loaded, and whether between two steps.
-
-        (None, False): ask again in the next step. At least one token of the request is left to compute.
-        """
+        """The number of tokens behind the first `computed` ones that can be loaded, and whether between two steps.
+        (None, False): ask again in the next step. At least one token of the request is left to compute."""
         known = self._known.get(request.request_id)
         if known is None:
             return 0, False
@@ -167,7 +166,7 @@ class RequestTable:
         return pages * size, known.between
 
     def place(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
-        """The request has got `blocks`, all that it has so far, and `tokens` tokens are to be loaded."""
+        """The request has got `blocks`, all so far, and `tokens` tokens are to be loaded."""
         known = self._known.get(request.request_id)
         if known is None:
             self._fresh.update(blocks)
@@ -192,27 +191,25 @@ class RequestTable:
     def failed(self, request_id: str) -> None:
         """A load between steps failed as a whole: vLLM frees the request's blocks and asks again.
 
-        A bad page is gone from its tier by then. After `_TRIES` something else is wrong, and the request is computed.
+        The bad page is gone from its tier by then. After `_TRIES` failures the request is computed.
         """
         if known := self._known.get(request_id):
             known.failed += 1
 
     def hit_sources(self, request: Any) -> Mapping[str, int]:
-        """Pages of the request's last load, by the tier that had them when the request came."""
+        """Pages of the request's last load, by their tier when the request came."""
         known = self._known.get(request.request_id)
         return {} if known is None else known.sources
 
     def finish(self, request_id: str) -> None:
-        """The request is over, or aborted: what it holds goes back. Twice is fine."""
+        """The request is over, or aborted: release its fetch. Repeated calls are fine."""
         known = self._known.pop(request_id, None)
         if known is not None and known.fetch is not None:
             known.fetch.release()
 
     def leave_alone(self, *, stale: bool = False) -> None:
-        """Neither load nor store anything of the requests that are there: what they have is of other weights.
-
-        `stale`: nor of those that come, until this is called without.
-        """
+        """Neither load nor store for present requests: their KV is of other weights. `stale`: nor for new ones, until a
+        call without it."""
         self.stale = stale
         for known in self._known.values():
             if known.fetch is not None:
@@ -220,34 +217,31 @@ class RequestTable:
             known.refused, known.fetch, known.offered = True, None, None
 
     def clear(self) -> None:
-        """Let everything go."""
         for request_id in list(self._known):
             self.finish(request_id)
         for order in self.take_loads():
             order.fetch.release()
 
-    # -- once a step -------------------------------------------------------------------------------------------------
-
     def take_loads(self) -> list[LoadOrder]:
-        """The loads of this step; they are the caller's."""
+        """Take the loads of this step."""
         loads, self._loads = self._loads, []
         return loads
 
     def take_fresh(self) -> set[int]:
-        """Blocks that waiting requests got since the last call, and that may be written from this step on."""
+        """Take the blocks that waiting requests got since the last call; this step may write them."""
         fresh, self._fresh = self._fresh, set()
         return fresh
 
     def take_deferred(self) -> int:
-        """How many requests were told "not yet" since the last call."""
+        """The number of "not yet" answers since the last call."""
         deferred, self._deferred = self._deferred, 0
         return deferred
 
     def stores(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Iterable[StoreOrder]:
-        """What becomes full in a step of so many tokens a request. `blocks_of` is asked for those alone.
+        """The pages that a step fills, by its tokens of each request. `blocks_of` is called for these requests only.
 
-        A request's `num_computed_tokens` is the count before the step. The hashes are those of tokens that are known,
-        so what is sampled or speculated in this step is not stored yet.
+        A request's `num_computed_tokens` is the count before the step. Hashes exist for known tokens only, so sampled
+        or speculated tokens of this step are not stored yet.
         """
         size, find = self.page_tokens, self._known.get
         for request_id, tokens in scheduled.items():
@@ -258,7 +252,7 @@ class RequestTable:
             if (before + tokens) // size <= offered <= before // size:
                 continue  # most requests in most steps
             full = min((before + tokens) // size, len(known.request.block_hashes))
-            first = min(offered, before // size)  # less where a bad page is computed again
+            first = min(offered, before // size)  # less if a bad page is computed again
             known.offered = max(first, full)
             if full > first:
                 self._name(known)
@@ -277,26 +271,27 @@ class RequestTable:
         return fetch
 
     def _outgrown(self, known: Known, fetch: Fetch, most: int, now: float) -> bool:
-        """Whether more of a request's pages are cached by now than when its fetch began, by others who waited less."""
+        """Whether more of a request's pages are cached than when its fetch began, stored by other requests
+        meanwhile."""
         if fetch.cached >= most or now < known.looked + LOOK_AGAIN_S:
             return False
         known.looked = now
         return self._cache.cached(known.hashes) > fetch.cached
 
     def _say_unused(self, known: Known, fetch: Fetch, first: int) -> None:
-        """Pages from number `first` on were cached when the request came, and it computes them."""
+        """Report cached pages from number `first` on that the request computes."""
         why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
         self.unused(known.request.request_id, fetch, first, why)
 
     def _missing(self, known: Known, there: int, cached: int) -> int:
-        """The first page that needs a store. `there`: pages that are in their blocks without this step."""
-        if there > cached:  # vLLM's own cache has pages that ours had not when the request came: has it now?
+        """The first page that needs a store. `there`: pages in the request's blocks before this step."""
+        if there > cached:  # vLLM's own cache has pages that ours lacked at the request's arrival: look again
             self._name(known)
             cached = self._cache.cached(known.hashes)
         return min(there, cached)
 
     def _name(self, known: Known) -> None:
-        """Name the pages that have got a hash since."""
+        """Name the pages that have got a hash since the last call."""
         have, hashes = len(known.hashes), known.request.block_hashes
         if len(hashes) > have:
             known.hashes.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
@@ -305,7 +300,7 @@ class RequestTable:
 
 
 def _skips(request: Any) -> bool:
-    """Whether vLLM would not use what is loaded: the request wants what only computing every token gives."""
+    """Whether vLLM ignores loaded tokens: the request needs results that only computing every token gives."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 

@@ -1,8 +1,8 @@
 """One engine for the objects that vLLM makes of a connector.
 
-In one process vLLM makes the worker's object first, which opens the engine when it learns of the KV cache's tensors;
-the scheduler's joins it by the `engine_id` that both were given. The engine is closed when the last of them leaves.
-Where workers are other processes, the scheduler's object alone has the session (`ranks.py`).
+In one process, vLLM makes the worker's object first, which opens the engine when it learns of the KV cache's tensors.
+The scheduler's object joins it by the `engine_id` of both. The last one to leave closes the engine. If workers are
+other processes, the scheduler's object alone has the session (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gdscache.integrations.fetching import PinningCache
 
 
 class Storing(Protocol):
-    """Who stores: `Stores`, or `Lead`."""
+    """The owner of stores: `Stores`, or `Lead`."""
 
     def settle(self, blocks: Set[int]) -> None: ...
 
@@ -29,7 +29,7 @@ class Storing(Protocol):
 
 
 class VllmSession(PinningCache):
-    """An engine over vLLM's tensors, and who uses it. `hybrid`: it, for a model with groups of layers."""
+    """An engine over vLLM's tensors, and its users. `hybrid`: the engine of a model with groups of layers."""
 
     def __init__(self, engine: CacheEngine | HybridEngine, pin_seconds: float) -> None:
         self.hybrid = engine if isinstance(engine, HybridEngine) else None
@@ -40,11 +40,11 @@ class VllmSession(PinningCache):
         self._busy: Callable[[], bool] = bool
 
     def attend(self, stores: Storing, busy: Callable[[], bool]) -> None:
-        """Who stores says so, and whether loads between steps are under way."""
+        """Use this owner of stores. `busy()`: whether loads between steps are under way."""
         self._stores, self._busy = stores, busy
 
     def settle(self, blocks: Set[int]) -> None:
-        """Wait until no store reads these blocks: somebody is to write to them.
+        """Wait until no store reads these blocks: they are about to be written.
 
         The scheduler calls it before anything of a step reaches the worker. All stores of earlier steps have begun by
         then, since both are one thread.
@@ -53,14 +53,14 @@ class VllmSession(PinningCache):
             self._stores.settle(blocks)
 
     def reads(self) -> Set[int]:
-        """Blocks that stores of the steps so far read, or will."""
+        """Blocks that stores of the steps so far read, or will read."""
         return frozenset[int]() if self._stores is None else self._stores.reads()
 
     def weights_changed(self) -> None:
-        """Drop every page of this model, and store nothing of what waits to be stored.
+        """Drop every page of this model, and all waiting stores.
 
-        From now on pages have another salt: they are of weights that no file has, as far as anybody knows, so that an
-        engine that begins with the files' weights again must not find them.
+        Later pages have another salt: their weights may be in no file, so an engine that starts with the files' weights
+        must not find them.
         """
         for engine in self.engines:
             engine.invalidate(*engine.namespaces())
@@ -69,19 +69,16 @@ class VllmSession(PinningCache):
             self._stores.begin_anew(self.salt)
 
     def observe_prefill(self, tokens: int, cached: int, seconds: float) -> None:
-        """Tell every pool's gate what a prefill took: see `CacheEngine.observe_prefill`."""
+        """Report a prefill's time to every pool's gate: see `CacheEngine.observe_prefill`."""
         for engine in self.engines:
             engine.observe_prefill(tokens, cached, seconds)
 
     def close(self) -> None:
-        """Close the engine; what was accepted for storing is stored first."""
+        """Close the engine, after its accepted stores."""
         (self.hybrid or self.engine).close()
 
     def busy(self) -> bool:
-        """Whether loads between steps are under way."""
         return self._busy()
-
-    # -- who uses it -------------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         self._users += 1
@@ -100,7 +97,7 @@ class Sessions:
         self._open: dict[str, VllmSession] = {}
 
     def open(self, engine_id: str, make: Callable[[], VllmSession]) -> VllmSession:
-        """The worker's call: open one."""
+        """Open a session, for the worker."""
         session = make()
         with self._lock:
             self._open[engine_id] = session
@@ -108,7 +105,8 @@ class Sessions:
         return session
 
     def join(self, engine_id: str) -> VllmSession:
-        """The scheduler's call. Raises `InterfaceUnsupportedError` where the worker is in another process after all."""
+        """Join the session, for the scheduler. Raises `InterfaceUnsupportedError` if the worker is in another
+        process."""
         with self._lock:
             session = self._open.get(engine_id)
             if session is None:
@@ -120,7 +118,7 @@ class Sessions:
         return session
 
     def leave(self, engine_id: str, session: VllmSession) -> None:
-        """The last who leaves closes the engine; what was accepted for storing is stored first."""
+        """Leave the session. The last one closes the engine, after its accepted stores."""
         with self._lock:
             last = session.leave()
             if last and self._open.get(engine_id) is session:

@@ -1,4 +1,4 @@
-"""How vLLM is set up: the connector's options, what it refuses, and which requests it leaves alone.
+"""The setup of vLLM: the connector's options, refused settings, and requests to leave alone.
 
 Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
 """
@@ -34,8 +34,8 @@ from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.vllm.cache_groups import kinds_of, refuse_groups
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # of vLLM's hashers: blake3, SHA-256, SHA-512
-_LONGEST = 3600  # seconds, of what the options say
-WEIGHT_METHODS = ("reload_weights",)  # of vLLM's workers, which tell no connector that they write weights
+_LONGEST = 3600  # seconds, of an option's time
+WEIGHT_METHODS = ("reload_weights",)  # methods of vLLM's workers that write weights without telling connectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Options:
 
     `config`: a YAML file, or its sections. `wait_seconds`: how long a request is told "not yet" while its pages come.
     `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
-    layer before its attention, where the forward pass is not one CUDA graph; or for all layers before it. `media`:
-    requests with images, sounds or videos are cached, too, since no client names media itself (`multi_modal_uuids`).
-    `untried`: models are served, too, whose caches follow the contract and that no GPU has run.
+    layer before its attention, if the forward pass is not one CUDA graph; otherwise for all layers before the pass.
+    `media`: also cache requests with images, sounds or videos; only for clients that do not name media themselves
+    (`multi_modal_uuids`). `untried`: also serve models whose caches follow the contract although no GPU has run them.
     """
 
     config: str | Mapping[str, Any]
@@ -88,26 +88,26 @@ class Options:
         *,
         events: bool = False,
     ) -> Config:
-        """The engine's, for that model. `weights`: asked for their identity unless the file has `model.weights`.
-        `variables`: that its texts may name, beside those of the environment (`variables_of`). `events`: vLLM publishes
-        KV events, so ours are on, too."""
+        """The engine's configuration for that model. `weights`: called for their identity unless the file has
+        `model.weights`. `variables`: usable in its texts, beside those of the environment (`variables_of`). `events`:
+        vLLM publishes KV events, so ours are on too."""
         config = engine_configuration(self.config, model, weights, "kv_connector_extra_config.config", variables)
         return config.model_copy(update={"events": EventsConfig()}) if events and config.events is None else config
 
 
 def refuse_setup(vllm: Any, cache: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise the subclass of `IntegrationError` that names what is not supported.
+    """Raise the `IntegrationError` subclass of an unsupported setting.
 
     `vllm`: vLLM's `VllmConfig`; `cache`: its `KVCacheConfig`.
     """
     refuse_config(vllm, environment)
     untried = (vllm.kv_transfer_config.kv_connector_extra_config or {}).get("untried")
     refuse_groups(cache, untried=untried is True)
-    _refuse_ropes(vllm.model_config)  # whose length vLLM may shorten until there are caches
+    _refuse_ropes(vllm.model_config)  # last: vLLM may shorten the length until its caches exist
 
 
 def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """What `refuse_setup` knows before there is a KV cache."""
+    """The checks of `refuse_setup` that need no KV cache."""
     transfer, parallel = vllm.kv_transfer_config, vllm.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
         raise LoadFailurePolicyError(
@@ -140,7 +140,7 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def _refuse_ranks(parallel: Any) -> None:
-    """Raise `ParallelismUnsupportedError` where vLLM spreads a model in another way than by tensors, on one host."""
+    """Raise `ParallelismUnsupportedError` unless the model is spread by tensors alone, on one host."""
     names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     sizes = {name: getattr(parallel, name, 1) for name in names}
     if wrong := {name: size for name, size in sizes.items() if size != 1}:
@@ -176,19 +176,19 @@ def tells_events(vllm: Any) -> bool:
 
 
 def variables_of(parallel: Any) -> dict[str, str]:
-    """Variables for the configuration's texts, which vLLM knows: which replica of a data-parallel engine this is.
+    """Variables for the configuration's texts: the number of this replica of a data-parallel engine.
 
-    vLLM calls replicas of a dense model rank 0 of 1 each, and keeps their number in `data_parallel_index`.
+    vLLM calls each replica of a dense model rank 0 of 1, and keeps its number in `data_parallel_index`.
     """
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     return {"GDSCACHE_DP_RANK": str(index)}
 
 
 def shard_of(vllm: Any, cache: Any, rank: int) -> int:
-    """Which part of the heads a rank of vLLM's tensor parallelism has. Ranks with equal bytes have one shard.
+    """The part of the heads that a rank of vLLM's tensor parallelism has. Ranks with equal bytes have one shard.
 
-    Latents (MLA) are on all ranks. With more ranks than heads of keys, consecutive ranks have the same head. Where
-    layers may differ in their heads, no two ranks are taken to be equal.
+    Latents (MLA) are on all ranks. With more ranks than heads of keys, consecutive ranks have the same head. If layers
+    may differ in their heads, all ranks are taken to differ.
     """
     return rank // _replicas(vllm, cache)
 
@@ -219,7 +219,7 @@ def _refuse_hashes(cache: Any, environment: Mapping[str, str]) -> None:
 
 
 def refuse_media(vllm: Any) -> None:
-    """Raise `MediaUnsupportedError` where vLLM names media by a counter, which a restart begins anew."""
+    """Raise `MediaUnsupportedError` if vLLM names media by a counter, which starts anew with the process."""
     media = vllm.model_config.multimodal_config
     if media is not None and media.mm_processor_cache_gb == 0 and not vllm.cache_config.enable_prefix_caching:
         raise MediaUnsupportedError(
@@ -230,7 +230,7 @@ def refuse_media(vllm: Any) -> None:
 
 
 def _refuse_ropes(model: Any) -> None:
-    """vLLM may run a model by transformers' code, whose ropes go by the requests that are computed together."""
+    """vLLM may run a model by transformers' code, whose ropes depend on the requests that are computed together."""
     if not model.using_transformers_backend():
         return
     limit = rope_limit(model.hf_text_config)
@@ -243,11 +243,11 @@ def _refuse_ropes(model: Any) -> None:
 
 
 def leaves_alone(request: Any, *, media: bool) -> str:
-    """Why a request is neither loaded nor stored: its name says less than what its keys and values are made of.
+    """The reason to neither load nor store a request, or "": its name does not identify its keys and values.
 
-    An adapter that is loaded anew keeps its name. A medium is named by a digest of its content, or by its client, whose
-    name may be hashed along with settings and then looks like a digest. `media`: no client names media, so that what
-    looks like a digest is one. "": nothing.
+    An adapter keeps its name when it is loaded anew. A medium is named by a digest of its content, or by its client; a
+    client's name hashed with settings also looks like a digest. `media`: no client names media, so every digest is of
+    content.
     """
     if getattr(request, "lora_request", None) is not None:
         return "adapter"

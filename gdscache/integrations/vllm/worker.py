@@ -1,12 +1,12 @@
-"""The worker's side of the vLLM connector: what moves between the engine's tiers and vLLM's blocks in a step.
+"""The worker's side of the vLLM connector: moves between the engine's tiers and vLLM's blocks in a step.
 
-Nothing of vLLM is imported. Where workers are processes of their own, `Loads` is in each of them and beside the
-scheduler, and `Stores` beside the scheduler (`ranks.py`).
+Nothing of vLLM is imported. If workers are processes of their own, `Loads` is in each of them and beside the scheduler,
+and `Stores` beside the scheduler (`ranks.py`).
 
-A load within the step is of pages that were checked and are pinned. A load between steps may meet a bad page; its
-blocks are named, and vLLM computes them. A store reads its blocks after the steps that were submitted when it is
-flushed; until it has read them, whoever is to write to them waits (`settle`). What a step with a load has computed is
-stored once that load is proven: from a bad page on it would be wrong, under a right name.
+A load within the step brings pages that were checked and are pinned. A load between steps may meet a bad page; its
+blocks are reported, and vLLM computes them. A store reads its blocks after the steps submitted before its flush; until
+it has read them, steps that write the blocks wait (`settle`). Pages of a step with a load are stored once that load is
+proven: after a bad page they would be wrong, under a right name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Place(Protocol):
-    """Where pages of a request go: a `LoadOrder`, or what a rank is told of it."""
+    """The blocks for pages of a request: a `LoadOrder`, or its form for ranks."""
 
     @property
     def request_id(self) -> str: ...
@@ -48,8 +48,7 @@ class Place(Protocol):
 
 
 class StoreOrder(Protocol):
-    """Pages of a request, in one pool, that are in `blocks` when the step has been computed: see `requests` and
-    `groups`."""
+    """Pages of a request in one pool that are in `blocks` once the step is computed: see `requests` and `groups`."""
 
     @property
     def request_id(self) -> str: ...
@@ -65,8 +64,8 @@ class StoreOrder(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BegunLoad:
-    """A load that was begun in one pool, and the places of its requests there. `load`: None where it could not be: all
-    is bad then."""
+    """A begun load in one pool, and the blocks of its requests. `load` is None if it could not begin: all its pages are
+    bad."""
 
     pool: int
     load: LayerwiseLoad | None
@@ -80,7 +79,7 @@ class BegunLoad:
         bad: set[int] = set()
         try:
             reports = self.load.results() if self.load is not None else ()
-        except GdsCacheError as error:  # what broke it off
+        except GdsCacheError as error:  # the error that broke the load off
             log_failure(error)
             reports = ()
         for report, place in itertools.zip_longest(reports, self.places):
@@ -92,14 +91,13 @@ class BegunLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadBatch:
-    """A load that was begun. `between`: its request waits until it has ended, and `pools` are those that have pages of
-    it; else it is of all requests of a step, in the one pool of their model."""
+    """A begun load. `between`: its request waits for its end, and `pools` are those with pages of it. Otherwise it is
+    of all requests of a step, in their model's only pool."""
 
     pools: Sequence[BegunLoad]
     between: bool = False
 
     def wait(self, layer: int) -> None:
-        """See `LayerwiseLoad.wait`."""
         for one in self.pools:
             if one.load is not None:
                 one.load.wait(layer)
@@ -108,19 +106,18 @@ class LoadBatch:
         return all(one.done() for one in self.pools)
 
     def bad_blocks(self) -> set[int]:
-        """See `BegunLoad.bad_blocks`."""
         return set().union(*(one.bad_blocks() for one in self.pools))
 
     def requests(self) -> set[str]:
-        """Whose pages it brings."""
+        """The requests of its pages."""
         return {place.request_id for one in self.pools for place in one.places}
 
 
 def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
-    """Begin the loads of a step: one for all that the step computes with, and one for each request between steps.
+    """Begin the loads of a step: one for all requests that the step computes, and one for each request between steps.
 
-    `engines`: of each pool; of several, all loads go between steps. The pages stay where they are until each load has
-    them.
+    `engines`: of each pool; with several, all loads go between steps. The fetched pages are kept until each load has
+    leased them.
     """
     within = [order for order in orders if not order.between]
     batches = [[within]] if within else []
@@ -160,17 +157,17 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
 
 
 class OrderOfSteps(Protocol):
-    """The order in which vLLM's steps are carried out: what a store comes behind."""
+    """The order of vLLM's steps, for stores that come behind them."""
 
     def now(self) -> Event:
-        """A place behind the steps so far, which is kept until it is `passed`."""
+        """A place behind the steps so far, kept until `passed`."""
 
     def passed(self, place: Event) -> None:
-        """Nothing asks for the place any more; stores that were given it have it."""
+        """All stores behind the place have begun."""
 
 
 class StreamOfSteps:
-    """The order is that of the current stream of a device."""
+    """The order of a device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -179,17 +176,17 @@ class StreamOfSteps:
         return record(self._device)
 
     def passed(self, place: Event) -> None:
-        """An event goes with whoever has it."""
+        """Nothing: an event lives with its owner."""
 
 
-_PAGES, _STEPS = 16, 8  # single pages, as decoding fills them, are handed over by so many, or after so many steps
+_PAGES, _STEPS = 16, 8  # waiting single pages and steps until a flush while requests decode
 
 
 class Stores:
-    """What is to be stored, and stores that still read blocks of vLLM's. A thread hands them over to the engine.
+    """Waiting stores, and those that still read blocks of vLLM's. A thread passes them to the engine.
 
-    To hand pages over takes some 0.1 ms of Python, however few they are. So single pages wait for others: their blocks
-    keep their bytes until somebody is to write to them.
+    Passing on costs some 0.1 ms of Python, for any number of pages. So single pages wait for others: their blocks keep
+    their bytes until a step is about to write them.
     """
 
     def __init__(
@@ -205,18 +202,18 @@ class Stores:
         self._order = steps
         self._counts = counts
         self._salt = ""
-        self._single = max(1, len(engine.groups))  # pages that a request fills at a time while it decodes
+        self._single = max(1, len(engine.groups))  # pages that a decoding request fills at a time
         self._waiting: list[StoreOrder] = []
-        self._steps = 0  # since the first of them came
-        self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # of the latest steps, which are not proven; `last`
+        self._steps = 0  # since the first waiting page
+        self._held: deque[tuple[list[StoreOrder], bool]] = deque()  # the latest, unproven steps, with their `last`
         self._reading: list[tuple[HandedStore, frozenset[int]]] = []  # with their blocks
         self._thread = StoreThread("gdscache-stores")
 
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
-        """Store what the step has computed, all requests at once. Nothing of it waits for a disk.
+        """Store the pages of a step, of all requests together. Never waits for a disk.
 
-        `last`: a request has ended, and there may be no further step. `unproven`: so many of the latest steps, this one
-        among them, may have begun on bad pages (`Loads.unproven`).
+        `last`: a request has ended, and there may be no further step. `unproven`: the number of the latest steps, this
+        one included, that may have begun on bad pages (`Loads.unproven`).
         """
         self._held.append((list(orders), last))
         ending = self._let_go(unproven)
@@ -227,12 +224,12 @@ class Stores:
             self.flush()
 
     def begin_anew(self, salt: str) -> None:
-        """Store nothing of what waits; what comes has this salt."""
+        """Drop waiting stores; later ones have this salt."""
         self._held.clear()
         self._waiting, self._steps, self._salt = [], 0, salt
 
     def flush(self) -> None:
-        """Hand over what waits and is proven. The blocks are read after the steps so far."""
+        """Pass on the waiting, proven pages. Their blocks are read after the steps so far."""
         self._forget_read()
         orders, self._waiting, self._steps = self._waiting, [], 0
         if not orders:
@@ -254,8 +251,7 @@ class Stores:
         self._counts["offered_pages"] += len(pages)
 
     def settle(self, blocks: Set[int]) -> None:
-        """Wait until no store reads one of these blocks. Raises what `prove` raises; nothing is stored then that is not
-        proven."""
+        """Wait until no store reads one of these blocks. Raises like `prove`, without storing unproven pages."""
         if not all(blocks.isdisjoint(order.blocks) for step, _ in self._held for order in step):
             self._let_all_go()
         if self._waiting and not {block for order in self._waiting for block in order.blocks}.isdisjoint(blocks):
@@ -267,13 +263,14 @@ class Stores:
         self._forget_read()
 
     def reads(self) -> Set[int]:
-        """Blocks that a store reads, or will. Never waits."""
+        """Blocks that a store reads, or will read. Never waits."""
         self._forget_read()
         waiting = [*self._waiting, *(order for step, _ in self._held for order in step)]
         return {block for order in waiting for block in order.blocks}.union(*(its for _, its in self._reading))
 
     def close(self) -> None:
-        """Hand over what waits, but for steps with a bad load, and end the thread. Twice is fine."""
+        """Pass on the waiting pages, except those of steps with a bad load, and end the thread. Repeated calls are
+        fine."""
         try:
             self._let_all_go()
         except GdsCacheError as error:
@@ -283,7 +280,7 @@ class Stores:
         self._thread.close()
 
     def _let_go(self, unproven: int) -> bool:
-        """Let steps wait for others alone, but so many of the latest ones. Whether a request has ended in them."""
+        """Release steps except for the latest `unproven`. Returns whether a request has ended in them."""
         ending = False
         while len(self._held) > unproven:
             proven, last = self._held.popleft()
@@ -301,49 +298,44 @@ class Stores:
 
 
 class PoolStores:
-    """The `Stores` of each pool, as one."""
+    """The `Stores` of all pools."""
 
     def __init__(self, pools: Sequence[Stores]) -> None:
         self._pools = pools
 
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
-        """See `Stores.begin`."""
         for pool, stores in enumerate(self._pools):
             stores.begin([order for order in orders if order.pool == pool], last=last, unproven=unproven)
 
     def begin_anew(self, salt: str) -> None:
-        """See `Stores.begin_anew`."""
         for stores in self._pools:
             stores.begin_anew(salt)
 
     def settle(self, blocks: Set[int]) -> None:
-        """See `Stores.settle`."""
         for stores in self._pools:
             stores.settle(blocks)
 
     def reads(self) -> Set[int]:
-        """See `Stores.reads`."""
         return set[int]().union(*(stores.reads() for stores in self._pools))
 
     def close(self) -> None:
-        """See `Stores.close`."""
         for stores in self._pools:
             stores.close()
 
 
 class Loads:
-    """Loads within a step, and those between steps."""
+    """Loads within a step, and between steps."""
 
     def __init__(self, layers: int, counts: Counter[str], *, overlapping: bool) -> None:
-        """`layers`: that a step with a load waits for. `overlapping`: vLLM submits a step before it knows how the one
-        before has ended."""
+        """`layers`: for which a step with a load waits. `overlapping`: vLLM submits a step before it knows the end of
+        the one before."""
         self._layers = layers
         self._counts = counts
         self._overlapping = overlapping
         self._now: LoadBatch | None = None
         self._waited: set[int] = set()
         self._step = 0
-        self._unproven: list[tuple[int, LoadBatch]] = []  # with the step of each, oldest first
+        self._unproven: list[tuple[int, LoadBatch]] = []  # with the number of each one's step, oldest first
         self._between: list[LoadBatch] = []
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
@@ -356,16 +348,16 @@ class Loads:
 
     @property
     def within(self) -> bool:
-        """Whether the step that is computed now has a load of its own."""
+        """Whether the present step has a load of its own."""
         return self._now is not None
 
     @property
     def unproven(self) -> int:
-        """How many of the latest steps may have begun on bad pages, as far as is known."""
+        """The number of the latest steps that may have begun on bad pages."""
         return self._step - self._unproven[0][0] if self._unproven else 0
 
     def begin(self, batches: Sequence[LoadBatch]) -> None:
-        """These belong to the step that begins."""
+        """Add the loads of the step that begins."""
         for batch in batches:
             if batch.between:
                 self._between.append(batch)
@@ -384,11 +376,11 @@ class Loads:
             self.wait(layer)
 
     def end_step(self, *, idle: bool = False) -> bool:
-        """The forward pass has been submitted. False where vLLM takes the step back: nothing of it is to be stored.
+        """The forward pass has been submitted. False if vLLM takes the step back: nothing of it may be stored.
 
-        That is where the pages of a load were bad after all; their blocks are named. Where steps overlap, it cannot do
-        that (`VerifiedLoadError`). Raises `LayerHooksError` where the pass did not wait for a layer. `idle`: there was
-        no pass, so the verdicts on earlier loads are waited for.
+        vLLM takes a step back if pages of its load were bad; their blocks are reported. Overlapping steps cannot be
+        taken back (`VerifiedLoadError`). Raises `LayerHooksError` if the pass did not wait for a layer. `idle`: there
+        was no pass, so the verdicts on earlier loads are waited for.
         """
         step, self._step = self._step, self._step + 1
         if self._now is not None:
@@ -405,16 +397,16 @@ class Loads:
         return good
 
     def prove(self) -> bool:
-        """Wait for the verdicts on the loads of all steps that have been submitted, as `end_step` does."""
+        """Wait for the verdicts on the loads of all submitted steps. Returns and raises like `end_step`."""
         return self._judge(wait=True)
 
     def take_arrived(self) -> set[str]:
-        """Requests whose load between steps has ended since the last call, well or not."""
+        """Requests whose load between steps has ended since the last call, well or badly."""
         arrived, self._arrived = self._arrived, set()
         return arrived
 
     def take_failed(self) -> set[str]:
-        """Those of them whose load was not well, since the last call."""
+        """Requests whose load between steps has failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed
 
@@ -423,10 +415,8 @@ class Loads:
         bad, self._bad = self._bad, set()
         return bad
 
-    # -- inside ------------------------------------------------------------------------------------------------------
-
     def _judge(self, *, wait: bool) -> bool:
-        """Look at the verdicts of loads within steps, of those that have ended if `wait` is not set; all are good."""
+        """Check the verdicts of loads within steps: of ended ones, or with `wait` of all. True if all are good."""
         good, left = True, []
         for number, batch in self._unproven:
             if not (wait or batch.done()):
@@ -461,17 +451,17 @@ class Loads:
 def end_step(
     loads: Loads, stores: Stores | PoolStores, orders: Sequence[StoreOrder], *, idle: bool = False, last: bool = False
 ) -> None:
-    """A step has been submitted: store what it has computed as soon as that is known to be right.
+    """A step has been submitted: store its pages as soon as they are known to be right.
 
-    `orders`: what became full in it; `idle`, `last`: of `Loads.end_step`, `Stores.begin`. Raises what the former does.
+    `orders`: pages that it filled. `idle`, `last`: of `Loads.end_step`, `Stores.begin`. Raises like the former.
     """
     good = loads.end_step(idle=idle)
     stores.begin(orders if good else [], last=last, unproven=loads.unproven)
 
 
 class EngineWorker:
-    """The worker where it is in one process with the scheduler, and shares its engine. `begin` and `end` are called in
-    each step, around its forward pass."""
+    """The worker in one process with the scheduler, sharing its engine. `begin` and `end` are called around each step's
+    forward pass."""
 
     def __init__(
         self, session: VllmSession, tensors: Sequence[torch.Tensor], counts: Counter[str], *, overlapping: bool
