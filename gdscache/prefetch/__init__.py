@@ -1,1 +1,1 @@
-"""Prefetches: the caller's handle, whose turn it is, and who has chunks moved."""
+"""Prefetches: the caller's handle, the queue of requests, and the mover of their chunks."""

@@ -1,4 +1,4 @@
-"""The caller's side of prefetches: the handle of one that is under way, and the report when it is over."""
+"""The caller's handle of a prefetch, and the report at its end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class PrefetchReport:
     """How a prefetch ended; `end` is the cause.
 
-    `tokens` counts the first tokens that were in the CPU tier or faster when their turn came; `pages` counts the pages
-    that the lookup found: `present` (there already), `left` (not begun), `loaded`, or what was wrong with them
+    `tokens` counts the leading tokens that were in the CPU tier or faster when their turn came. `pages` counts the
+    pages that the lookup found: `present` (no need to move), `left` (not begun), `loaded`, or the error's name
     (`PageStatus`). `nbytes` were read and found good, within `seconds` from the call.
     """
 
@@ -55,12 +55,12 @@ class Prefetch:
 
     @property
     def tokens(self) -> int:
-        """Tokens from `start` on that it has seen in the CPU tier, or in a faster one, so far. It grows."""
+        """Tokens from `start` on that it has found in the CPU tier, or in a faster one, so far. It grows."""
         return self._work.good * self._owner.layout.page_tokens
 
     @property
     def verified(self) -> int:
-        """Tokens from `start` on that lie in the CPU tier now, pinned, and were found good. Costs little; never waits.
+        """Tokens from `start` on that are in the CPU tier now, pinned and verified. Costs little; never waits.
 
         It grows while pages come. It falls when pages are cleared, invalidated, found bad or expire, and to 0 when the
         pins have ended. Without pins it is 0.
@@ -95,17 +95,17 @@ class Prefetch:
 
     @property
     def asking(self) -> bool:
-        """Whether a tier beyond this machine is still asked which pages it has: until then nothing begins to come."""
+        """Whether a tier beyond this machine is still asked for its pages; the prefetch moves none before."""
         return not self._work.begun and not self._work.over.is_set()
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The tier that each of its pages was on when it began; none while it is `asking`."""
+        """The tier of each page when the prefetch began; empty while `asking`."""
         return self._work.tiers
 
     @property
     def begun(self) -> int:
-        """How many of its first pages have had their turn: they are there, under way, or bad. It grows."""
+        """Leading pages that are present, under way, or bad. It grows."""
         return self._work.at
 
     def done(self) -> bool:
@@ -113,7 +113,7 @@ class Prefetch:
         return self._work.over.is_set()
 
     def wait(self, seconds: float | None = 0.0) -> int:
-        """Wait up to so many seconds for its end, then stop it, and return `tokens`. For when the request is to run.
+        """Wait up to `seconds` for its end, then stop it, and return `tokens`. Call it when the request is to run.
 
         0 stops the prefetch now; None waits for its end, and stops it after `deadline`. A chunk that is under way goes
         on, and a load that needs its pages waits for them.
@@ -130,13 +130,13 @@ class Prefetch:
     def cancel(self) -> None:
         """End it, after the chunk under way, and its pins. Pages that came stay in the CPU tier like any others.
 
-        Never waits; again, and later, is fine.
+        Never waits; may be called again, and after the end.
         """
         with contextlib.suppress(EngineClosedError), self._owner.calls:
             self._owner.release(self._request, self._work)
 
     def release(self) -> None:
-        """End its pins, as `cancel` does. Pages that are still under way are not kept."""
+        """End its pins, as `cancel` does. Pages that are still under way are not pinned."""
         self.cancel()
 
     def result(self, seconds: float | None = None) -> PrefetchReport:
@@ -150,7 +150,7 @@ class Prefetch:
         return self._report(self._owner.awaited(self._work.over, deadline), deadline)
 
     def __await__(self) -> Generator[Any, None, PrefetchReport]:
-        """`result()` in an event loop of asyncio's. The prefetch goes on where the await is cancelled."""
+        """`result()` in asyncio's event loop. Cancelling the await does not cancel the prefetch."""
         deadline = self._owner.deadline
         over = yield from self._owner.calls.until(self._work.over, deadline).__await__()
         return self._report(over, deadline)
@@ -175,9 +175,8 @@ class Prefetch:
 
 
 class PrefetchWork:
-    """The pages of one prefetch and what has become of them: none, until what there is of them is known (`begin`).
-    The manager's lock guards it. `pin`: for how many seconds they are to be pinned, if they are.
-    """
+    """The pages of one prefetch and their progress; empty until `begin`. The manager's lock guards it. `pin`: seconds
+    that the pages are pinned; None: no pins."""
 
     def __init__(self, pin: float | None = None) -> None:
         self.pin = pin
@@ -187,11 +186,11 @@ class PrefetchWork:
         self.claim: Claim | None = None
         self._beyond = 0
         self.keep: set[bytes] = set()
-        self.at = self.good = 0  # pages before `at` have had their turn; those before `good` are all there
+        self.at = self.good = 0  # pages before `at` have had their turn; all before `good` are present
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self.over = Flag()
-        self._lacking: set[int] = set()  # pages before `at` that are moving, or bad
+        self._lacking: set[int] = set()
 
     def begin(
         self,
@@ -202,10 +201,10 @@ class PrefetchWork:
         claim: Claim | None = None,
         beyond: int = 0,
     ) -> None:
-        """These pages are cached, on these tiers, the first `present` in the landing tier or faster.
+        """The pages are on these tiers, the first `present` of them in the landing tier or faster.
 
-        `keep`: keys that its own slots may not push out. `claim`: its pins, where it has any; `beyond` pages more were
-        found for which these had no room.
+        `keep`: keys that its own slots may not evict. `claim`: its pins, if any; they had no room for `beyond` more
+        pages that were found.
         """
         self.pages, self.tiers, self.claim, self.keep = pages, tiers, claim, keep
         self._beyond = beyond
@@ -216,11 +215,10 @@ class PrefetchWork:
 
     @property
     def left(self) -> int:
-        """Pages that have not had their turn."""
         return len(self.pages) - self.at
 
     def take(self, plan: PrefetchPlan) -> list[int]:
-        """Pages that are there, or begin to move; which of them do."""
+        """Add the plan's pages, which are present or begin to move. Returns the numbers of the moving ones."""
         moving = [self.at + i for i, moves in enumerate(plan.found) if moves]
         if len(plan.found) > len(moving):
             self.counts["present"] += len(plan.found) - len(moving)
@@ -230,7 +228,6 @@ class PrefetchWork:
         return moving
 
     def land(self, numbers: Sequence[int], statuses: Sequence[str]) -> None:
-        """The verdict on pages that moved."""
         self.counts.update(statuses)
         good = PageStatus.LOADED.value
         self._lacking.difference_update(n for n, status in zip(numbers, statuses, strict=True) if status == good)
@@ -241,7 +238,6 @@ class PrefetchWork:
             self.good += 1
 
     def finish(self, seconds: float) -> None:
-        """It has ended."""
         self.seconds = seconds
         self.keep = set()
         try:

@@ -1,7 +1,7 @@
-"""The worker side of prefetches, SSD to CPU tier: who has chunks moved, one request in turn.
+"""Moves the chunks of prefetches from SSD to the CPU tier, one request in turn.
 
-What may begin, and when, the queue decides. A chunk reserves its CPU slots when it begins, is read and
-checked as a load's pages are, and waits for no load. Nothing is held between two chunks but the names of pages.
+The queue decides which request may begin a chunk, and when. A chunk reserves its CPU slots when it begins, is read and
+checked as a load's pages are, and waits for no load. Between two chunks a prefetch only holds the names of its pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Prefetcher:
     """Carries prefetches out: a few threads move chunks, and one waits until the next may begin."""
 
     def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: EngineLimits) -> None:
-        """`held`: what loads use of the pages that are brought is told to it."""
+        """`held` hears which prefetched pages loads use."""
         self.layout = layout
         self.deadline = loader.deadline
         self._manager = manager = loader.manager
@@ -49,11 +49,13 @@ class Prefetcher:
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._changed = loader.changed
-        self._moving: dict[int, PrefetchRequest] = {}  # chunks under way, by the ids of their plans
-        self._timed: dict[PrefetchRequest, tuple[str, int]] = {}  # whose tier is measured, and the bytes that have come
+        self._moving: dict[int, PrefetchRequest] = {}
+        # the tier that a request measures, and its bytes so far
+        self._timed: dict[PrefetchRequest, tuple[str, int]] = {}
         self._closed = False
         self._landing = landing = self._planner.landing
-        both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())  # or it is idle
+        # without both, prefetches have no work
+        both = landing is not None and any(tier.kind == "files" for tier in manager.tiers.values())
         self._unserved = [tier for tier in manager.files if not tier.served]
         self._asking = 0
         self._lane = loader.executor.lane(Priority.PREFETCH, manager.learn, limits.prefetch_chunks if both else 0)
@@ -66,10 +68,10 @@ class Prefetcher:
         self._turns.submit(self._serve, self._serve)
 
     def start(self, pages: Sequence[Page], start: int = 0, pin: float | None = None) -> Prefetch:
-        """Begin to bring those of the consecutive cached pages to the CPU tier that only slower ones have.
+        """Begin to bring the consecutive cached pages that only slower tiers have to the CPU tier.
 
-        `start`: the token that the first begins with. `pin`: keep them there, for so many seconds at most. Where a tier
-        beyond this machine has to be asked for some of them, that comes first, and in the background.
+        `start`: the token that the first begins with. `pin`: seconds to keep them there at most. If a tier beyond this
+        machine has to be asked for pages, that comes first, in the background.
         """
         manager = self._manager
         with manager.lock, contextlib.ExitStack() as undo:
@@ -92,7 +94,7 @@ class Prefetcher:
             return Prefetch(self, request, work, start)
 
     def _to_ask(self, pages: Sequence[Page]) -> list[tuple[DurableTier, Sequence[Page]]]:
-        """The tiers that may have pages which no index knows of, and what to ask each. The lock is held."""
+        """The tiers that may have pages which no index knows of, with these pages. The lock is held."""
         if self._unserved and self._landing is not None and self._asking < MOST:
             rest = pages[len(self._manager.peek(pages)) :]
             if rest:
@@ -102,7 +104,7 @@ class Prefetcher:
     def _ask(
         self, request: PrefetchRequest, pages: Sequence[Page], asked: Sequence[tuple[DurableTier, Sequence[Page]]]
     ) -> None:
-        """Ask tiers, in a thread that nobody waits for, and begin behind that."""
+        """Ask tiers, in a thread that no caller waits for, then begin."""
         for tier, rest in asked:
             if request.end is None:
                 log_failure(failure_of(functools.partial(tier.ask, rest)))
@@ -116,7 +118,7 @@ class Prefetcher:
         self.calls.ended()
 
     def _begin(self, request: PrefetchRequest, pages: Sequence[Page]) -> None:
-        """What is there is known: bring what is slow. The lock is held."""
+        """Tiers are asked: queue the pages of slow ones. The lock is held."""
         manager, landing, keep = self._manager, self._landing, set[bytes]()
         work, claim, beyond = self._live[request], None, 0
         with contextlib.ExitStack() as undo:
@@ -141,36 +143,32 @@ class Prefetcher:
             undo.pop_all()
 
     def release(self, request: PrefetchRequest, work: PrefetchWork) -> None:
-        """Begin no further chunk of it, and end its pins."""
         with self._manager.lock:
             self._queue.stop(request, PrefetchEnd.CANCELLED)
             if work.claim is not None:
                 self._manager.pins.end(work.claim)
 
     def awaited(self, over: Flag, seconds: float) -> bool:
-        """Wait for the end of a prefetch, so long at most; whether it has ended."""
         start = time.monotonic()
         ended = over.wait(seconds)
         self._manager.measures.waited("pages", time.monotonic() - start)
         return ended
 
     def seconds(self, pages: int) -> float | None:
-        """What loading so many pages of the landing tier should take; None before that was measured."""
+        """Expected seconds to load `pages` from the landing tier; None before it was measured."""
         price = self._manager.costs.load_price(self.landing_name)
         return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
 
     @property
     def landing_name(self) -> str:
-        """The tier that pages are brought to."""
         return "" if self._landing is None else self._landing.name
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
-        """Begin no further chunk of it."""
         with self._manager.lock:
             self._queue.stop(request, why)
 
     def stats(self) -> dict[str, Any]:
-        """Plain data: prefetches by how they ended, pages by what became of them, used or lost before anybody did."""
+        """Plain data: prefetches by end, pages by status, and prefetched pages that were used, or lost unused."""
         lock, held = self._manager.lock, self._held
         with lock:
             left = held.unused
@@ -193,7 +191,7 @@ class Prefetcher:
             }
 
     def close(self) -> None:
-        """Refuse new prefetches, end those that there are, and wait for the chunks under way. Twice is fine."""
+        """Refuse new prefetches, end the present ones, and wait for the chunks under way. May be called twice."""
         with self._manager.lock:
             self._closed = True
             self._stop_all(PrefetchEnd.CLOSED)
@@ -221,7 +219,6 @@ class Prefetcher:
             self._queue.stop(request, why)
 
     def _pump(self) -> None:
-        """Begin what may begin. The lock is held."""
         manager = self._manager
         manager.pins.end_due()
         while not self._closed:
@@ -241,7 +238,7 @@ class Prefetcher:
                 elif chunk.pages:
                     self._held.begin(page.key for page in chunk.pages)
                 if chunk.pages:
-                    self._move(request, plan, numbers)  # which waits for the lock
+                    self._move(request, plan, numbers)
                 on_failure.pop_all()
             if chunk.pages:
                 self._moving[id(plan)] = request
@@ -255,7 +252,7 @@ class Prefetcher:
                 self._queue.stop(request, _ENDS[plan.then])
 
     def _time(self, request: PrefetchRequest, tier: str) -> None:
-        """What a tier's pages take counts from a prefetch's first chunk to its last: one chunk says little."""
+        """Measure a tier from a prefetch's first chunk to its last: one chunk says little."""
         if request not in self._timed:
             self._timed[request] = tier, 0
             self._manager.busy.begin(tier, time.monotonic())
@@ -266,11 +263,10 @@ class Prefetcher:
         )
 
     def _give_up(self, plan: PrefetchPlan) -> None:
-        """Nobody reads these pages."""
         self._planner.abandon(plan.chunk)
 
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
-        """Move a chunk. It lands, whatever ends it."""
+        """Move a chunk. It lands after any error too."""
         log_failure((yield from failure(self._loader.bring(plan.chunk))))
         self._landed(request, plan, numbers)
 
@@ -282,7 +278,7 @@ class Prefetcher:
         """A chunk has ended, in the thread that moved it."""
         chunk = plan.chunk
         with self._manager.lock, contextlib.ExitStack() as on_failure:
-            if self._moving.pop(id(plan), None) is None:  # this is what comes behind a landing that was broken off
+            if self._moving.pop(id(plan), None) is None:  # called again after a landing that raised
                 self._recount(request)
                 self._changed.notify_all()
                 return
@@ -314,12 +310,11 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _recount(self, request: PrefetchRequest) -> None:
-        """End a request whose chunk ended in the middle of its landing."""
+        """End a request after an exception in its chunk's landing."""
         moving = list(self._moving.values())
         self._queue.recount(request, moving.count(request), len(moving))
 
     def _ended(self, request: PrefetchRequest) -> None:
-        """The queue's last word on a request."""
         assert request.end is not None, "over without a cause"
         work = self._live.pop(request, None)
         timed = self._timed.pop(request, None)
@@ -338,7 +333,7 @@ _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 
 def held_pages(manager: TierManager, limits: EngineLimits) -> PrefetchedPages:
-    """What prefetches may hold in the CPU tier: their quota of it."""
+    """The quota of prefetched pages in the CPU tier."""
     cpu = manager.cpu
     if cpu is None:
         return PrefetchedPages(0, _nowhere)

@@ -1,7 +1,7 @@
-"""What prefetches may do, and when: turns, chunks, the quota, and how each one ends. No bytes, no threads, no torch.
+"""The queue of prefetches: turns, chunks, the quota, and causes of ends. No bytes, no threads, no torch.
 
-A prefetch moves in *chunks*, requests in turn. While a load is under way none begins, but one every
-`DEMAND_PAUSE_S`, so that loads without end cannot starve it. Time comes from a clock that the caller gives.
+A prefetch moves in *chunks*, requests in turn. While a load is under way, only one chunk begins every `DEMAND_PAUSE_S`,
+so that endless loads cannot starve prefetches. The clock is the caller's.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-MOST = 1024  # prefetches that are under way or wait
-DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
-PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
-SWEPT = 1024  # pages that one turn looks for in the tier, to find out which were evicted
+MOST = 1024
+DEMAND_PAUSE_S = 0.1  # seconds from one chunk to the next while loads are under way
+PARKED_S = 0.002  # a request that waits for a page of another plan is tried again after this
+SWEPT = 1024  # pages that one turn looks up in the tier, to find evicted ones
 
 
 class PrefetchEnd(enum.Enum):
     """Why a prefetch has ended. The first cause counts."""
 
     COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
-    STOPPED = "stopped"  # the time that `wait` was given was up
+    STOPPED = "stopped"  # the seconds given to `wait` are over
     CANCELLED = "cancelled"
     DEADLINE = "deadline"  # `wait(None)` gave up after `deadline`, or the time of its pins was up
-    QUOTA = "quota"  # prefetched pages that nobody has used hold their share of the CPU tier
-    QUEUE_FULL = "queue_full"  # there were `MOST` prefetches already
-    NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix; or pins hold
-    # as much of the tier as they may
-    MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
-    ERROR = "error"  # a page could not be read, or was not what was stored
-    CLOSED = "closed"  # the engine was
+    QUOTA = "quota"  # unused prefetched pages fill their share of the CPU tier
+    QUEUE_FULL = "queue_full"  # `MOST` prefetches exist already
+    NO_ROOM = "no_room"  # no slot of the CPU tier is free: all are leased, or of this prefix
+    # or pins hold their share of the tier
+    MISSING = "missing"  # the next page left the SSD meanwhile, or hanging I/O hides it
+    ERROR = "error"  # a page could not be read, or was bad
+    CLOSED = "closed"
 
 
 class PrefetchedPages:
     """The pages that prefetches hold in the CPU tier, on their way or unused, against their quota of `limit` pages.
 
-    A page is *used* by the first load that plans to read it, and *lost* when it left the tier before. `slot_of` is the
-    CPU tier's index: the slot that a page has now, or None. Whether a page was evicted is found out when somebody
-    looks (`use`, `sweep`). The caller locks.
+    A page is *used* by the first load that plans to read it, and *lost* if it left the tier before. `slot_of(key)`: the
+    page's slot in the CPU tier now, or None. Evictions are only found by `use` and `sweep`. The caller locks.
     """
 
     def __init__(self, limit: int, slot_of: Callable[[bytes], int | None]) -> None:
@@ -46,7 +45,7 @@ class PrefetchedPages:
         self.used = 0
         self.lost = 0
         self._slot_of = slot_of
-        self._flying: dict[bytes, tuple[int, bool]] = {}  # key -> on how many ways, whether it was used already
+        self._flying: dict[bytes, tuple[int, bool]] = {}  # key -> (moves under way, used already)
         self._unused: OrderedDict[bytes, int] = OrderedDict()  # key -> slot
 
     def __len__(self) -> int:
@@ -54,26 +53,24 @@ class PrefetchedPages:
 
     @property
     def room(self) -> int:
-        """Pages that may still begin."""
         return max(0, self.limit - len(self))
 
     @property
     def unused(self) -> int:
-        """Pages that are there, or were when somebody last looked, and that nobody has used."""
+        """Unused pages, as of the last look into the tier."""
         return len(self._unused)
 
     def begin(self, keys: Iterable[bytes]) -> None:
-        """Pages are on their way."""
         for key in keys:
             if self._unused.pop(key, None) is not None:
-                self.lost += 1  # or it would not come again
+                self.lost += 1  # it was evicted, else it would not come again
             ways, used = self._flying.get(key, (0, False))
             self._flying[key] = ways + 1, used
 
     def land(self, key: bytes, slot: int | None) -> None:
-        """A page's way has ended: in `slot`, or nowhere."""
+        """A page's move has ended: in `slot`, or nowhere."""
         ways, used = self._flying.pop(key)
-        if ways > 1:  # it came, left, and was begun again before anybody said that it had come
+        if ways > 1:  # it came, was evicted, and was begun again before this call
             self._flying[key] = ways - 1, used and slot is None
             if slot is not None:
                 self.used += used
@@ -96,7 +93,8 @@ class PrefetchedPages:
                 self.lost += 1
 
     def sweep(self, most: int) -> int:
-        """Look for up to `most` unused pages in the tier, those that were not looked for longest; how many were."""
+        """Look up to `most` unused pages in the tier, the longest unchecked first. Returns the number of pages
+        checked."""
         unused = self._unused
         looked = min(most, len(unused))
         for _ in range(looked):
@@ -110,12 +108,11 @@ class PrefetchedPages:
 
 
 class PrefetchRequest:
-    """A prefetch as the queue sees it. `pages` of it are still to begin.
+    """A prefetch as the queue sees it, with `pages` still to begin.
 
-    `end` is why it ends; it is over when no chunk of it is `flying` any more.
-
-    `until`: when its pins end, by the queue's clock; None: it has none. Those with pins are bounded by these, not by
-    the quota. `short`: there are pages for which they had no room. `chunks`: of it that have begun.
+    `end`: why it ends; it is over when no chunk of it is `flying` any more. `until`: when its pins end, by the queue's
+    clock; None: no pins. Requests with pins are bounded by these, not by the quota. `short`: the pins had no room for
+    all pages. `chunks`: begun so far.
     """
 
     __slots__ = ("begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
@@ -123,25 +120,25 @@ class PrefetchRequest:
     def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
         self.of(pages, until, short=short)
         self.begun = 0.0
-        self.parked: float | None = None  # not looked at before this time
-        self.swept = 0  # unused pages that were looked for since it found the quota used up
+        self.parked: float | None = None  # skipped until this time
+        self.swept = 0  # unused pages swept since it found the quota used up
         self.chunks = 0
         self.flying = 0
         self.end: PrefetchEnd | None = None
 
     def of(self, pages: int, until: float | None, *, short: bool) -> None:
-        """What it has to bring is known."""
         self.pages = pages
         self.until = until
         self.short = short
 
 
 class PrefetchQueue:
-    """Whose turn it is. `ended` is called for each request when it is over, once but after `recount`. The caller locks.
+    """Gives requests their turns. `ended` is called once for each request that is over, and again after `recount`. The
+    caller locks.
 
-    Requests go round, a chunk of up to `chunk_pages` each, `concurrent` of them at once: while one waits for its turn,
-    no other gets two chunks more. `first_pages`: of a request's first chunk while a tier is not measured; the next ones
-    have twice as many each. So a slow tier is soon known.
+    Requests take turns, with chunks of up to `chunk_pages`, `concurrent` at once: while one waits for its turn, no
+    other gets two chunks more. `first_pages`: of a request's first chunk while a tier is not measured; each next one
+    doubles. So a slow tier is soon measured.
     """
 
     def __init__(
@@ -162,10 +159,10 @@ class PrefetchQueue:
         self._pages = pages
         self._ended = ended
         self._clock = clock
-        self._turns: deque[PrefetchRequest] = deque()  # those that may begin another chunk, whose turn is next first
-        self._live: set[PrefetchRequest] = set()  # requests that are not over
-        self._held_back: float | None = None  # when loads began to hold back a chunk, or the last one that they let go
-        self._again = False  # `next` has more to do
+        self._turns: deque[PrefetchRequest] = deque()  # requests that may begin another chunk, the next first
+        self._live: set[PrefetchRequest] = set()
+        self._held_back: float | None = None  # when loads began to hold chunks back, or when they last let one go
+        self._again = False
         self.flying = 0
 
     def __len__(self) -> int:
@@ -173,7 +170,7 @@ class PrefetchQueue:
         return len(self._live)
 
     def add(self, request: PrefetchRequest) -> None:
-        """A new request, to bring `request.pages` pages; it may be over at once."""
+        """Add a request for `request.pages` pages; it may be over at once."""
         request.begun = self._clock()
         self._live.add(request)
         if not request.pages:
@@ -184,10 +181,11 @@ class PrefetchQueue:
             self._turns.append(request)
 
     def next(self, *, demand: bool, measured: bool = True) -> tuple[PrefetchRequest, int] | None:
-        """The request that may begin a chunk now, and of how many pages at most. `demand`: a load is under way.
-        `measured`: what every tier takes is known.
+        """The request that may begin a chunk now, and the most pages for it. `demand`: a load is under way. `measured`:
+        every tier's speed is known.
 
-        The answer is `begin` or `park`, or `stop`. Ends requests whose time is up, or for which the quota is used up.
+        The caller answers with `begin`, `park` or `stop`. Ends requests whose time is up, or for which the quota is
+        used up.
         """
         now = self._clock()
         self._again = False
@@ -205,13 +203,13 @@ class PrefetchQueue:
                 continue
             request.swept += self._pages.sweep(SWEPT)
             if not self._pages.room and request.swept < self._pages.unused:
-                self._again = True  # the lock is for others, too
+                self._again = True  # leave the lock to others
                 return None
         self._held_back = None
         return None
 
     def begin(self, request: PrefetchRequest, *, chunk: bool, left: int) -> None:
-        """The request has begun a chunk (or skipped pages that are there), and has up to `left` pages to go."""
+        """The request has begun a chunk (or skipped pages that are present), and has up to `left` pages to go."""
         request.pages = left
         if chunk:
             request.chunks += 1
@@ -227,7 +225,7 @@ class PrefetchQueue:
         self._complete(request)
 
     def park(self, request: PrefetchRequest) -> None:
-        """It keeps its turn until somebody else's page is there."""
+        """It keeps its turn until another plan has brought the next page."""
         request.parked = self._clock() + PARKED_S
 
     def land(self, request: PrefetchRequest, *, good: bool) -> None:
@@ -242,8 +240,7 @@ class PrefetchQueue:
             self.stop(request, PrefetchEnd.ERROR)
 
     def recount(self, request: PrefetchRequest, flying: int, in_all: int) -> None:
-        """The landing of a chunk was broken off, at whatever point: the request has `flying` chunks under way, and all
-        requests `in_all`. It ends."""
+        """The landing of a chunk raised: the request has `flying` chunks under way, all requests `in_all`. It ends."""
         request.flying, self.flying = flying, in_all
         if request.end is None:
             self.stop(request, PrefetchEnd.ERROR)
@@ -251,7 +248,7 @@ class PrefetchQueue:
             self._end_if_over(request)
 
     def stop(self, request: PrefetchRequest, why: PrefetchEnd) -> None:
-        """It begins no further chunk, and is over when the one under way is. One that has ended stays as it is."""
+        """Begin no more chunks of it; it is over when the current one is. A request that has ended keeps its cause."""
         if request.end is None:
             request.end = why
             if request in self._turns:
@@ -259,7 +256,7 @@ class PrefetchQueue:
             self._end_if_over(request)
 
     def wake(self) -> float | None:
-        """In how many seconds `next` may have another answer by the clock alone; None: not before something happens."""
+        """Seconds until the clock alone may change the answer of `next`; None: it cannot."""
         if self._again:
             return 0.0
         times = [at for r in self._turns for at in (r.parked, r.until) if at is not None]
@@ -283,7 +280,6 @@ class PrefetchQueue:
         return ready
 
     def _waits(self, now: float, *, demand: bool) -> bool:
-        """Whether there are chunks enough under way, or loads go first."""
         if not demand:
             self._held_back = None
             return self.flying >= self._concurrent
@@ -302,5 +298,5 @@ class PrefetchQueue:
 
 
 def _through(request: PrefetchRequest) -> PrefetchEnd:
-    """How a request ends of which every page has come."""
+    """The end of a request all of whose pages have come."""
     return PrefetchEnd.NO_ROOM if request.short else PrefetchEnd.COMPLETE

@@ -1,7 +1,7 @@
-"""What a tier of files takes, tried when an engine opens: for a gate that decides.
+"""Measures tiers of files when an engine opens, for a gate that decides.
 
-Before a tier is measured every hit is loaded from it. So the first requests after a restart would wait for a disk that
-is slower than computing. Pages of the tier come to the CPU tier, where a request may want them.
+Until a tier is measured, every hit is loaded from it. Without this, the first requests after a restart would wait for a
+disk that is slower than computing. The measured pages stay in the CPU tier.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from gdscache.tiers.base import DurableTier
     from gdscache.tiers.manager import TierManager
 
-TRIAL_BYTES, TRIALS = 64 << 20, 8  # of a prefetch, and so many at most
-TRIAL_S = 0.5  # for all of them: a disk that hangs keeps nobody from opening
+TRIAL_BYTES, TRIALS = 64 << 20, 8  # of one prefetch, and the most prefetches
+TRIAL_S = 0.5  # for all of them, so that a hanging disk does not keep an engine from opening
 
 
 def try_files(manager: TierManager, prefetcher: Prefetcher) -> None:
-    """Measure each tier of files that lookups see, that has pages, and of which nothing is known yet."""
+    """Measure each tier of files that lookups see, that has pages, and that is not measured yet."""
     until = time.monotonic() + TRIAL_S
     for tier in manager.files if manager.landing is not None else ():
         if tier.served:
