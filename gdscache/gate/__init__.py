@@ -1,1 +1,1 @@
-"""Load or compute again: what both cost by what was measured, and the decision about every hit."""
+"""The gate: load a hit or compute it again, by measured costs."""

@@ -1,4 +1,4 @@
-"""What a tier moves while it is busy, whichever loads it moves for at a time."""
+"""Measures tiers by their busy periods, over loads that run at once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 
-_UNTOLD = 64  # periods that wait for whoever reports them
-AT_MOST = 8  # loads that end before a tier that is never idle is reported
+_UNTOLD = 64  # periods that wait to be reported
+AT_MOST = 8  # loads after which a tier that is never idle is reported
 
 
 class BusyPeriods:
-    """Reports each period in which a tier was busy: its bytes, and its seconds.
+    """Reports each period in which a tier was busy: its bytes and its seconds.
 
-    Loads beside each other share a tier, so the time of one of them says too little of the tier's speed. A period ends
-    with its last load, or after `AT_MOST` of them; then what is still under way counts in the next one. Who reports is
-    not who ends one: what is learned from it takes longer than the end of a small load. Thread-safe.
+    Loads at the same time share a tier, so the time of one of them says too little about the tier's speed. A period
+    ends with its last load, or after `AT_MOST` loads; loads that still run count in the next one. Another thread
+    reports than the one that ends a period, since learning from it takes longer than the end of a small load.
+    Thread-safe.
     """
 
     def __init__(self, report: Callable[[str, int, float], None]) -> None:
@@ -25,9 +26,9 @@ class BusyPeriods:
         self._ended: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         self._spoilt: set[str] = set()
-        self._untold: deque[tuple[str, int, float]] = deque()  # periods that ended
+        self._untold: deque[tuple[str, int, float]] = deque()
         self._lock = threading.Lock()
-        self._telling = threading.Lock()  # so that reports come in order
+        self._telling = threading.Lock()  # keeps reports in order
 
     def begin(self, tier: str, now: float) -> None:
         """A load from a tier begins; `now`, in seconds, of any clock."""
@@ -37,7 +38,7 @@ class BusyPeriods:
             self._under_way[tier] += 1
 
     def end(self, tier: str, nbytes: int | None, now: float) -> None:
-        """A load that began is over, and brought so much; None: not all that it should, so its time says nothing."""
+        """A load has ended and brought `nbytes`; None: not all its pages, so its time is not used."""
         with self._lock:
             self._under_way[tier] -= 1
             self._ended[tier] += 1
@@ -58,17 +59,16 @@ class BusyPeriods:
 
     @property
     def untold(self) -> bool:
-        """Whether there are periods to report."""
         return bool(self._untold)
 
     def tell(self) -> None:
-        """Report the periods that ended, the first one first: for who is not waited for. All are reported then."""
+        """Report all ended periods, the oldest first: for threads that no caller waits for."""
         while self._untold:
             self._tell()
-        with self._telling:  # another thread may be at the last one
+        with self._telling:  # wait for another thread's last report
             pass
 
     def _tell(self) -> None:
         with self._telling:
-            if self._untold:  # else another has told it
+            if self._untold:
                 self._report(*self._untold.popleft())

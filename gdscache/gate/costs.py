@@ -1,12 +1,12 @@
-"""What a load and a prefill cost by what was measured, and how much of a hit is worth loading.
+"""The measured costs of loads and prefills, and the part of a hit that is worth loading.
 
-Decisions and arithmetic only; nothing here reads a clock: whoever measures says how long it took.
+Arithmetic only; nothing here reads a clock.
 
-* A load from a tier: `latency + bytes / bandwidth`, and the bytes of loads that are under way there come first.
+* A load from a tier: `latency + bytes / bandwidth`, after the bytes of loads that are under way there.
 * A prefill of n tokens behind c cached ones: `step + a n + b n (c + n / 2)`; the last term is attention, each token
-  with all before it. It adds up over chunks, but for `step`.
+  with all before it. It adds up over chunks, except `step`.
 * Both together: `load + prefill - overlap * min(load, prefill)`. `overlap` is 0, the careful assumption, until prefills
-  that ran while their load was under way were reported with the time of both.
+  that ran during their load were reported with the time of both.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gdscache import arguments
 from gdscache.gate.fit import ENOUGH, Fit, spread
 from gdscache.limits import MAX_COUNT, MAX_SECONDS
 
-Observations = list[tuple[tuple[float, ...], float]]  # features, as `Fit` has them, and seconds
+Observations = list[tuple[tuple[float, ...], float]]  # (features of `Fit`, seconds)
 
 _OVERLAPS_KEPT = 32
-_COMPARABLE = 0.1  # a load and a prefill say how they overlap when the shorter takes this share of the longer one
+_COMPARABLE = 0.1  # the shorter of a load and a prefill must have this share of the longer one to measure overlap
 
 
 def _columns_of_loads(rows: npt.NDArray[np.float64]) -> list[int]:
@@ -43,11 +43,11 @@ def _columns_of_prefills(rows: npt.NDArray[np.float64]) -> list[int]:
 
 
 class Costs:
-    """What loads and prefills take, learned from each that is reported. Thread-safe."""
+    """Learns the times of loads and prefills from reports. Thread-safe."""
 
     def __init__(self, memory: Collection[str] = ()) -> None:
-        """`memory`: tiers that are memory. Until loads from one are measured, which a busy engine's are not, they count
-        as free: a hit is decided by what else it has."""
+        """`memory`: tiers in memory. They count as free until they are measured, which a busy engine's are not: the
+        hit's other tiers then decide."""
         self._assumed = frozenset(("gpu", *memory))
         self.tiers: dict[str, Fit] = {}
         self.prefill = Fit(3, _columns_of_prefills)
@@ -58,7 +58,7 @@ class Costs:
     # -- measuring -------------------------------------------------------------------------------------------------
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """`nbytes` came from a tier in `seconds`. What moved nothing, or took no time, says nothing."""
+        """A load of `nbytes` from a tier took `seconds`. Ignored if either is 0."""
         if nbytes > 0 and 0 < seconds < math.inf:
             with self._lock:
                 fit = self.tiers.get(tier)
@@ -90,17 +90,14 @@ class Costs:
     # -- for the next engine ---------------------------------------------------------------------------------------
 
     def observations(self) -> tuple[Observations, dict[str, Observations]]:
-        """What the figures rest on: of prefills, and of loads from each tier."""
         with self._lock:
             return self.prefill.kept(), {name: fit.kept() for name, fit in self.tiers.items()}
 
     def restore_prefills(self, rows: Observations) -> None:
-        """Begin with such observations, as if they had been made now."""
         with self._lock:
             self.prefill.restore(rows)
 
     def restore_loads(self, tier: str, rows: Observations) -> None:
-        """The same, of loads from a tier."""
         if rows:
             with self._lock:
                 self.tiers.setdefault(tier, Fit(2, _columns_of_loads)).restore(rows)
@@ -108,7 +105,7 @@ class Costs:
     # -- expecting -------------------------------------------------------------------------------------------------
 
     def load_price(self, tier: str) -> tuple[float, float] | None:
-        """Seconds a byte, and seconds to begin, of a load from a tier; None before there was one. The GPU's is free."""
+        """(seconds a byte, seconds to begin) of a load from a tier; None before one was measured. The GPU's is free."""
         if tier == "gpu":
             return 0.0, 0.0
         fit = self.tiers.get(tier)
@@ -116,15 +113,13 @@ class Costs:
         return None if prices is None else (prices[0], prices[1])
 
     def prefill_seconds(self, tokens: int, cached_tokens: int) -> float | None:
-        """Seconds for a prefill; None before one was reported."""
         return 0.0 if tokens <= 0 else self.prefill.seconds(_features(tokens, cached_tokens))
 
     def measured(self, tiers: Collection[str]) -> bool:
-        """Whether there are enough figures of prefills, and of loads from each of `tiers`, to decide by."""
+        """Whether prefills, and loads from each of `tiers`, have enough observations to decide by."""
         return self.prefill.enough and all(tier in self._assumed or self.knows(tier) for tier in tiers)
 
     def knows(self, tier: str) -> bool:
-        """Whether there are enough figures of loads from a tier."""
         fit = self.tiers.get(tier)
         return fit is not None and fit.enough
 
@@ -138,7 +133,6 @@ class Costs:
         return {name: 1.0 / found[0] for name, found in prices.items() if found is not None and found[0] > 0}
 
     def describe(self) -> dict[str, Any]:
-        """The figures, for `stats()`."""
         bandwidths = self.bandwidths()
         per_token, per_pair, step = self.prefill.coefficients or (None, None, None)
         return {
@@ -178,7 +172,8 @@ def _time(name: str, value: float) -> float:
 
 
 class _PricedRun(NamedTuple):
-    """Neighbouring pages of one tier, `[begin, end)`; seconds: of all before, to begin, and of each page."""
+    """Neighbouring pages of one tier, `[begin, end)`. Seconds: `before` for all earlier pages, `entry` to begin, `page`
+    for each."""
 
     begin: int
     end: int
@@ -187,15 +182,14 @@ class _PricedRun(NamedTuple):
     page: float
 
     def load(self, pages: int) -> float:
-        """Seconds for the first so many pages of the hit, which are in the run."""
         return self.before + self.entry + self.page * (pages - self.begin)
 
 
 class Prices:
-    """What it costs to load the first k pages of one hit, and to compute what is left.
+    """The cost of loading the first k pages of one hit, and of computing the rest.
 
-    `start` tokens of the request's `tokens` come before the hit. `ahead`: pages under way, by tier. `known`: whether
-    every tier has a price; without one it counts as free.
+    `start` tokens of the request's `tokens` come before the hit. `ahead`: pages under way, by tier. `known`: every tier
+    has a price; a tier without one counts as free.
     """
 
     def __init__(
@@ -227,11 +221,9 @@ class Prices:
         self.pages = at
 
     def load(self, pages: int) -> float:
-        """Seconds until the first so many pages are loaded."""
         return self._runs[bisect.bisect_left(self._ends, pages)].load(pages) if pages else 0.0
 
     def rest(self, pages: int) -> float:
-        """Seconds to compute what the first so many pages leave."""
         cached = self._start + pages * self._page_tokens
         left = self._tokens - cached
         if left <= 0:
@@ -240,18 +232,18 @@ class Prices:
         return step + left * (per_token + per_pair * (cached + left / 2))
 
     def total(self, pages: int, beside: float = 0.0) -> float:
-        """Seconds for both, and for what is loaded `beside`."""
+        """Seconds for both, with `beside` seconds of other loads."""
         return self._together(self.load(pages) + beside, self.rest(pages))
 
     def _together(self, load: float, rest: float) -> float:
         return load + rest - self._overlap * min(load, rest)
 
     def best(self) -> int:
-        """The pages with the least total, and the more of two such numbers.
+        """The number of pages with the least total; the larger one of two.
 
-        Within a run of one tier each page costs the same to load but the first, which costs more, and saves the more
-        prefill the later it is. So on each side of the page from which on the load takes longer than the rest, a total
-        is least at an end: what is tried are the ends of the runs and the pages on both sides of that point.
+        Within a run of one tier each page costs the same to load, except the first, which costs more; and the later a
+        page, the more prefill it saves. So the least total is at the end of a run, or next to the page where loading
+        begins to take longer than the rest; only these are tried.
         """
         best, least, load, rest = 0, self.total(0), 0.0, self.rest(0)
         for run in self._runs:
@@ -270,6 +262,7 @@ class Prices:
         return best
 
     def trial(self, worth: int, share: float) -> int:
-        """More pages than are `worth` it: one more, or as many as load in that share of what computing all takes."""
+        """More pages than are `worth` it: one more, or as many as load in `share` of the time that computing all of
+        them takes."""
         most = share * max(0.0, self.rest(0) - self.rest(self.pages))
         return max(worth + 1, bisect.bisect_right(range(self.pages + 1), most, key=self.load) - 1)

@@ -1,7 +1,7 @@
-"""What was measured of loads and prefills, kept beside the catalogue: the gate decides after a restart as before.
+"""Keeps the measured costs beside the catalogue, so that the gate decides after a restart as before.
 
-`costs.json` is rewritten whole, under another name first. Nothing but the gate's figures depends on it: what cannot be
-read, or is of another model, device or disk, is left out, and what cannot be written is said once.
+`costs.json` is rewritten whole, under another name first. Only the gate depends on it: figures that cannot be read, or
+are of another model, device or disk, are ignored, and a failed write is logged once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gdscache.limits import MAX_SECONDS
 
 COSTS_NAME = "costs.json"
 _VERSION = 1
-_MOST, _SHORTEST_S = 1 << 50, 1e-9  # bytes or tokens, and seconds, that anybody measures
+_MOST, _SHORTEST_S = 1 << 50, 1e-9  # most bytes or tokens, and fewest seconds, of an observation
 _log = logging.getLogger(__name__)
 
 
 class CostsFile:
-    """The file of one engine. `about`: the model and the device, by which prefills are the same ones."""
+    """The file of one engine. `about`: model and device, which prefills depend on."""
 
     def __init__(self, directory: Path, costs: Costs, about: Mapping[str, str]) -> None:
         self._path = directory / COSTS_NAME
@@ -33,7 +33,7 @@ class CostsFile:
         self._failed = False
 
     def restore(self) -> None:
-        """Take the figures of an engine before this one, where they say something about this one's."""
+        """Take the figures of an earlier engine, as far as they hold for this one."""
         json_file.forget_torn(self._path)
         found = self._read()
         if found is None:
@@ -47,7 +47,7 @@ class CostsFile:
         self._written = self._costs.observations()
 
     def save(self) -> None:
-        """Write the figures, where there are new ones. Never raises for what the disk refuses."""
+        """Write the figures, if they are new. Never raises an error of the disk."""
         prefills, tiers = now = self._costs.observations()
         if now == self._written or not (prefills or tiers):
             return
@@ -76,12 +76,12 @@ class CostsFile:
         return found
 
     def _disk(self) -> int:
-        """The device that has the directory: of another one its speed says nothing."""
+        """The device of the directory: another disk has another speed."""
         return self._path.parent.stat().st_dev
 
 
 def _observations(found: object, columns: int) -> Observations:
-    """Those that can be: features as `Costs` makes them, tokens or bytes first and 1 last, and seconds."""
+    """The plausible rows: features as `Costs` makes them (tokens or bytes first, 1 last), and seconds."""
     rows: Observations = []
     for row in found[-64:] if isinstance(found, list) else ():
         if not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], list) and len(row[0]) == columns):

@@ -1,8 +1,9 @@
-"""Fitting a cost to what was measured: seconds as a sum of non-negative prices, robust, and quick to see a change.
+"""Fits a cost to observations: seconds as a sum of non-negative prices, robust, and quick to see a change.
 
-Least absolute deviations, relative to the size of what is measured, over the last observations: one that is late by any
-factor counts no more than one that is late by a little. Solved by iteratively reweighted least squares (Schlossmacher
-1973), each step with non-negative coefficients (Lawson and Hanson 1974; of three columns all subsets can be tried).
+Least absolute deviations, relative to the observation's size, over the last observations: an observation that is late
+by any factor counts no more than one that is a little late. Solved by iteratively reweighted least squares
+(Schlossmacher 1973), each step with non-negative coefficients (Lawson and Hanson 1974; of three columns all subsets can
+be tried).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import numpy as np
 from gdscache.arrays import Float64Array
 from gdscache.histograms import ERRORS, Histogram
 
-ENOUGH = 4  # observations before a fit is used to decide; also so many in a row make a change
-CHANGE = 2.0  # an observation off by more than this factor may be the first of a change
+ENOUGH = 4  # observations before a fit decides; also the number in a row that make a change
+CHANGE = 2.0  # an observation off by more than this factor may begin a change
 WINDOW = 64  # observations that a fit remembers
 _STEPS, _STEPS_NEAR = 12, 2
-_FEW = 16  # up to so many observations, and at each so many, the fit begins from nothing
-_NEAR = 0.02  # what comes as near as this to what was expected changes nothing until then: a fit takes its time
-_LEAST_SHARE = 0.05  # of the median observation: what the main feature of the largest one costs at least
+_FEW = 16  # up to this number of observations, and at each multiple of it, the fit begins from nothing
+_NEAR = 0.02  # an observation this near to the expected value is fitted only at those multiples: a fit takes time
+_LEAST_SHARE = 0.05  # least part of the median observation that the largest one's main feature costs
 
 
 def nonnegative(rows: Float64Array, values: Float64Array, weights: Float64Array) -> Float64Array:
@@ -40,7 +41,7 @@ def nonnegative(rows: Float64Array, values: Float64Array, weights: Float64Array)
         some = list(chosen)
         square = gram[np.ix_(some, some)]
         found = _solve(square, right[some])
-        loss = float(found @ square @ found - 2 * found @ right[some])  # all lack the same: the squares of the values
+        loss = float(found @ square @ found - 2 * found @ right[some])  # without the squares of the values, a constant
         if loss < least and (found >= 0).all():
             best, least = np.zeros(columns), loss
             best[some] = found
@@ -50,7 +51,7 @@ def nonnegative(rows: Float64Array, values: Float64Array, weights: Float64Array)
 def _solve(square: Float64Array, right: Float64Array) -> Float64Array:
     try:
         found = np.linalg.solve(square, right)
-    except np.linalg.LinAlgError:  # of figures too far apart for their sums
+    except np.linalg.LinAlgError:  # the figures are too far apart for their sums
         found = np.linalg.lstsq(square, right)[0]
     return np.asarray(found, dtype=np.float64)
 
@@ -58,7 +59,7 @@ def _solve(square: Float64Array, right: Float64Array) -> Float64Array:
 def least_absolute(rows: Float64Array, values: Float64Array, near: Float64Array | None = None) -> Float64Array:
     """Coefficients >= 0 with about the least sum of |values - fit| / fit. Column 0 has no zeros, values are above 0.
 
-    `near`: coefficients of a fit to nearly the same; then a few steps do.
+    `near`: coefficients of a similar fit; then a few steps do.
     """
     scale = rows.max(axis=0)
     rows = rows / scale
@@ -80,7 +81,7 @@ def least_absolute(rows: Float64Array, values: Float64Array, near: Float64Array 
 def _weights(
     rows: Float64Array, values: Float64Array, found: Float64Array, sizes: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Those that make the next least squares more like least absolute deviations, and what the fit expects."""
+    """Weights that bring the next least squares closer to least absolute deviations, and the fit's values."""
     fit = rows @ found
     sizes = np.maximum(fit, 1e-3 * sizes)
     return 1.0 / (sizes * np.maximum(np.abs(values - fit), 1e-3 * sizes)), sizes
@@ -90,34 +91,32 @@ class Fit:
     """seconds = coefficients . features, from the last `WINDOW` observations.
 
     `usable(rows)`: the columns that these features, float64 (n, p), can tell apart; the others are 0. Column 0, the
-    main one, is always among them. `ENOUGH` observations in a row that are all off by more than `CHANGE`, and all to
-    the same side, are no outliers: what was before them is forgotten. One writer at a time; readers need no lock.
+    main one, is always among them. `ENOUGH` observations in a row that are all off by more than `CHANGE`, to the same
+    side, are a change: earlier ones are forgotten. One writer at a time; readers need no lock.
     """
 
     def __init__(self, columns: int, usable: Callable[[Float64Array], list[int]]) -> None:
         self.columns = columns
         self.coefficients: tuple[float, ...] | None = None
         self.observations = 0  # ever
-        self.off = 0  # observations in a row, till now, that were far too slow (above 0) or far too fast (below 0)
+        self.off = 0  # current series of far too slow (above 0) or far too fast (below 0) observations
         self._usable = usable
         self._columns: list[int] = []
         self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
         self._errors: deque[float] = deque(maxlen=WINDOW)
-        self.errors = Histogram(ERRORS)  # ever, as `error` has them
+        self.errors = Histogram(ERRORS)  # ever
 
     @property
     def enough(self) -> bool:
-        """Whether there were enough observations to decide by."""
         return self.coefficients is not None and self.observations >= ENOUGH
 
     @property
     def error(self) -> float | None:
-        """Median of |expected - measured| / measured over the last `WINDOW` observations; None before there are any."""
+        """Median of |expected - measured| / measured over the last `WINDOW` observations; None before the first."""
         errors = list(self._errors)
         return statistics.median(errors) if errors else None
 
     def seconds(self, features: Sequence[float]) -> float | None:
-        """What the fit expects; None before the first observation."""
         prices = self.coefficients
         return None if prices is None else sum(p * f for p, f in zip(prices, features, strict=True))
 
@@ -141,11 +140,10 @@ class Fit:
             self.coefficients = self._fit()
 
     def kept(self) -> list[tuple[tuple[float, ...], float]]:
-        """The observations that the fit remembers."""
         return list(self._seen)
 
     def restore(self, seen: Sequence[tuple[tuple[float, ...], float]]) -> None:
-        """Begin with these, which another fit has kept."""
+        """Begin with observations that another fit has kept."""
         if seen:
             self._seen.extend(seen)
             self.observations += len(seen)
@@ -160,12 +158,11 @@ class Fit:
             near = np.array(self.coefficients)[columns]
         self._columns, found = columns, np.zeros(self.columns)
         found[columns] = least_absolute(rows[:, columns], values, near)
-        # What is dear to begin must not make everything after it free.
+        # A high price to begin must not make everything else free.
         found[0] = max(found[0], 0.0 if found[1:-1].any() else _LEAST_SHARE * np.median(values) / rows[:, 0].max())
         return tuple(found.tolist())
 
 
 def spread(column: Float64Array) -> float:
-    """The largest over the smallest: how much an observation of one says about another."""
     least = float(column.min())
     return float(column.max()) / least if least > 0 else float("inf")

@@ -1,4 +1,5 @@
-"""Gate: load or recompute. It decides about every hit, by what was measured (costs.py), and counts what it decided."""
+"""The gate decides for every hit whether to load it or compute it again, by the costs (costs.py), and counts its
+decisions."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 from gdscache.gate.costs import Costs, Prices
 
 GateMode = Literal["off", "advisory", "enforcing"]
-EXPLORE_EVERY = 64  # an enforcing gate tries what it declines at every 64th hit of which it declines anything ...
-_TRIAL_SHARE = 0.5  # ... with so much that the load takes this share of recomputing the hit, one page at least
+EXPLORE_EVERY = 64  # an enforcing gate loads declined pages at every 64th hit of which it declines any,
+_TRIAL_SHARE = 0.5  # one page at least, and at most this share of the time to recompute the hit
 
 
 class Decision(NamedTuple):
-    """`pages` of a hit are to be loaded, `worth` of them pay. Seconds for `pages`: to load, and to compute instead."""
+    """`pages` of a hit to load, and `worth` that pay. Seconds for `pages`: to load, and to compute instead."""
 
     pages: int
     worth: int
@@ -24,8 +25,8 @@ class Decision(NamedTuple):
 
 
 class PoolLoad(NamedTuple):
-    """The pages of a hit that lie in one pool, each of `page_bytes`: their tiers, what loads from these cost, and how
-    many pages are `ahead` there."""
+    """The pages of a hit in one pool, each of `page_bytes`: their tiers, the costs of loads from these, and the pages
+    `ahead` there."""
 
     costs: Costs
     tiers: Sequence[str]
@@ -34,12 +35,12 @@ class PoolLoad(NamedTuple):
 
 
 class Gate:
-    """Decides how many pages of a hit are loaded, and counts that. Thread-safe.
+    """Decides how many pages of a hit are loaded, and counts the decisions. Thread-safe.
 
-    `off`: all. `advisory`: all, and it says how many pay. `enforcing`: those that pay, once prefills and every tier of
-    files in the hit are measured (`ENOUGH` times each). So that it notices a tier that got faster, at every
-    `EXPLORE_EVERY`th hit of which it would decline something, a part of that is loaded all the same; when that was far
-    faster than expected, so is the next one, until the figures have changed or it proves a stray.
+    `off`: load all. `advisory`: load all, and say how many pay. `enforcing`: load those pages that pay, once prefills
+    and every tier of files in the hit are measured (`ENOUGH` times each). To notice a tier that got faster, at every
+    `EXPLORE_EVERY`th hit with declined pages some of them are loaded all the same. If that was far faster than
+    expected, so are some of the next hit's, until the figures have changed or the measure proves an outlier.
     """
 
     def __init__(self, mode: GateMode, costs: Costs, page_tokens: int, page_bytes: int) -> None:
@@ -48,11 +49,11 @@ class Gate:
         self._page_tokens, self._page_bytes = page_tokens, page_bytes
         self._hits: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
-        self._declined = 0  # hits since the last trial of which something was declined
+        self._declined = 0  # hits with declined pages since the last trial
         self._lock = threading.Lock()
 
     def decide(self, tiers: Sequence[str], start: int, tokens: int, ahead: Mapping[str, int]) -> Decision:
-        """About a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
+        """For a hit with pages on `tiers`, behind `start` tokens of a request of `tokens`; `ahead` as in `Prices`."""
         costs, whole = self.costs, len(tiers)
         below = set(tiers) - {"gpu"}
         prices = Prices(costs, tiers, start, tokens, self._page_tokens, self._page_bytes, ahead)
@@ -73,9 +74,9 @@ class Gate:
         return Decision(pages, worth, seconds, max(0.0, prices.rest(0) - prices.rest(pages)))
 
     def decide_whole(self, loads: Sequence[PoolLoad], start: int, tokens: int, hit: int) -> Decision:
-        """About a hit whose pages save `hit` tokens together, and fewer of them none: all pay, or none does.
+        """For a hit whose pages save `hit` tokens together, and fewer of them none: all pay, or none does.
 
-        `loads`: the pages of each pool. They are taken to come one pool after another. `start` and `tokens` as above.
+        `loads`: the pages of each pool, which load one pool after another. `start` and `tokens` as above.
         """
         tiers = [tier for load in loads for tier in load.tiers]
         whole, below, mode = len(tiers), set(tiers) - {"gpu"}, self.mode
@@ -99,13 +100,12 @@ class Gate:
         return Decision(pages, worth, expected, saved)
 
     def outpaced(self, seconds: float, begun: int, left: int, missing: int, cached: int) -> bool:
-        """Whether pages that come from a slow tier are no longer worth waiting for, by what is certain so far.
+        """Whether pages that come from a slow tier are no longer worth waiting for, by certain facts alone.
 
-        In `seconds` no more than the `begun` pages have come, and `left` more have not begun. The request lacks
-        `missing` tokens behind `cached` ones. If the pages do not come faster than that at best, and computing the
-        tokens takes less time than the pages that are left, nobody should wait. This works before loads from the tier
-        are measured, so that the first requests after a restart do not pay for a slow disk. Always False unless the
-        gate is enforcing, and before prefills are measured.
+        In `seconds` at most the `begun` pages have come, and `left` more have not begun. The request lacks `missing`
+        tokens behind `cached` ones. True if computing these tokens takes less time than the pages that are left would
+        at that pace. This works before loads from the tier are measured, so that the first requests after a restart do
+        not pay for a slow disk. Always False unless the gate is enforcing and prefills are measured.
         """
         if self.mode != "enforcing" or not begun or not self.costs.prefill.enough:
             return False
@@ -129,7 +129,6 @@ class Gate:
             self._pages["declined"] += below[2]
 
     def stats(self) -> dict[str, Any]:
-        """Plain data: what was decided (below the GPU), the figures, and how far they were off."""
         with self._lock:
             hits = {kind: self._hits[kind] for kind in ("loaded", "cut", "declined", "explored", "unmeasured")}
             pages = {kind: self._pages[kind] for kind in ("loaded", "declined", "explored", "unmeasured")}
