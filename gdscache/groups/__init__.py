@@ -1,1 +1,1 @@
-"""Hybrid models: groups of layers that keep different tokens of a prefix, and what a hit needs of each."""
+"""Hybrid models: groups of layers that keep different tokens of a prefix."""

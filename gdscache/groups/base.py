@@ -1,7 +1,8 @@
-"""Groups of layers that keep the same tokens, and the lengths at which a cached prefix serves all of them.
+"""Groups of layers that keep the same tokens, and the lengths at which a cached prefix serves all groups.
 
 Pure: no tier, no engine. The rules are those of vLLM's managers of block tables (0.32 and 0.33): a token attends to
-itself and to the tokens before it that its layer keeps, so a hit of `n` tokens needs what token `n` attends to.
+itself and to the tokens before it that its layer keeps, so a hit of `n` tokens needs the pages that token `n` attends
+to.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 Keeps = Literal["all", "window", "chunk", "state"]
-Presence = Callable[[int, int, int], bytes]  # (group, first page, page behind the last one): 1 or 0 for each page
-_PIECE = 256  # pages that are asked for at a time, where it is not known how many will matter
+Presence = Callable[[int, int, int], bytes]  # (group, first page, page behind the last) -> 1 or 0 for each page
+_PIECE = 256  # pages asked for at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that keep the same tokens. `layers`: by number, counted from 0; `page_tokens`: tokens of a page.
+    """Layers that keep the same tokens. `layers`: by number, from 0; `page_tokens`: tokens of a page.
 
-    `keeps`: `all` tokens, a `window` of the last `span` tokens (the token itself among them), of the `chunk` of `span`
-    tokens that a token is in, those before it, or a `state` that stands for all tokens before. A state is a page: that
-    which ends at a multiple of `page_tokens`.
+    `keeps`: `all` tokens; a `window` of the last `span` tokens, including the token itself; the tokens before it in its
+    `chunk` of `span` tokens; or a `state` that stands for all tokens before. A state is a page: the one that ends at a
+    multiple of `page_tokens`.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Group:
     span: int = 0
 
     def first(self, tokens: int) -> int:
-        """The first page that a hit of `tokens` tokens needs. The last one is the one that ends there."""
+        """The first page that a hit of `tokens` tokens needs. The last is the page that ends there."""
         if self.keeps == "window":
             return max(0, tokens - self.span + 1) // self.page_tokens
         if self.keeps == "chunk":
@@ -42,7 +43,7 @@ class Group:
         return 0
 
     def describe(self) -> dict[str, object]:
-        """What tells the pages of one group from those of another, as plain data."""
+        """The facts that tell one group's pages from another's, as plain data."""
         return {
             "name": self.name,
             "layers": list(self.layers),
@@ -53,7 +54,7 @@ class Group:
 
 
 def alignment(groups: Sequence[Group]) -> int:
-    """Tokens of which every length of a hit is a multiple: all groups have a page that ends there."""
+    """Every length of a hit is a multiple of this number of tokens: all groups have a page that ends there."""
     return math.lcm(*(group.page_tokens for group in groups))
 
 
@@ -66,11 +67,11 @@ def lengths(
     local: int = 0,
     whole: int | None = None,
 ) -> Iterator[int]:
-    """The lengths in tokens of which every group has what a hit needs, the longest first.
+    """The lengths in tokens at which every group has the pages that a hit needs, the longest first.
 
-    Multiples of `align` (`alignment` of the groups) above `local` and up to `most`. `local`: tokens that are there
-    already in all groups, so that no page before them is needed. `has(g, first, stop)` is asked for pages of
-    `groups[g]`, only for those that can matter. `whole`: what `complete` says, where that was asked.
+    Multiples of `align` (`alignment` of the groups) above `local` and up to `most`. `local`: tokens that all groups
+    have already; no page before them is needed. `has(g, first, stop)` is asked for pages of `groups[g]`, and only for
+    pages that can matter. `whole`: the result of `complete`, if known.
     """
     align = align or alignment(groups)
     whole = complete(groups, has, most, local=local) if whole is None else whole
@@ -82,7 +83,7 @@ def lengths(
         for group, tail in tails:
             size = group.page_tokens
             absent = tail.last_absent(max(group.first(length), local // size), length // size)
-            if absent >= 0:  # so it is for each length whose last page comes behind that one
+            if absent >= 0:  # no length works whose last page comes behind that one, down to here
                 length = min(length - align, absent * size // align * align)
                 break
         else:
@@ -91,7 +92,7 @@ def lengths(
 
 
 def complete(groups: Sequence[Group], has: Presence, most: int, *, local: int = 0) -> int:
-    """Up to how many tokens the groups that keep all have every page, `most` where there is no such group."""
+    """Tokens up to which every group that keeps all has every page; `most` if no group keeps all."""
     for g, group in enumerate(groups):
         if group.keeps == "all":
             at, stop = local // group.page_tokens, most // group.page_tokens
@@ -106,15 +107,15 @@ def complete(groups: Sequence[Group], has: Presence, most: int, *, local: int = 
 
 
 class _Tail:
-    """Which pages of a group are there, asked from the end of ever shorter lengths backwards, each once at most."""
+    """The presence of a group's pages, asked from the end of ever shorter lengths backwards, each page at most once."""
 
     def __init__(self, has: Presence, group: int, pages: int) -> None:
         self._has, self._group = has, group
         self._mask, self._from = bytearray(pages), pages
-        self._ahead = 0  # pages that are asked for at least: few, until it shows that lengths lack some
+        self._ahead = 0  # least pages of the next question: few, until some are absent
 
     def last_absent(self, first: int, stop: int) -> int:
-        """The last page of `first ... stop-1` that is not there; -1: all are. `stop` is none greater than before."""
+        """The last absent page of `first ... stop-1`, or -1. `stop` never grows from call to call."""
         end = min(stop, self._from)
         if first < end:
             start = max(0, min(first, end - self._ahead))
@@ -124,14 +125,14 @@ class _Tail:
 
 
 def needed(groups: Sequence[Group], length: int, local: int = 0) -> list[range]:
-    """The pages of each group that a hit of `length` tokens needs, but for those before `local`."""
+    """The pages of each group that a hit of `length` tokens needs, except pages before `local`."""
     return [
         range(max(group.first(length), local // group.page_tokens), length // group.page_tokens) for group in groups
     ]
 
 
 def kept(group: Group, ends: Iterable[int], first: int, stop: int) -> list[int]:
-    """Those of the pages `first ... stop-1` that a hit of one of these lengths needs, ascending."""
+    """The pages in `first ... stop-1` that a hit of one of the lengths `ends` needs, ascending."""
     if group.keeps == "all":
         return list(range(first, stop))
     found: set[int] = set()
@@ -141,7 +142,7 @@ def kept(group: Group, ends: Iterable[int], first: int, stop: int) -> list[int]:
 
 
 def marks(every: int, align: int, stop: int) -> range:
-    """The lengths below `stop` at which windows are kept wherever prompts end: one in `every` tokens, multiples of
-    `align`. None where `every` is 0."""
+    """The lengths below `stop` at which windows are kept in any prompt: one in `every` tokens, multiples of `align`.
+    Empty if `every` is 0."""
     step = max(align, every // align * align)
     return range(step, stop if every else 0, step)

@@ -1,8 +1,8 @@
-"""The names of a request's pages in all groups of a hybrid model, made when they are asked for.
+"""The names of a request's pages in all groups of a hybrid model, made on demand.
 
-A page is named by the digest of the request that ends where it does, in the namespace of its group: the digest names
-all tokens before it, and the namespace the layers. What a page follows is told as eviction needs it: a page that all
-tokens are kept of follows the windows that end with it, so that these outlive it.
+A page's key comes from the digest of the request up to its end, in the namespace of its group: the digest names all
+tokens before it, the namespace its layers. Parents are chosen for eviction: a page of a group that keeps all tokens
+follows the windows that end with it, so that these outlive it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupPage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chain(Sequence[GroupPage]):
-    """Pages of groups, in columns: most who have thousands of them look at few by itself."""
+    """Pages of groups, in columns: most chains have thousands of pages, few of which are looked at alone."""
 
     groups: Sequence[int] = ()
     numbers: Sequence[int] = ()
@@ -49,16 +49,15 @@ class Chain(Sequence[GroupPage]):
         return found
 
     def part(self, places: Sequence[int]) -> Chain:
-        """Those at some places."""
         groups, numbers, pages = self.groups, self.numbers, self.pages
         return Chain([groups[at] for at in places], [numbers[at] for at in places], tuple(pages[at] for at in places))
 
 
 class GroupNames:
-    """The names of one request's pages. `digests`: of each `digest_tokens` tokens and all before them, 32 bytes.
+    """The names of one request's pages. `digests`: one of 32 bytes for each `digest_tokens` tokens and all before them.
 
-    `namespaces`: one a group. `pools`: the groups of each pool, by their numbers; none: all are in one. A page follows
-    pages of its pool alone, since each pool evicts by itself. Not thread-safe.
+    `namespaces`: one a group. `pools`: the groups of each pool, by number; empty: one pool has all. A page follows
+    pages of its own pool alone, since each pool evicts by itself. Not thread-safe.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class GroupNames:
         self._steps = [group.page_tokens // digest_tokens for group in groups]
         self._digest_tokens = digest_tokens
         self._digests: list[bytes] = []
-        self._keys: list[list[bytes]] = [[] for _ in groups]  # of each page, b"" where nobody has asked for it
-        self._full = {  # the groups that keep all tokens, in the pool of each group
+        self._keys: list[list[bytes]] = [[] for _ in groups]  # key of each page, b"" until it is asked for
+        self._full = {  # groups that keep all tokens, in the pool of each group
             g: [(one, groups[one].page_tokens) for one in pool if groups[one].keeps == "all"]
             for pool in self.pools
             for g in pool
@@ -83,26 +82,21 @@ class GroupNames:
 
     @property
     def digests(self) -> int:
-        """How many digests it has."""
         return len(self._digests)
 
     @property
     def tokens(self) -> int:
-        """Tokens that have a digest."""
         return len(self._digests) * self._digest_tokens
 
     def extend(self, digests: Sequence[bytes]) -> None:
-        """The request has grown."""
         self._digests += digests
         for known, step in zip(self._keys, self._steps, strict=True):
             known += [b""] * (len(self._digests) // step - len(known))
 
     def key(self, group: int, number: int) -> bytes:
-        """The key of a page."""
         return self._keys[group][number] or self.keys(group, number, number + 1)[0]
 
     def keys(self, group: int, first: int, stop: int) -> list[bytes]:
-        """The keys of pages `first ... stop-1` of a group."""
         known, step = self._keys[group], self._steps[group]
         found = known[first:stop]
         if b"" in found:
@@ -111,17 +105,17 @@ class GroupNames:
         return found
 
     def presence(self, *visible: Callable[[Sequence[bytes]], bytes]) -> Callable[[int, int, int], bytes]:
-        """`base.Presence`, by what a tier, or all of them, say of keys: in each pool."""
+        """`base.Presence` from the `visible` function of each pool's tier, or of all its tiers."""
         says = {g: visible[p] for p, pool in enumerate(self.pools) for g in pool}
         return lambda group, first, stop: says[group](self.keys(group, first, stop))
 
     def chain(self, wanted: Sequence[Sequence[int]], after: Sequence[GroupPage | None] = ()) -> list[Chain]:
-        """Pages of each group by their numbers: those of each pool, named in the order of their ends, and windows
-        before what follows them.
+        """Pages of each group by number: a chain a pool, in the order of the pages' ends, windows before the page that
+        follows them.
 
-        Where a group of the pool keeps all, each page follows the one before it here. The first one follows the last
-        page of such a group that comes before it, or `after`, of each pool, of an earlier part of the request, if that
-        comes between the two. Where there is no such group, a page follows none.
+        If a group of the pool keeps all, each page follows the one before it here. The first page follows the last
+        earlier page of such a group, or the pool's `after`, from an earlier part of the request, if that is later.
+        Without such a group, a page follows none.
         """
         return [
             self._chain([(g, wanted[g]) for g in pool], after[p] if after else None)
@@ -129,7 +123,6 @@ class GroupNames:
         ]
 
     def _chain(self, wanted: Sequence[tuple[int, Sequence[int]]], after: GroupPage | None) -> Chain:
-        """`chain`, of one pool."""
         places: list[int] = []
         groups: list[int] = []
         numbers: list[int] = []
@@ -155,13 +148,12 @@ class GroupNames:
         return [self.key(group, number) for number in numbers]
 
     def _ends(self, group: int, numbers: Sequence[int]) -> list[int]:
-        """A number for each page, in the order of `_place`."""
         about, count = self.groups[group], 2 * len(self.groups)
         step, last = about.page_tokens * count, (about.keeps == "all") * len(self.groups) + group
         return [number * step + step + last for number in numbers]
 
     def _place(self, group: int, number: int) -> tuple[int, bool, int, int]:
-        """Where a page comes in that order."""
+        """A page's place in a chain."""
         about = self.groups[group]
         return (number + 1) * about.page_tokens, about.keeps == "all", group, number
 

@@ -1,7 +1,7 @@
-"""Which groups of a hybrid model share a pool of pages, and what share of each tier a pool has.
+"""The groups of a hybrid model that share a pool of pages, and each pool's share of a tier.
 
-Groups whose layers lie in the same planes draw their blocks from one pool, as vLLM has it: a block holds a page of
-whichever group it was given to. Groups with planes of their own have pools of their own.
+Groups with layers in the same planes draw their blocks from one pool, as in vLLM: a block holds a page of any of these
+groups. Groups with planes of their own have pools of their own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from gdscache.groups.base import Group
 from gdscache.limits import MAX_COUNT
 
-_PROMPT = 8192  # tokens of the prompts that planes are meant for
-EVERY = 8192  # tokens from one kept window to the next, where nothing is said of it
-_WORTH = 16  # times a state's bytes that pages in front of it have, where it is kept though no prompt ends there
-_LEAST = 0.01  # of a tier, for states: those that take little are not to be what a hit lacks
-_WINDOWS = 4  # that are in use: where a prompt ends, where all but its last token end, where it parts, and the answer's
+_PROMPT = 8192  # tokens of a typical prompt, for the planes' sizes
+EVERY = 8192  # tokens from one kept window to the next, by default
+_WORTH = 16  # a state inside a prompt is kept if the pages before it have this many times its bytes
+_LEAST = 0.01  # least share of a tier for states, so that a hit does not lack small states
+# windows in use: at a prompt's end, before its last token, where it parts from others, at the answer's end
+_WINDOWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,6 @@ class Pool:
     layers: tuple[int, ...]
 
     def local(self, group: Group) -> tuple[int, ...]:
-        """The group's layers by their places in the pool."""
         return tuple(self.layers.index(layer) for layer in group.layers)
 
 
@@ -46,8 +46,8 @@ def pools_of(groups: Sequence[Group]) -> list[Pool]:
 
 
 def rows_of(groups: Sequence[Group], pool: Pool, page_tokens: int) -> int:
-    """Rows of each plane of a pool that a page has: as many as tokens in a page of each of its groups, or
-    `page_tokens`, the model's, where they differ; 1 where all keep a state."""
+    """Rows of a page in each plane of a pool: the page's tokens if all its groups agree, else the model's
+    `page_tokens`; 1 if all groups keep a state."""
     own = [groups[g] for g in pool.groups]
     if all(group.keeps == "state" for group in own):
         return 1
@@ -56,10 +56,11 @@ def rows_of(groups: Sequence[Group], pool: Pool, page_tokens: int) -> int:
 
 
 def interval(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int]) -> int:
-    """Tokens from one kept window or state of a prompt to the next: `EVERY`, or more where states take many bytes.
+    """Tokens from one kept window or state of a prompt to the next: `EVERY`, or more where states are large.
 
-    Prompts come back to where one ended or parted; to a place between these one in seven does. So a state there is kept
-    where it takes at most 1 / `_WORTH` of the bytes of the pages from the last one on. `page_bytes`: as for `shares`.
+    Prompts come back to places where one ended or parted; one in seven comes back to a place between these. So a state
+    there is kept if it has at most 1 / `_WORTH` of the bytes of the pages since the last one. `page_bytes`: as for
+    `shares`.
     """
     state = token = 0.0
     for pool, each in zip(pools, page_bytes, strict=True):
@@ -70,8 +71,8 @@ def interval(groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequenc
 
 
 def kept_tokens(group: Group, every: int, prompt: int) -> float:
-    """Tokens that are kept of each token of a prompt of `prompt` tokens: all, or a window where it ends and at every so
-    many tokens. A state counts as the tokens of its page."""
+    """Tokens kept for each token of a prompt of `prompt` tokens: all, or a window at its end and every `every` tokens.
+    A state counts as the tokens of its page."""
     if group.keeps == "all":
         return 1.0
     windows = 1 + (prompt // every if every else 0)
@@ -81,8 +82,8 @@ def kept_tokens(group: Group, every: int, prompt: int) -> float:
 def shares(
     groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], every: int, prompt: int
 ) -> list[float]:
-    """What part of a tier's bytes each pool gets: by what prompts of `prompt` tokens leave there. `page_bytes`: of a
-    page in all layers of the pool; `every`: tokens from one kept window to the next."""
+    """Each pool's share of a tier's bytes, in proportion to the bytes that a prompt of `prompt` tokens leaves in it.
+    `page_bytes`: of a page in all layers of the pool; `every`: tokens from one kept window to the next."""
     needs = [
         each * sum(kept_tokens(groups[g], every, prompt) / groups[g].page_tokens for g in pool.groups)
         for pool, each in zip(pools, page_bytes, strict=True)
@@ -96,8 +97,8 @@ def shares(
 def plane_pages(
     groups: Sequence[Group], pools: Sequence[Pool], page_bytes: Sequence[int], capacity: int, every: int
 ) -> list[int]:
-    """Pages of each pool in planes of `capacity` bytes that keep nothing but prompts in use: those of the longest that
-    fits, or of as many tokens of prompts of `_PROMPT` tokens. Zeros where there is no room for a token."""
+    """Pages of each pool in planes of `capacity` bytes that keep only prompts in use: the pages of the longest prompt
+    that fits, or of as many tokens in prompts of `_PROMPT` tokens. Zeros if no token fits."""
 
     def pages(tokens: int) -> list[int]:
         windows = _WINDOWS + tokens // _PROMPT + (tokens // every if every else 0)
@@ -110,7 +111,7 @@ def plane_pages(
 
 
 def _in_use(group: Group, tokens: int, windows: int) -> int:
-    """Pages of a group for a prompt whose last tokens are wanted at so many lengths."""
+    """Pages of a group for a prompt that is used at `windows` lengths near its end."""
     if group.keeps == "state":
         return min(windows, -(-tokens // group.page_tokens))
     wanted = tokens if group.keeps == "all" else min(tokens, windows * (group.span + group.page_tokens))

@@ -14,7 +14,7 @@ GroupReasons = dict[str, tuple[Reason, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AskedGroup:
-    """A group as it was looked up: its number in `names`, and what says where pages are (`TierManager.told`)."""
+    """A group as it was looked up: its number in `names`, and the source of its pages' states (`TierManager.told`)."""
 
     group: Group
     names: GroupNames
@@ -23,10 +23,10 @@ class AskedGroup:
 
 
 def group_reasons(asked: Sequence[AskedGroup], start: int, stop: int, declined: int = 0) -> GroupReasons:
-    """By the names of the groups, what is known now of their pages from token `start` to `stop`.
+    """By group name, the states of its pages from token `start` to `stop`.
 
-    Where a group keeps all tokens, those behind a missing page are `behind` it, and the first `declined` tokens are the
-    `gate`'s. Of windows every page is told, whether a hit needs it or not: a window is stored where a prompt ends.
+    Where a group keeps all tokens, pages behind a missing one are `behind` it, and the first `declined` tokens are the
+    `gate`'s. Every page of a window is told, needed or not: a window is stored where a prompt ends.
     """
     found: GroupReasons = {}
     for one in asked:
@@ -45,5 +45,4 @@ def group_reasons(asked: Sequence[AskedGroup], start: int, stop: int, declined: 
 
 
 def group_words(reasons: GroupReasons) -> str:
-    """The same as a line."""
     return "; ".join(f"{name}: {words(some)}" for name, some in reasons.items())
