@@ -1,1 +1,1 @@
-"""Which pages a tier holds, in which slots, in what state, and which of them go first."""
+"""The pages of one tier: slots, states, and the order of eviction."""

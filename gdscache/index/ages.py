@@ -1,4 +1,4 @@
-"""How long pages of a tier were there when they are evicted, and how soon they were used again: a sample of them."""
+"""Ages of pages at eviction, and gaps between uses, of a sample of a tier's pages."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections.abc import Callable, Iterable
 
 from gdscache.histograms import AGES, Buckets, Histogram
 
-ALL_OF = 64  # slots of a tier whose pages are all watched; of a larger one ...
-_OF_256 = 4  # ... so many of 256 pages are, chosen by their keys
+ALL_OF = 64  # a tier of up to this many slots has all its pages watched,
+_OF_256 = 4  # of a larger one, this many of 256 pages, chosen by their keys
 
 
 class PageAges:
-    """Watches pages from when they come, while the engine is open, until they go. The manager's lock is held."""
+    """Watches pages from their arrival, while the engine is open, until they go. The manager's lock is held."""
 
     def __init__(self, slots: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._below = 256 if slots <= ALL_OF else _OF_256
         self._clock = clock
-        self._known: dict[bytes, tuple[float, float]] = {}  # when a page came, and when it was used last
+        self._known: dict[bytes, tuple[float, float]] = {}  # time of arrival, time of the last use
         self._ages, self._idle, self._gaps = Histogram(AGES), Histogram(AGES), Histogram(AGES)
 
     def came(self, keys: Iterable[bytes]) -> None:
-        """New pages."""
         below = self._below
         if some := [key for key in keys if key[0] < below]:
             now = self._clock()
             self._known.update(dict.fromkeys(some, (now, now)))
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """Uses of those that are there."""
         known = self._known
         if some := known.keys() & keys:
             now = self._clock()
@@ -38,7 +36,6 @@ class PageAges:
                 known[key] = came, now
 
     def evicted(self, keys: Iterable[bytes]) -> None:
-        """Pages had to make room for others."""
         if gone := self._known.keys() & keys:
             now = self._clock()
             for came, last in map(self._known.pop, gone):
@@ -46,15 +43,13 @@ class PageAges:
                 self._idle.note(now - last)
 
     def gone(self, key: bytes) -> None:
-        """A page is gone for another reason."""
+        """A page went without being evicted."""
         self._known.pop(key, None)
 
     def clear(self) -> None:
-        """All are."""
         self._known.clear()
 
     def describe(self) -> dict[str, Buckets]:
-        """Plain data for `stats()`."""
         return {
             "evicted_age_seconds": self._ages.describe(),
             "evicted_idle_seconds": self._idle.describe(),

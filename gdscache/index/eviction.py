@@ -1,7 +1,7 @@
-"""Which pages of a tier go first when it needs room, and which must stay.
+"""The choice of pages that a tier evicts.
 
-Eviction takes tails before heads: a page goes only when no child of it is in the tier, unless nothing else can go. A
-leased page stays, and so does a *dirty* one, whose bytes are on their way to no other tier yet.
+Eviction takes tails before heads: a page goes only when no child of it is in the tier, unless no such page is left. A
+leased page stays, and so does a *dirty* one, whose bytes are in no other tier yet.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from gdscache.policies.base import EvictionPolicy
 
 
 class EvictablePages(PageTable):
-    """The pages of a tier, and what decides who goes next: uses, retentions, families, dirty pages. Evicts nothing."""
+    """The pages of a tier, with uses, retentions, families and dirty pages, which choose the next victims. Evicts
+    nothing."""
 
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         super().__init__(slots, policy)
-        self._dirty: set[int] = set()  # slots of pages that no lower tier has, and some tier is to get
+        self._dirty: set[int] = set()  # slots of pages that a lower tier is to get and lacks
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count a use of each present page. Give a prefix tail first, so that its head stays longest.
 
-        It counts later, as new pages do: see `Orders`.
+        The use enters the orders later, as new pages do: see `Orders`.
         """
         self._orders.use(keys)
 
     @property
     def unsettled(self) -> int:
-        """New pages and uses that have not entered the eviction orders yet."""
+        """See `Orders.unsettled`."""
         return self._orders.unsettled
 
     def settle(self, most: int | None = None) -> None:
-        """Let the `most` oldest of them enter, or all."""
         self._orders.settle(most)
 
     def coldest(self) -> bytes | None:
@@ -44,7 +44,7 @@ class EvictablePages(PageTable):
     # -- retention ----------------------------------------------------------------------------------------------------
 
     def retain(self, key: bytes, retention: Retention) -> bool:
-        """A page is stored again: the greater priority and the later expiry count. False when it has both already.
+        """A page is stored again: the greater priority and the later expiry count. False if it has both already.
 
         With a greater priority the page is new in that priority's order.
         """
@@ -62,22 +62,21 @@ class EvictablePages(PageTable):
 
     @property
     def retained_pages(self) -> int:
-        """Pages whose retention is not the default."""
         return len(self._orders.retained)
 
     @property
     def next_expiry(self) -> float:
-        """When the next page expires, in seconds since the epoch; infinite when none does."""
         return self._orders.next_expiry
 
-    # -- pages that a lower tier has not got yet ----------------------------------------------------------------------
+    # -- dirty pages
+    # ------------------------------------------------------------------------------------------------------
 
     @property
     def dirty_pages(self) -> int:
         return len(self._dirty)
 
     def mark_dirty(self, entry: Entry) -> None:
-        """A visible page is not to be evicted before `mark_clean`. One that is dropped is not dirty any more."""
+        """Do not evict a visible page before `mark_clean`. Dropping it makes it clean."""
         if not entry.dropped:
             self._dirty.add(entry.slot)
 
@@ -86,9 +85,10 @@ class EvictablePages(PageTable):
             self._dirty.discard(entry.slot)
 
     def coldest_dirty(self, n: int, skip: Collection[bytes] = ()) -> list[Page]:
-        """Up to about `n` dirty pages, the coldest first, each behind the dirty pages that it follows.
+        """About `n` dirty pages, the coldest first, each behind the dirty pages that it follows.
 
-        None of `skip`, and no page that is not complete. The last one brings all that it follows.
+        None of `skip`, and no incomplete page. The last page brings all dirty pages that it follows, so the result may
+        be longer.
         """
         chosen: dict[bytes, Page] = {}
         for key in self._orders:
@@ -105,12 +105,13 @@ class EvictablePages(PageTable):
         slot = self.slot(key)
         return self._page_at(key, slot) if slot is not None and slot in self._dirty else None
 
-    # -- who goes, and who stays --------------------------------------------------------------------------------------
+    # -- victims
+    # ----------------------------------------------------------------------------------------------------------
 
     def family(self, pages: Iterable[Page]) -> set[bytes]:
         """Keys of `pages` and of the pages before them, as far back as the tier has them without a gap.
 
-        What a new page must not push out: without its head, a tail is out of reach.
+        A new page must not evict these: without its head, a tail is out of reach.
         """
         keys: set[bytes] = set()
         for page in pages:
@@ -122,7 +123,7 @@ class EvictablePages(PageTable):
         return keys
 
     def continuing(self, pages: Iterable[Page]) -> int:
-        """How many of `pages` have all pages before them in the tier, or among `pages`."""
+        """The number of `pages` whose prefix is in the tier, or among `pages`."""
         keys: set[bytes] = set()
         for page in pages:
             if page.parent == page.namespace or page.parent in self or page.parent in keys:
@@ -132,16 +133,16 @@ class EvictablePages(PageTable):
     def _victims(
         self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = (), ahead: int = 0
     ) -> Collection[bytes]:
-        """Up to `n` pages that may go, coldest first, tails before heads; none of `keep`, nor of the family of `pages`.
-        Up to `ahead` more where they are tails.
+        """Up to `n` pages to evict, coldest first, tails before heads; none of `keep`, nor of the family of `pages`. Up
+        to `ahead` more if they are tails.
 
         A page that was passed over for its children goes as soon as the last of them is chosen, since it is colder than
-        whatever comes later. One that stays is deferred, so that not every call looks at it. Only when no tail is left,
-        pages with children that cannot go are taken.
+        all pages after it. A page that stays is deferred, so that not every call looks at it. Pages whose children
+        cannot go are taken only when no tail is left.
         """
         chosen: dict[bytes, None] = {}
         passed: dict[bytes, None] = {}
-        gone: dict[bytes, int] = {}  # children that are chosen already
+        gone: dict[bytes, int] = {}  # chosen children
 
         def choose(key: bytes, slot: int | None) -> None:
             while slot is not None and len(chosen) < wanted:
@@ -159,7 +160,8 @@ class EvictablePages(PageTable):
         entries, children, dirty, held = self._entries, self._children, self._dirty, self._held
         parents, parent_at, is_deferred = self._parents, self._parent_at, self._orders.is_deferred
         at_rest = self._resting.get
-        if pages:  # the first round looks for tails: of the family that is its end, and all others have a child in it
+        # the first round looks for tails: only the family's end is one, since all its other pages have a child in it
+        if pages:
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
         for tails_only, wanted in ((True, n + ahead), (False, n)):
             if len(chosen) >= n:
@@ -175,7 +177,7 @@ class EvictablePages(PageTable):
                     slot = entry.slot
                 elif held and slot in held:
                     continue
-                elif tails_only and children[slot] and key not in gone:  # most of what is looked at
+                elif tails_only and children[slot] and key not in gone:  # the most frequent case
                     passed[key] = None
                     continue
                 if key in chosen or key in keep or slot in dirty:
@@ -192,6 +194,6 @@ class EvictablePages(PageTable):
         return chosen
 
     def _slot_in_use(self, key: bytes) -> int | None:
-        """The slot of a page that is not at rest, if it is there, and could go were none behind it."""
+        """The slot of a page in use, if it may be evicted but for its children."""
         entry = self._entries.get(key)
         return None if entry is None or entry.leases or entry.state is PENDING else entry.slot

@@ -1,4 +1,4 @@
-"""In what order a tier gives up its pages: an eviction order for each priority, and what has still to enter them."""
+"""The eviction orders of a tier, one for each priority, and the changes that have not entered them yet."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from gdscache.index.retention import DEFAULT, LOWEST, PRIORITIES, Expiries, Rete
 from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
-_named = operator.itemgetter(0, 1)  # of a page: its key, and that of the page before it
+_named = operator.itemgetter(0, 1)  # a page's key and parent
 NO_RETENTIONS: Mapping[int, Retention] = {}
 
 
 class Orders:
-    """The pages of a tier, those of the lowest priority first, within a priority in the order of a policy.
+    """The pages of a tier, the lowest priority first, within a priority in the order of a policy.
 
-    New pages and uses are written down, and enter the orders when somebody looks at these or takes a page out, or
-    `settle`s: a request that finds its pages does not wait for that, nor one that brings some.
+    New pages and uses are only noted. They enter the orders when these are read, when a page is taken out, or by
+    `settle`: neither a request that finds its pages nor one that brings pages waits for that.
     """
 
-    changes_kept = 8192  # at most, that have not entered the orders yet; may be set for one of them
+    changes_kept = 8192  # most changes that may wait
 
     def __init__(self, policy: EvictionPolicy, present: Callable[[Sequence[bytes]], Sequence[bytes]]) -> None:
-        """`policy` is that of priority 0, without pages; the others are of its kind. `present`: those of some keys
-        whose pages are there."""
+        """`policy`: of priority 0, without pages; the other priorities get its kind. `present(keys)`: the keys whose
+        pages are present."""
         self.policy = policy
         self._present = present
-        self.retained: dict[bytes, Retention] = {}  # of the pages whose retention is not the default; for reading
+        self.retained: dict[bytes, Retention] = {}  # of pages whose retention is not the default; read only
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
         self._expiries = Expiries()
-        self._changes: deque[Sequence[Page] | Sequence[bytes]] = deque()  # oldest first: pages came, or keys were used
-        self._changed = 0  # pages and keys in these
-        self._uses: list[bytes] = []  # behind these: keys that were used, perhaps of no page
+        self._changes: deque[Sequence[Page] | Sequence[bytes]] = deque()  # oldest first: new pages, or used keys
+        self._changed = 0  # pages and keys in `_changes`
+        self._uses: list[bytes] = []  # later uses, perhaps of absent pages
 
     def empty(self) -> Orders:
-        """Others of this kind, without pages."""
         return Orders(self.policy.empty(), self._present)
 
     def restore(
@@ -50,7 +49,7 @@ class Orders:
         order: npt.NDArray[np.int64],
         retentions: Mapping[int, Retention] = NO_RETENTIONS,
     ) -> None:
-        """Fill empty orders: `order` are positions in `keys`, the least recently used first; `retentions`: by position,
+        """Fill empty orders. `order`: positions in `keys`, the least recently used first. `retentions`: by position,
         where they are not the default."""
         if not retentions:
             self.policy.restore(keys, order)
@@ -65,7 +64,6 @@ class Orders:
     # -- pages come, are used, and go ---------------------------------------------------------------------------------
 
     def add(self, pages: Sequence[Page], retentions: Sequence[Retention]) -> None:
-        """New pages, in this order."""
         if retentions.count(DEFAULT) == len(retentions):
             self._note(pages)
             return
@@ -78,26 +76,25 @@ class Orders:
                 self._of(page.key).insert(page.key, page.parent)
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """Uses of those of the pages that are there: which these are is asked before the next page comes."""
+        """Uses of present pages; whether a page is present is checked before the next page comes."""
         self._uses += keys
         if self.unsettled > self.changes_kept:
             self.sift()
 
     def sift(self) -> None:
-        """Forget uses of pages that are not there, or not any more. To be called before pages come."""
+        """Forget uses of absent pages. To be called before pages come."""
         if self._uses:
             uses, self._uses = self._uses, []
             self._note(self._present(uses))
 
     def remove(self, key: bytes) -> None:
-        """A page is gone."""
         self.settle()
         self._of(key).remove(key)
         if key in self.retained:
             self._forget(key)
 
     def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """Pages are gone that had to make room for others: see `EvictionPolicy.evict_all`."""
+        """Pages are evicted: see `EvictionPolicy.evict_all`."""
         self.settle()
         if not self.retained:
             self.policy.evict_all(gone)
@@ -136,7 +133,7 @@ class Orders:
                 self.policy.touch_all(keys)
 
     def _note(self, some: Sequence[Page] | Sequence[bytes]) -> None:
-        """Changes that are to enter the orders: no more of the oldest do now than came."""
+        """Note changes; if too many wait, as many of the oldest enter the orders."""
         if some:
             self._changes.append(some)
             self._changed += len(some)
@@ -151,15 +148,13 @@ class Orders:
         return itertools.chain.from_iterable(self._of_priority)
 
     def defer(self, key: bytes) -> None:
-        """As `EvictionPolicy.defer`. This, and the next two, are for orders that somebody looks at."""
+        """As `EvictionPolicy.defer`. This and the next two need settled orders."""
         (self._of(key) if self.retained else self.policy).defer(key)
 
     def hasten(self, key: bytes) -> None:
-        """As `EvictionPolicy.hasten`."""
         (self._of(key) if self.retained else self.policy).hasten(key)
 
     def is_deferred(self, key: bytes) -> bool:
-        """As `EvictionPolicy.is_deferred`."""
         return (self._of(key) if self.retained else self.policy).is_deferred(key)
 
     def _of(self, key: bytes) -> EvictionPolicy:
@@ -168,7 +163,7 @@ class Orders:
     # -- retention ----------------------------------------------------------------------------------------------------
 
     def retain(self, page: Page, retention: Retention) -> None:
-        """A present page has this retention from now on. With another priority it is new in that one's order."""
+        """A present page gets this retention. With another priority it is new in that priority's order."""
         self.settle()
         key, before = page.key, self._of(page.key)
         if key in self.retained:
@@ -181,15 +176,14 @@ class Orders:
 
     @property
     def next_expiry(self) -> float:
-        """When the next page expires, in seconds since the epoch; infinite when none does."""
         return self._expiries.first
 
     def expired(self, now: float, most: int) -> list[bytes]:
-        """Up to `most` keys that have expired by `now`, each once; whoever asks takes them out."""
+        """Up to `most` keys that have expired by `now`, each once; the caller removes their pages."""
         return self._expiries.take(now, most)
 
     def expired_among(self, keys: Iterable[bytes], now: float) -> list[bytes]:
-        """Those of `keys` that have expired by `now`, each once."""
+        """The keys that have expired by `now`, each once."""
         retained = self.retained
         found = dict.fromkeys(key for key in keys if key in retained)
         return [key for key in found if (at := retained[key].expires) is not None and at <= now]
@@ -205,7 +199,7 @@ class Orders:
             self._expiries.remove(key, expires)
 
     def check(self, pages: Mapping[bytes, Retention]) -> list[str]:
-        """What disagrees with `pages`, all that there are. Changes nothing."""
+        """Contradictions with `pages`, all pages of the tier. Changes nothing."""
         problems = []
         new = {change.key for some in self._changes for change in some if isinstance(change, Page)}
         found = [{*order, *(new if order is self.policy else ())} for order in self._of_priority]

@@ -1,8 +1,8 @@
-"""The free slots of a tier, as runs of neighbours, so that pages which are stored together lie together.
+"""The free slots of a tier, as runs of neighbours, so that pages that are stored together lie together.
 
 A segregated fit (Wilson, Johnstone, Neely and Boles, "Dynamic Storage Allocation: A Survey and Critical Review", 1995):
-runs are kept by size, up to `EXACT` slots each size by itself and beyond in powers of two, and a bit mask says which
-sizes there are. Neighbouring runs are joined when slots come back (the boundary tags of Knuth, TAOCP 1, 2.5).
+runs are in bins by size, one bin for each size up to `EXACT` slots and for each power of two beyond, and a bit mask
+says which bins have runs. Neighbouring runs are joined when slots come back (the boundary tags of Knuth, TAOCP 1, 2.5).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import numpy as np
 import numpy.typing as npt
 
 EXACT = 64  # runs up to this length have a bin for each length
-TRIES = 8  # runs that are looked at in a bin where not all are long enough
-JOINED = 4096  # slots that came back and are joined to runs in one call; the others wait for their turn
+TRIES = 8  # runs to look at in a bin whose runs may be too short
+JOINED = 4096  # slots that one call joins to runs; others that came back wait
 
 
 class FreeSlots:
-    """Which of the slots `0 ... slots-1` are free; all of them at first.
+    """The free slots of `0 ... slots-1`; all of them at first.
 
-    Giving a slot back costs O(1); taking costs O(1) for each run that is taken from, and joins at most `JOINED` slots
-    that came back (more only when they are needed now). Nothing here locks.
+    Giving a slot back costs O(1). Taking costs O(1) for each run, and joins at most `JOINED` slots that came back (more
+    if they are needed). The caller locks.
     """
 
     __slots__ = ("_bins", "_count", "_ends", "_mask", "_returned", "_runs")
 
     def __init__(self, slots: int) -> None:
-        self._returned: list[int] = []  # free, and in no run yet
+        self._returned: list[int] = []  # free, in no run yet
         self._runs: dict[int, int] = {}  # first slot -> length
         self._ends: dict[int, int] = {}  # slot behind the last -> first slot
-        self._bins: list[dict[int, None]] = [{} for _ in range(EXACT + 64)]  # the runs by their length
+        self._bins: list[dict[int, None]] = [{} for _ in range(EXACT + 64)]
         self._mask = 0  # bit i is set while bin i has runs
-        self._count = 0  # slots in runs
+        self._count = 0
         if slots:
             self._add(0, slots)
 
@@ -46,19 +46,17 @@ class FreeSlots:
         yield from self._returned
 
     def give(self, slot: int) -> None:
-        """A slot is free again."""
         self._returned.append(slot)
 
     def give_all(self, slots: Iterable[int]) -> None:
-        """Slots are free again."""
         self._returned.extend(slots)
 
     def take(self, n: int, after: int | None = None) -> list[int]:
-        """Up to `n` free slots, fewer only when there are no more: one run if there is one, ascending.
+        """Up to `n` free slots, fewer only if fewer are free: one run if possible, ascending.
 
         Slots right behind `after` are preferred; else the shortest run that is long enough, else the longest ones.
         """
-        if len(self) <= n and (after is None or not self._count):  # everything there is, as when as much was evicted
+        if len(self) <= n and (after is None or not self._count):  # all slots, as after an eviction of `n`
             return self._take_all()
         self._join(JOINED)
         slots: list[int] = []
@@ -90,13 +88,13 @@ class FreeSlots:
         return slots
 
     def runs(self) -> list[tuple[int, int]]:
-        """(first slot, slots) of each run, in order. Joins everything first: for reports, not for a hot path."""
+        """(first slot, slots) of each run, in order. Joins all slots first: for reports, not for a hot path."""
         while self._returned:
             self._join(JOINED)
         return sorted(self._runs.items())
 
     def check(self) -> list[str]:
-        """Restate every invariant from scratch; the disagreements found."""
+        """Violated invariants, recomputed from scratch."""
         problems = []
         if self._ends != {start + length: start for start, length in self._runs.items()}:
             problems.append("the ends of the free runs are not those of the runs")
@@ -119,7 +117,6 @@ class FreeSlots:
         self._mask |= 1 << size
 
     def _add(self, start: int, length: int) -> None:
-        """A new run, joined with its neighbours."""
         self._count += length
         before = self._ends.get(start)
         if before is not None:
@@ -132,8 +129,8 @@ class FreeSlots:
         self._file(start, length)
 
     def _remove(self, start: int) -> int:
-        """Take a run out of the books, its slots still counted; its length."""
-        size = _bin(self._runs[start])  # first: whatever ends a call of a function, the books agree
+        """Remove a run, without uncounting its slots; returns its length."""
+        size = _bin(self._runs[start])  # first: an interrupt in this call must leave the books consistent
         length = self._runs.pop(start)
         del self._ends[start + length]
         bin_ = self._bins[size]
@@ -159,7 +156,6 @@ class FreeSlots:
             self._mask |= 1 << size
 
     def _take_all(self) -> list[int]:
-        """All slots, ascending."""
         slots, self._returned = sorted(self), []
         if self._count:
             self._count = self._mask = 0
@@ -170,7 +166,7 @@ class FreeSlots:
         return slots
 
     def _cut_longest(self, n: int, out: list[int]) -> None:
-        """Move whole runs to `out`, the longest first, as far as the longest is shorter than what is left of `n`."""
+        """Move whole runs to `out`, the longest first, while the longest is shorter than the rest of `n`."""
         runs, ends = self._runs, self._ends
         while 0 <= (size := self._mask.bit_length() - 1) < _bin(n):
             bin_ = self._bins[size]
@@ -184,9 +180,8 @@ class FreeSlots:
             n -= length
 
     def _fitting(self, n: int) -> int:
-        """The first slot of the run to take `n` slots from."""
         size = _bin(n)
-        if n > EXACT and self._mask >> size & 1:  # these may be long enough
+        if n > EXACT and self._mask >> size & 1:
             bin_ = self._bins[size]
             fits = [start for start in self._last(bin_, TRIES) if self._runs[start] >= n]
             if fits:
@@ -202,13 +197,13 @@ class FreeSlots:
 
     @staticmethod
     def _last(bin_: dict[int, None], most: int) -> list[int]:
-        """The last runs of a bin. By `popitem`, which leaves no gaps behind that the next call would walk over."""
+        """The last runs of a bin. By `popitem`, which leaves no gaps in the dictionary for the next call to walk
+        over."""
         starts = [bin_.popitem()[0] for _ in range(min(most, len(bin_)))]
         bin_.update(dict.fromkeys(reversed(starts)))
         return starts
 
     def _join(self, most: int) -> None:
-        """Move up to `most` slots that came back into runs."""
         returned = self._returned
         if not returned:
             return
@@ -224,13 +219,13 @@ class FreeSlots:
 
 
 def _bin(length: int) -> int:
-    """Where runs of `length` slots are kept: 1 ... EXACT for these lengths, then one bin for each power of two."""
+    """The bin of runs of `length` slots: 1 ... EXACT for these lengths, then one bin for each power of two."""
     return length if length <= EXACT else EXACT - 6 + length.bit_length()
 
 
 class SlotPool:
-    """A fixed set of slots that threads take and give back: a share of the bounce reserve. Neighbours, as far as there
-    are any, and rather those that came back lately than others."""
+    """A fixed set of slots for threads to take and give back: a share of the bounce reserve. Prefers neighbours, and
+    slots that came back lately."""
 
     def __init__(self, slots: range) -> None:
         self.slots = len(slots)
@@ -244,7 +239,6 @@ class SlotPool:
 
     @property
     def free(self) -> set[int]:
-        """The slots that nobody has."""
         with self._changed:
             return {self._first + slot for slot in self._free}
 
@@ -254,7 +248,7 @@ class SlotPool:
             return [self._first + slot for slot in sorted(self._free.take(most))]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a slot is free; False when `seconds` pass before."""
+        """Wait until a slot is free; False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._free), seconds)
 

@@ -1,8 +1,8 @@
-"""The index of one tier: which pages it holds, in which slot, in what state. Pure Python, no bytes, no I/O.
+"""The index of one tier: its pages, their slots and states. Pure Python, no bytes, no I/O.
 
-A page goes `insert(PENDING) → commit`, or `insert(PENDING) → drop` when it fails; `get` sees it only after `commit`.
-A leased page is neither evicted nor overwritten; a page dropped while leased is invisible at once and gives its slot
-back at the last release. Nothing here locks: the manager's lock guards every index.
+A page goes `insert(PENDING) → commit`, or `insert(PENDING) → drop` when it fails; `get` finds it only after `commit`. A
+leased page is neither evicted nor overwritten; a page dropped while leased is invisible at once and gives its slot back
+at the last release. The manager's lock guards every index.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
 from gdscache.pages.keys import Page
 from gdscache.policies.base import LRU, EvictionPolicy
 
-_AHEAD = 32  # pages at most that go with those that have to, so that the next few need not look for victims
+_AHEAD = 32  # most tails that are evicted in advance, so that the next calls need no victims
 
 
 class Detached(NamedTuple):
-    """Pages that were dropped all at once. Let it go without a lock: freeing what it holds takes its time."""
+    """Pages that were dropped all at once. Delete it without a lock: freeing `held` takes time."""
 
     visible: int
     slots: list[int]
@@ -34,7 +34,7 @@ class Detached(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Who is told of pages that become visible, and of those that were and are not any more."""
+    """Hears of pages that become visible or invisible."""
 
     def stored(self, pages: Sequence[Page]) -> None: ...
 
@@ -61,17 +61,17 @@ class PageIndex(EvictablePages):
         super().__init__(slots, LRU() if policy is None else policy)
         self.evictions = 0
         self.ages = PageAges(slots)
-        self.torn = 0  # pages that were dropped while somebody leased them
+        self.torn = 0  # pages that were dropped while leased
         self._ahead = min(_AHEAD, slots // 512)
         self._free = FreeSlots(slots)
         self._forget = forget
         self._recycle = recycle
         self._watcher: Watcher | None = None
-        self.on_evict: Callable[[Collection[bytes]], object] = _nobody  # told of victims, under the lock
-        self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by their slots
+        self.on_evict: Callable[[Collection[bytes]], object] = _nobody  # gets the keys of victims, under the lock
+        self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell `watcher` from now on. It only notes what it is told."""
+        """Tell `watcher` from now on. It must only take notes."""
         self._watcher = watcher
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -85,34 +85,31 @@ class PageIndex(EvictablePages):
         return len(self._free)
 
     def allocate(self, n: int) -> list[int] | None:
-        """`n` slots, ascending, neighbours where they can be; evicting as needed.
-
-        None and nothing changed when there are not so many.
-        """
+        """`n` slots, ascending, neighbours if possible; evicting as needed. None, and nothing changed, if there are
+        fewer."""
         short = n - len(self._free)
         if short > 0:
             victims = self._victims(short)
             if len(victims) < short:
                 return None
             self._evict(victims)
-            if len(self._free) < n:  # evicted slots that come back later, after a commit
+            if len(self._free) < n:  # evicted slots may come back only after a commit
                 return None
         return self._free.take(n)
 
     def allocate_some(self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = ()) -> list[int]:
-        """As many of `n` slots as can be had now without evicting a page of `keep`, or of the family of `pages`;
-        neighbours where they can be. A large tier evicts a few tails more, for the calls to come."""
+        """Up to `n` slots without evicting a page of `keep` or of the family of `pages`; neighbours if possible. A
+        large tier evicts a few more tails for later calls."""
         short = n - len(self._free)
         if short > 0:
             self._evict(self._victims(short, keep, pages, self._ahead))
         return self._free.take(n)
 
     def take_free(self, n: int, after: int | None = None) -> list[int]:
-        """As many of `n` slots as are free, neighbours where they can be; nothing is evicted."""
+        """Up to `n` free slots, neighbours if possible; nothing is evicted."""
         return self._free.take(n, after)
 
     def evict(self, n: int) -> int:
-        """Evict up to `n` pages; how many went."""
         victims = self._victims(n)
         self._evict(victims)
         return len(victims)
@@ -120,25 +117,22 @@ class PageIndex(EvictablePages):
     def make_room(self, pages: Sequence[Page], spare: int, coming: int = 0) -> None:
         """Evict until `pages` and `spare` more find slots, where `coming` evicted slots are free soon.
 
-        Only pages that continue a prefix of this tier may push others out: nobody would reach the rest. A large tier
-        evicts a few tails more, for the calls to come.
+        Only pages that continue a prefix of this tier may evict others: no lookup would reach the rest. A large tier
+        evicts a few more tails for later calls.
         """
         short = self.continuing(pages) + spare - self.free_slots - coming
         if short > 0:
             self._evict(self._victims(short, pages=pages, ahead=self._ahead))
 
     def free(self, slots: Iterable[int]) -> None:
-        """Give back slots that hold no page."""
         self._free.give_all(slots)
 
     def free_runs(self) -> list[tuple[int, int]]:
-        """(first slot, slots) of each run of free slots, in order."""
         return self._free.runs()
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
     def _restored(self, slots: npt.NDArray[np.int64]) -> None:
-        """All other slots are free."""
         used = np.zeros(self.slots, np.bool_)
         used[slots] = True
         self._free = FreeSlots.beside(used)
@@ -149,14 +143,13 @@ class PageIndex(EvictablePages):
             self._watcher.stored(pages)
 
     def commit(self, entry: Entry, state: PageState = VERIFIED) -> bool:
-        """Make a reserved page visible. Whoever reserved it still leases it. False when it was dropped meanwhile."""
+        """Make a reserved page visible; it stays leased. False if it was dropped meanwhile."""
         entry.state = state
         if self._watcher is not None and not entry.dropped:
             self._watcher.stored((entry.page,))
         return not entry.dropped
 
     def commit_all(self, entries: Iterable[Entry]) -> None:
-        """`commit` each."""
         entries = list(entries)
         for entry in entries:
             entry.state = VERIFIED
@@ -165,11 +158,11 @@ class PageIndex(EvictablePages):
 
     def drop(self, entry: Entry, *, evicted: bool = False) -> None:
         """Make a page invisible now (a reserved one: undo the reservation); its slot goes with its last lease.
-        `evicted`: it has to make room for others."""
+        `evicted`: to make room for others."""
         if entry.dropped:
             return
         entry.dropped = True
-        self._orders.sift()  # its uses count only as long as it is there
+        self._orders.sift()  # its uses count only while it is present
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
         freed = self._unlink(entry.key, entry.slot)
@@ -198,7 +191,6 @@ class PageIndex(EvictablePages):
         self.release_all((entry,))
 
     def release_all(self, some: Iterable[Entry]) -> None:
-        """End one lease of each."""
         entries, resting = self._entries, self._resting
         for entry in some:
             entry.leases -= 1
@@ -212,22 +204,22 @@ class PageIndex(EvictablePages):
                 resting[entry.key] = entry.slot
 
     def let_go(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
-        """End one lease of each of the pages that `hold_run` leased in these slots."""
+        """End one lease of each page that `hold_run` leased in these slots."""
         held, leaving, in_use = self._held, self._leaving, list[Entry]()
         for page, slot in zip(pages, slots, strict=True):
             leases = held.pop(slot, 0)
             if leases > 1:
                 held[slot] = leases - 1
-            elif not leases:  # it has become an object meanwhile
+            elif not leases:  # the page has become an object meanwhile
                 in_use.append(leaving[slot] if slot in leaving else self._entries[page.key])
         self.release_all(in_use)
 
     def expire(self, now: float, most: int) -> list[bytes]:
-        """Drop up to `most` pages that have expired by `now`; the keys of those that were visible."""
+        """Drop up to `most` pages that have expired by `now`; returns the keys of the visible ones."""
         return self._drop_expired(self._orders.expired(now, most))
 
     def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
-        """Drop those of `pages` that have expired by `now`; the keys of those that were visible."""
+        """Drop the `pages` that have expired by `now`; returns the keys of the visible ones."""
         return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
 
     def _drop_expired(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -243,7 +235,7 @@ class PageIndex(EvictablePages):
     # -- many pages at once -------------------------------------------------------------------------------------------
 
     def drop_all(self, keys: Iterable[bytes], namespaces: Collection[bytes]) -> int:
-        """Drop those of `keys` that are of one of the `namespaces`; how many of them were visible."""
+        """Drop the `keys` of these namespaces; returns the number of visible pages."""
         visible = 0
         for key in keys:
             slot = self.slot(key)
@@ -254,9 +246,9 @@ class PageIndex(EvictablePages):
         return visible
 
     def detach(self) -> Detached:
-        """Drop every page at once. No work is done for a page at rest: its slot is copied, about 15 ns.
+        """Drop every page at once. A page at rest only costs a copy of its slot, about 15 ns.
 
-        The slots of pages at rest are nobody's until `retire` has had all of them.
+        Slots of pages at rest stay unusable until they went through `retire`.
         """
         for key in [key for key, slot in self._resting.items() if slot in self._held] if self._held else ():
             self.find(key)
@@ -275,7 +267,7 @@ class PageIndex(EvictablePages):
         return detached
 
     def retire(self, slots: Iterable[int]) -> None:
-        """Forget and give back slots of visible pages that are gone, and that nobody leases."""
+        """Forget and give back slots of visible, unleased pages that are gone."""
         if self._forget is None and self._recycle is None:
             self._free.give_all(slots)
             return
@@ -291,7 +283,7 @@ class PageIndex(EvictablePages):
         (self._recycle or self._free.give)(entry.slot)
 
     def _evict(self, keys: Collection[bytes]) -> None:
-        """Drop victims: nobody leases them, and none is dirty. Their slots are given back in this order."""
+        """Drop victims, which are neither leased nor dirty. Their slots are given back in this order."""
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
@@ -316,7 +308,7 @@ class PageIndex(EvictablePages):
     # -- all invariants -----------------------------------------------------------------------------------------------
 
     def mend(self, elsewhere: Iterable[int] = ()) -> None:
-        """Make free what no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
+        """Free the slots that no page holds, and count followers anew. `elsewhere`: slots held outside the index."""
         pages = list(self)
         used = np.zeros(self.slots, np.bool_)
         used[[*(e.slot for e in pages), *self._leaving, *elsewhere]] = True
@@ -324,7 +316,7 @@ class PageIndex(EvictablePages):
         self._recount(pages)
 
     def check(self, elsewhere: Sequence[int] = ()) -> list[str]:
-        """Restate every invariant from scratch; the disagreements found. `elsewhere`: slots held outside the index."""
+        """Violated invariants, recomputed from scratch. `elsewhere`: slots held outside the index."""
         problems = []
         pages = list(self)
         held = [e.slot for e in pages] + list(self._free) + list(self._leaving) + list(elsewhere)

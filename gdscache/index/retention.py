@@ -1,6 +1,6 @@
-"""How long a page is wanted: its priority under eviction, and when it expires. Pure values, no clock of their own.
+"""Retention: a page's priority under eviction, and its expiry. Pure values without a clock.
 
-All pages of a lower priority go before the first of a higher one. An expired page is a miss, wherever it lies.
+All pages of a lower priority go before the first of a higher one. An expired page is a miss on every tier.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from gdscache.arguments import shown
 from gdscache.errors import InvalidValueError
 
 LOWEST, HIGHEST = -1, 2
-PRIORITIES = tuple(range(LOWEST, HIGHEST + 1))  # what a store may ask for; the default is 0
+PRIORITIES = tuple(range(LOWEST, HIGHEST + 1))  # a store's choices; the default is 0
 
 LONGEST_TTL = 100 * 365 * 24 * 3600  # seconds
 
 
 class Retention(NamedTuple):
-    """What a request wants for its pages. `expires`: seconds since the epoch as `time.time()` counts; None: never.
+    """A request's wish for its pages. `expires`: seconds since the epoch, as `time.time()`; None: never.
 
-    Use `Retention.of` for values that come from outside.
+    Use `Retention.of` for values from outside.
     """
 
     priority: int = 0
@@ -49,7 +49,7 @@ class Retention(NamedTuple):
         return cls(priority, wall_clock() + ttl)
 
     def joined(self, other: Retention) -> Retention:
-        """The longer of two wishes for one page: the greater priority, the later expiry (never is the latest)."""
+        """The greater priority and the later expiry of two (never is the latest)."""
         if self.expires is None or other.expires is None:
             return Retention(max(self.priority, other.priority))
         return Retention(max(self.priority, other.priority), max(self.expires, other.expires))
@@ -59,7 +59,7 @@ DEFAULT = Retention()
 
 
 class Expiries:
-    """When keys expire: a heap of the distinct times, and the keys of each. The pages of one store share theirs.
+    """Expiry times of keys: a heap of the distinct times, and the keys of each. The pages of one store share theirs.
 
     Times without keys leave the heap when they are due, or when they are most of it.
     """
@@ -67,7 +67,7 @@ class Expiries:
     __slots__ = ("_keys", "_times", "first")
 
     def __init__(self) -> None:
-        self.first = math.inf  # the next time at which a key expires
+        self.first = math.inf  # the earliest expiry
         self._times: list[float] = []
         self._keys: dict[float, dict[bytes, None]] = {}
 
@@ -80,7 +80,7 @@ class Expiries:
         keys[key] = None
 
     def remove(self, key: bytes, expires: float) -> None:
-        """Forget a key, if it was not taken before."""
+        """Forget a key, if `take` has not returned it."""
         keys = self._keys.get(expires)
         if keys is None or key not in keys:
             return
@@ -92,7 +92,7 @@ class Expiries:
             self._advance()
 
     def take(self, now: float, most: int) -> list[bytes]:
-        """Take out up to `most` keys that have expired by `now`, those of earlier times first."""
+        """Take out up to `most` keys that have expired by `now`, the earliest first."""
         taken: list[bytes] = []
         while len(taken) < most and self.first <= now:
             keys = self._keys[self.first]
@@ -109,5 +109,4 @@ class Expiries:
         self.first = self._times[0] if self._times else math.inf
 
     def items(self) -> dict[bytes, float]:
-        """Key → when it expires."""
         return {key: expires for expires, keys in self._keys.items() for key in keys}

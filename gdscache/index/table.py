@@ -1,7 +1,6 @@
-"""The pages of one tier as a table: in which slot each is, in what state, and which page it follows.
+"""The pages of one tier as a table: each page's slot, state and parent.
 
-Pages come into slots that somebody else chose, are looked up by their keys and pinned, and go when somebody else says
-so: which slots are free is not known here, nor who must make room.
+The caller chooses the slots and the pages to drop: the table knows neither free slots nor an order of eviction.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ from gdscache.policies.base import EvictionPolicy
 
 
 class PageState(enum.Enum):
-    """What may be done with a page's bytes."""
-
     PENDING = "pending"  # reserved, the bytes are on their way
     VERIFIED = "verified"
 
 
-# For loops over pages: looking up a member of an enum takes as long as looking up a page.
+# For loops over pages: an enum's member takes as long to look up as a page.
 PENDING, VERIFIED = PageState.PENDING, PageState.VERIFIED
 
 
 class Entry:
-    """A page in use: leased, reserved, or just looked at. It is the one object for its page while it is leased.
+    """A page in use: leased, reserved, or just looked at. While a page is leased it has one such object.
 
-    `leases`: all there are on the page, those without an object (`PageTable.hold_run`) too.
+    `leases`: all leases of the page, including those without an object (`PageTable.hold_run`).
     """
 
     __slots__ = ("dropped", "key", "leases", "page", "retention", "slot", "state")
@@ -64,36 +61,36 @@ class Entry:
 
 
 class PageTable:
-    """The pages in slots `0 ... slots-1` of a tier. A page may come without the one it follows, or outlast it."""
+    """The pages in slots `0 ... slots-1` of a tier. A page may be present without its parent."""
 
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         self.slots = slots
         # Pages at rest are columns, not objects: a million of them cost little, and the garbage collector nothing.
         self._resting: dict[bytes, int] = {}  # key -> slot
-        self._parents: list[bytes | None] = [b""] * slots  # None: as restored
+        self._parents: list[bytes | None] = [b""] * slots  # None: in `_restored_parents`
         self._restored_parents = b""  # KEY_BYTES a slot
         self._namespaces: list[bytes] = [b""] * slots
         self._entries: dict[bytes, Entry] = {}  # pages in use
-        self._held: Counter[int] = Counter()  # leases on pages at rest, by their slots: see `hold_run`
-        self._children = array("i", bytes(4 * slots))  # pages of this tier that follow the page in the slot
-        self._orphans: dict[bytes, int] = {}  # ... that follow a page which is not in the tier, by its key
+        self._held: Counter[int] = Counter()  # leases on pages at rest, by slot: see `hold_run`
+        self._children = array("i", bytes(4 * slots))  # number of pages that follow the page in the slot
+        self._orphans: dict[bytes, int] = {}  # number of pages that follow an absent page, by its key
         self._orders = Orders(policy, self.present)
 
     def __len__(self) -> int:
         return len(self._resting) + len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        """All pages, reserved ones included; what is at rest comes as a copy to look at."""
+        """All pages, reserved ones included; a page at rest comes as a copy."""
         yield from self._entries.values()
         for key, slot in self._resting.items():
             yield self._entry(key, slot)
 
     def __contains__(self, key: bytes) -> bool:
-        """True when the page is there in any state."""
+        """True if the page is present in any state."""
         return key in self._resting or key in self._entries
 
     def has(self, key: bytes) -> bool:
-        """True when the page is visible."""
+        """True if the page is visible."""
         if key in self._resting:
             return True
         entry = self._entries.get(key)
@@ -107,36 +104,34 @@ class PageTable:
         return bytes(map(self.has, keys))
 
     def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of the keys whose pages are there in any state."""
+        """The keys whose pages are present in any state."""
         resting, entries = self._resting, self._entries
         if not entries:
             return list(filter(resting.__contains__, keys))
         return [key for key in keys if key in resting or key in entries]
 
     def lacking(self, pages: Sequence[Page]) -> list[int]:
-        """The places of those pages that are there in no state."""
+        """The places of the pages that are absent."""
         resting, entries = self._resting, self._entries
         return [i for i, page in enumerate(pages) if (key := page.key) not in resting and key not in entries]
 
     def slots_of(self, keys: Sequence[bytes]) -> list[int]:
-        """The slots of those pages that are there in any state, in the order of the keys."""
+        """The slots of the present pages, in the order of the keys."""
         resting = list(map(self._resting.get, keys))
         found = list(map(self.slot, keys)) if self._entries and None in resting else resting
         return [slot for slot in found if slot is not None] if None in found else cast(list[int], found)
 
     def slot(self, key: bytes) -> int | None:
-        """The slot of a page in any state."""
         slot = self._resting.get(key)
         if slot is None and key in self._entries:
             return self._entries[key].slot
         return slot
 
     def retention(self, key: bytes) -> Retention | None:
-        """The retention of a page in any state; None when it is not there."""
         return self._orders.retained.get(key, DEFAULT) if key in self else None
 
     def select(self, namespace: bytes | None) -> list[bytes]:
-        """Keys of all pages of a namespace, or of all there are, reserved ones included."""
+        """Keys of all pages (of a namespace, if one is given), reserved ones included."""
         if namespace is None:
             return [*self._entries, *self._resting]
         of = self._namespaces
@@ -146,12 +141,10 @@ class PageTable:
     # -- pages to work with -------------------------------------------------------------------------------------------
 
     def get(self, key: bytes) -> Entry | None:
-        """The page, if it is visible."""
         entry = self.find(key)
         return None if entry is None or entry.state is PENDING else entry
 
     def find(self, key: bytes) -> Entry | None:
-        """The page in any state, reserved ones included."""
         slot = self._resting.pop(key, None)
         if slot is None:
             return self._entries.get(key)
@@ -174,10 +167,10 @@ class PageTable:
         return entry
 
     def pin_run(self, pages: Sequence[Page], start: int, stop: int) -> list[Entry]:
-        """`pin` the consecutive pages of `pages[start:stop]`, from the first on, that are visible."""
+        """`pin` the pages of `pages[start:stop]` up to the first that is not visible."""
         take, entries, retained, held = self._resting.pop, self._entries, self._orders.retained, self._held
         pinned = []
-        for i in range(start, stop):  # no slice: it may end at the first page, and be asked for at each
+        for i in range(start, stop):  # no slice: this may end at the first page, and is called for each
             page = pages[i]
             key = page.key
             slot = take(key, None)
@@ -193,7 +186,8 @@ class PageTable:
         return pinned
 
     def hold_run(self, pages: Sequence[Page], start: int, stop: int) -> list[int]:
-        """`pin_run` without objects: the slots. Pages at rest stay at rest, and `PageIndex.let_go` ends the leases."""
+        """`pin_run` without objects: returns slots. Pages at rest stay at rest, and `PageIndex.let_go` ends the
+        leases."""
         at_rest, entries = self._resting.get, self._entries
         slots: list[int] = []
         in_use: list[Entry] = []
@@ -212,7 +206,7 @@ class PageTable:
         return slots
 
     def absent_until(self, pages: Sequence[Page], start: int, stop: int | None = None) -> int:
-        """Where the first of `pages[start:stop]` is that is there in any state; `stop` (all of them) when none is."""
+        """The place of the first page of `pages[start:stop]` that is present in any state; `stop` if none is."""
         resting, entries = self._resting, self._entries
         stop = len(pages) if stop is None else stop
         for i in range(start, stop):
@@ -235,17 +229,17 @@ class PageTable:
         retentions: Sequence[Retention],
         leases: int = 0,
     ) -> list[Entry]:
-        """`insert` each page into its slot, as far as there are slots, with so many leases.
+        """`insert` each page into its slot, until the slots end, with this number of leases.
 
-        A page that would follow itself, by way of pages that are here, begins a prefix instead: whoever goes from page
-        to page comes to an end.
+        A page that would follow itself, through pages that are present, begins a prefix instead, so that following
+        parents always ends.
         """
         self._orders.sift()
         entries, children, orphans = self._entries, self._children, self._orphans
         parents, namespaces = self._parents, self._namespaces
         inserted: list[Entry] = []
         last, last_slot = None, 0
-        end, rooted = cast(bytes | None, None), False  # where the way up from `last` ends, once somebody asked
+        end, rooted = cast(bytes | None, None), False  # the end of the parents of `last`, once needed
         for page, slot, retention in zip(pages, slots, retentions, strict=False):
             key, parent, namespace = page
             if parent != last:
@@ -276,7 +270,7 @@ class PageTable:
         """For subclasses: these pages have come."""
 
     def _end_above(self, key: bytes) -> bytes:
-        """The first page that is not here on the way up from `key`, or the namespace."""
+        """The first absent page among the parents of `key`, or the namespace."""
         while (slot := self.slot(key)) is not None:
             key = self._parent_at(slot)
         return key
@@ -295,13 +289,13 @@ class PageTable:
         """Fill an empty table with visible pages, column by column. Keys differ, and so do slots.
 
         `keys` and `parents` are of dtype V32, `namespaces` positions in `digests`, `order` positions of pages, the
-        least recently used first; `retentions`: by position, where they are not the default. `above`: the position of
-        each page's parent (-1: not there), where it is known. No page follows itself, not even by way of others.
+        least recently used first. `retentions`: by position, where they are not the default. `above`: the position of
+        each page's parent (-1: absent), if known. No page follows itself, not even through others.
         """
         names = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", keys.tobytes())]
         self._resting = dict(zip(names, slots.tolist(), strict=True))
         self._orders.restore(names, order, retentions)
-        # Pages share the objects of their namespaces; parents become objects only when somebody asks.
+        # Pages share the objects of their namespaces; parents become objects only when they are read.
         by_slot = np.full(self.slots, b"", dtype=object)
         by_slot[slots] = np.array([*digests, None], dtype=object)[namespaces]
         self._namespaces = by_slot.tolist()
@@ -317,12 +311,12 @@ class PageTable:
         self._restored(slots)
 
     def _restored(self, slots: npt.NDArray[np.int64]) -> None:
-        """For subclasses: pages lie in these slots, and in no others."""
+        """For subclasses: exactly these slots have pages."""
 
     def _unlink(self, key: bytes, slot: int) -> bytes | None:
-        """A page is gone from a slot, and follows none any more; the page that no page follows now, if it did.
+        """A page has left its slot and follows no page any more. Returns its parent if no other page follows it.
 
-        By its row: whoever asked for the page may have named it otherwise than a damaged row does.
+        By its row: a caller may have named the page otherwise than a damaged row does.
         """
         children, parent = self._children, self._parents[slot]
         if parent is None:
@@ -344,7 +338,6 @@ class PageTable:
         return None
 
     def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
-        """The namespaces of the pages in slots that have one each."""
         return list(map(self._namespaces.__getitem__, slots))
 
     # -- a page's row -------------------------------------------------------------------------------------------------
@@ -361,14 +354,14 @@ class PageTable:
         return self._restored_parents[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] if parent is None else parent
 
     def _parent(self, key: bytes) -> bytes:
-        """By its row, which leads to no circle; whoever asked for the page may have named it otherwise."""
+        """By the page's row, which leads to no circle; a caller may have named the page otherwise."""
         entry = self._entries.get(key)
         return self._parent_at(self._resting[key] if entry is None else entry.slot)
 
     # -- all of them anew ---------------------------------------------------------------------------------------------
 
     def _recount(self, pages: Collection[Entry]) -> None:
-        """Count followers anew. `pages`: all that there are."""
+        """Count followers anew. `pages`: all pages."""
         self._orders.settle()
         slots = {e.key: e.slot for e in pages}
         counts = Counter(self._followed(pages))
@@ -381,14 +374,14 @@ class PageTable:
                 self._orders.hasten(key)
 
     def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
-        """The keys of the pages that `pages` follow, by their rows, one for each that follows any."""
+        """The parent of each page that has one, by its row."""
         for entry in pages:
             parent = self._parent_at(entry.slot)
             if parent != self._namespaces[entry.slot]:
                 yield parent
 
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
-        """What the columns say otherwise than `pages`, all that there are."""
+        """Contradictions between the columns and `pages`, all pages."""
         problems = self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
         if Counter(self._followed(pages)) != counted:
