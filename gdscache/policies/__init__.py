@@ -1,7 +1,7 @@
-"""Eviction orders, by the names that `eviction` of a configuration has. Every operation is O(1), amortised.
+"""Eviction orders by the names of the setting `eviction`. Every operation is O(1), amortised.
 
-An order does not know the tier's capacity: shares are of the pages that are present, which is the same once the tier
-is full. Looking at the order changes nothing.
+An order does not know the tier's capacity: shares are of the present pages, which is the same once the tier is full.
+Iterating changes nothing.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lifetime": Guarded}
 
 
 def new_policy(name: str) -> EvictionPolicy:
-    """An order of a row of `POLICIES`, without pages. Raises KeyError for a name that is not in the table."""
+    """An order without pages, by its name in `POLICIES`. Raises KeyError."""
     return POLICIES[name]()

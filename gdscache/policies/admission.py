@@ -1,17 +1,17 @@
-"""Admission to the SSD: which pages are worth their write. Decisions only, under the manager's lock; no I/O.
+"""Admission to the SSD: the pages that are worth their write. Decisions only, under the manager's lock; no I/O.
 
-A policy (a row of `ADMISSIONS`) says whether a page may go in; `Admission` asks it, and then asks itself:
+A policy (a row of `ADMISSIONS`) decides whether a page may go in. `Admission` asks it, and then checks:
 
-* *Was the page before it refused?* A lookup finds consecutive pages from the first on, each in whatever tier has it, so
-  a page is of use only while those before it are somewhere. The parent may well be in the CPU tier alone: tails leave
-  it first, and the parent's turn comes. It may even be nowhere here, with an engine that keeps the head itself and
-  looks up from there; the SSD tier gives such a page free slots only. But a parent that was refused will be gone when
-  the CPU tier gives it up, and its child would lie on the SSD out of reach: a page is refused ("no_prefix") when its
-  parent was refused since it was used last. Whoever offers pages together offers heads first.
-* *Is there room on the way?* Whoever offers the page knows. Where there is none it is refused ("queue_full").
-* *Is there budget left?* See `EnduranceBudget`. Asked last: what is refused for another cause costs nothing.
+* *Was the parent refused?* A lookup finds consecutive pages from the first on, each in any tier, so a page is useful
+  only while those before it are in some tier. The parent may be in the CPU tier alone: it goes to the SSD later, since
+  tails leave first. It may even be in no tier, with an engine that keeps the head itself and looks up from there; the
+  SSD tier gives such a page free slots only. But a refused parent is lost when the CPU tier evicts it, and its child on
+  the SSD would be out of reach. So a page is refused ("no_prefix") if its parent was refused since its last use. Pages
+  that are offered together come heads first.
+* *Is there room on the way?* The caller says so; without room the page is refused ("queue_full").
+* *Is there budget left?* See `EnduranceBudget`. Asked last, so that other refusals cost no budget.
 
-What a policy knows is lost at a restart.
+A restart loses the policy's state.
 """
 
 from __future__ import annotations
@@ -31,41 +31,40 @@ from gdscache.sizes import about
 if TYPE_CHECKING:
     from gdscache.pages.keys import Page
 
-REMEMBERED = 4  # `second_offer`: an offer is remembered during so many offers a slot of the SSD, up to twice as many
-REFUSED_KEPT = 4096  # pages that were refused and not used since then
+REMEMBERED = 4  # `second_offer` remembers an offer for this many offers a slot of the SSD, up to twice as many
+REFUSED_KEPT = 4096  # refused pages, not used since, that are remembered
 _log = logging.getLogger("gdscache.store")
 
 
 class AdmissionPolicy(Protocol):
-    """Whether a page is worth its write. Knows keys only. `asks_victim`: its answer depends on the victim."""
+    """Whether a page is worth its write. Knows keys only. `asks_victim`: the answer depends on the victim."""
 
     name: str
     asks_victim: bool
 
-    def use(self, keys: Sequence[bytes]) -> None:
-        """Requests found these pages, or brought them."""
+    def use(self, keys: Sequence[bytes]) -> None: ...
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         """True when the page may go in, in place of `victim` (None: there is room)."""
         ...
 
     def explain(self, key: bytes, victim: bytes | None) -> str:
-        """Why the page was refused just now, with figures, and what to change; for people."""
+        """Why the page was just refused, with figures, and the setting to change; for people."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For `stats()`: `memory_bytes`, and what else there is to say."""
+        """For `stats()`: `memory_bytes`, and the policy's own figures."""
         ...
 
 
 class AdmitAll:
-    """Every page."""
+    """Admits every page."""
 
     name = "all"
     asks_victim = False
 
     def __init__(self, slots: int, offers: int) -> None:
-        """As every row: for an SSD of `slots` pages; `offers`: at which of them `second_offer` lets a page in."""
+        """As every row: for an SSD of `slots` pages; `second_offer` admits a page at its `offers`th offer."""
 
     def use(self, keys: Sequence[bytes]) -> None:
         pass
@@ -81,10 +80,10 @@ class AdmitAll:
 
 
 class SecondOffer:
-    """A page that was offered before, lately: `offers` - 1 times at least.
+    """Admits a page that was offered lately, `offers` - 1 times at least.
 
-    Offers are remembered during four to eight offers for each slot of the SSD, in 16 to 32 bytes a slot for every offer
-    before the last. About one page in a hundred is let in too early.
+    Remembers an offer for four to eight offers a slot of the SSD, in 16 to 32 bytes a slot for every offer before the
+    last. About one page in a hundred is admitted too early.
     """
 
     name = "second_offer"
@@ -112,7 +111,7 @@ class SecondOffer:
 
 
 class TinyLFU:
-    """A page that was used more often than the one that has to go for it; any page while there is room.
+    """Admits a page that was used more often than its victim; any page while there is room.
 
     Takes 18 to 36 bytes a slot of the SSD. See `FrequencySketch`.
     """
@@ -148,10 +147,10 @@ ADMISSIONS: dict[str, type[AdmitAll] | type[SecondOffer] | type[TinyLFU]] = {
 
 
 class Admission:
-    """A policy, the prefix and the budget together. Refusals are counted by cause, and said in the engine's `log`.
+    """A policy, the prefix and the budget together. Refusals are counted by cause, and logged.
 
     Causes: the policy's name, "queue_full", "no_prefix", "endurance". Pages offered are `admitted` + `refused`.
-    Remembers up to 4,096 refused pages besides what the policy does. The manager's lock guards it.
+    Remembers up to 4,096 refused pages besides the policy's state. The manager's lock guards it.
     """
 
     def __init__(
@@ -169,23 +168,20 @@ class Admission:
         self._policy = policy
         self._extent_bytes = extent_bytes
         self._budget = budget
-        self._lately: OrderedDict[bytes, None] = OrderedDict()  # refused, and not used since then
+        self._lately: OrderedDict[bytes, None] = OrderedDict()  # refused pages, not used since
 
     @property
     def refuses(self) -> bool:
-        """False when every page may go in."""
         return self._budget is not None or not isinstance(self._policy, AdmitAll)
 
     @property
     def asks_victim(self) -> bool:
-        """False when the answer does not depend on the victim: then nobody need look for it."""
+        """Whether the answer depends on the victim; otherwise the caller need not look for it."""
         return self._policy.asks_victim
 
     def use(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Pages that a request found, and those that it brought: each once a request.
-
-        Those of them that were refused, and not used since then.
-        """
+        """A request found or brought these pages: each once a request. Returns the pages that were refused and not used
+        since."""
         refused = [key for key in keys if key in self._lately] if self._lately else []
         for key in refused:
             self._lately.pop(key, None)
@@ -195,9 +191,8 @@ class Admission:
     def admit(self, page: Page, victim: bytes | None = None, *, room: bool = True) -> str:
         """Why the page must not be written; "" when it may.
 
-        `victim`: the key of the page that would have to go, None while there is room; `room`: False where as
-        many pages as may are on their way already. Counts an offer. Where nothing is written after all, tell
-        `not_written`.
+        `victim`: the key of the page that would have to go, None while there is room. `room`: False if the most pages
+        are on their way already. Counts an offer. If the page is not written after all, call `not_written`.
         """
         if not self._policy.offer(page.key, victim):
             return self._refuse(page, self._policy.name, victim)
@@ -214,20 +209,19 @@ class Admission:
 
     @property
     def admits_all(self) -> bool:
-        """True while every page may go in that there is room for, and none was refused that has not come again."""
+        """True while every page with room may go in, and no refused page is remembered."""
         return not self.refuses and not self._lately
 
     def admit_all(self, pages: int) -> None:
-        """So many pages go in, which are not named: where `admits_all`, the policy need not know them."""
+        """Admit unnamed pages, while `admits_all`: the policy need not know them."""
         self.admitted += pages
 
     def not_written(self, pages: int = 1) -> None:
-        """Pages that were let in, and dropped before any of their bytes went out: their budget comes back."""
+        """Admitted pages were dropped before any byte was written: give their budget back."""
         if self._budget is not None:
             self._budget.give_back(pages * self._extent_bytes)
 
     def describe(self) -> dict[str, Any]:
-        """For `stats()`: the policy, pages let in, refusals by cause, the budget."""
         return {
             "policy": self._policy.name,
             **self._policy.describe(),
@@ -275,7 +269,7 @@ def open_admission(
     clock: Callable[[], float] = time.monotonic,
     log: LimitedLog | None = None,
 ) -> Admission:
-    """A policy by its name and a budget in bytes a day, for a tier of `slots` pages. `offers`: at which of them
-    `second_offer` lets a page in."""
+    """A policy by its name and a budget in bytes a day, for a tier of `slots` pages. `second_offer` admits a page at
+    its `offers`th offer."""
     budget = None if endurance is None else EnduranceBudget(endurance, clock)
     return Admission(ADMISSIONS[name](slots, offers), extent_bytes, budget, log=log)

@@ -1,4 +1,4 @@
-"""What an eviction order is, LRU, and what the others share. They, and the table of all, are in `policies`."""
+"""The contract of eviction orders, LRU, and their shared part. The table of all orders is in `policies`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-WARMED = 8  # restored keys that become part of the order with each page that comes or goes
+WARMED = 8  # restored keys that enter the order with each page that comes or goes
 
 
 class EvictionPolicy(Protocol):
-    """The order in which a tier gives up its pages. Knows keys only; whether a page may go is the index's question."""
+    """The order in which a tier evicts its pages. Knows keys only; the index decides whether a page may go."""
 
     def empty(self) -> EvictionPolicy:
-        """Another one of this kind, without pages."""
+        """Another order of this kind, without pages."""
         ...
 
     def insert(self, key: bytes, parent: bytes = b"") -> None:
-        """A new page, not present before the call. `parent`: the key of the page before it, present or not."""
+        """A new page, absent before. `parent`: the key of the page before it, present or not."""
 
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Start over with the pages `keys[order[0]], keys[order[1]], ...`, the first to evict first."""
@@ -33,40 +33,40 @@ class EvictionPolicy(Protocol):
     def touch(self, key: bytes) -> None:
         """A use of a present page."""
 
-    def touch_all(self, keys: Sequence[bytes]) -> None:
-        """`touch` each."""
+    def touch_all(self, keys: Sequence[bytes]) -> None: ...
 
     def remove(self, key: bytes) -> None:
         """The page is gone."""
 
     def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """`remove` each, in this order, where they have to make room for others.
+        """`remove` each evicted page, in this order.
 
-        Each comes with the page that none follows any more without it, if there is one, to be `hasten`ed then.
+        Each comes with the page that has no follower left without it, or None; that page is then `hasten`ed.
         """
 
     def defer(self, key: bytes) -> None:
-        """A present page was passed over, since others follow it: it may be behind all others until `hasten` or a use.
+        """A present page was passed over, since others follow it. It may come behind all others until `hasten` or a
+        use.
 
-        For orders in which such pages gather in front; in the others nothing changes.
+        For orders in which such pages gather in front; other orders do nothing.
         """
 
     def hasten(self, key: bytes) -> None:
-        """No page follows a present one any more. If it is deferred it is the first of its rank again."""
+        """A present page has no follower left. If it is deferred, it is the first of its rank again."""
 
     def is_deferred(self, key: bytes) -> bool:
-        """Whether a page is behind all others although it was before them."""
+        """Whether `defer` put the page behind the others."""
         ...
 
     def __iter__(self) -> Iterator[bytes]:
-        """Keys, the first to evict first. Not changed while it is iterated."""
+        """Keys, the first to evict first. The order must not change meanwhile."""
         ...
 
 
 class Undeferred:
     """An order in which pages that are passed over stay: they were stored together, and soon go together.
 
-    Why a page is gone makes no difference to it. Many pages are one after the other.
+    Eviction and removal are the same to it. Methods for many pages take them one by one.
     """
 
     __slots__ = ()
@@ -94,22 +94,20 @@ class Undeferred:
             if freed is not None:
                 self.hasten(freed)
 
-    def defer(self, key: bytes) -> None:
-        """Nothing."""
+    def defer(self, key: bytes) -> None: ...
 
-    def hasten(self, key: bytes) -> None:
-        """Nothing."""
+    def hasten(self, key: bytes) -> None: ...
 
     def is_deferred(self, key: bytes) -> bool:
         return False
 
 
 class LRU(Undeferred):
-    """Least recently used first. Whoever touches a prefix touches its tail first, so that heads outlive tails.
+    """Least recently used first. Callers touch a prefix tail first, so that heads outlive tails.
 
-    Restored keys become part of the order little by little: a million of them at once take more than a second. Until
-    then `_cold` has them, `_cold_from <= i < _cold_to`, the first to evict first; those that were used meanwhile are in
-    `_order` too, and those that were removed are in `_gone`.
+    Restored keys enter the order little by little: a million at once take more than a second. Until then they are in
+    `_cold`, `_cold_from <= i < _cold_to`, the first to evict first; keys used meanwhile are in `_order` too, and
+    removed ones in `_gone`.
     """
 
     __slots__ = ("_cold", "_cold_from", "_cold_to", "_gone", "_keys", "_order")
@@ -177,7 +175,7 @@ class LRU(Undeferred):
             if key not in order and key not in gone:
                 yield key
             elif i == self._cold_from:
-                self._cold_from += 1  # not to be looked at again
+                self._cold_from += 1  # skip it next time
 
     def _warm(self) -> None:
         """Move the most recent of the cold keys to the front of the order."""

@@ -1,4 +1,4 @@
-"""How many bytes a day may be written to an SSD: a budget that comes back evenly, with room for a burst."""
+"""A budget of bytes a day for an SSD: it comes back evenly, with room for a burst."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gdscache.errors import CapacityError
 from gdscache.sizes import about
 
-BURST = 8  # the part of a day's budget that may be written at once: one in so many
+BURST = 8  # one part in 8 of a day's budget may be written at once
 _NS = 1_000_000_000
 _DAY = 86_400 * _NS
 
@@ -18,11 +18,11 @@ class EnduranceBudget:
     """A token bucket. It holds an eighth of `bytes_per_day`, which it begins with; the other seven come back evenly
     over a day.
 
-    What holds, exactly: what is taken (and not given back) in any period of t days is at most (1 + 7 t) / 8 of
-    `bytes_per_day`. So no 24 hours, whenever they begin, have more than `bytes_per_day`; a night without a write allows
-    a burst of an eighth, not of what was saved up; and under a load that never ends, 7/8 are written, evenly.
+    Exactly: the bytes taken (and not given back) in any period of t days are at most (1 + 7 t) / 8 of `bytes_per_day`.
+    So no 24 hours have more than `bytes_per_day`, whenever they begin; a night without a write allows a burst of an
+    eighth, not of all that was saved; and under constant load 7/8 are written, evenly.
 
-    The state is not kept: who opens it n times in a day may take up to n / 8 of `bytes_per_day` more.
+    The state is not kept: n opens in a day allow up to n / 8 of `bytes_per_day` more.
     """
 
     def __init__(self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,12 +37,11 @@ class EnduranceBudget:
         self._level = self.burst * _DAY  # integers, in bytes / _DAY: sums of small floats would lose some
 
     def left(self) -> int:
-        """Bytes that may be written now."""
         self._refill()
         return self._level // _DAY
 
     def take(self, nbytes: int) -> bool:
-        """Use up `nbytes`, or nothing and False when not so many are left."""
+        """Use up `nbytes`; False, and nothing used, if fewer are left."""
         self._refill()
         wanted = nbytes * _DAY
         if wanted > self._level:
@@ -51,7 +50,6 @@ class EnduranceBudget:
         return True
 
     def give_back(self, nbytes: int) -> None:
-        """Bytes that were taken and are not written after all."""
         self._refill()
         self._level = min(self.burst * _DAY, self._level + nbytes * _DAY)
 

@@ -1,4 +1,4 @@
-"""An eviction order that may differ from LRU's as long as it does not lose to it."""
+"""An eviction order that may differ from LRU's while it does not lose to it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from gdscache.policies.lifetime import Lifetime
 
 
 class Bets:
-    """Which of two orders chooses the better victims, by pages of both: the one that is wanted first was worth more.
+    """Judges which of two orders chooses the better victims, by pages of both: the page that is wanted first was worth
+    more.
 
-    A bet is on two pages that the tier has, the first victims of either order. At most `MOST` are open, the oldest is
-    forgotten.
+    A bet is on two present pages, the first victims of either order. At most `MOST` are open; the oldest is forgotten.
     """
 
     MOST = 1024
-    LEAST = 6  # bets that are enough to tell ...
-    CLEAR = 2.0  # ... where so many standard deviations more are won than lost
-    FADE = 400  # bets after which those before them count half
+    LEAST = 6  # least number of ended bets,
+    CLEAR = 2.0  # and standard deviations more won than lost, for a verdict
+    FADE = 400  # ended bets after which all count half
     __slots__ = ("_lost", "_won", "open")
 
     def __init__(self) -> None:
-        self.open: dict[bytes, tuple[bytes, bool]] = {}  # a page -> the other, whether the order wins by this one
+        # page -> (the other page, whether the order wins if this one is wanted)
+        self.open: dict[bytes, tuple[bytes, bool]] = {}
         self._won = self._lost = 0
 
     def add(self, kept: bytes, given: bytes) -> None:
-        """The order would keep one page, which LRU gives up, and give up the other."""
+        """The order would evict `given` and keep `kept`; LRU would do the opposite."""
         self.open[given] = kept, False
         self.open[kept] = given, True
         if len(self.open) > 2 * self.MOST:
@@ -41,7 +42,6 @@ class Bets:
             del self.open[self.open.pop(oldest)[0]]
 
     def wanted(self, key: bytes) -> None:
-        """A page of an open bet is used, or stored again."""
         other, wins = self.open.pop(key)
         del self.open[other]
         self._won += wins
@@ -60,40 +60,41 @@ class Bets:
 
 
 class Guarded:
-    """Another order's victims while that costs few hits against LRU, else those that LRU has given up.
+    """Another order's victims while that costs few hits against LRU, else the victims of LRU.
 
-    A shadow of LRU (`LruShadow`) is shown the same uses and stores. The order is *free* while the debt, LRU's hits less
-    its own, and the part `risk` of the pages that only LRU still has stay within a budget; `risk` is how many of such
-    pages were used before LRU gave them up too. Past that it *follows*: it gives up the pages that LRU has given up,
-    and so becomes LRU little by little. It is free again when it has won bets on its victims against LRU's.
+    A shadow of LRU (`LruShadow`) sees the same uses and stores. The order is *free* while the debt (LRU's hits less its
+    own) and the part `risk` of the pages that only LRU still has stay within a budget; `risk` is the share of earlier
+    such pages that were used before LRU evicted them too. Above the budget it *follows*: it evicts the pages that LRU
+    has evicted, and so becomes LRU little by little. It is free again when it has won bets on its victims against
+    LRU's.
 
-    Traffic that changes may want all of these pages at once, whatever was their part before. So it follows, eviction by
-    eviction, also while the debt, and of these pages as large a part as LRU finds of all that is asked for, are above
-    what may be at `STAKE`.
+    Changing traffic may want all of these pages at once, even if few were wanted before. So the order also follows,
+    eviction by eviction, while the debt, and of these pages as large a part as LRU's hits are of all requested pages,
+    exceed the limit of `STAKE`.
 
     The bound: with a debt L and d pages that only LRU has, following never raises L + d, since each hit that only LRU
-    has takes a page from d. So L never passes the budget within which the order is free by more than d, and d is at
-    most the tier's pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the
-    tier's size (`bound`). docs/replay.md has the proof, and what it leaves out.
+    has takes a page from d. So L never exceeds the budget of a free order by more than d, and d is at most the tier's
+    pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the tier's size
+    (`bound`). docs/replay.md has the proof, and its limits.
 
-    With more than `EXACT` pages the shadow is that of a sample of `SAMPLE` pages or more, up to twice as many; then the
-    bound holds as far as the sample tells, and following is the order of LRU over the pages that are there.
+    With more than `EXACT` pages the shadow covers a sample of `SAMPLE` to twice `SAMPLE` pages; then the bound is an
+    estimate from the sample, and following is the LRU order of the present pages.
     """
 
     EXACT = 100_000
     SAMPLE = 8192
-    TRIAL = 0.025  # budget of each time that the order is free: a share of the pages, ...
+    TRIAL = 0.025  # budget of one free time: a share of the pages, ...
     TRIAL_HITS = 0.002  # ... and of the hits that LRU had meanwhile
-    MOST = 0.02  # budget of all times together: a share of the pages, ...
+    MOST = 0.02  # budget of all free times: a share of the pages, ...
     MOST_HITS = 0.003  # ... and of all hits that LRU had
     STAKE = 0.025  # a share of the pages, ...
-    STAKE_HITS = 0.0175  # ... and of LRU's hits and of `STAKE_SEEN` of all that was asked for
+    STAKE_HITS = 0.0175  # ... and of LRU's hits and of `STAKE_SEEN` of all requested pages
     STAKE_SEEN = 0.01
-    CREDIT = 0.25  # hits ahead of LRU that count at most, a share of the pages: what was won long ago is not lost now
+    CREDIT = 0.25  # most hits ahead of LRU that count, as a share of the pages: an old lead may not be lost now
     LEAST_RISK = 0.02
-    SUSPECT = 16  # pages that count as used in `risk`, before any is known
-    LOOKED_AT = 64  # of the first victims of the order, for a bet
-    PATIENCE = 256  # it is judged each time that such a part of its pages was evicted
+    SUSPECT = 16  # used pages that `risk` assumes at first
+    LOOKED_AT = 64  # victims of the order that are tried for a bet
+    PATIENCE = 256  # it is judged each time that one part in 256 of its pages was evicted
     order: ClassVar[type[EvictionPolicy]] = Lifetime
     __slots__ = (
         *("_bets", "_due", "_fading", "_from", "_hits_from", "_lags", "_order", "_recency", "_seen", "_shadow"),
@@ -111,14 +112,14 @@ class Guarded:
         self._order.restore(keys, order)
         self._bets = Bets()
         self._wagered = self._bets.open
-        self.judged = False  # it follows until it has won bets
-        self._from = 0.0  # the debt that the budget of this time counts from
+        self.judged = False  # True: it follows until it has won bets
+        self._from = 0.0  # the debt at which this free time's budget begins
         self._hits_from = 0
         self._seen = (0, 0)  # `lost` and `spared` of the shadow at the last fading ...
-        self._fading = (0.0, 0.0)  # ... and what was counted before, faded
-        self._due = 0  # pages until it is judged
-        self._lags: bool | None = None  # too much is lost or at stake; None: not known since the shadow changed
-        self._recency: LRU | None = None  # of all pages, where the shadow is a sample
+        self._fading = (0.0, 0.0)  # ... and earlier counts, faded
+        self._due = 0  # pages to evict until it is judged
+        self._lags: bool | None = None  # too much is lost or at stake; None: unknown since the shadow changed
+        self._recency: LRU | None = None  # all pages, if the shadow is of a sample
         sampled = len(order) > self.EXACT
         if sampled:
             self._recency = LRU()
@@ -137,7 +138,7 @@ class Guarded:
             self._want([key for key, _ in pages])
 
     def _show(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        """The shadow sees new pages, and becomes that of a sample where it is too large then."""
+        """Show new pages to the shadow, and make it one of a sample if it is too large then."""
         self._lags = None
         while pages:
             shown, too_large = self._shadow.insert(pages, self.EXACT if self._recency is None else 2 * self.SAMPLE)
@@ -178,7 +179,7 @@ class Guarded:
             if self._due <= 0:
                 self._due = (self._shadow.room << self._shadow.shift) // self.PATIENCE
                 self._judge()
-            some = gone[at : at + max(self._due, 1)]  # up to the one before which it is judged again
+            some = gone[at : at + max(self._due, 1)]  # up to the page before which it is judged again
             self._due -= len(some) - 1
             at += len(some)
             self._order.evict_all(some)
@@ -190,7 +191,7 @@ class Guarded:
     # -- for eviction -------------------------------------------------------------------------------------------------
 
     def defer(self, key: bytes) -> None:
-        if not self.following:  # what LRU passes over says nothing of the other order
+        if not self.following:  # pages that LRU passes over say nothing about the other order
             self._order.defer(key)
 
     def hasten(self, key: bytes) -> None:
@@ -209,13 +210,13 @@ class Guarded:
 
     @property
     def bound(self) -> float:
-        """Hits that LRU may be ahead at most, by what it has had so far; the pages of one store come on top."""
+        """Most hits that LRU may be ahead, by its hits so far; the pages of one store come on top."""
         shadow = self._shadow
         return (self._most() + shadow.room) * (1 << shadow.shift)
 
     @property
     def debt(self) -> int:
-        """Hits that LRU is ahead; below 0 where it is behind. With a sample, an estimate."""
+        """Hits that LRU is ahead (below 0: behind). With a sample, an estimate."""
         return self._shadow.debt << self._shadow.shift
 
     def _most(self) -> float:
@@ -223,7 +224,7 @@ class Guarded:
 
     @property
     def following(self) -> bool:
-        """Whether it gives up the pages that LRU has given up: it was judged so, or too much is lost or at stake."""
+        """Whether it evicts the pages that LRU has evicted: it was judged so, or too much is lost or at stake."""
         if self.judged:
             return True
         if self._lags is None:
@@ -248,7 +249,7 @@ class Guarded:
             self.judged = True
 
     def _risk(self) -> float:
-        """The part of the pages that only LRU has which will be a hit of it, by those of the last two periods or so."""
+        """The part of the pages only LRU has that will be hits of LRU, by such pages of about the last two periods."""
         lost, spared = self._shadow.lost - self._seen[0], self._shadow.spared - self._seen[1]
         if lost + spared >= self._shadow.room:
             self._fading = (self._fading[0] + lost) / 2, (self._fading[1] + spared) / 2
@@ -258,7 +259,6 @@ class Guarded:
         return max(self.LEAST_RISK, used / (used + self._fading[1] + spared))
 
     def _bet(self) -> None:
-        """On the first victims of either order, where they differ and no bet is open on them."""
         kept = self._shadow.first() if self._recency is None else next(iter(self._recency), None)
         if kept is None or kept in self._wagered:
             return
@@ -272,7 +272,7 @@ class Guarded:
     # -- a sample -----------------------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
-        """The shadow is too large: from now on that of a sample, or of a smaller one."""
+        """The shadow is too large: replace it by one of a sample, or of a smaller sample."""
         if self._recency is None:
             keys = self._shadow.recency()
             self._recency = LRU()

@@ -1,4 +1,4 @@
-"""An eviction order whose pages stay as long as pages of their class are worth it, learned from the traffic."""
+"""An eviction order that gives pages the lifetime of their class, learned from the traffic."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gdscache.policies.reuse import Classes, ReuseMonitor
 class Lifetime(LifetimeOrder):
     """Earliest deadline first: each use gives a page the lifetime of its class anew.
 
-    A page that was not used yet belongs to the class of the page that its prefix branched off from (none, or one of 1,
-    2 to 3, 4 to 7, 8 uses) and of the pages that were stored with it (up to 3, 15, 63, more): a new conversation behind
-    a system prompt that all use, the next turn of one, and a long document that somebody asks about are told apart so.
-    A page that was used belongs to the class of its uses (1, 2 to 3, 4 to 7, 8 or more) and of the time since the last
-    one (up to 1/8, 1/4, 1/2, 1, 2 periods, more). All classes with one lifetime are LRU; which lifetimes pay is what
-    `ReuseMonitor` finds. Time is counted in stored pages: a period is as many as are present, and has `STEPS` steps.
+    The class of an unused page depends on the uses of the page that its prefix branched off from (none, or one of 1, 2
+    to 3, 4 to 7, 8 uses), and on the number of pages stored with it (up to 3, 15, 63, more). So a new conversation
+    behind a common system prompt, the next turn of a conversation, and a long document have different classes. The
+    class of a used page depends on its uses (1, 2 to 3, 4 to 7, 8 or more) and on the time since the last one (up to
+    1/8, 1/4, 1/2, 1, 2 periods, more). With one lifetime for all classes the order is LRU; `ReuseMonitor` finds the
+    best lifetimes. Time is counted in stored pages: a period is the number of present pages, and has `STEPS` steps.
 
-    There are two lifetimes a class, and a page has one of them by its lot, which is drawn by its key, or taken over
-    from the page that it follows: what is worth keeping only in part is kept in part, as a round of documents that is
-    larger than the tier (after Beckmann and Sanchez: Talus, HPCA 2015).
+    A class has two lifetimes. A page gets one of them by its lot, which is drawn by its key, or taken over from the
+    page that it follows: so a class can be kept in part, such as a round of documents that is larger than the tier
+    (after Beckmann and Sanchez: Talus, HPCA 2015).
 
-    Uses are remembered beyond eviction in a table of 16 cells a page, in which a page overwrites what was in its cell.
-    What is known of a page is lost at a restart; only the order of the last uses is not: restored pages go first, the
-    least recently used first, until they are used again.
+    Uses are remembered beyond eviction in a table of 16 cells a page, in which a page overwrites the last page of its
+    cell. A restart only keeps the order of the last uses: restored pages go first, the least recently used first, until
+    they are used again.
     """
 
     CLASSES = Classes(*LifetimeOrder.SHAPE)
@@ -52,7 +52,8 @@ class Lifetime(LifetimeOrder):
 
 
 def _learn(monitor: ReuseMonitor, pages: int, stored: int) -> tuple[int, list[int], list[int]] | None:
-    """Other lifetimes, in steps, where the monitor comes to a conclusion; and the lots that have the second ones."""
+    """New lifetimes in steps, and the number of lots with the second lifetime; None if the monitor has no new
+    conclusion."""
     found = monitor.learn(pages, stored)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""How soon pages of a class are used again, watched on a sample, and what lifetimes of the classes follow from it.
+"""Watches on a sample how soon pages of each class are used again, and computes the classes' best lifetimes.
 
 Time is counted in pages that are stored.
 """
@@ -13,17 +13,17 @@ import numpy as np
 from gdscache.arrays import Float64Array
 from gdscache.native import ReuseSample
 
-# 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: age i is from AGES[i] on; a use that comes later than the last is not counted.
+# 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: age i begins at AGES[i]; later uses than the last age are not counted.
 AGES = np.array([0, 1] + [(2 + i % 2) << i // 2 for i in range(52)], np.float64)
-NEGLIGIBLE = 0.01  # gain over one lifetime for all that is not trusted at all
-CERTAIN = 0.03  # gain that is trusted in full
-SLIGHT = 0.01  # share of all uses and stores below which gains are small, whatever they are compared with
+NEGLIGIBLE = 0.01  # a gain over one lifetime for all that is not trusted
+CERTAIN = 0.03  # a gain that is trusted in full
+SLIGHT = 0.01  # a gain below this share of all uses and stores is small, for any number of hits
 PRIOR = 200.0  # pages of the average class that are added to each class
 
 
 class Classes(NamedTuple):
-    """Classes of pages: first those of new pages, by group and by size of what they are stored with; then those of used
-    ones, by uses and by the time since the last one."""
+    """Classes of pages: first new pages, by group and by the number of pages stored with them; then used pages, by uses
+    and by the time since the last use."""
 
     groups: int
     sizes: int
@@ -39,7 +39,7 @@ class Classes(NamedTuple):
         return self.new + self.uses * self.gaps
 
     def merged(self, rows: Float64Array) -> Float64Array:
-        """In the place of each class the sum of all of its group, or of its uses: float64 (C, ...)."""
+        """For each class the sum over its group, or over its number of uses: float64 (C, ...)."""
         new, used = rows[: self.new], rows[self.new :]
         groups = new.reshape(self.groups, self.sizes, -1).sum(axis=1).repeat(self.sizes, axis=0)
         uses = used.reshape(self.uses, self.gaps, -1).sum(axis=1).repeat(self.gaps, axis=0)
@@ -47,7 +47,7 @@ class Classes(NamedTuple):
 
 
 class Lifetimes(NamedTuple):
-    """Two lifetimes for each class, float64 (C,), and the part of the pages that has the second."""
+    """Two lifetimes for each class, float64 (C,), and the share of the pages that get the second."""
 
     less: Float64Array
     more: Float64Array
@@ -55,11 +55,11 @@ class Lifetimes(NamedTuple):
 
 
 class ReuseMonitor:
-    """Ages at which pages of each class are used again, on keys chosen by their bits, whether they are present or not.
+    """Ages at which pages of each class are used again, on keys chosen by their bits, present or not.
 
-    Of so many keys that about `SAMPLES` are known at a time (Waldspurger, Park, Garthwaite, Ahmad: Efficient MRC
-    Construction with SHARDS, FAST 2015). What was counted fades by half in `FADE` periods; a period is as many stored
-    pages as there are in the tier.
+    The chosen keys are so few that about `SAMPLES` are known at a time (Waldspurger, Park, Garthwaite, Ahmad: Efficient
+    MRC Construction with SHARDS, FAST 2015). Counts fade by half in `FADE` periods; a period is as many stored pages as
+    the tier has.
     """
 
     SAMPLES = 32768
@@ -70,14 +70,14 @@ class ReuseMonitor:
 
     def __init__(self, classes: Classes, pages: int) -> None:
         self._classes = classes
-        self.sample = ReuseSample(classes.all, self.SAMPLES, self.ROUND)  # which knows the last uses, and counts them
+        self.sample = ReuseSample(classes.all, self.SAMPLES, self.ROUND)  # knows the last uses, and counts them
         self.sample.limit = self._chosen(pages)
-        self._arrived: Float64Array = np.zeros(classes.all + 1)  # uses that made a page one of a class; pages stored
+        self._arrived: Float64Array = np.zeros(classes.all + 1)  # entries into each class; stored pages last
         self._hits: Float64Array = np.zeros((classes.all, len(AGES)))  # uses of pages of a class, by age
         self._past = deque([(-1, self._arrived)])  # (time, `_arrived`) of each conclusion
 
     def learn(self, pages: int, now: int) -> Lifetimes | None:
-        """The lifetimes of the classes in a tier of `pages`; None when it is too soon to conclude."""
+        """The lifetimes of the classes in a tier of `pages`; None if it is too soon."""
         if now < self.sample.due(pages):
             return None
         keep = 0.5 ** ((now - self.sample.last) / (self.FADE * pages))
@@ -90,28 +90,28 @@ class ReuseMonitor:
         self._past.append((now, self._arrived))
         while self._past[1][0] < now - ages[-1]:
             self._past.popleft()
-        # As many pages as the tier has, each for as long as they were stored in.
+        # The tier's pages, each for the time in which the others were stored.
         room = pages * float(self._arrived[-1])
         found = best_lifetimes(ages, self.chances(ages), self._arrived[:-1], room)
-        for lifetimes in found[:2]:  # a page is used no less than what follows it, and stays as long
+        for lifetimes in found[:2]:  # a page is used at least as often as its followers, and stays as long
             used = lifetimes[self._classes.new :].reshape(self._classes.uses, self._classes.gaps)
             np.maximum.accumulate(used, axis=0, out=used)
         return found
 
     def _chosen(self, pages: int) -> int:
-        """Keys are watched that have 16 bits below this, so that those of some periods are known at a time."""
+        """Keys with 16 bits below this number are watched, so that the keys of some periods are known at a time."""
         return int((1 << 16) * min(1.0, self.SAMPLES / (8 * max(pages, 1))))
 
     def chances(self, ages: Float64Array) -> Float64Array:
         """For each class and each range of `ages` (B,), the chance of a use at such an age: float64 (C, B - 1).
 
-        Uses at an age are compared with the pages that are old enough, not with all. Classes with few pages are taken
-        to be like the others of their group, or of as many uses, and
-        these like all, with the weight of `PRIOR` pages. Where no page is old enough it is 0.
+        Uses at an age are compared only with pages that are old enough. Classes with few pages are taken to be like the
+        others of their group or number of uses, and these like all, with the weight of `PRIOR` pages. 0 if no page is
+        old enough.
         """
         times = np.array([time for time, _ in self._past], np.float64)
         arrived = np.array([arrived[:-1] for _, arrived in self._past])
-        born = times[-1] - (ages[1:] + ages[:-1]) / 2  # when pages of such an age arrived: between two conclusions
+        born = times[-1] - (ages[1:] + ages[:-1]) / 2  # arrival of pages of such an age: between two conclusions
         after = np.clip(np.searchsorted(times, born), 1, len(times) - 1)
         part = np.clip((born - times[after - 1]) / (times[after] - times[after - 1]), 0, 1)[:, None]
         reached = ((1 - part) * arrived[after - 1] + part * arrived[after]).T
@@ -128,11 +128,11 @@ class ReuseMonitor:
 def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Array, room: float) -> Lifetimes:
     """The lifetimes, two a class, with the most hits for `room`: pages times time.
 
-    `chances` (C, B - 1): of a use in each range of `ages` (B,); `arrived` (C,): pages, each use and each store counted.
-    At the best ones, a longer life brings as many hits for its room in each class: at the price of room, which is
-    bisected. Where two lifetimes are as good, what is left of the room decides which part of the pages has the longer
-    one: so a class is worth its part where its hits come late and all at once (the hull of Beckmann and Sanchez:
-    Talus, HPCA 2015). As far as the gain over one lifetime for all is small it is not trusted; both come near to it.
+    `chances` (C, B - 1): of a use in each range of `ages` (B,). `arrived` (C,): pages; each use and each store counts.
+    At the optimum, a longer life brings the same hits for its room in each class: that price of room is bisected. Where
+    two lifetimes are equally good, the room that is left decides the share of the pages with the longer one: so a class
+    whose hits come late and all at once is kept in part (the hull of Beckmann and Sanchez: Talus, HPCA 2015). A small
+    gain over one lifetime for all is not trusted; both lifetimes then come near that one.
     """
     chance = np.zeros((len(chances), len(ages)))
     chance[:, 1:] = np.minimum(np.cumsum(chances, axis=1), 1.0)
@@ -143,7 +143,7 @@ def best_lifetimes(ages: Float64Array, chances: Float64Array, arrived: Float64Ar
     same = float(np.interp(room, used.sum(axis=0), ages))
     same_hits = float(np.interp(same, ages, hits.sum(axis=0)))
     rows = np.arange(len(hits))
-    cheap, dear = 0.0, 1.0  # hits for a page and a time of one
+    cheap, dear = 0.0, 1.0  # hits for one page and one unit of time
     firsts, flat, gains = rows * len(ages), used.ravel(), np.empty_like(used)
     for _ in range(32):
         price = (cheap + dear) / 2

@@ -1,7 +1,7 @@
-"""Counting keys in fixed memory, with decay: what admission knows of pages that are not there.
+"""Counts keys in fixed memory, with decay: admission's knowledge of absent pages.
 
-Keys are page keys, that is digests: their own bytes serve as hashes. Every counter errs on one side only. It may say
-more than the truth, never less. Nothing here locks.
+Keys are page keys, that is digests: their own bytes serve as hashes. Counters err on one side only: they may be too
+high, never too low. The caller locks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _BIT = tuple(1 << i for i in range(64))
 
 
 class BloomFilter:
-    """A set of keys that says "there" of some that are not (Bloom, 1970), in blocks of one word, so that a key is one
-    access (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient Bloom Filters, 2007).
+    """A set of keys that also claims to have some absent ones (Bloom, 1970), in blocks of one word, so that a key is
+    one access (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient Bloom Filters, 2007).
 
     Sized for `keys` keys at `bits_per_key` (or up to twice as many bits, for a power of two). When it has that many, it
-    is wrong about some 5 % of the keys that it lacks at 8 bits, about 1 % at 16.
+    is wrong about some 5 % of the absent keys at 8 bits, about 1 % at 16.
     """
 
     __slots__ = ("_mask", "_words")
@@ -37,7 +37,7 @@ class BloomFilter:
         return 8 * len(self._words)
 
     def add(self, key: bytes) -> bool:
-        """Put a key in; True when it was there."""
+        """Add a key; True if it was present."""
         at, some = _WORD_AND_BITS(key)
         at &= self._mask
         bits = _BIT[some & 63] | _BIT[some >> 6 & 63] | _BIT[some >> 12 & 63] | _BIT[some >> 18 & 63]
@@ -57,11 +57,10 @@ class BloomFilter:
         np.frombuffer(self._words, np.uint64)[:] = 0
 
     def dump(self) -> bytes:
-        """Its bits, as `load` takes them."""
         return self._words.tobytes()
 
     def load(self, bits: bytes) -> None:
-        """Have these bits. Raises `ValueError` where they are of a filter of another size."""
+        """Take over bits from `dump`. Raises `ValueError` if they are of a filter of another size."""
         if len(bits) != self.nbytes:
             raise ValueError(f"{len(bits)} bytes for a filter of {self.nbytes}")
         self._words = array("Q", bits)
@@ -79,7 +78,7 @@ class RecentCounter:
 
     def __init__(self, period: int, most: int = 1) -> None:
         self.period = max(1, period)
-        self.added = 0  # adds in all
+        self.added = 0
         self.most = most
         self._current, self._last = ([BloomFilter(self.period, 16) for _ in range(most)] for _ in range(2))
         self._adds = 0
@@ -89,17 +88,16 @@ class RecentCounter:
         return sum(filter_.nbytes for filter_ in (*self._current, *self._last))
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether a key was added lately."""
         return key in self._current[0] or key in self._last[0]
 
     def dump(self) -> tuple[int, int, list[bytes]]:
-        """`period`, the adds of the current generation, and the bits of all filters; for `load`. Takes no lock: what is
-        added meanwhile may be in it or not."""
+        """`period`, the adds of the current generation, and the bits of all filters; for `load`. Takes no lock:
+        concurrent adds may be in it or not."""
         return self.period, self._adds, [filter_.dump() for filter_ in (*self._current, *self._last)]
 
     @classmethod
     def load(cls, period: int, adds: int, filters: Sequence[bytes]) -> RecentCounter:
-        """What `dump` told. Raises `ValueError` where that cannot be."""
+        """The counter of a `dump`. Raises `ValueError` for impossible values."""
         bits = sum(map(len, filters))
         if not 1 <= period <= bits or not 0 <= adds <= period or len(filters) % 2:
             raise ValueError(f"{bits} bytes of filters, {adds} of {period} adds")
@@ -110,14 +108,14 @@ class RecentCounter:
         return found
 
     def take_over(self, other: RecentCounter) -> bool:
-        """Go on from another's adds; False, and nothing, where it is not of the same size."""
+        """Go on from another counter's adds; False, and nothing, if its size differs."""
         if (other.period, other.most) != (self.period, self.most):
             return False
         self._current, self._last, self._adds = other._current, other._last, other._adds
         return True
 
     def add(self, key: bytes) -> int:
-        """Count a key; how often it was added before."""
+        """Count a key; returns how often it was added before."""
         if self._adds == self.period:
             self._adds = 0
             self._current, self._last = self._last, self._current
@@ -142,8 +140,8 @@ class FrequencySketch:
     Admission Policy, 2017).
 
     The first use of a key since the last halving goes to a Bloom filter, the *doorkeeper*, and the others to a
-    count-min sketch of four rows whose counters end at 15; only the smallest of a key's counters grow. When `SAMPLE`
-    uses a slot were counted, all counters are halved, the doorkeeper is emptied, and the uses count half.
+    count-min sketch of four rows whose counters end at 15; only the smallest of a key's counters grow. After `SAMPLE`
+    uses a slot, all counters are halved, the doorkeeper is emptied, and the uses count half.
 
     Takes 18 to 36 bytes a slot, and some 4 KiB at least. A halving takes some 3 ms with a million slots.
     """
@@ -165,7 +163,6 @@ class FrequencySketch:
         return sum(map(len, self._rows)) + self._doorkeeper.nbytes
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Count one use of each key."""
         one, two, three, four = self._rows
         mask, most, seen = self._mask, self.MOST, self._doorkeeper.add
         for key in keys:
@@ -190,7 +187,6 @@ class FrequencySketch:
                 four[d] = least + 1
 
     def count(self, key: bytes) -> int:
-        """The uses of a key, as far as they are remembered; 0 to 16."""
         a, b, c, d = _ROWS(key)
         one, two, three, four = self._rows
         mask = self._mask
@@ -212,6 +208,5 @@ class FrequencySketch:
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest power of two that is not below `least`."""
     power: int = 1 << max(0, least - 1).bit_length()
     return power
