@@ -1,1 +1,1 @@
-"""The SSD tier's directory: its lock, its slab of extents, its catalogue, and what a restart reads of it."""
+"""The SSD tier's directory: its locks, slab and catalogue, and their recovery."""

@@ -1,7 +1,7 @@
-"""The durable index of the SSD tier: which page lies in which slot. SQLite in WAL mode; docs/format.md has the format.
+"""The durable index of the SSD tier: the page in each slot. SQLite in WAL mode; docs/format.md has the format.
 
 A row is committed after its bytes are written and before its key becomes visible, and a slot is reused only after the
-deletion of its row is committed. So a kill at any instant leaves rows that are whole and whose bytes are complete.
+deletion of its row is committed. So a kill at any time leaves whole rows with complete bytes.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ log = logging.getLogger("gdscache.disk.catalog")
 Durability = Literal["process", "power"]
 
 LOOKUP_SLOTS = 256  # slots a query while reading checksums
-SHORTEST_STRETCH = 8  # slots in a row that are worth a query of their own
-PRUNE_NAMESPACES = 1024  # so many new ones are written before unused ones are looked for
+SHORTEST_STRETCH = 8  # slots in a row that get a query of their own
+PRUNE_NAMESPACES = 1024  # new namespaces that are written before unused ones are looked for
 NOTHING: Mapping[int, tuple[int, float | None]] = {}
-_ROWS = 128  # of one statement, which may have 999 values
-# What is not of a whole page's size is not read: it can be as large as a file can be.
+_ROWS = 128  # rows of one statement, which may have 999 values
+# Other values are not read: they can be as large as the file.
 WHOLE_SUMS = f"typeof(sums) = 'blob' AND length(sums) % 8 = 0 AND length(sums) <= {MOST_SUMS * 8}"
 STRETCH = f"SELECT place, sums FROM checksums WHERE place BETWEEN ? AND ? AND {WHOLE_SUMS}"
 LOOKUP = f"SELECT place, sums FROM checksums WHERE place IN ({', '.join('?' * LOOKUP_SLOTS)}) AND {WHOLE_SUMS}"
-PROGRESS_S = 1.0  # between two lines about a conversion
+PROGRESS_S = 1.0  # seconds between two lines about a conversion
 
 
 class PageRecord(NamedTuple):
     """One page in one slot of slab 0. `key`, `parent` and `namespace` are 32 bytes each; the parent of a first page is
-    the namespace. `length` is the bytes of a shard of the page without padding; `checksums` is uint64 of shape
-    (shards x layers,), shard after shard, bound to the key (`checksum.bound`). `expires`: seconds since the epoch, kept
-    in whole milliseconds (rounded down); None: never."""
+    the namespace. `length`: bytes of a shard of the page without padding. `checksums`: uint64 of shape (shards x
+    layers,), shard after shard, bound to the key (`checksum.bound`). `expires`: seconds since the epoch, kept in whole
+    milliseconds (rounded down); None: never."""
 
     slot: int
     key: bytes
@@ -68,8 +68,8 @@ class PageRecord(NamedTuple):
 
 
 class Catalog:
-    """The catalogue of one cache directory, of the pages in its slab 0, whose places are their slots. Use
-    `Catalog.open`; the directory must be owned (`CacheDirectory`).
+    """The catalogue of one cache directory: the pages in its slab 0, whose places are their slots. Use `Catalog.open`;
+    the directory must be owned (`CacheDirectory`).
 
     Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
     `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
@@ -81,7 +81,7 @@ class Catalog:
         self.path = directory / catalog_file.CATALOG_NAME
         self._slab = slab
         self._wall_clock = wall_clock
-        self._version = FORMAT_VERSION  # of the tables; the first transaction makes an older one this
+        self._version = FORMAT_VERSION  # of the tables; the first transaction converts older ones
         self._synchronous = "FULL" if durability == "power" else "NORMAL"
         self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
@@ -89,7 +89,7 @@ class Catalog:
         self._reader: sqlite3.Connection | None = None
         self._pid = os.getpid()
         self._namespace_ids: dict[bytes, int] = {}
-        self._unsure = False  # whether the log may have a commit that raised
+        self._unsure = False  # the log may have a commit that raised
         self._set_aside: Path | None = None
 
     @classmethod
@@ -106,7 +106,7 @@ class Catalog:
 
         `durability`: `process` survives any kill of the process, `power` a loss of power too (each commit is flushed).
         `wall_clock`: seconds since the epoch, from which lifetimes are counted. A corrupt catalogue is moved aside and
-        an empty one takes its place; `recover` says where it went. One of the format before stays as it is until
+        an empty one takes its place; `recover` returns its new path. One of the previous format is converted by
         `recover`. Raises `CatalogVersionError`, `ExtentSizeError`, `ShardsError`, `NotARegularFileError`,
         `InvalidValueError`, `IOFailedError`.
         """
@@ -120,13 +120,13 @@ class Catalog:
         return catalog
 
     def recover(self, slots: int, now: float = -math.inf) -> Recovered:
-        """All pages in slots below `slots`; every other row, any that is not whole, and what has expired by `now`
-        (seconds since the epoch), is deleted.
+        """All pages in slots below `slots`. Other rows, broken rows, and pages expired by `now` (seconds since the
+        epoch) are deleted.
 
-        Call it once, after `open` and before anything else. `slots` is how many leading slots have their bytes
-        (`Slab.valid_slots`). Namespaces without pages are forgotten, some thousands a call. Checksums stay on disk. A
-        catalogue of the format before becomes one of this format in the same transaction; lifetimes that begin at no
-        time of `now`'s clock are counted from it then, in steps.
+        Call it once, directly after `open`. `slots`: leading slots that have their bytes (`Slab.valid_slots`).
+        Namespaces without pages are deleted, some thousands a call. Checksums stay on disk. A catalogue of the previous
+        format is converted in the same transaction; then lifetimes that do not begin at a time of `now`'s clock are
+        counted from `now`, in steps.
         """
         with self._write_lock:
             try:
@@ -147,8 +147,8 @@ class Catalog:
         scan(copy, slots, self._slab.extent_bytes, now)
 
     def _settle(self, slots: Int64Array, now: float) -> None:
-        """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open, and
-        so does a disk that takes no write, which is no reason to go without the pages."""
+        """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open. So
+        does a disk that takes no write: the pages are usable all the same."""
         try:
             with catalog_file.sqlite_errors(self.path, "written"):
                 self._settle_all(slots, now)
@@ -173,13 +173,12 @@ class Catalog:
         touch: Mapping[int, int],
         retain: Mapping[int, tuple[int, float | None]] = NOTHING,
     ) -> None:
-        """One transaction: rows of the slots in `delete` go, `insert` is added, then `touch` sets slot → recency, and
-        `retain` slot → (priority, expires). An end is written as a lifetime from the clock's time on.
+        """One transaction: delete the rows of slots `delete`, add `insert`, set slot → recency of `touch`, and slot →
+        (priority, expires) of `retain`. Expiries are written as lifetimes from the clock's time on.
 
-        All of it is durable when this returns, and none of it counts when it raises. An open before the next commit may
-        find it all the same, so that the bytes in the slots of `insert` must stay as they are until then. A slot that
-        still has a row cannot be inserted (`SlotRangeError`); deleting, touching or retaining a slot without a row does
-        nothing.
+        All of it is durable on return, and none of it counts after an exception. An open before the next commit may
+        find it all the same, so the bytes in the slots of `insert` must not change until then. Inserting a slot that
+        still has a row raises `SlotRangeError`; deleting, touching or retaining a slot without a row does nothing.
         """
         if not (len(insert) or len(delete) or len(touch) or len(retain) or self._unsure):
             return
@@ -214,16 +213,16 @@ class Catalog:
                 raise SlotRangeError(f"a slot that still has a page was written: {error}", "delete it first") from error
 
     def checksums(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint64] | None]:
-        """What is stored for `slots`, bound to whatever keys: uint64 of shape (shards x layers,) each; None where there
-        is nothing that can be checksums."""
+        """The checksums stored for `slots`, bound to any keys: uint64 of shape (shards x layers,) each; None where no
+        valid ones are stored."""
         found = {
             slot: np.frombuffer(sums, "<u8").astype(np.uint64, copy=False) for slot, sums in self._checksum_blobs(slots)
         }
         return [found.get(slot) for slot in slots]
 
     def checksum_rows(self, slots: Sequence[int], layers: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The slots among `slots` with checksums of `layers` layers in each shard, and these as they are stored, bound
-        to whatever keys: uint64 of shape (found, shards x layers)."""
+        """The slots among `slots` with checksums of `layers` layers in each shard, and these as stored, bound to any
+        keys: uint64 of shape (found, shards x layers)."""
         count = layers * self._slab.shards
         whole = [(slot, sums) for slot, sums in self._checksum_blobs(slots) if len(sums) == 8 * count]
         found = np.array([slot for slot, _ in whole], dtype=np.int64)
@@ -231,7 +230,7 @@ class Catalog:
         return found, values.reshape(len(whole), count)
 
     def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
-        """(slot, what can be its checksums). Slots in a row are read with one query, the others many with one."""
+        """(slot, possible checksums). Slots in a row are read with one query, many of the others with one."""
         rows: list[tuple[int, bytes]] = []
         ordered = np.asarray(slots, dtype=np.int64)
         if (np.diff(ordered) <= 0).any():
@@ -249,7 +248,7 @@ class Catalog:
         return rows
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
-        """Keep what a namespace is, as JSON, for people who look into the directory."""
+        """Keep a namespace's description, as JSON, for people who inspect the directory."""
         text = json.dumps(description, sort_keys=True)
         with self._write_lock, self._in_use("written"):
             with self._transaction() as writer:
@@ -258,7 +257,7 @@ class Catalog:
             self._namespace_ids = ids
 
     def namespaces(self) -> dict[bytes, dict[str, object]]:
-        """Digest → description (empty where none was given) of the namespaces that the catalogue knows."""
+        """Digest → description (empty without one) of all namespaces of the catalogue."""
         with self._read_lock, self._in_use("read"):
             rows = list(descriptions(self._connection(self._reader)))
         try:
@@ -267,23 +266,20 @@ class Catalog:
             raise IOFailedError(f"{self.path}: a namespace's description is damaged: {error}") from error
 
     def count(self) -> int:
-        """Pages in the catalogue."""
         with self._read_lock, self._in_use("read"):
             return int(self._connection(self._reader).execute("SELECT count(*) FROM pages").fetchone()[0])
 
     def rows(self) -> dict[int, bytes]:
-        """Slot → key of every page in the catalogue."""
         with self._read_lock, self._in_use("read"):
             return dict(self._connection(self._reader).execute("SELECT place, key FROM pages"))
 
     def retentions(self) -> dict[int, tuple[int, float | None]]:
-        """Slot → (priority, expires) of every page that has a retention of its own."""
         with self._read_lock, self._in_use("read"):
             rows = self._connection(self._reader).execute("SELECT place, priority, written + lifetime FROM retention")
             return {slot: (priority, None if at is None else at / 1000) for slot, priority, at in rows}
 
     def close(self) -> None:
-        """Close the catalogue and fold its WAL in; twice is fine."""
+        """Close the catalogue and fold its WAL in; may be called twice."""
         with self._write_lock:
             self._close_connections()
 
@@ -304,7 +300,7 @@ class Catalog:
         self._writer, self._reader = writer, reader
 
     def _rebuild(self, cause: CorruptCatalogError, judge: Callable[[sqlite3.Connection], object]) -> None:
-        """Set the catalogue aside and begin an empty one, where its own bytes say what SQLite says of them."""
+        """Set the catalogue aside and begin an empty one, if a second read of its bytes confirms the damage."""
         if not catalog_file.is_corrupt(self.path, judge):
             raise IOFailedError(
                 f"{cause}; but read again, byte by byte, it is sound: reads fail here from time to time",
@@ -325,7 +321,7 @@ class Catalog:
             writer, reader = self._writer, self._reader
             self._writer = self._reader = None
             for connection in (reader, writer):
-                if connection is not None and os.getpid() == self._pid:  # a forked child only forgets them
+                if connection is not None and os.getpid() == self._pid:  # a forked child must not close them
                     catalog_file.close(connection)
 
     def _connection(self, connection: sqlite3.Connection | None) -> sqlite3.Connection:
@@ -352,7 +348,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _in_use(self, what: str) -> Iterator[None]:
-        """A catalogue that turns out corrupt in use is only marked: the next open sets it aside."""
+        """A catalogue found corrupt in use is only marked: the next open sets it aside."""
         try:
             with catalog_file.sqlite_errors(self.path, what):
                 yield
@@ -362,7 +358,7 @@ class Catalog:
             raise IOFailedError(str(error), "close and open the engine: its SSD tier then starts empty") from error
 
     def _register(self, writer: sqlite3.Connection, digests: set[bytes]) -> dict[bytes, int]:
-        """Ids of the known namespaces and `digests`, within a transaction; the caller keeps them when it commits."""
+        """Ids of the known namespaces and of `digests`, in a transaction; the caller keeps them after its commit."""
         known = self._namespace_ids
         if digests <= known.keys():
             return known
@@ -376,8 +372,8 @@ class Catalog:
 
 
 def _insert(writer: sqlite3.Connection, into: str, rows: Sequence[tuple[object, ...]]) -> None:
-    """Add rows, many with one statement: SQLite gives up the interpreter's lock at each step of one, and whoever gives
-    it up may wait for it."""
+    """Add many rows with one statement: SQLite releases the interpreter's lock at each step of one, and getting it back
+    may take time."""
     for first in range(0, len(rows), _ROWS):
         some = rows[first : first + _ROWS]
         values = f"({', '.join('?' * len(some[0]))})"
@@ -385,7 +381,7 @@ def _insert(writer: sqlite3.Connection, into: str, rows: Sequence[tuple[object, 
 
 
 def _retain(writer: sqlite3.Connection, retain: Mapping[int, tuple[int, float | None]], now: int) -> None:
-    """Write retentions down. `now`: milliseconds since the epoch, or their end where that is earlier."""
+    """Write retentions. `now`: milliseconds since the epoch; an end before it is counted from the end."""
     default = [(int(slot),) for slot, (priority, expires) in retain.items() if not priority and expires is None]
     writer.executemany("DELETE FROM retention WHERE place = ?", default)
     rows: list[tuple[int, int | None, int, int]] = []

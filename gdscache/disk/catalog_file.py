@@ -1,4 +1,4 @@
-"""The catalogue's file: its schema, how it is made, checked at open, and moved aside when it is corrupt."""
+"""The catalogue's file: its schema, creation, checks at open, and moving it aside when it is corrupt."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from gdscache.errors import (
 log = logging.getLogger("gdscache.disk.catalog")
 
 FORMAT_VERSION = 6
-OLD_VERSION = 5  # whose directories are converted: see conversion.py
-STRIPE_NAME = "stripe.json"  # is there where a slab lies over several directories
+OLD_VERSION = 5  # converted at open: see conversion.py
+STRIPE_NAME = "stripe.json"  # present if a slab lies over several directories
 CATALOG_NAME = "catalog.sqlite"
 NEW_NAME = "catalog.new"
 SUSPECT_NAME = "catalog.suspect"
@@ -39,16 +39,16 @@ FILE_MODE = 0o600
 
 QUICK_CHECK_BYTES = 16 << 20  # larger catalogues are not walked at open: recovering reads every row anyway
 WAL_PAGES = 4096  # checkpoint after 16 MiB of log
-WAL_BYTES = 32 << 20  # a larger log is checkpointed and cut as soon as the transaction that made it so is committed
-META_ROWS, META_LENGTH = 64, 200  # more rows, or longer values, are no `meta`
-SLAB_ROWS, MOST_SHARDS = 1024, 256  # more are no `slabs`
+WAL_BYTES = 32 << 20  # a commit that makes the log larger than this checkpoints and cuts it
+META_ROWS, META_LENGTH = 64, 200  # a valid `meta` has no more rows and no longer values
+SLAB_ROWS, MOST_SHARDS = 1024, 256  # a valid `slabs` has no more
 VALUE_BYTES = 16 << 20  # SQLite refuses to read or write a larger value or row
-KEPT_ASIDE = 4  # catalogues that are set aside; the oldest goes for a further one
-BUSY_S = 1.0  # to wait for another program that reads the catalogue while it is opened
-VFS = "unix-excl"  # no other process gets a lock on the file, so that the log's index lies in memory of our own
+KEPT_ASIDE = 4  # catalogues kept aside; a further one replaces the oldest
+BUSY_S = 1.0  # seconds to wait for another program that reads the catalogue at open
+VFS = "unix-excl"  # no other process gets a lock on the file, so the log's index is in our own memory
 
 SCHEMA = {
-    # Every version of the format keeps `meta` as it is: it is read to learn the version.
+    # Every version of the format keeps `meta` as it is: the version is read from it.
     "meta": "CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID",
     "slabs": "CREATE TABLE slabs(id INTEGER PRIMARY KEY, extent_bytes INTEGER, shards INTEGER)",
     "namespaces": "CREATE TABLE namespaces(id INTEGER PRIMARY KEY, digest BLOB UNIQUE, description TEXT)",
@@ -75,14 +75,14 @@ OLD_SCHEMA = {
 
 
 class SlabShape(NamedTuple):
-    """What each extent of a slab has in bytes, in each of so many shards."""
+    """The bytes of a slab's extents, in each of its shards."""
 
     extent_bytes: int
     shards: int = 1
 
 
 class Checked(NamedTuple):
-    """The format version of a catalogue that was checked, and its slab 0."""
+    """The format version of a checked catalogue, and its slab 0."""
 
     version: int
     slab: SlabShape
@@ -94,18 +94,18 @@ class CorruptCatalogError(Exception):
 
 @contextlib.contextmanager
 def sqlite_errors(path: Path, what: str) -> Iterator[None]:
-    """SQLite's errors as `CorruptCatalogError` (the file's content) or `IOFailedError` (everything else).
+    """SQLite's errors as `CorruptCatalogError` (the file's content) or `IOFailedError` (all others).
 
-    The first is SQLite's word only, which it also gives where a read failed: see `is_corrupt`.
+    SQLite also reports corruption when a read failed: see `is_corrupt`.
     """
     try:
         yield
-    except MemoryError as error:  # as which the module raises SQLITE_NOMEM
+    except MemoryError as error:  # SQLITE_NOMEM in Python
         raise IOFailedError(f"{path} cannot be {what}: out of memory", "free memory", errno.ENOMEM) from error
-    except UnicodeDecodeError as error:  # the name of a column, or SQLite's message that quotes one
+    except UnicodeDecodeError as error:  # of a column's name, or of SQLite's message that quotes one
         raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
     except sqlite3.Error as error:
-        # No code: the error is the module's own, about text that does not decode.
+        # Without a code the error is Python's own: a text that does not decode.
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
         if code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
             code = sqlite3.SQLITE_CORRUPT  # a header that claims a write version from the future
@@ -118,8 +118,8 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.Connection, int]:
-    """The writing connection to a checked catalogue, made if it is missing, and its format version. One of the version
-    before is left as it is.
+    """The writing connection to a checked catalogue, made if it is missing, and its format version. One of the previous
+    version is not converted.
 
     Raises `CatalogVersionError`, `ExtentSizeError`, `ShardsError`, `NotARegularFileError`, `IOFailedError`,
     `CorruptCatalogError`.
@@ -151,13 +151,12 @@ def open_writer(path: Path, slab: SlabShape, synchronous: str) -> tuple[sqlite3.
         writer.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         writer.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         with _os_errors(path, "opened"):
-            Path(f"{path}-shm").unlink(missing_ok=True)  # of an engine before this format's, killed: nobody reads it
+            Path(f"{path}-shm").unlink(missing_ok=True)  # left by a killed engine of the previous format
         undo.pop_all()
         return _kept(writer), version
 
 
 def open_reader(path: Path) -> sqlite3.Connection:
-    """A second connection, which cannot write."""
     with sqlite_errors(path, "opened"), contextlib.ExitStack() as undo:
         reader = undo.enter_context(contextlib.closing(_connect(path)))
         reader.execute("PRAGMA query_only = ON")
@@ -167,14 +166,14 @@ def open_reader(path: Path) -> sqlite3.Connection:
 
 
 def close(connection: sqlite3.Connection) -> None:
-    """Close what `open_writer` or `open_reader` gave, in the process that opened it."""
+    """Close a connection of `open_writer` or `open_reader`, in the process that opened it."""
     connection.close()
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(connection))
 
 
 def lacking_room(directory: Path, slots: int, sums: int) -> int:
-    """Bytes that the file system lacks for a catalogue of so many pages, and its log; 0 where it has them. A row takes
-    some 100 bytes and 8 a checksum; half as much again is lost between rows that come and go."""
+    """Bytes that the file system lacks for a catalogue of `slots` pages and its log, or 0. A row takes some 100 bytes
+    and 8 a checksum; half as much again is lost between rows that come and go."""
     wanted = slots * (128 + 8 * sums) * 3 // 2 + WAL_BYTES
     with contextlib.suppress(OSError):
         wanted -= (directory / CATALOG_NAME).stat().st_size
@@ -186,7 +185,7 @@ def lacking_room(directory: Path, slots: int, sums: int) -> int:
 
 
 def last_written(directory: Path) -> float:
-    """When a catalogue there was last written, in seconds since the epoch; 0 where there is none."""
+    """Seconds since the epoch at which a catalogue there was last written; 0 without one."""
     times = [0.0]
     for name in (CATALOG_NAME, f"{CATALOG_NAME}-wal"):
         with contextlib.suppress(OSError):
@@ -195,8 +194,8 @@ def last_written(directory: Path) -> float:
 
 
 def format_version(directory: Path) -> int | None:
-    """The version of the catalogue there, which nobody has open; None where there is none, or it has a log, or nothing
-    can be told. Writes nothing, and takes no lock."""
+    """The version of the catalogue there, which must not be open. None if it is missing, has a log, or cannot be read.
+    Writes nothing, and takes no lock."""
     path = directory / CATALOG_NAME
     if not path.is_file() or os.path.lexists(f"{path}{catalog_image.LOG_SUFFIX}"):
         return None
@@ -209,7 +208,7 @@ def format_version(directory: Path) -> int | None:
 
 
 def bound_log(writer: sqlite3.Connection, path: Path) -> None:
-    """Fold the log in and cut it, where it is too large. Nobody may read by another connection meanwhile."""
+    """Fold the log in and cut it, if it is too large. No other connection may read meanwhile."""
     try:
         if os.stat(f"{path}{catalog_image.LOG_SUFFIX}").st_size > WAL_BYTES:
             writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -218,18 +217,19 @@ def bound_log(writer: sqlite3.Connection, path: Path) -> None:
 
 
 def empty_log(writer: sqlite3.Connection, path: Path) -> None:
-    """Fold the log in and cut it, so that no open finds a commit in it whose last sync failed. Nobody may read by
-    another connection meanwhile. Raises what SQLite does, and `IOFailedError`."""
+    """Fold the log in and cut it, so that no open finds a commit in it whose last sync failed. No other connection may
+    read meanwhile. Raises SQLite's errors, and `IOFailedError`."""
     busy = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     if busy:
         raise IOFailedError(f"{path}: the log cannot be emptied: it is in use", "see who else uses this file")
 
 
 def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> bool:
-    """Whether a catalogue that SQLite calls corrupt is: its bytes, each read without an error, are judged in a copy.
+    """Whether a catalogue that SQLite calls corrupt is corrupt: its bytes, each read without an error, are judged in a
+    copy.
 
-    `judge` is given a connection that reads that copy, and raises what SQLite does or `CorruptCatalogError`. Raises
-    `IOFailedError` where a byte cannot be read, the copy cannot be written or memory is short.
+    `judge` gets a connection to that copy, and raises SQLite's errors or `CorruptCatalogError`. Raises `IOFailedError`
+    if a byte cannot be read, the copy cannot be written or memory is short.
     """
     try:
         with _os_errors(path, "read"), sqlite_errors(path, "read"), catalog_image.open_copy(path) as connection:
@@ -242,13 +242,12 @@ def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> boo
 
 
 def kept_aside(directory: Path) -> list[Path]:
-    """The catalogues that were set aside in a directory, the oldest first, without their logs. Raises `OSError`."""
     names = sorted(name for name in os.listdir(directory) if name.startswith(CORRUPT_PREFIX))
     return [directory / name for name in names if not name.endswith(SIDECARS)]
 
 
 def set_aside(path: Path) -> Path:
-    """Move a corrupt catalogue and its log to `catalog.corrupt-<UTC time>`. `KEPT_ASIDE` of that kind are kept."""
+    """Move a corrupt catalogue and its log to `catalog.corrupt-<UTC time>`. The last `KEPT_ASIDE` of these are kept."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     target = path.with_name(CORRUPT_PREFIX + now)
     with _os_errors(path, "moved aside"):
@@ -264,7 +263,7 @@ def set_aside(path: Path) -> Path:
 
 
 def mark_suspect(path: Path) -> None:
-    """Leave a note for the next open: this catalogue was found corrupt while it was in use."""
+    """Note for the next open that this catalogue was found corrupt in use."""
     try:
         os.close(os.open(path.with_name(SUSPECT_NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
     except OSError as error:
@@ -282,7 +281,7 @@ def _exists(path: Path) -> bool:
 
 
 def own_file(path: Path, found: os.stat_result) -> None:
-    """Refuse what is not a file of the cache's own alone. Raises `NotARegularFileError`."""
+    """Refuse anything but a regular file with one name. Raises `NotARegularFileError`."""
     if not stat.S_ISREG(found.st_mode):
         raise NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
     if found.st_nlink > 1:
@@ -294,7 +293,6 @@ def own_file(path: Path, found: os.stat_result) -> None:
 
 
 def status(path: Path) -> os.stat_result:
-    """`os.stat` of a catalogue. Raises `IOFailedError`."""
     with _os_errors(path, "opened"):
         return path.stat()
 
@@ -314,17 +312,17 @@ def _nobody_else(path: Path) -> Iterator[None]:
 
 
 def _kept(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Keep a connection from ever being closed but by `close`.
+    """Keep a connection from being closed except by `close`.
 
-    A forked child has a copy of it, which believes that it has the locks: closed when the child's memory is torn down,
-    it would delete the log under the engine.
+    A forked child has a copy of it, which believes that it has the locks. Closed at the child's end, it would delete
+    the log under the engine.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
     return connection
 
 
 def _create(path: Path, slab: SlabShape) -> None:
-    """Make an empty catalogue under another name first: `path` is there with all its tables, or not at all."""
+    """Make an empty catalogue under another name first: `path` has all its tables, or does not exist."""
     new = path.with_name(NEW_NAME)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     meta = [("format_version", FORMAT_VERSION), ("striped", int(_striped(path))), ("created", created)]
@@ -359,8 +357,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) -> Checked:
-    """Refuse what is no catalogue of this format version or the one before, for the directories that are there, and
-    whose pages lie otherwise than `wanted`; None: however they lie."""
+    """Refuse a file that is no catalogue of this format version or the previous one, that does not match its
+    directories, or whose slab is not `wanted` (None: any)."""
     tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE substr(name, 1, 7) <> 'sqlite_'"))
     if tables.get("meta") != SCHEMA["meta"]:
         raise CorruptCatalogError(f"{path} is not a catalogue: its tables are {sorted(tables)}")
@@ -395,7 +393,7 @@ def check(connection: sqlite3.Connection, path: Path, wanted: SlabShape | None) 
 
 
 def _only_slab(connection: sqlite3.Connection, path: Path) -> SlabShape:
-    """Slab 0, which must be the only one: an engine that knows of others keeps their files and rows."""
+    """Slab 0, which must be the only one: further slabs belong to an engine that knows of several, and are kept."""
     whole = "typeof(extent_bytes) = 'integer' AND typeof(shards) = 'integer'"
     select = f"SELECT id, extent_bytes, shards FROM slabs WHERE {whole} ORDER BY id LIMIT ?"
     slabs = {number: SlabShape(*shape) for number, *shape in connection.execute(select, (SLAB_ROWS,))}
@@ -430,7 +428,7 @@ def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:
 
 
 def integers(connection: sqlite3.Connection) -> dict[str, int]:
-    """The integers of `meta`, by name. Raises `CorruptCatalogError` where it has more or longer values than it can."""
+    """The integers of `meta`, by name. Raises `CorruptCatalogError` if it has too many or too long values."""
     rows = connection.execute(
         "SELECT name, value FROM meta WHERE length(name) <= ? AND ifnull(length(value), 0) <= ? LIMIT ?",
         (META_LENGTH, META_LENGTH, META_ROWS),
@@ -441,7 +439,6 @@ def integers(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def _striped(path: Path) -> bool:
-    """Whether the catalogue at `path` must be of a slab over several directories."""
     return os.path.lexists(path.with_name(STRIPE_NAME))
 
 

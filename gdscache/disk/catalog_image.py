@@ -1,9 +1,8 @@
-"""A catalogue as its files have it, in a file of our own: the database with what its log has committed.
+"""A copy of a catalogue as of its last commit: the database with its log applied.
 
-SQLite tells of a read that failed as it tells of damage (a result code of the one, EIO, becomes that of the other), and
-makes files to read a log. Here every byte is read once, an error of the device is an error, nothing is written beside
-the catalogue, and no more of it is in memory than a few MiB. The log's format is that of
-https://www.sqlite.org/fileformat2.html#the_write_ahead_log
+SQLite reports a failed read like damage (the result code of one can become the other's), and creates files to read a
+log. Here every byte is read once, a device's error is an error, no file is written beside the catalogue, and only a few
+MiB of it are in memory. The log's format is that of https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LOG_SUFFIX = "-wal"
 HEADER, _FRAME = 32, 24  # bytes before the first frame, and before each page
 _MAGIC, _VERSION = 0x377F0682, 3007000
 _WORDS = 1 << 32
-_VERSIONS = 18  # where a database says which versions may write and read it: 1 without a log, 2 with one
+_VERSIONS = 18  # offset of the versions that may write and read a database: 1 without a log, 2 with one
 
 Words = npt.NDArray[np.uint32]
 Progress = Callable[[int, int, str], object]
@@ -34,18 +33,17 @@ Progress = Callable[[int, int, str], object]
 
 @contextlib.contextmanager
 def open_copy(path: Path, progress: Progress = lambda done, total, text: None) -> Iterator[sqlite3.Connection]:
-    """A connection that reads a copy of the database at `path` as its last commit left it; from several threads in
-    turn.
+    """A connection that reads a copy of the database at `path` as of its last commit; for several threads in turn.
 
-    The copy is a file in the directory for temporary files (`TMPDIR`), and has no name: it goes with the process.
-    `progress(done, total, text)` counts bytes. Raises `OSError` where a byte cannot be read, `IOFailedError` where the
-    copy cannot be written, `sqlite3.DatabaseError` where the database is of a version that SQLite would only read.
+    The copy is an unnamed file in the directory for temporary files (`TMPDIR`), and goes with the process.
+    `progress(done, total, text)` counts bytes. Raises `OSError` if a byte cannot be read, `IOFailedError` if the copy
+    cannot be written, `sqlite3.DatabaseError` if SQLite could only read the database's version.
     """
     with contextlib.ExitStack() as undo:
         with _room("made"):
             copy, name = tempfile.mkstemp(prefix="gdscache-", suffix=".sqlite")
         undo.callback(os.close, copy)
-        try:  # SQLite opens by a name, and reads nothing until it is asked
+        try:  # SQLite opens by name, and reads nothing before the first query
             uri = f"{Path(name).absolute().as_uri()}?mode=ro"
             opened = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
         finally:
@@ -104,7 +102,7 @@ def _reading(path: Path) -> Iterator[int]:
 
 
 def _apply(copy: int, log: int) -> None:
-    """Put the pages of all whole transactions of a log into the copy; what follows the last one does not count."""
+    """Write the pages of all whole transactions of a log into the copy."""
     header = os.pread(log, HEADER, 0)
     if len(header) < HEADER:
         return
@@ -129,7 +127,7 @@ def _apply(copy: int, log: int) -> None:
 
 
 def _committed(log: int, size: int, order: str, salts: list[int], state: tuple[int, int]) -> tuple[int, int]:
-    """Frames up to the last commit, and the pages that the database has then."""
+    """The frames up to the last commit, and the database's pages after it."""
     whole = pages = 0
     weights = _weights((8 + size) // 4)
     for first, frames in _frames(log, size):
@@ -145,7 +143,8 @@ def _committed(log: int, size: int, order: str, salts: list[int], state: tuple[i
 
 
 def _frames(log: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-    """The number of a whole frame, and the bytes of some from there on, uint8 of shape (frames, header and page)."""
+    """The number of a whole frame, and the bytes of some frames from it on, uint8 of shape (frames, header and
+    page)."""
     step = _FRAME + size
     most = max(1, PIECE // step)
     first = 0
@@ -165,16 +164,15 @@ def _frames(log: int, size: int) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
 
 
 def _heads(frames: npt.NDArray[np.uint8]) -> list[list[int]]:
-    """Of each frame: page, pages of the database after a commit or 0, two salts, two checksums."""
     heads: list[list[int]] = np.ascontiguousarray(frames[:, :_FRAME]).view(">u4").tolist()
     return heads
 
 
 def _weights(words: int) -> Words:
-    """What each word of a row counts for in SQLite's running checksum: uint32 of shape (words, 2).
+    """The weight of each word of a row in SQLite's running checksum: uint32 of shape (words, 2).
 
-    A pair of words (x, y) takes it from (a, b) to (a + b + x, a + 2 b + x + y): a matrix, whose powers weigh the words
-    of a row, so that only the step from row to row is left to Python. The last two rows are how (a, b) counts.
+    A pair of words (x, y) turns the checksum (a, b) into (a + b + x, a + 2 b + x + y): a matrix, whose powers weigh the
+    words of a row, so that only the step from row to row runs in Python. The last two rows weigh (a, b).
     """
     weights = np.empty((words + 2, 2), np.uint32)
     a, b, d = 1, 0, 1  # the power of the matrix [[1, 1], [1, 2]], which is symmetric: [[a, b], [b, d]]

@@ -1,9 +1,9 @@
-"""Catalogues of the format before: how they are read as they are, and how they become ones of this format.
+"""Catalogues of the previous format: reading them, and converting them to this one.
 
-Everything but the ends of retentions is done in one transaction that touches no row: tables get columns and new names,
-and their rows keep their keys. What is left after it is whole. Ends that were times of the clock are of lifetimes from
-the begin of the epoch on then; steps of bounded size count them from the time of an open instead, which bounds them by
-a clock that is set back (docs/format.md). Each step may be the last one: the next open goes on.
+One transaction does everything but the expiries, and touches no row: tables get columns and new names, and their rows
+keep their keys. After it, expiries are lifetimes from the epoch on. Steps of bounded size then count them from the time
+of an open instead, so that a clock that is set back cannot extend them (docs/format.md). After a kill the next open
+does the remaining steps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sqlite3
 
 from gdscache.disk.catalog_file import FORMAT_VERSION, OLD_VERSION, SCHEMA
 
-STEP_ROWS = 1 << 14  # retentions that one transaction counts anew: some 20 ms
+STEP_ROWS = 1 << 14  # retentions of one step's transaction: some 20 ms
 
-# The statements leave the tables with the very text of `SCHEMA`: so SQLite defines ALTER TABLE.
+# The tables get exactly the text of `SCHEMA`: SQLite defines ALTER TABLE so.
 CONVERT = (
     "ALTER TABLE pages RENAME COLUMN slot TO place",
     "ALTER TABLE pages ADD COLUMN packed INTEGER DEFAULT 0",
@@ -29,7 +29,7 @@ CONVERT = (
     f"UPDATE meta SET value = {FORMAT_VERSION} WHERE name = 'format_version'",
 )
 
-# An old catalogue as one of this version: temporary views, which stand before the tables of the same names.
+# An old catalogue as one of this version: temporary views hide the tables of the same names.
 VIEWS = (
     "CREATE TEMP VIEW pages AS SELECT slot AS place, key, parent, namespace, length, recency, 0 AS packed "
     "FROM main.pages",
@@ -38,7 +38,7 @@ VIEWS = (
     "FROM main.retention",
 )
 
-# A lifetime that does not begin at a time of this clock, or before it: from the epoch on, or later than now.
+# A lifetime that does not begin at a time of this clock: it begins at the epoch, or later than now.
 UNSETTLED = "lifetime IS NOT NULL AND (written = 0 OR written > :now)"
 SETTLE = (
     "UPDATE retention SET lifetime = CASE WHEN written > :now THEN lifetime ELSE max(lifetime - :now, 0) END, "
@@ -47,20 +47,20 @@ SETTLE = (
 
 
 def convert(writer: sqlite3.Connection) -> None:
-    """Make a catalogue of the version before one of this version, in the transaction that the caller has begun. Costs
-    some milliseconds and a few KiB of log, however many pages there are."""
+    """Convert a catalogue of the previous version, in the caller's transaction. Takes some milliseconds and a few KiB
+    of log, for any number of pages."""
     for statement in CONVERT:
         writer.execute(statement)
 
 
 def present(connection: sqlite3.Connection, version: int) -> None:
-    """Have the statements of this version read a checked catalogue of `version`, which stays as it is."""
+    """Let this version's statements read a checked catalogue of `version`, without changing it."""
     if version == OLD_VERSION:
         for statement in VIEWS:
             connection.execute(statement)
 
 
 def settle(writer: sqlite3.Connection, first: int, last: int, now: int) -> None:
-    """Count the lifetimes of the places `first` to `last` from `now` on (milliseconds since the epoch), where they
-    begin at no time of this clock: those of the format before keep their end, those from the future their length."""
+    """Count the lifetimes of the places `first` to `last` from `now` on (milliseconds since the epoch), if they do not
+    begin at a time of this clock: those of the previous format keep their end, those from the future their length."""
     writer.execute(SETTLE, {"now": now, "first": first, "last": last})

@@ -1,7 +1,7 @@
 """The SSD tier's directory: made, checked, and owned by one engine at a time.
 
 Ownership is a `flock` on `<path>/lock`, and one on each slab file. The kernel drops them with their holder, so a killed
-owner leaves nothing to clean up; the content of `lock` only says who the holder is. Needs a local file system.
+owner leaves nothing to clean up; the content of `lock` only names the holder. Needs a local file system.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FOREIGN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMMAND_LIMIT = 500  # characters of the owner's command line that are kept
 LOCK_LIMIT = 8192  # bytes of a lock file that are read
 WANTED_NAME = "wanted"  # locked by an engine that waits for a verification to give way
-VERIFICATION_S = 10.0  # that it waits at most
-NAME_S = 0.5  # until an owner has said its name
+VERIFICATION_S = 10.0  # seconds that it waits at most
+NAME_S = 0.5  # seconds for an owner to write its name
 _AGAIN_S = 0.01
 
 
@@ -56,8 +56,8 @@ class CacheDirectory:
     def open(cls, path: Path, *, engine: bool = True) -> CacheDirectory:
         """Make the directory if it is missing (mode 0700) and take ownership of it.
 
-        An existing directory keeps its mode. `engine`: for an engine, which removes what the probe of a killed owner
-        left, and waits some seconds for a verification to give way.
+        An existing directory keeps its mode. `engine`: for an engine, which removes a killed owner's probe files, and
+        waits some seconds for a verification to give way.
 
         Raises `NotADirectoryPathError`, `DirectoryNotWritableError`, `DirectoryInUseError` (another process, or another
         engine of this one), `DirectoryPermissionsError` (others may write there), `NotARegularFileError` (the lock is a
@@ -89,7 +89,7 @@ class CacheDirectory:
         return not self._watch.locks
 
     def hold_slab(self, number: int, slab: int = 0, shard: int = 0) -> None:
-        """Lock the file of a slab's shard in this directory, which is number `number`, too, if it is there. Raises
+        """Lock the file of a slab's shard too, if it exists; this directory is number `number`. Raises
         `DirectoryInUseError`, `NotARegularFileError`, ..."""
         lock = lock_slab(self.path, number, slab, shard, held=[lock.path for lock in self._watch.locks])
         if lock is not None:
@@ -104,11 +104,11 @@ class CacheDirectory:
             raise _refusal(self.path, error) from error
 
     def lost(self, *, thorough: bool = False) -> str:
-        """Why the directory is not ours alone any more; "" while it is, and after `close`: `DirectoryWatch.lost`."""
+        """Why another process may use the directory; "" while none may, and after `close`: `DirectoryWatch.lost`."""
         return "" if self.closed else self._watch.lost(thorough=thorough)
 
     def close(self) -> None:
-        """Give the directory back; twice is fine. A forked child only lets go of its own copy."""
+        """Release the directory; may be called twice. A forked child only closes its own copy."""
         self._watch.close()
 
     def __enter__(self) -> CacheDirectory:
@@ -126,29 +126,27 @@ class CacheDirectories:
 
     @classmethod
     def open(cls, paths: Sequence[Path], *, engine: bool = True) -> CacheDirectories:
-        """Take ownership of all of `paths`, or of none. Raises what `CacheDirectory.open` does."""
+        """Take ownership of all of `paths`, or of none. Raises as `CacheDirectory.open`."""
         with contextlib.ExitStack() as undo:
             owned = [undo.enter_context(CacheDirectory.open(path, engine=engine)) for path in paths]
             undo.pop_all()
         return cls(owned)
 
     def hold_slabs(self, slab: int = 0, shards: Iterable[int] = (0,)) -> None:
-        """Lock the files of a slab's shards that there are. Before they are opened, and again when those that lacked
-        are made."""
+        """Lock the existing files of a slab's shards. Call it before they are opened, and again after missing ones are
+        made."""
         for shard in shards:
             for number, directory in enumerate(self._owned):
                 directory.hold_slab(number, slab, shard)
 
     def watch_catalog(self) -> None:
-        """The catalogue, in the first directory, must keep its name from now on."""
         self._owned[0].watch_catalog()
 
     def lost(self, *, thorough: bool = False) -> str:
-        """Why one of the directories is not ours alone any more; "" while all are."""
+        """Why another process may use one of the directories; "" while none may."""
         return next(filter(None, (d.lost(thorough=thorough) for d in self._owned)), "")
 
     def close(self) -> None:
-        """Give all of them back; twice is fine."""
         for directory in reversed(self._owned):
             directory.close()
 
@@ -162,8 +160,8 @@ class CacheDirectories:
 def lock_slab(
     directory: Path, number: int, slab: int = 0, shard: int = 0, *, held: Collection[Path] = ()
 ) -> FileLock | None:
-    """A lock on a shard's slab file in directory `number`; None where it is held, or there is no such file. Raises what
-    `CacheDirectory.open` does."""
+    """A lock on a shard's slab file in directory `number`; None if it is held or missing. Raises as
+    `CacheDirectory.open`."""
     path = directory / slab_name(number, slab, shard)
     return (
         None if path in held or not os.path.lexists(path) else _lock(directory, path.name, create=False, patient=False)
@@ -185,7 +183,7 @@ def _make_directory(path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the files that a probe of a killed owner left."""
+    """Remove the probe files of a killed owner."""
     try:
         for name in os.listdir(path):
             if name.startswith(PROBE_PREFIX):
@@ -207,8 +205,7 @@ def _refuse_foreign_writers(path: Path) -> None:
 
 
 def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLock:
-    """Take a lock in a directory. `patient`: a verification is asked to give way. Raises what `CacheDirectory.open`
-    does."""
+    """Take a lock in a directory. `patient`: ask a verification to give way. Raises as `CacheDirectory.open`."""
     path, began = directory / name, time.monotonic()
     try:
         with contextlib.ExitStack() as asking:
@@ -235,10 +232,10 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
 
 @contextlib.contextmanager
 def _asked_for(directory: Path) -> Iterator[None]:
-    """Whoever verifies the directory gives way meanwhile."""
+    """Ask a verification of the directory to give way meanwhile."""
     try:
         lock = FileLock.open(directory / WANTED_NAME, create=True)
-    except (OSError, StorageError):  # another engine asks already; or it goes without
+    except (OSError, StorageError):  # another engine asks already, or asking is impossible
         yield
         return
     try:
@@ -249,14 +246,13 @@ def _asked_for(directory: Path) -> Iterator[None]:
 
 
 def wanted(directory: Path) -> bool:
-    """Whether an engine waits for a verification to give way."""
     try:
         lock = FileLock.open(directory / WANTED_NAME, create=False)
     except BlockingIOError:
         return True
     except (OSError, StorageError):
         return False
-    lock.path.unlink(missing_ok=True)  # of one that was killed
+    lock.path.unlink(missing_ok=True)  # of a killed engine
     lock.close()
     return False
 
@@ -292,7 +288,7 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
 
 
 def _owner(path: Path) -> dict[str, Any]:
-    """What the lock file says of its holder; nothing where that is nothing yet."""
+    """The holder's own entry in the lock file; empty if it has none yet."""
     try:
         owner = json.loads(_content(path / LOCK_NAME))
     except (OSError, ValueError, RecursionError):

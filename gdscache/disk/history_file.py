@@ -1,6 +1,6 @@
-"""`history`: which pages a directory's engines have probably evicted, and which they found bad; for `gdscache explain`.
+"""`history`: the pages that a directory's engines have probably evicted, or found bad; for `gdscache explain`.
 
-An engine can do without it, and goes on from it. docs/format.md has it byte by byte.
+Engines keep it across restarts, and do without it if it is lost. docs/format.md has it byte by byte.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gdscache.policies.sketch import RecentCounter
 HISTORY_NAME = "history"
 MAGIC = b"gdschist"
 FORMAT = 1
-BAD_KEPT = 1024  # pages that were found bad, the last
+BAD_KEPT = 1024  # the last pages that were found bad
 MOST_BYTES = 1 << 32
 _HEAD = struct.Struct("<8sQII")
-_HEAD_BYTES = 1 << 20  # of the JSON behind it
-_LEAST_S = 60.0  # between two writes,
-_PACE = 100e3  # and so many bytes a second at most
+_HEAD_BYTES = 1 << 20  # most bytes of the JSON after it
+_LEAST_S = 60.0  # seconds between two writes,
+_PACE = 100e3  # and most bytes a second
 _log = logging.getLogger("gdscache.ssd")
 
 
@@ -48,8 +48,8 @@ class BadPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class History:
-    """`evicted`: the keys of the pages that were evicted last, and some that were not; `bad`: by key. `written`:
-    seconds since 1970-01-01 UTC."""
+    """`evicted`: keys of the pages evicted last, and some others; `bad`: by key. `written`: seconds since 1970-01-01
+    UTC."""
 
     evicted: RecentCounter
     bad: Mapping[bytes, BadPage]
@@ -57,7 +57,7 @@ class History:
 
 
 class HistoryFile:
-    """The file of one engine. `evicted` and `bad` are the engine's, and grow; nothing here takes a lock of it."""
+    """The file of one engine. `evicted` and `bad` are the engine's, and grow; no lock of the engine is taken here."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class HistoryFile:
         self._failed = self._hurry = False
 
     def restore(self) -> None:
-        """Go on from what an engine before this one left, where its filter has the same size."""
+        """Go on from an earlier engine's file, if its filter has the same size."""
         json_file.forget_torn(self._path)
         found = read(self._path.parent)
         if found is None:
@@ -84,11 +84,10 @@ class HistoryFile:
         self._written = self._evicted.added, len(self._bad)
 
     def hurry(self) -> None:
-        """The next `save` is the last one."""
         self._hurry = True
 
     def save(self) -> None:
-        """Write it where there is something new, and not too often. Never raises for what the disk refuses."""
+        """Write the file if it has news, and not too often. Never raises an error of the disk."""
         now, new = self._clock(), (self._evicted.added, len(self._bad))
         if new == self._written or not (
             self._hurry or now - self._saved >= max(_LEAST_S, self._evicted.nbytes / _PACE)
@@ -105,7 +104,6 @@ class HistoryFile:
 
 
 def pack(history: History) -> bytes:
-    """The bytes of the file."""
     period, added, filters = history.evicted.dump()
     bad = [
         [key.hex(), page.tier, page.cause, page.slot, page.place, page.at]
@@ -118,7 +116,7 @@ def pack(history: History) -> bytes:
 
 
 def unpack(data: bytes) -> History:
-    """What the bytes say. Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` where they are none."""
+    """The history in the bytes. Raises `ValueError`, `KeyError`, `TypeError` or `RecursionError` for other bytes."""
     if len(data) < _HEAD.size:
         raise ValueError("too short")
     magic, digest, format_, length = _HEAD.unpack_from(data)
@@ -140,7 +138,7 @@ def unpack(data: bytes) -> History:
 
 
 def read(directory: Path) -> History | None:
-    """The history of a directory; None where it is missing, or not what this version writes."""
+    """The history of a directory; None if it is missing, or of another version."""
     path = directory / HISTORY_NAME
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:

@@ -17,18 +17,16 @@ MOST_BYTES = 1 << 20
 
 
 def new_name(path: Path) -> Path:
-    """The name under which a file is written before it has its own."""
     return path.with_name(f"{path.name}.new")
 
 
 def forget_torn(path: Path) -> None:
-    """Delete what a kill left of a file that was being written."""
     with contextlib.suppress(OSError):
         new_name(path).unlink()
 
 
 def read(path: Path) -> Any:
-    """What the file holds. Raises `OSError`, `ValueError` (no JSON, or more than `MOST_BYTES`), `RecursionError`, and
+    """The file's content. Raises `OSError`, `ValueError` (no JSON, or more than `MOST_BYTES`), `RecursionError`, and
     `NotARegularFileError` for a link or a file with further names."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)) as file:
         own_file(path, os.fstat(file.fileno()))

@@ -1,8 +1,8 @@
-"""Locks on files of a cache directory, and how one that is lost is noticed.
+"""Locks on files of a cache directory, and the detection of lost ones.
 
-A `flock` is on a file, and whoever looks for it goes by a name: a lock whose name is gone, or names another file, keeps
-nobody out any more. Names are looked up again before anything is written, and at times while pages are read, which
-costs an `os.stat`.
+A `flock` is on a file, but other processes find the file by its name: a lock whose name is gone, or names another file,
+keeps no process out. Names are checked before every write, and at times while pages are read; a check costs an
+`os.stat`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gdscache.disk.catalog_file import own_file
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 
 FILE_MODE = 0o600
-QUIET_NS = 100_000_000  # a directory that changed less than this ago may change again without its time telling
+QUIET_NS = 100_000_000  # a directory that changed less than this ago may change again with the same time stamp
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
@@ -34,7 +34,7 @@ class FileLock:
 
     @classmethod
     def open(cls, path: Path, *, create: bool) -> FileLock:
-        """Lock a file. Raises `BlockingIOError` where somebody has it, `OSError` where it cannot be opened or locked,
+        """Lock a file. Raises `BlockingIOError` if it is locked, `OSError` if it cannot be opened or locked,
         `NotARegularFileError` for a link (a hard one too), a directory or a device."""
         flags = os.O_RDWR | (os.O_CREAT if create else 0) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
@@ -53,7 +53,7 @@ class FileLock:
         return cls(path, descriptor)
 
     def lost(self, *, thorough: bool) -> str:
-        """Why the lock keeps nobody out any more; "" while it does. `thorough`: the descriptor is looked at, too."""
+        """Why the lock keeps no process out any more; "" while it does. `thorough`: check the descriptor too."""
         why = renamed(self.path, self._file)
         if why or not thorough:
             return why
@@ -61,7 +61,8 @@ class FileLock:
             found = os.fstat(self.descriptor)
             if (found.st_dev, found.st_ino) != self._file:
                 return f"the descriptor of {self.path} was closed by somebody else"
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # takes it again where it was given up for us
+            # takes the lock again if another owner of the descriptor dropped it
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return f"another process has locked {self.path}"
         except OSError as error:
@@ -69,21 +70,21 @@ class FileLock:
         return ""
 
     def close(self) -> None:
-        """Give the lock back. A forked child only lets go of its own copy."""
+        """Release the lock. A forked child only closes its own copy."""
         try:
             found = os.fstat(self.descriptor)
             if (found.st_dev, found.st_ino) != self._file:
-                return  # the number is somebody else's file by now
+                return  # the descriptor's number is another file by now
             if os.getpid() == self._pid:
                 fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # explicit: a forked child may hold a copy
             os.close(self.descriptor)
         except OSError as error:
-            if error.errno != errno.EBADF:  # closed by somebody else
+            if error.errno != errno.EBADF:  # closed by other code
                 raise DirectoryNotWritableError(f"{self.path} cannot be closed: {error.strerror}") from error
 
 
 def renamed(path: Path, file: tuple[int, int]) -> str:
-    """Why `path` does not name `file` (device and inode) any more; "" where it does, or nothing can be said."""
+    """Why `path` does not name `file` (device and inode) any more; "" if it does, or if this cannot be found out."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except OSError as error:
@@ -92,7 +93,7 @@ def renamed(path: Path, file: tuple[int, int]) -> str:
 
 
 class DirectoryWatch:
-    """A directory that is owned: its locks, and the files in it that must keep their names."""
+    """An owned directory: its locks, and its files that must keep their names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,17 +101,17 @@ class DirectoryWatch:
         found = os.stat(path)
         self._directory = (found.st_dev, found.st_ino)
         self._files: list[tuple[Path, tuple[int, int]]] = []
-        self._quiet = -1  # the directory's time of change when all names in it were right, if it cannot mislead
+        # time of the directory's last change when all names were right; -1 if a later change could have the same
+        self._quiet = -1
 
     def add(self, path: Path) -> None:
-        """A file of the directory whose name must stay. Raises `OSError`."""
         found = os.stat(path, follow_symlinks=False)
         self._files.append((path, (found.st_dev, found.st_ino)))
 
     def lost(self, *, thorough: bool) -> str:
-        """Why the directory is not ours alone any more; "" while it is.
+        """Why another process may use the directory; "" while none may.
 
-        One `os.stat` while no name in the directory changed; `thorough`: everything is looked at anyway.
+        One `os.stat` while no name in the directory changed; `thorough` checks everything.
         """
         try:
             found = os.stat(self.path)
@@ -130,7 +131,7 @@ class DirectoryWatch:
         return ""
 
     def close(self) -> None:
-        """Give the locks back, the first one last; twice is fine."""
+        """Release the locks, the first one last; may be called twice."""
         locks, self.locks = self.locks, []
         self._files = []
         with contextlib.ExitStack() as last_to_first:

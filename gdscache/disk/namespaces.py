@@ -1,4 +1,4 @@
-"""The table of namespaces: rows that can be one are read, a bounded number of those without pages is deleted."""
+"""The table of namespaces: reading valid rows, and deleting a bounded number of rows without pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from gdscache.disk.catalog_file import SCHEMA
 from gdscache.limits import KEY_BYTES
 
-PRUNED = 4096  # namespaces without pages that are deleted at a time: some 0.1 s
+PRUNED = 4096  # namespaces without pages that one call deletes: some 0.1 s
 DESCRIPTION_BYTES = 4 << 20  # a longer description is left unread
 ASKED = 256  # ids a query
 NAMED = f"typeof(digest) = 'blob' AND length(digest) = {KEY_BYTES}"
@@ -26,14 +26,14 @@ def namespaces_by_id(connection: sqlite3.Connection, ids: Iterable[int]) -> dict
 
 
 def descriptions(connection: sqlite3.Connection) -> Iterator[tuple[int, bytes, bytes | None]]:
-    """(id, digest, description) of each namespace that has a digest of the right size; None: nothing to be read."""
+    """(id, digest, description) of each namespace that has a digest of the right size; None: unreadable."""
     select = f"SELECT id, digest, typeof(description) = 'text' FROM namespaces WHERE {NAMED}"
     for name, digest, there in connection.execute(select).fetchall():
         yield name, digest, _description(connection, name) if there else None
 
 
 def tidy(writer: sqlite3.Connection, used: Collection[int]) -> None:
-    """Delete what is no namespace, and namespaces that are not among `used`: all, or `PRUNED` where that takes long."""
+    """Delete invalid rows, and namespaces that are not `used`: all of them, or `PRUNED` if that takes long."""
     broken = writer.execute(f"SELECT 1 FROM namespaces WHERE NOT ({NAMED}) LIMIT 1").fetchall()
     unused = writer.execute("SELECT count(*) FROM namespaces").fetchone()[0] - len(used)
     if broken or unused > max(PRUNED, len(used)):
@@ -43,14 +43,14 @@ def tidy(writer: sqlite3.Connection, used: Collection[int]) -> None:
 
 
 def prune(writer: sqlite3.Connection, used: Collection[int]) -> None:
-    """Delete namespaces that are not among `used`, `PRUNED` at most, within the caller's transaction."""
+    """Delete up to `PRUNED` namespaces that are not `used`, within the caller's transaction."""
     ids = (name for (name,) in writer.execute("SELECT id FROM namespaces"))
     unused = list(itertools.islice((name for name in ids if name not in used), PRUNED))
     writer.executemany("DELETE FROM namespaces WHERE id = ?", [(name,) for name in unused])
 
 
 def _rebuild(writer: sqlite3.Connection, used: Iterable[int]) -> None:
-    """The table anew: to drop it costs little, and reads nothing of a digest as large as a file can be."""
+    """Make the table anew: dropping it costs little, and does not read digests as large as the file."""
     kept = [(name, digest, _text(writer, name)) for name, digest in namespaces_by_id(writer, used).items()]
     writer.execute("DROP TABLE namespaces")
     writer.execute(SCHEMA["namespaces"])

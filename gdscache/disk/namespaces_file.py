@@ -1,7 +1,7 @@
-"""`namespaces.json`: what the namespaces of a directory are made of, for people who look into one that is in use.
+"""`namespaces.json`: the fields of a directory's namespaces, for people who inspect one in use.
 
-The catalogue has the same, and is not read while an engine has it open. A namespace's digest is not in the file: it
-follows from what the namespace is made of.
+The catalogue has the same, but is not read while an engine has it open. The file has no digests: they follow from the
+fields.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gdscache.pages.keys import namespace_digest
 
 NAMES_NAME = "namespaces.json"
 _VERSION = 1
-_KEPT = 32  # namespaces: the last described
+_KEPT = 32  # the last described namespaces
 _log = logging.getLogger("gdscache.ssd")
 
-Fields = Mapping[str, object]  # what a namespace is made of
+Fields = Mapping[str, object]
 
 
 class NamespacesFile:
-    """The file of one engine. `own`: what the engine's namespace without a request's salt is made of."""
+    """The file of one engine. `own`: the fields of the engine's namespace without a request's salt."""
 
     def __init__(self, directory: Path, own: Fields) -> None:
         self._path = directory / NAMES_NAME
@@ -35,8 +35,8 @@ class NamespacesFile:
         self._failed = False
 
     def save(self, described: dict[bytes, dict[str, object]]) -> None:
-        """Write the engine's own namespace and those `described` so far, where there are new ones. Never raises for
-        what the disk refuses."""
+        """Write the engine's own namespace and those `described` so far, if any are new. Never raises an error of the
+        disk."""
         if len(described) == self._written:
             return
         found: dict[bytes, Fields] = {**self._before, namespace_digest(self._own): self._own, **described.copy()}
@@ -52,7 +52,7 @@ class NamespacesFile:
 
 
 def read(directory: Path) -> dict[bytes, Fields]:
-    """Digest → what the namespace is made of; empty where the file is missing, or not what this version writes."""
+    """Digest → fields of each namespace; empty if the file is missing, or of another version."""
     try:
         found: Any = json_file.read(directory / NAMES_NAME)
         if found["version"] != _VERSION:

@@ -1,4 +1,4 @@
-"""Reading the whole catalogue at open, a million rows in about a second; then rows that are no pages are removed."""
+"""Reads the whole catalogue at open, a million rows in about a second, and removes invalid rows."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gdscache.limits import KEY_BYTES
 from gdscache.pages.columns import find
 
 SCAN_SLOTS = 1 << 15  # slots a query: a few MiB of keys at a time
-LAST_MILLISECOND = 1 << 53  # since the epoch; no row was written later, or lives longer
+LAST_MILLISECOND = 1 << 53  # milliseconds since the epoch; no valid row is written later, or lives longer
 
-OUTSIDE = "place < 0 OR place >= ?"  # slab 0, of so many slots; further slabs come behind it
+OUTSIDE = "place < 0 OR place >= ?"  # outside slab 0, whose slots come first
 WHOLE_ROW = (
     f"typeof(key) = 'blob' AND length(key) = {KEY_BYTES} AND typeof(parent) = 'blob' AND length(parent) = {KEY_BYTES} "
     "AND typeof(namespace) = 'integer' AND typeof(length) = 'integer' AND typeof(recency) = 'integer' "
     "AND typeof(packed) = 'integer'"
 )
-PLAIN = "packed = 0"  # other numbers are of pages that this version cannot read
-# SQLite joins the columns: a Python object for each value of a row, and a tuple for each row, cost three times as much.
+PLAIN = "packed = 0"  # this version cannot read other pages
+# SQLite joins the columns: a Python object for each value and a tuple for each row cost three times as much.
 JOINED = (
     "CAST(group_concat(key, '') AS BLOB), CAST(group_concat(parent, '') AS BLOB), group_concat(place), "
     "group_concat(recency)"
@@ -38,9 +38,9 @@ SCAN = (
     f"SELECT {JOINED}, count(*), group_concat(namespace), group_concat(length) "
     f"FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {PLAIN}"
 )
-# The same for the rows of one namespace and length, which are most often all of them. No text or number is greater than
-# a blob, so the comparisons with x'' ask for the type at a fifth of what typeof() costs. They read what they compare:
-# where that is larger than SQLite may read, `SCAN` finds the rows, which reads what has the right type and size.
+# The same for the rows of one namespace and length, which are most often all rows. No text or number is greater than a
+# blob, so comparing with x'' tests the type at a fifth of the cost of typeof(). It reads the value: where that is
+# larger than SQLite may read, `SCAN` finds the rows, which only reads values of the right type and size.
 UNIFORM = (
     f"SELECT {JOINED}, count(*) FROM pages WHERE place >= ? AND place < ? AND namespace = ? AND length = ? "
     f"AND key >= x'' AND parent >= x'' AND length(key) = {KEY_BYTES} AND length(parent) = {KEY_BYTES} "
@@ -62,18 +62,17 @@ NO_KEYS: Keys = np.empty(0, f"V{KEY_BYTES}")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recovered:
-    """What the catalogue knew at open: columns of equal length, and `order`, the rows from the least recent one on.
+    """The pages of the catalogue at open: columns of equal length, and `order`, the rows from the least recent one on.
 
     `keys` and `parents` are of dtype V32, the others int64; `namespaces` are positions in `digests`, whose ids in the
-    catalogue are `ids`. `causes` has the slots of the rows that are none of these pages': `slot` (outside the slab),
-    `row` (a value of the wrong type or size), `packed` (in a way that this version cannot read), `length`, `namespace`
-    (unknown), `expired`, `duplicate` (a key once more; its most recent row stays), `parent` (the page would follow
-    itself, at once or by way of others). `set_aside` is where a corrupt catalogue was moved to.
+    catalogue are `ids`. `causes` has the slots of all other rows: `slot` (outside the slab), `row` (a value of the
+    wrong type or size), `packed` (in a way that this version cannot read), `length`, `namespace` (unknown), `expired`,
+    `duplicate` (of a key; its most recent row stays), `parent` (the page would follow itself, at once or through
+    others). `set_aside` is the new path of a corrupt catalogue.
 
-    `above` is the position of the page that each one follows; -1 where that is not there.
-    `retained` are the positions of pages with a retention of their own, in columns with `priorities` (int64) and
-    `expires` (float64, seconds since the epoch; infinite: never). `unsettled`: ascending slots of those whose lifetime
-    begins at no time of the clock that recovery went by.
+    `above`: the position of each page's parent; -1 if absent. `retained`: the positions of pages with a retention of
+    their own, with columns `priorities` (int64) and `expires` (float64, seconds since the epoch; infinite: never).
+    `unsettled`: ascending slots of pages whose lifetime does not begin at a time of the recovery's clock.
     """
 
     slots: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
@@ -95,7 +94,6 @@ class Recovered:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Rows that were deleted, by cause."""
         return Counter(self.causes.values())
 
     def __len__(self) -> int:
@@ -104,8 +102,6 @@ class Recovered:
 
 @dataclasses.dataclass
 class _Columns:
-    """Columns in one common order, that of the table."""
-
     keys: Keys
     parents: Keys
     slots: Int64Array
@@ -128,7 +124,8 @@ class _Retentions:
     broken: list[int]
 
     def positions(self, slots: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Where in `slots`, which all differ, the slot of each row is; and which are there at all."""
+        """The position in `slots`, which are unique, of each row's slot that is present; and a mask of the present
+        rows."""
         if not len(slots) or not len(self.slots):
             return NO_INTEGERS, np.zeros(len(self.slots), np.bool_)
         order = np.argsort(slots)
@@ -138,7 +135,8 @@ class _Retentions:
 
 
 def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: float = -math.inf) -> Recovered:
-    """All whole rows of slots below `slots` that have not expired by `now`, and why the others are none. Only reads."""
+    """All whole rows of slots below `slots` that have not expired by `now`, and the causes against the others. Only
+    reads."""
     causes: dict[int, str] = {}
     outside = [slot for (slot,) in connection.execute(f"SELECT place FROM pages WHERE {OUTSIDE}", (slots,))]
     causes.update(dict.fromkeys(outside, "slot"))
@@ -191,18 +189,17 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
 
 
 def clean(writer: sqlite3.Connection, found: Recovered, slots: int) -> None:
-    """Delete what `scan` found no page for, in the transaction that the caller has begun."""
+    """Delete the rows that `scan` rejected, in the caller's transaction."""
     for table in ("retention", "checksums"):
         writer.execute(f"DELETE FROM {table} WHERE {OUTSIDE}", (slots,))
     delete_pages(writer, found.causes)
-    if writer.execute("SELECT count(*) FROM retention").fetchone()[0] != len(found.retained):  # some of no page
+    if writer.execute("SELECT count(*) FROM retention").fetchone()[0] != len(found.retained):  # some have no page
         writer.execute("DELETE FROM retention WHERE place NOT IN (SELECT place FROM pages)")
     tidy(writer, set(found.ids))
 
 
 def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> None:
-    """Delete the rows of `slots`, those there are."""
-    runs: list[list[int]] = []  # first and last slot: neighbours go together, which is many times as fast
+    runs: list[list[int]] = []  # first and last slot: deleting neighbours together is many times as fast
     for slot in sorted({int(slot) for slot in slots}):
         if runs and runs[-1][1] == slot - 1:
             runs[-1][1] = slot
@@ -213,12 +210,12 @@ def delete_pages(writer: sqlite3.Connection, slots: Iterable[int]) -> None:
 
 
 def milliseconds(seconds: float) -> int:
-    """Whole milliseconds since the epoch, rounded down, such as a catalogue can have."""
+    """Whole milliseconds since the epoch, rounded down, in the catalogue's range."""
     return math.floor(min(max(seconds * 1000, 0), LAST_MILLISECOND))
 
 
 def _retentions(connection: sqlite3.Connection, slots: int, now: float) -> _Retentions:
-    """`now`: no more than its whole lifetime is left of a page from then on; infinite: by no clock."""
+    """From `now` on a page lives for its whole lifetime at most; `now` infinite: no clock."""
     inside = f"NOT ({OUTSIDE})"
     broken = f"SELECT place FROM retention WHERE {inside} AND NOT ({WHOLE_RETENTION})"
     columns = "place, priority, written, lifetime"
@@ -257,7 +254,6 @@ def _read(connection: sqlite3.Connection, slots: int) -> _Columns:
 
 
 def _read_some(connection: sqlite3.Connection, first: int, end: int) -> tuple[Any, ...]:
-    """Keys and parents, joined, then slots, recency, namespaces and lengths; of the whole rows in `first ... end-1`."""
     guess = connection.execute(FIRST, (first, end)).fetchone()
     if guess is None:
         return None, None, *[NO_INTEGERS] * 4
@@ -284,18 +280,18 @@ def _joined(parts: list[Int64Array]) -> Int64Array:
 
 
 def _ascending(values: Int64Array) -> Int64Array:
-    """Int64Array in the order of values, equal ones as they come. Sorting stably costs four times as much."""
+    """Positions in the order of values, equal ones as they come. A stable sort costs four times as much."""
     order = np.argsort(values)
     ordered = values[order]
     return np.argsort(values, kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
 
 
 def circular(above: Int64Array) -> Int64Array:
-    """Int64Array of pages that follow themselves. `above`: the position that each page follows, -1 for none."""
+    """Positions of pages that follow themselves. `above`: the position of each page's parent, -1 for none."""
     count = len(above)
-    if (above < np.arange(count)).all():  # most often pages lie behind what they follow
+    if (above < np.arange(count)).all():  # most often pages come after their parents
         return NO_INTEGERS
-    # As many steps up from everywhere as there are pages, each round twice as many: only circles have no end.
+    # As many steps up from every page as there are pages, twice as many each round: only circles have no end.
     ahead = np.append(np.where(above < 0, count, above), count)
     for _ in range(count.bit_length()):
         ahead = ahead[ahead]
@@ -305,10 +301,10 @@ def circular(above: Int64Array) -> Int64Array:
 
 
 def _repeated(columns: _Columns) -> Int64Array:
-    """Int64Array of rows whose key a more recent row has too."""
+    """Positions of rows whose key a more recent row has too."""
     if not len(columns.keys):
         return NO_INTEGERS
-    # Keys are digests: when eight bytes of them differ all over, no two are equal.
+    # Keys are digests: if their first eight bytes all differ, no two keys are equal.
     part = np.sort(columns.keys.view("<u8").reshape(len(columns.keys), -1)[:, 0])
     if (part[1:] != part[:-1]).all():
         return NO_INTEGERS

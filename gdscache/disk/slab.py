@@ -1,8 +1,8 @@
 """Slab files: the extents of the SSD tier, preallocated, one after another. See docs/format.md.
 
-Everything that knows how slots map to files is here. Over several directories, stretches of neighbouring slots
-(`stretch_slots`) lie on one after the other in turn: neighbours are read together, and a batch keeps all devices busy.
-A slab has as many *shards* as GPUs hold a part of each page: files of their own, with the same slots in them.
+Only this module maps slots to files. Over several directories, stretches of neighbouring slots (`stretch_slots`) are in
+one after the other in turn: neighbours are read together, and a batch keeps all devices busy. A slab has a *shard* for
+each GPU that holds a part of each page: files of their own, with the same slots in them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from gdscache.errors import (
     SlotRangeError,
 )
 
-STRETCH_BYTES = 4 << 20  # of neighbouring extents on one device, at least: what one read takes at most
-SLAB_SLOTS = 1 << 40  # of one slab: a place is slab x SLAB_SLOTS + slot
+STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
+SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
 FILE_MODE = 0o600
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slab:
-    """`slots` extents of `extent_bytes` in each of `shards`, whose `files` come one shard after the other, each in the
-    order of the directories. Use `Slab.open`.
+    """`slots` extents of `extent_bytes` in each of `shards`. `files` come one shard after the other, each in the order
+    of the directories. Use `Slab.open`.
 
-    `valid_slots` leading slots existed with their bytes before this open: 0 for a new file, fewer than `slots` after
-    the capacity grew or somebody truncated a file. What the catalogue says of later slots is void.
+    `valid_slots` leading slots had their bytes before this open: 0 for a new file, fewer than `slots` after the
+    capacity grew or a file was truncated. The catalogue's rows of later slots are void.
     """
 
     files: tuple[Path, ...]
@@ -49,7 +49,7 @@ class Slab:
     slots: int
     valid_slots: int
     stretch: int  # neighbouring slots in one file before the next file has its turn
-    inodes: tuple[int, ...] = ()  # of the files that were opened; () where nobody asks
+    inodes: tuple[int, ...] = ()  # of the opened files; () if not needed
     shards: int = 1
 
     @classmethod
@@ -68,10 +68,9 @@ class Slab:
         all of them (None), each preallocated to exactly `slots * extent_bytes` bytes.
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
-        slots that existed keep their bytes. Raises `NoSpaceError` before a file is written where its file system has
-        too little room, `CapacityError` for less than one slot (a file) or more than a place can name,
-        `InvalidValueError`, `NotARegularFileError`, `DirectoryNotWritableError`, `IOFailedError`. After an error the
-        files are as they were before.
+        slots that existed keep their bytes. Raises `NoSpaceError` before writing if a file system has too little room,
+        `CapacityError` for less than one slot (a file) or more than a place can name, `InvalidValueError`,
+        `NotARegularFileError`, `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as before.
         """
         if slab < 0 or shards < 1 or (shard is not None and not 0 <= shard < shards):
             raise InvalidValueError(
@@ -108,7 +107,7 @@ class Slab:
         return cls(files, extent_bytes, slots, valid, stretch, inodes, len(opened))
 
     def of(self, index: int) -> Slab:
-        """Shard number `index` of those that were opened, as a slab of its own. Raises `IndexError`."""
+        """Opened shard number `index`, as a slab of its own. Raises `IndexError`."""
         if not 0 <= index < self.shards:
             raise IndexError(f"shard {index} of {self.shards}")
         count = self.directories
@@ -117,22 +116,19 @@ class Slab:
 
     @property
     def directories(self) -> int:
-        """How many directories it lies over."""
         return len(self.files) // self.shards
 
     @property
     def path(self) -> Path:
-        """The first slab file, beside which the catalogue lies."""
         return self.files[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slab files together."""
         return self.slots * self.extent_bytes * self.shards
 
     def locate(self, slot: int) -> tuple[int, int]:
-        """`(index into files, byte offset)` of a slot's extent in the first shard; in the next ones it is at the same
-        offset, so many `directories` further on. Raises `SlotRangeError`."""
+        """`(index into files, byte offset)` of a slot's extent in the first shard; each further shard has it at the
+        same offset, `directories` files further on. Raises `SlotRangeError`."""
         if not 0 <= slot < self.slots:
             raise SlotRangeError(f"slot {slot} is outside a slab of {self.slots} slots", "a bug: please report it")
         return self._place(slot)
@@ -144,17 +140,17 @@ class Slab:
         return self._place(slots)
 
     def _place(self, slots: Any) -> tuple[Any, Any]:
-        """`locate` without its check, of one slot or of an array of them."""
+        """`locate` without its check, of one slot or of an array."""
         number, within = divmod(slots, self.stretch)
         count = self.directories
         return number % count, (number // count * self.stretch + within) * self.extent_bytes
 
     def offset(self, slot: int) -> int:
-        """Byte offset of a slot's extent in its file. Raises `SlotRangeError`."""
         return self.locate(slot)[1]
 
     def check(self) -> tuple[list[str], dict[int, int]]:
-        """What became of the files since they were opened; and the whole extents of each file that is too short."""
+        """Problems of the files since they were opened, and the number of whole extents in each file that is too
+        short."""
         problems, short = [], {}
         for number, path in enumerate(self.files):
             share = self._share(number)
@@ -171,7 +167,7 @@ class Slab:
         return problems, short
 
     def lengthen(self) -> None:
-        """Give files that somebody cut their size back. Raises `NoSpaceError`, `IOFailedError`."""
+        """Restore the size of truncated files. Raises `NoSpaceError`, `IOFailedError`."""
         for number, path in enumerate(self.files):
             fd, _ = _open_file(path)
             try:
@@ -200,35 +196,32 @@ class Slab:
 
 
 def slab_name(number: int, slab: int = 0, shard: int = 0) -> str:
-    """The name of the file of a slab's shard in directory `number`."""
     return f"slab-{number}.bin" if slab == shard == 0 else f"slab-{number}.{slab}.{shard}.bin"
 
 
 def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,), slab: int = 0) -> tuple[Path, ...]:
-    """The files of a slab's shards, one shard after the other."""
     return tuple(where / slab_name(number, slab, part) for part in shards for number, where in enumerate(directories))
 
 
 def stretch_slots(extent_bytes: int) -> int:
-    """How many neighbouring slots lie in one file before the next file has its turn."""
+    """Neighbouring slots in one file before the next file has its turn."""
     return -(-STRETCH_BYTES // max(extent_bytes, 1))
 
 
 def _share(number: int, count: int, stretch: int, slots: int) -> int:
-    """How many of `slots` lie in file `number` of `count`."""
     rounds, rest = divmod(slots, stretch * count)
     return rounds * stretch + min(max(rest - number * stretch, 0), stretch)
 
 
 def first_missing(number: int, count: int, extent_bytes: int, held: int) -> int:
-    """The first slot that file `number` of `count` lacks, when it has `held` extents."""
+    """The first slot that file `number` of `count` lacks, if it has `held` extents."""
     stretch = stretch_slots(extent_bytes)
     rounds, rest = divmod(held, stretch)
     return (rounds * count + number) * stretch + rest
 
 
 def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: contextlib.ExitStack) -> tuple[bool, int]:
-    """Make a slab file have `total` bytes; whether it was made, and the bytes it had. `undo` puts it back."""
+    """Give a slab file `total` bytes. Returns whether it was made, and its former bytes. `undo` restores it."""
     fd, created = _open_file(path)
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
@@ -242,7 +235,6 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
 
 
 def _open_file(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether this call made the file."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a FIFO here must not hang us
     try:
         try:

@@ -1,4 +1,4 @@
-"""The files of a slab, open in a transport: what an executor moves their bytes by, and where a slot lies in them."""
+"""A slab's files, opened by a transport, for an executor."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 class SlabFiles(Files, Protocol):
     """The open files of a slab: of this process (`SlabIO`), or of ranks (`RemoteSlab`)."""
 
-    slab: Slab  # of ranks, the first shard's
+    slab: Slab  # with ranks, the first shard's
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
-        """Tell the transport about a buffer that will be used until `close`."""
+        """Announce a buffer that will be used until `close`."""
 
-    def check(self) -> tuple[list[str], dict[int, int]]:
-        """See `Slab.check`."""
+    def check(self) -> tuple[list[str], dict[int, int]]: ...
 
-    def lengthen(self) -> None:
-        """See `Slab.lengthen`."""
+    def lengthen(self) -> None: ...
 
     def flush(self) -> None:
         """Make ended writes survive a loss of power. Raises `IOFailedError`."""
@@ -39,12 +37,12 @@ class SlabFiles(Files, Protocol):
         """The transport, in plain data."""
 
     def close(self) -> None:
-        """Give the files back; nothing is under way, and again is fine."""
+        """Close the files, after all I/O on them; may be called twice."""
 
 
 class SlabIO:
-    """The files of one shard of a slab, open in a transport, which is closed with it, or when they cannot be opened.
-    `shard`: its number among those that the slab was opened with."""
+    """The files of one shard of a slab, opened by a transport, which is closed with them. `shard`: its number among the
+    opened ones."""
 
     def __init__(self, slab: Slab, transport: Transport, shard: int = 0) -> None:
         self.transport = transport
@@ -59,8 +57,8 @@ class SlabIO:
         self.transport.register(memory)
 
     def stretches(self, slots: Int64Array, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """(file, offset in it, first, count): which of `slots`, int64 (slots,), lie side by side, in `nbytes` or in one
-        of them."""
+        """(file, offset in it, first, count) of runs of `slots`, int64 (slots,), that lie side by side, each of up to
+        `nbytes` or one slot."""
         files, offsets = self.slab.locate_all(slots)
         most = max(1, nbytes // self.slab.extent_bytes)
         breaks = np.flatnonzero((np.diff(slots) != 1) | (slots[1:] % self._period == 0)) + 1
@@ -69,7 +67,7 @@ class SlabIO:
                 yield self._files[files[first]], int(offsets[first]), first, min(most, int(run[-1]) + 1 - first)
 
     def hand_over(self) -> Descriptors:
-        """What an executor moves these bytes by. Flushing and closing stays here, and what has been registered."""
+        """The files for an executor. Registering, flushing and closing stay here."""
         transport = self.transport
         own = transport if isinstance(transport, NativeTransport) and transport.is_own else None
         return Descriptors(

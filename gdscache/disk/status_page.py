@@ -1,7 +1,7 @@
-"""The status page of a cache directory that is in use: 4 KiB that its owner rewrites every second.
+"""The status page of a cache directory in use: 4 KiB that its owner rewrites every second.
 
-Written by a thread of its own that takes no lock of the engine, so that an engine that hangs can be looked at; read by
-`gdscache inspect`. docs/format.md has it byte by byte.
+A thread writes it that takes no lock of the engine, so that a hanging engine can be inspected; `gdscache inspect` reads
+it. docs/format.md has it byte by byte.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STATUS_NAME = "status"
 PAGE_BYTES = 4096
 PERIOD_S = 1.0
 _SAVED_EVERY = 60  # pages
-FRESH_S = 5.0  # a page that was written so lately has a living owner
+FRESH_S = 5.0  # a page written within this time has a living owner
 FILE_MODE = 0o600
 MAGIC = b"gdscstat"
 PAGE_FORMAT = 2
 STATES = ("running", "switched_off", "stopped")
-# What an engine counts, by group and name; `misses`, `dropped` and `refused` by whatever cause.
+# An engine's counts, by group and name; `misses`, `dropped` and `refused` over all causes.
 COUNTS = (
     *(("lookups", name) for name in ("requests", "pages")),
     *(("hits", name) for name in ("gpu", "cpu", "ssd")),
@@ -47,7 +47,7 @@ COUNTS = (
     ("dropped", ""),
     ("refused", ""),
 )
-CAUSED = ("misses", "dropped", "refused", "lost")  # groups whose causes are told one by one, the most frequent first
+CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
 CAUSES = 48
 RANKS = 16
 LATENCIES = ("read", "write", "commit")
@@ -59,8 +59,8 @@ _LATENCY = struct.Struct("<3Q")
 _CAUSE = struct.Struct("<32sQ")
 _TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 384, 1216, 1472, 1600
 _MOST_NS = (1 << 64) - 1
-_TRIES, _PAUSE = 5, 0.01  # of a reader that meets a page half written
-_CLOSE_S = 2.0  # that `close` waits for a write that hangs
+_TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
+_CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
 _log = logging.getLogger("gdscache.ssd")
 
 
@@ -72,15 +72,15 @@ class RankState(NamedTuple):
 
 
 class OtherFormat(NamedTuple):
-    """A page that is whole, and of a format that this version does not read."""
+    """A whole page of a format that this version does not read."""
 
     format: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What the engine says of itself. `counts`: by (group, name), as `TierManager.counts`, and in the group `lost` the
-    pages that were given up at open; `stopped`: why, or ""; `latencies`: of `LATENCIES`, those that are known."""
+    """An engine's own figures. `counts`: by (group, name), as `TierManager.counts`, and in the group `lost` the pages
+    dropped at open. `stopped`: why, or "". `latencies`: the known ones of `LATENCIES`."""
 
     format_version: int
     directories: int
@@ -100,9 +100,9 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Status:
-    """A status page. Times are seconds since 1970-01-01 UTC; `number` counts the pages that the owner wrote. What was
-    read has sums in `figures.counts`, under the names of `COUNTS`; `causes`: by (group, cause), the most frequent
-    first."""
+    """A status page. Times are seconds since 1970-01-01 UTC; `number` counts the pages that the owner wrote. A page
+    that was read has sums in `figures.counts`, under the names of `COUNTS`; `causes`: by (group, cause), the most
+    frequent first."""
 
     pid: int
     host: str
@@ -117,7 +117,6 @@ class Status:
 
     @property
     def age(self) -> float:
-        """Seconds since it was written, by this host's clock."""
         return time.time() - self.written
 
 
@@ -147,7 +146,7 @@ def pack(status: Status) -> bytes:
 
 
 def unpack(page: bytes) -> Status | OtherFormat | None:
-    """What a page says; None where it is none, or not whole."""
+    """The status on a page; None for other or torn bytes."""
     if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
         return None
     format_, version, pid, opened, written, number, state, directories, *rest = _BODY.unpack_from(page, _HEAD.size)
@@ -193,7 +192,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
 
 
 def read(directory: Path) -> Status | OtherFormat | None:
-    """The status page of a directory; None where there is none, or none that is whole."""
+    """The status page of a directory; None without a whole one."""
     for _ in range(_TRIES):
         try:
             fd = os.open(directory / STATUS_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -214,10 +213,9 @@ def read(directory: Path) -> Status | OtherFormat | None:
 class StatusWriter:
     """Rewrites the status page of an owned directory until `close`.
 
-    `figures` must take no lock. `save` is called every minute, and last, to write what else is to be there after a
-    kill; `beside` with every page, to write what else a reader of a directory in use may want. Raises
-    `NotARegularFileError` (the page is a link, also a hard one, or a directory), `DirectoryNotWritableError`,
-    `ThreadStartError`.
+    `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill; `beside`
+    with every page, to write files for readers of a directory in use. Raises `NotARegularFileError` (the page is a
+    link, also a hard one, or a directory), `DirectoryNotWritableError`, `ThreadStartError`.
     """
 
     def __init__(
@@ -259,12 +257,12 @@ class StatusWriter:
         self._write()
 
     def close(self) -> None:
-        """Stop, and delete the page if its name is still ours; twice is fine. Waits 2 s at most for a write."""
+        """Stop, and delete the page if its name is still ours; may be called twice. Waits 2 s at most for a write."""
         if self._end.is_set():
             return
         self._end.set()
         self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():  # its write hangs: the descriptor is left to it
+        if self._thread.is_alive():  # its write hangs, and keeps the descriptor
             _log.error("%s: a write of the status page hangs", self._path)
             return
         with contextlib.suppress(OSError):
@@ -281,7 +279,7 @@ class StatusWriter:
         self._save()
 
     def _write(self) -> None:
-        """One page. What cannot be written is said once: the cache does without."""
+        """Write one page. A failure is logged once: the cache does without."""
         self._number += 1
         pid, host, command = self._about
         catalog, log = map(_size, self._files)
@@ -309,7 +307,7 @@ def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
 
 
 def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
-    """`group.cause` of what was counted, and how often: the most frequent ones."""
+    """`group.cause` and count of the most frequent causes."""
     found = [(f"{group}.{name}", n) for (group, name), n in counts.items() if n > 0 and group in CAUSED]
     return sorted(found, key=lambda one: (-one[1], one[0]))[:CAUSES]
 

@@ -1,7 +1,7 @@
-"""The directories that a slab is striped over, and how each is known as what it is. See docs/format.md.
+"""The directories that a slab is striped over, and their identity files. See docs/format.md.
 
 A slab over one directory has no identity. Over several, each directory has a file that names the set and the
-directory's number in it, so that a directory which is missing, swapped or another cache's is refused by name.
+directory's number in it, so that a missing, swapped or foreign directory is refused by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gdscache.errors import DirectoryNotWritableError, NotARegularFileError, Str
 
 STRIPE_FORMAT = 1
 FILE_MODE = 0o600
-LIMIT = 1 << 20  # bytes of an identity that are read
+LIMIT = 1 << 20  # most bytes of an identity
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stripe:
-    """What a directory of a striped slab says of itself. `directories` are those of the set when last opened."""
+    """The identity of a directory. `directories`: those of the set when last opened."""
 
     set: str
     number: int
@@ -32,7 +32,7 @@ class Stripe:
 
 
 def claim(directories: Sequence[Path]) -> None:
-    """See that `directories` are one set in this order, or make them one where nothing was stored yet.
+    """Check that `directories` are one set in this order, or make them one if nothing was stored yet.
 
     They must be owned. Raises `StripeError`, `NotARegularFileError`, `DirectoryNotWritableError`; then nothing changed.
     """
@@ -72,13 +72,13 @@ def claim(directories: Sequence[Path]) -> None:
                 f"{path} is directory {stripe.number} of {whose}, not directory {number} of the one in {names[0]}",
                 f"list the directories as they were ({', '.join((first or stripe).directories)}), {reset}",
             )
-    for number, directory in enumerate(directories):  # the first one first: a kill in between leaves what can go on
+    for number, directory in enumerate(directories):  # the first one first: after a kill the next call can go on
         if found[number] != (mine := Stripe(name, number, names)):
             write(directory, mine)
 
 
 def read(directory: Path) -> Stripe | None:
-    """The identity of a directory; None where it has none. Raises `StripeError`, `NotARegularFileError`."""
+    """The identity of a directory; None without one. Raises `StripeError`, `NotARegularFileError`."""
     path = directory / STRIPE_NAME
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -107,7 +107,7 @@ def read(directory: Path) -> Stripe | None:
 
 
 def write(directory: Path, stripe: Stripe) -> None:
-    """Write the identity of a directory: as a whole, or not at all. Raises `DirectoryNotWritableError`."""
+    """Write the identity of a directory, whole or not at all. Raises `DirectoryNotWritableError`."""
     data = {"format": STRIPE_FORMAT, **dataclasses.asdict(stripe)}
     new = directory / f"{STRIPE_NAME}.new"
     try:
