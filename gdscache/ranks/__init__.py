@@ -1,1 +1,1 @@
-"""Several processes with planes, one that decides: tensor parallelism on one host. See docs/design/ranks.md."""
+"""Several processes with planes, led by one: tensor parallelism on one host. See docs/design/ranks.md."""

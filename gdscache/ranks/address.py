@@ -1,4 +1,4 @@
-"""What leader and ranks name each other by: plain data, without what carries it out."""
+"""Addresses of ranks and marks of stores: plain data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RankAddress:
-    """Where a rank is reached, on this host: plain data for the leader. `shard`: which part of the heads it holds.
+    """The address of a rank on this host, for the leader. `shard`: the part of the heads that it holds.
 
-    `name`: of an abstract Unix socket, which goes with its process, whatever ends that. It is of a network namespace.
+    `name`: of an abstract Unix socket, which goes with its process, in a network namespace.
     """
 
     name: str
@@ -18,26 +18,25 @@ class RankAddress:
 
 
 def socket_of(address: RankAddress) -> str:
-    """What the socket is bound to. Who is at its other end is looked at by both (`Channel`): it has no file's mode."""
+    """The name to bind the socket to. Both ends check each other's user (`Channel`), since it has no file mode."""
     return "\0" + address.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoreMark:
-    """A store's place in the order of the ranks' streams: what its moves come behind. `order`: for `Rank.store`.
+    """A store's place in the order of the ranks' streams: its moves come after it. `order`: for `Rank.store`.
 
-    `number`: below 0 for one that the caller makes, and whose number its ranks know by themselves (`Rank.place`).
+    `number`: below 0 for a mark that the caller makes, whose number its ranks know (`Rank.place`).
     """
 
     number: int
     order: bytes
 
     def query(self) -> bool:
-        """Who decides has no streams: whatever its orders come behind is behind it."""
+        """True: the leader has no streams; its order is the order."""
         return True
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
 
-    def wait(self, stream: object = None) -> None:
-        """There is no stream that could wait."""
+    def wait(self, stream: object = None) -> None: ...

@@ -1,4 +1,4 @@
-"""Planes of this process that get pages out of another process's directory: see `Lender`."""
+"""Planes of this process that get pages from another process's directory: see `Lender`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
     from gdscache.moves import Moving
 
-CLOSE_S = 5.0  # that reads which are late are waited for at the end
+CLOSE_S = 5.0  # seconds that `close` waits for late reads
 _log = logging.getLogger("gdscache.ranks")
 
 
 class _Judged:
-    """Hears what becomes of the pages of a load."""
+    """Collects the statuses of a load's pages."""
 
     def __init__(self, pages: int) -> None:
         self.statuses: npt.NDArray[np.uint8] = np.full(pages, CODES[PageStatus.ABORTED], np.uint8)
@@ -53,22 +53,21 @@ class _Judged:
     def judged(self, rows: Int64Array, status: PageStatus) -> None:
         self.statuses[rows] = CODES[status]
 
-    def ready(self, layers: range, event: Event) -> None:
-        """Who waits, waits for all of them."""
+    def ready(self, layers: range, event: Event) -> None: ...
 
 
 class Borrower:
-    """Thread-safe. `planes[layer][plane]` in host memory, as `CacheEngine` takes them, with the bytes that the lender's
-    engine stores.
+    """Thread-safe. `planes[layer][plane]` in host memory, as for `CacheEngine`, with the bytes that the lender's engine
+    stores.
 
-    Nothing raises for a lender that has gone, or does not answer: its pages are missing.
+    If the lender has gone, or does not answer, its pages are missing; nothing raises.
     """
 
     def __init__(
         self, planes: Sequence[Sequence[torch.Tensor]], config: Config, namespace: bytes, address: str, rank: int
     ) -> None:
-        """`config`: of this rank; `namespace`: of its model; `address`: of a `Lender`. Raises `RankError` where that
-        cannot be reached, `RankMismatchError` where it keeps other pages, and what opening its files raises."""
+        """`config`: of this rank; `namespace`: of its model; `address`: of a `Lender`. Raises `RankError` if that
+        cannot be reached, `RankMismatchError` if it keeps other pages, and the errors of opening its files."""
         self.rank = rank
         self._deadline = config.deadline
         self._layout = layout = config.model.layout()
@@ -76,11 +75,11 @@ class Borrower:
         self._lock = threading.Condition()
         self._calls = itertools.count(1)
         self._waiting: dict[int, tuple[Flag, list[Message]]] = {}
-        self._overdue: set[int] = set()  # calls that were not answered in time
+        self._overdue: set[int] = set()
         self._gone = ""
-        self._left = False  # the lender has taken leave
-        self._loads = 0  # under way
-        self._late = 0  # rows
+        self._left = False  # the lender was closed
+        self._loads = 0
+        self._late = 0  # late rows
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._channel = Channel(_connected(address), f"borrower-{rank}", self._heard, self._lost)
@@ -120,7 +119,7 @@ class Borrower:
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     def find(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> int:
-        """How many of the first pages are stored. See `Lender` for the arguments."""
+        """The number of leading pages that are stored. See `Lender` for the arguments."""
         if not hashes:
             return 0
         try:
@@ -129,10 +128,10 @@ class Borrower:
             return 0
 
     def load(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int, blocks: Int64Array) -> list[PageStatus]:
-        """Read the first pages that are stored into blocks, int64 (pages, blocks_per_page); what became of each.
+        """Read the leading stored pages into blocks, int64 (pages, blocks_per_page); returns their statuses.
 
-        When it returns, nothing writes to the planes any more. It takes as long as the configuration's `deadline` for
-        each, to be told of the pages and to read them, at most.
+        When it returns, nothing writes to the planes any more. Takes the `deadline` of the configuration twice at most:
+        for the lender's answer, and for the reads.
         """
         with self._lock:
             if self._closed or not hashes:
@@ -167,7 +166,7 @@ class Borrower:
         return [STATUSES[code] for code in heard.statuses.tolist()]
 
     def _give_back(self, lease: int, heard: _Judged, moving: Moving | None, late: Sequence[int]) -> None:
-        """Say what became of pages, and that nothing reads their slots any more, as soon as that is so."""
+        """Tell the lender the statuses, and, when no read touches the slots any more, that they are free."""
         left = {*late}
         self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left}, [heard.statuses]))
         if moving is None or not left:
@@ -195,11 +194,11 @@ class Borrower:
 
     @property
     def away(self) -> str:
-        """Why the lender is asked for nothing now; "" where it is."""
+        """Why the lender is not asked now; "" if it is."""
         return self._gone or ("it does not answer" if self._overdue else "")
 
     def _ask(self, do: str, fields: dict[str, Any], arrays: Sequence[wire.Array], seconds: float) -> Message:
-        """Raises `RankLostError` where no answer comes in that time, and at once while another call has none."""
+        """Raises `RankLostError` if no answer comes in time, and at once while another call has none."""
         flag, answers, number = Flag(), list[Message](), next(self._calls)
         with self._lock:
             if self.away:
@@ -232,7 +231,7 @@ class Borrower:
                 back = not self._overdue
         if found is not None:
             found[0].set()
-        elif message.fields.get("lease"):  # nobody waits for it any more
+        elif message.fields.get("lease"):  # its call has given up
             self._free(message.fields["lease"])
         if back:
             _log.warning("rank %d: the rank that has the directory answers again", self.rank)
@@ -255,7 +254,7 @@ class Borrower:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Read nothing any more, and give everything back; what reads that hang may touch is kept. Again is fine."""
+        """Read nothing more, and free everything; memory and files of hanging reads are kept. May be called again."""
         with self._lock:
             if self._closed:
                 return
@@ -277,7 +276,6 @@ def _named(hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> tuple[d
 
 
 def _connected(address: str) -> socket.socket:
-    """Raises `RankError`."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         connection.connect("\0" + address)

@@ -1,4 +1,4 @@
-"""A connection between a leader and a rank on one host: a Unix socket whose other end is a process of the same user."""
+"""A connection between a leader and a rank on one host: a Unix socket between processes of one user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gdscache.ranks import wire
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import failure_of, log_failure, start
 
-MOST_WAITING = 64 << 20  # bytes that were not sent, since the other end does not read
+MOST_WAITING = 64 << 20  # most unsent bytes, while the other end does not read
 _READ = 1 << 18
 _FDS = 4
 _PEER = struct.Struct("3i")  # pid, uid, gid
@@ -25,24 +25,24 @@ Heard = Callable[[Message, list[int]], object]
 
 
 class Channel:
-    """Sends and hears messages, in their order. Thread-safe.
+    """Sends and receives messages, in order. Thread-safe.
 
-    `heard(message, descriptors)` is called in a thread of the channel's, one message at a time; the descriptors that
-    came with it, as many as its field `descriptors` says, are the callee's. `lost(why)` is called once, in that thread,
-    when the other end has gone, or says what is no message; behind `close` it is not.
+    `heard(message, descriptors)` is called in a thread of the channel, one message at a time. Its field `descriptors`
+    counts the descriptors that came with it; the callee closes them. `lost(why)` is called once, in that thread, when
+    the other end has gone or sends invalid bytes; not after `close`.
     """
 
     def __init__(self, connection: socket.socket, name: str, heard: Heard, lost: Callable[[str], object]) -> None:
-        """Raises `RankProtocolError` where the other end is another user's."""
+        """Raises `RankProtocolError` if the other end is another user's."""
         _check_peer(connection)
         self._socket = connection
         self._heard = heard
         self._lost = lost
         self._lock = threading.Lock()
         self._waiting: collections.deque[tuple[memoryview, tuple[int, ...]]] = collections.deque()
-        self._bytes = 0  # of them
+        self._bytes = 0  # bytes in `_waiting`
         self._closed = False
-        self._why = ""  # the other end is given up
+        self._why = ""  # why the other end is given up
         self._more = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._read, name=f"gdscache-{name}", daemon=True),
@@ -50,14 +50,14 @@ class Channel:
         ]
 
     def begin(self) -> None:
-        """Hear from now on. Raises `ThreadStartError`."""
+        """Receive from now on. Raises `ThreadStartError`."""
         start(self._threads, self._shut)
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> bool:
-        """Send, or have it sent by the channel's thread: never waits. False where the channel is closed, or its other
-        end has gone or is given up, as `lost` will be told.
+        """Send, at once or by the channel's thread: never waits. False if the channel is closed, or its other end has
+        gone or is given up; `lost` is then called.
 
-        The descriptors stay the caller's, and have to stay open until the other end has answered.
+        The descriptors stay the caller's, and must stay open until the other end has answered.
         """
         with self._lock:
             if self._closed or self._why:
@@ -67,13 +67,13 @@ class Channel:
                 with contextlib.suppress(BlockingIOError):
                     sent = _send(self._socket, left, descriptors, socket.MSG_DONTWAIT)
                     if sent is None:
-                        return False  # the thread that reads finds that out
+                        return False  # the reading thread notices
                     left, descriptors = left[sent:], () if sent else descriptors
             if left:
                 self._waiting.append((left, tuple(descriptors)))
                 self._bytes += len(left)
                 self._more.release()
-                if self._bytes > MOST_WAITING:  # the thread that reads says so
+                if self._bytes > MOST_WAITING:  # the reading thread reports it
                     self._why = "it does not read what it is told"
                     with contextlib.suppress(OSError):
                         self._socket.shutdown(socket.SHUT_RDWR)
@@ -81,7 +81,7 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Nothing is heard or sent any more; again is fine. Its threads end, which is waited for, but not by them."""
+        """Receive and send nothing more; may be called again. Waits for its threads, unless one of them calls it."""
         self._shut()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
@@ -105,7 +105,7 @@ class Channel:
                 if self._closed:
                     return
                 left, descriptors = self._waiting[0]
-            sent = _send(self._socket, left, descriptors, 0)  # waits, and only here
+            sent = _send(self._socket, left, descriptors, 0)  # the only wait
             with self._lock:
                 if self._closed or sent is None:
                     return
@@ -150,7 +150,7 @@ class Channel:
 
 
 def _send(to: socket.socket, data: memoryview, descriptors: Sequence[int], flags: int) -> int | None:
-    """Bytes that were sent; None where the other end has gone. Raises `BlockingIOError`."""
+    """Bytes sent; None if the other end has gone. Raises `BlockingIOError`."""
     try:
         return socket.send_fds(to, [data], list(descriptors), flags) if descriptors else to.send(data, flags)
     except BlockingIOError:

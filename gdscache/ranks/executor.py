@@ -1,8 +1,8 @@
 """An executor whose moves are carried out by the ranks of an engine, each with its part of the bytes.
 
-A move among the cache's own spaces goes to the ranks at once. One into the planes goes by the caller, in the order of
-its own steps: `LayerwiseLoad.order` has what each rank begins (`Rank.load`). Verdicts of all ranks are put together: a
-page is good when it is on all of them.
+A move among the cache's own spaces goes to the ranks at once. A move into the planes goes by the caller, in the order
+of its own steps: `LayerwiseLoad.order` has the bytes that each rank begins it with (`Rank.load`). The ranks' verdicts
+are joined: a page is good if it is good on all of them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from gdscache.extents.base import PoolMemory
     from gdscache.pages.checksum import Checksums
 
-_SPENT = 64  # marks that are forgotten together
-UNORDERED_S = 60.0  # that a load without a deadline, or one whose order nobody passes on, is waited for
+_SPENT = 64
+UNORDERED_S = 60.0  # seconds to wait for a load without a deadline, or whose order the caller does not pass on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The rows of a move that one rank moves; None: all of them."""
+    """The rows of a move that one rank moves; None: all rows."""
 
     link: Link
     rows: Int64Array | None = None
@@ -54,8 +54,6 @@ class _Part:
 
 
 class RanksMoving:
-    """See `Moving`."""
-
     lands: Callable[[int, float], Landed | None] | None = None
 
     def __init__(self, executor: RanksExecutor, number: int, move: Move, listener: Listener | None) -> None:
@@ -64,18 +62,18 @@ class RanksMoving:
         self.listener = listener
         self.into_planes = any(way.target == PLANES for way in move.ways)
         self._untold = self.into_planes
-        self._refused: int | None = None  # a status of all rows
+        self._refused: int | None = None  # the status of all rows, if no rank gets the move
         self._executor = executor
         self._ways = [*move.ways]
         self._lock = threading.Lock()
         self._over = Flag()
-        self._waiting: dict[int, _Part] = {}  # by rank: those that have not answered
-        self._parts: dict[int, _Part] = {}  # all of them
+        self._waiting: dict[int, _Part] = {}  # by rank: parts without an answer
+        self._parts: dict[int, _Part] = {}  # all parts
         self._statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._failed: dict[int, int] = {}  # rows, and the errno of each
-        self._late: dict[int, set[int]] = {}  # by rank: rows that it may still touch
+        self._failed: dict[int, int] = {}  # row -> errno
+        self._late: dict[int, set[int]] = {}  # by rank: late rows that it may still touch
         self._why = ""
-        self._spent: Spent | None = None  # of the rank that took longest
+        self._spent: Spent | None = None  # of the slowest rank
         self._end: End | None = None
         self._callback: Callable[[int], None] | None = None
 
@@ -111,30 +109,29 @@ class RanksMoving:
     # -- for its executor ----------------------------------------------------------------------------------------------
 
     def whole(self) -> Move:
-        """With all ways that it has by now."""
+        """The move with all ways that it has by now."""
         old = self.move
         return Move(old.priority, tuple(self._ways), old.seconds, old.groups, old.number)
 
     @property
     def known(self) -> bool:
-        """Whether somebody knows how it ended."""
         return self._end is not None
 
     def lose(self) -> Sequence[int]:
-        """Nobody asks what becomes of its pages: its late rows, once it has ended."""
+        """No caller waits for it: wait for its end, and return its late rows."""
         self.listener = None
         self._await()
         self._end = self._finish()
         return self._end.late
 
     def begun(self, parts: Sequence[_Part]) -> None:
-        """These ranks get it now, or, where it goes to planes, once it is `ordered`."""
+        """These ranks get it: now, or, for a move into planes, once it is `ordered`."""
         self._parts = {part.link.rank: part for part in parts}
         self._waiting = dict(self._parts)
         self._statuses = np.full(len(self), LOADED, np.uint8)
 
     def ordered(self) -> bool:
-        """It is whole, and the ranks will have it. False where it is over: what it names is not its own any more."""
+        """The ranks will get it, whole. False if it is over: the slots that it names may belong to others."""
         with self._lock:
             if self._over.is_set() or self._end is not None:
                 return False
@@ -143,13 +140,12 @@ class RanksMoving:
         return True
 
     def refuse(self, status: PageStatus) -> None:
-        """No rank gets it."""
         self._refused = CODES[status]
         self._why = status.value
         self._over.set()
 
     def answered(self, link: Link, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """A rank's part has ended, but for late rows."""
+        """A rank's part has ended, except late rows."""
         with self._lock:
             part = self._waiting.pop(link.rank, None)
             if part is None:
@@ -164,15 +160,17 @@ class RanksMoving:
             self._over.set()
 
     def row_ended(self, link: Link, row: int) -> None:
-        """Nothing of a rank's touches a late row any more."""
         with self._lock:
             ended = int(self._parts[link.rank].numbers(len(self))[row])
             freed = self._touches(link, self._late.get(link.rank, set()) - {ended})
         self._tell(freed)
 
     def lost(self, link: Link) -> None:
-        """A rank's process has ended, and touches nothing any more. What no rank was told of yet is over. The caller
-        may have told some of the others, and may never tell the rest: they give it up, and say so at once."""
+        """A rank's process has ended, and touches nothing any more.
+
+        A move that no rank was told of is over. If the caller told only some of the ranks, the others may never hear of
+        it, so all are told to cancel, and answer at once.
+        """
         with self._lock:
             if self._untold and not self._over.is_set():
                 self._waiting.clear()
@@ -191,14 +189,15 @@ class RanksMoving:
         return set[int]().union(*self._late.values())
 
     def _touches(self, link: Link, rows: set[int]) -> set[int]:
-        """A rank may touch these rows and no others from now on: those that no rank does any more. The lock is held."""
+        """From now on a rank may touch only these rows. Returns the rows that no rank touches any more. The lock is
+        held."""
         before, self._late[link.rank] = self._touched(), rows
         return before - self._touched()
 
     def _join(
         self, part: _Part, rows: Int64Array, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]
     ) -> None:
-        """What a rank says of its rows, with what others have said: a page is good where it is on all of them."""
+        """Join a rank's statuses of its rows with the others': a page is good if it is good on all of them."""
         mine = self._statuses[rows]
         if fields["why"]:
             self._why = self._why or str(fields["why"])
@@ -214,7 +213,6 @@ class RanksMoving:
             self._failed.setdefault(int(rows[row]), int(code))
 
     def _tell(self, rows: Iterable[int]) -> None:
-        """Rows are touched no more."""
         callback = self._callback
         if callback is not None:
             for row in rows:
@@ -225,7 +223,7 @@ class RanksMoving:
             self._executor.forget(self)
 
     def _await(self) -> None:
-        """Until all ranks have answered; those that do not, some time behind the deadline, are away."""
+        """Wait for all ranks' answers; a rank without one, some time after the deadline, is away."""
         seconds = UNORDERED_S if math.isinf(self.move.seconds) else self.move.seconds
         if self._over.wait(seconds + GRACE_S):
             return
@@ -239,7 +237,7 @@ class RanksMoving:
             statuses = self._statuses
             if self._refused is not None:
                 statuses = np.full(len(self), self._refused, np.uint8)
-            for rank, part in self._waiting.items():  # whoever has not answered
+            for rank, part in self._waiting.items():  # ranks that have not answered
                 self._late[rank] = {*part.numbers(len(self)).tolist()}
                 self._why = self._why or f"rank {rank} has not answered in time"
             touched = self._touched()
@@ -264,12 +262,12 @@ class RanksMoving:
 
 
 class RanksExecutor(ThreadDriver):
-    """See `Executor`. `memories`: the checksums of what lies in the ranks' memories, by name."""
+    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name."""
 
     def __init__(
         self, ranks: RankSet, memories: Mapping[str, PoolMemory], layers: int, stop: Callable[[str], object]
     ) -> None:
-        """`stop(why)`: a slab is not a rank's alone any more."""
+        """`stop(why)`: another process may use a slab."""
         self.ranks = ranks
         self.layers = layers
         self._memories = memories
@@ -277,8 +275,8 @@ class RanksExecutor(ThreadDriver):
         self._marks = itertools.count(1)
         self._under_way: dict[int, RanksMoving] = {}
         self._marking = threading.Lock()
-        self._users: Counter[int] = Counter()  # of each mark
-        self._spent: list[int] = []  # marks that nobody uses any more
+        self._users: Counter[int] = Counter()  # users of each mark
+        self._spent: list[int] = []  # marks without users
         self._closed = False
         self._stop = stop
         ranks.heard = self._heard
@@ -292,7 +290,7 @@ class RanksExecutor(ThreadDriver):
             self.expect(move.ways)
         absent = self.ranks.absent
         if absent == PageStatus.RANK_AWAY.value and moving.into_planes and math.isinf(move.seconds):
-            absent = ""  # of pages that were promised: by the caller's order, a rank comes to it when it comes
+            absent = ""  # the pages were promised: the rank begins when it gets the caller's order
         if absent or self._closed:
             moving.refuse(PageStatus(absent) if absent else PageStatus.ABORTED)
             return moving
@@ -303,20 +301,20 @@ class RanksExecutor(ThreadDriver):
             marks = [mark.number for mark in after if isinstance(mark, StoreMark)]
             self._send(moving, parts, marks)
         for part in parts:
-            if part.link.lost:  # before the move was under way: `_gone` has not seen it
+            if part.link.lost:  # lost before the move was registered: `_gone` has missed it
                 moving.lost(part.link)
         return moving
 
     def behind(self, after: object) -> None:
-        """Streams are the ranks' own."""
+        """None: streams are the ranks' own."""
         if after is not None:
             raise InvalidValueError(
                 "after is given to an engine of ranks", "have each rank's stream wait before its order"
             )
 
     def mark(self, after: object) -> StoreMark:
-        """Of a store that is about to begin, or of several: `after` may be a mark that was made here, and that has not
-        `passed` as often as it was given. Raises `InvalidValueError` where it is an event."""
+        """The mark of one or several stores that are about to begin. `after` may be a mark made here that still has a
+        user. Raises `InvalidValueError` for an event."""
         if isinstance(after, StoreMark):
             with self._marking:
                 self._users[after.number] += 1
@@ -328,7 +326,7 @@ class RanksExecutor(ThreadDriver):
         return StoreMark(number, wire.pack({"store": number, "leader": self.ranks.leader}))
 
     def passed(self, mark: object) -> None:
-        """Who was given the mark needs it no more; when nobody does, the ranks need not keep it."""
+        """One user needs the mark no more; without users, the ranks forget it."""
         if not isinstance(mark, StoreMark):
             return
         spent: list[int] = []
@@ -344,7 +342,8 @@ class RanksExecutor(ThreadDriver):
 
     @property
     def orders(self) -> Orders | None:
-        """See `Rank.load`: the requests, each with its pages and its first token, and the moves that bring them."""
+        """See `Rank.load`: the requests, each with its number of pages and its first token, and the moves that bring
+        them."""
         return self._order
 
     def _order(
@@ -369,7 +368,7 @@ class RanksExecutor(ThreadDriver):
                 put_rows(self._memories[space].checksums, places, way.sums)
 
     def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
-        """What a rank has taken of the pages that it has copied out of its planes."""
+        """Keep the checksums that a rank took of pages copied out of its planes."""
         at, columns = 0, wire.columns(shard, self.layers)
         for way in ways:
             here = np.flatnonzero((rows >= at) & (rows < at + len(way)))
@@ -380,21 +379,21 @@ class RanksExecutor(ThreadDriver):
         return take_rows(self._memories[space].checksums, slots)
 
     def reads_queued(self) -> Event:
-        """A store's moves have ended when it asks."""
+        """None: the moves of a store have ended when it asks."""
         return None
 
     def look(self) -> None:
-        """The ranks' own tiers are looked at by themselves."""
+        """Nothing: the ranks watch their own tiers."""
 
     def held_slots(self) -> int:
-        """Slots of the loads' share of the bounce reserve are the ranks' own to give out, and to hold."""
+        """0: the ranks give the slots of the bounce reserve out themselves."""
         return 0
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _parts(self, move: Move) -> list[_Part]:
-        """Which rank moves which rows. Planes need all of them on each rank. Else, of ranks with equal bytes, the first
-        writes files, and a slot of memory is filled by its number modulo theirs."""
+        """The rows for each rank. A move with planes goes whole to every rank. Otherwise, among ranks with equal bytes,
+        the first writes files, and a slot of memory is filled by rank number (slot modulo their count)."""
         ranks = self.ranks
         if len(ranks.links) == ranks.shards or any(way.target == PLANES for way in move.ways):
             return [_Part(link) for link in ranks.links]
@@ -411,7 +410,7 @@ class RanksExecutor(ThreadDriver):
         return found
 
     def _send(self, moving: RanksMoving, parts: Sequence[_Part], marks: Sequence[int]) -> None:
-        """Each rank its rows. Ranks that get all of them are told the same, but for their shard's sums."""
+        """Send each rank its rows. Ranks that get all rows get the same bytes, except for their shard's checksums."""
         summed = any(way.sums is not None for way in moving.move.ways)
         packed: dict[int, bytes] = {}  # by shard
         for part in parts:
@@ -451,7 +450,7 @@ class RanksExecutor(ThreadDriver):
         self._under_way.pop(moving.number, None)
 
     def end_lost(self) -> Iterator[tuple[RanksMoving, Sequence[int]]]:
-        """Moves that nobody waits for, because the call that began them was interrupted: see `NativeExecutor`."""
+        """Moves that no caller waits for, because their call was interrupted: see `NativeExecutor`."""
         for moving in [*self._under_way.values()]:
             if not moving.known:
                 moving.cancel()
@@ -466,7 +465,7 @@ class RanksExecutor(ThreadDriver):
 
 
 def _share_of(move: Move, rows: Int64Array | None, shard: int, layers: int) -> Move:
-    """The rows of a move that are one rank's, with the sums of its shard."""
+    """One rank's rows of a move, with the checksums of its shard."""
     ways, at, columns = [], 0, wire.columns(shard, layers)
     for way in move.ways:
         mine = slice(None) if rows is None else rows[(rows >= at) & (rows < at + len(way))] - at

@@ -1,4 +1,4 @@
-"""The ranks of an engine, as its leader knows them: connected, asked, away or lost."""
+"""The leader's view of an engine's ranks: connections, calls, and ranks that are away or lost."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from gdscache.ranks.channel import Channel
 from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
 
-CONNECT_S = 30.0  # that a rank has to be there and say who it is
-OPEN_S = 600.0  # that it has for its memory and files, which are allocated then
-GRACE_S = 2.0  # behind a deadline, until whoever does not answer is away
+CONNECT_S = 30.0  # seconds for a rank to be there and answer "hello"
+OPEN_S = 600.0  # seconds for a rank to allocate its memory and files
+GRACE_S = 2.0  # seconds after a deadline until a rank without an answer is away
 _log = logging.getLogger("gdscache.ranks")
 
 
 class Link:
-    """One rank. `facts`: what it said of itself."""
+    """One rank. `facts`: the rank's answer to "hello"."""
 
     def __init__(self, address: RankAddress) -> None:
         self.address = address
         self.rank, self.shard = address.rank, address.shard
         self.facts: dict[str, Any] = {}
         self.channel: Channel
-        self.lost = ""  # why it is for good
-        self.left = False  # it has taken leave
-        self.overdue: set[int] = set()  # moves that it has not answered in time
+        self.lost = ""  # why it is lost for good; "" while it is not
+        self.left = False  # it was closed
+        self.overdue: set[int] = set()
 
     @property
     def who(self) -> tuple[int, object]:
-        """Its number, and its process."""
         return self.rank, self.facts.get("pid", "?")
 
 
 class RankSet:
-    """All ranks of an engine. `heard(link, message)` is told what is no answer, in a thread of the link's.
+    """All ranks of an engine. `heard(link, message)` gets messages that are no answer, in a thread of the link.
 
     `absent` says why nothing is loaded or stored for now: a rank is away, or lost.
     """
@@ -61,7 +60,7 @@ class RankSet:
         self.shards = 1
         self.absent = ""
         self.heard: Callable[[Link, Message], object] = lambda link, message: None
-        self.gone: Callable[[Link], object] = lambda link: None  # told when a rank is lost
+        self.gone: Callable[[Link], object] = lambda link: None  # called when a rank is lost
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._answers: dict[int, tuple[Flag, list[tuple[Message, list[int]]], Link]] = {}
@@ -69,10 +68,10 @@ class RankSet:
 
     @classmethod
     def connect(cls, addresses: Sequence[RankAddress], model: Mapping[str, Any], gpu: Mapping[str, Any]) -> RankSet:
-        """Connect to all of them, whose planes are to be those of `model`; `gpu`: the section of the configuration.
+        """Connect to all of them, whose planes must be those of `model`; `gpu`: the section of the configuration.
 
-        Raises `RankError` where one cannot be reached, or they are no set: ranks 0 to n - 1, shards from 0 on, each of
-        as many ranks; `RankMismatchError`, and what a rank raises.
+        Raises `RankError` if one cannot be reached, or they are no set: ranks 0 to n - 1, shards from 0 on, each with
+        the same number of ranks; `RankMismatchError`, and the ranks' own errors.
         """
         _check(addresses)
         ranks = cls()
@@ -121,15 +120,15 @@ class RankSet:
         seconds: float = OPEN_S,
         arrays: Sequence[wire.Array] = (),
     ) -> list[tuple[Link, Message]]:
-        """Ask ranks, all by default, side by side; their answers. Raises the error of the first that has one, and
-        `RankLostError` where one does not answer."""
+        """Ask ranks at the same time, all by default; returns their answers. Raises the first rank's error, and
+        `RankLostError` if one does not answer."""
         asked = [
             (link, self._ask(do, fields, link, arrays=arrays)) for link in (self.links if links is None else links)
         ]
         return [(link, self._answer(link, number, seconds)[0]) for link, number in asked]
 
     def share(self, fields: Mapping[str, Any], links: Sequence[Link]) -> list[tuple[Link, Message]]:
-        """Have the first make a memory, and the others take the same one."""
+        """Have the first rank make a memory, and the others map the same one."""
         first, others = links[0], links[1:]
         message, given = self._answer(first, self._ask("memory", {**fields, "share": bool(others)}, first), OPEN_S)
         answers = [(first, message)]
@@ -174,12 +173,13 @@ class RankSet:
         return message, given
 
     def tell(self, number: int, what: bytes) -> None:
-        """What `Rank.told` gives for this number, on each rank."""
+        """Send the bytes that `Rank.told` returns for this number to each rank."""
         message = wire.pack({"do": "told", "number": number}, [np.frombuffer(what, np.uint8)])
         for link in self.links:
             link.channel.send(message)
 
-    # -- what ranks say ------------------------------------------------------------------------------------------------
+    # -- messages of ranks
+    # ------------------------------------------------------------------------------------------------
 
     def _heard(self, link: Link, message: Message, descriptors: list[int]) -> None:
         if "closed" in message.fields:
@@ -220,7 +220,7 @@ class RankSet:
         self.gone(link)
 
     def late(self, link: Link, number: int) -> None:
-        """A rank has not answered a move in time, and not in the grace behind it."""
+        """A rank has not answered a move within its deadline and the grace after it."""
         with self._lock:
             first = not link.overdue and not link.lost
             link.overdue.add(number)
@@ -229,7 +229,6 @@ class RankSet:
             _log.error("rank %d (process %s) does not answer: nothing is loaded or stored until it does", *link.who)
 
     def answered(self, link: Link, number: int) -> None:
-        """A move that was overdue has ended on a rank."""
         with self._lock:
             if number not in link.overdue:
                 return
@@ -240,12 +239,11 @@ class RankSet:
             _log.warning("rank %d answers again", link.rank)
 
     def _look(self) -> None:
-        """What `absent` is by now. The lock is held, so that it is seen together with what has become of a link."""
+        """Update `absent`. The lock is held, so that it changes together with the links."""
         lost, away = any(link.lost for link in self.links), any(link.overdue for link in self.links)
         self.absent = "rank_lost" if lost else "rank_away" if away else ""
 
     def describe(self) -> list[dict[str, Any]]:
-        """Plain data for `stats()`, a rank each."""
         with self._lock:
             links = [(link, bool(link.lost), len(link.overdue)) for link in self.links]
         return [
@@ -261,7 +259,7 @@ class RankSet:
         ]
 
     def close(self) -> None:
-        """Have the ranks end what they do, and leave them; again is fine."""
+        """Have the ranks end their work, and disconnect; may be called again."""
         with self._lock:
             if self._closed:
                 return

@@ -1,7 +1,7 @@
-"""Pages of a directory, lent by the process that has it to others with the same bytes, each of which reads by itself.
+"""Lends pages of a directory to other processes with the same bytes, each of which reads by itself.
 
-For ranks that come to a page at times of their own: a `Borrower` asks for pages, reads them out of the slab, and says
-what became of each. Until then, and until nothing reads any more, their slots are leased.
+For ranks that reach a page at different times: a `Borrower` asks for pages, reads them from the slab, and reports their
+statuses. Their slots are leased until then, and until no read touches them any more.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Lender:
         namespace: bytes,
         named: Named,
     ) -> None:
-        """`manager`, `layout`: of an engine that has an SSD, whose slab is `slab`, and no memory above it. `transport`:
-        the name and the threads that the slab is read with. `namespace`: a borrower's has to be the same.
+        """`manager`, `layout`: of an engine with an SSD, whose slab is `slab`, and no memory above it. `transport`:
+        name and threads for reading the slab. `namespace`: must equal the borrowers'.
 
-        `named(hashes, parent, epoch)`: the pages of hashes of 32 bytes, of which the first follows `parent`; none where
-        the borrower's `epoch` is not that of the weights of now. Raises `RankError` where there is no socket.
+        `named(hashes, parent, epoch)`: the pages of hashes of 32 bytes, the first of which follows `parent`; none if
+        the borrower's `epoch` is not that of the present weights. Raises `RankError` without a socket.
         """
         self.address = f"gdscache-lender-{secrets.token_hex(16)}"
         self._planner, self._named, self._namespace = LoadPlanner(manager), named, namespace
@@ -83,8 +83,7 @@ class Lender:
             undo.pop_all()
 
     def close(self) -> None:
-        """Lend nothing any more, and take back what is lent. To be called before the engine is closed; again is
-        fine."""
+        """Lend nothing more, and take lent pages back. Call it before the engine is closed; may be called again."""
         self._stop()
         self._thread.join()
         with self._lock:
@@ -117,14 +116,15 @@ class Lender:
             self._served.append(one)
         one.channel.begin()
 
-    # -- what borrowers ask --------------------------------------------------------------------------------------------
+    # -- calls of borrowers
+    # -----------------------------------------------------------------------------------------------
 
     def answer(self, one: _Served, message: Message) -> None:
         if not self._closed:
             self._workers.submit(functools.partial(self._answer, one, message))
 
     def _answer(self, one: _Served, message: Message) -> None:
-        """A call, which is answered whatever becomes of it: of what raises nothing is found."""
+        """Answer a call, after any error too: then no page is found."""
         fields, arrays = message
         told: dict[str, Any] = {"found": 0, "lease": 0}
         given: list[wire.Array] = []
@@ -139,7 +139,7 @@ class Lender:
             log_failure(error)
         one.channel.send(
             wire.pack({"answer": fields["call"], **told}, given)
-        )  # who has gone is found out by its thread
+        )  # its thread notices if the borrower has gone
 
     def _greet(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         same = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "namespace": self._namespace.hex()}
@@ -156,7 +156,7 @@ class Lender:
         return self._named(hashes, parent, fields["epoch"]) if hashes else ()
 
     def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
-        """Lease the first pages that there are; where they lie, and what their bytes give."""
+        """Lease the leading pages that are present. Returns their slots and checksums."""
         planner, tier = self._planner, self._tier
         plan = planner.plan([pages], f"rank {one.rank}", keep=False)
         try:
@@ -173,7 +173,6 @@ class Lender:
         return {"lease": number, "found": there}, [integers(plan.slots[:there]), sums]
 
     def took(self, plan: LoadPlan, statuses: wire.Array) -> None:
-        """What became of pages, by `PageStatus`."""
         codes = statuses.tolist()
         for code in {*codes}:
             rows = integers([row for row, found in enumerate(codes) if found == code])
@@ -190,7 +189,7 @@ class Lender:
 
 
 class _Served:
-    """One borrower, and what it has."""
+    """One borrower, and its leases."""
 
     def __init__(self, connection: socket.socket, lender: Lender) -> None:
         self.rank = 0
@@ -228,7 +227,7 @@ class _Served:
         log_failure(failure_of(self.end))
 
     def end(self) -> None:
-        """It reads nothing any more, or its process has ended: what it still has is taken back. Again is fine."""
+        """The borrower reads nothing more, or has ended: take its pages back. May be called again."""
         with self._lock:
             self._ended, leases = True, [*self._leases.values()]
             self._leases.clear()

@@ -1,4 +1,4 @@
-"""A load as one rank carries it out: what its handle there waits for."""
+"""A load as one rank carries it out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PENDING, LOADED = CODES[PageStatus.PENDING], CODES[PageStatus.LOADED]
 
 
 class RankLoad:
-    """`handle` hears of layers and verdicts here. Its pages move by some moves, of which the last brings the layers."""
+    """Passes layers and verdicts to `handle`. Some moves bring its pages; the last of them brings the layers."""
 
     def __init__(self, handle: LayerwiseLoad, layout: PageLayout) -> None:
         self.handle = handle
@@ -31,7 +31,7 @@ class RankLoad:
         self._left = 0
 
     def expect(self, moves: int) -> None:
-        """So many moves bring the pages; with none of them, the load is over."""
+        """This many moves bring the pages; with 0, the load is over."""
         self._left = moves
         if not moves:
             self._end()
@@ -41,7 +41,7 @@ class RankLoad:
             self.handle.signal(layer, event)
 
     def moved(self, rows: Int64Array, statuses: npt.NDArray[np.uint8]) -> None:
-        """A move has ended: the rows of the load that its pages are, and what became of each."""
+        """A move has ended: the load's rows of its pages, and their statuses."""
         with self._lock:
             self._statuses[rows] = statuses
             self._left -= 1

@@ -1,5 +1,4 @@
-"""What an engine of ranks has in place of its own planes, memories and files: the same, of which the ranks have the
-bytes."""
+"""Stands in for an engine's own planes, memories and files where ranks have the bytes."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import BlockTables
 from gdscache.ranks.leader import RankSet
 
-FLUSH_S = 60.0  # that a flush of the files has
+FLUSH_S = 60.0  # seconds for a flush of the files
 
 
 class RemotePlanes(BlockTables):
     """Planes of the same blocks on every rank."""
 
-    device = torch.device("cpu")  # nothing of it is here, and so is no stream
+    device = torch.device("cpu")  # no bytes are here, and so no stream
 
     def __init__(self, layout: PageLayout, ranks: RankSet) -> None:
         facts = ranks.links[0].facts
@@ -31,7 +30,7 @@ class RemotePlanes(BlockTables):
 
 
 class RemoteMemory:
-    """A memory of as many slots on every rank: `checksums` are those of all shards, uint64 (slots, sums a page)."""
+    """A memory with the same slots on every rank. `checksums`: of all shards, uint64 (slots, sums a page)."""
 
     def __init__(self, layout: PageLayout, capacity: int, ranks: RankSet, space: str, setting: str) -> None:
         """`capacity`: bytes of all shards together."""
@@ -46,18 +45,18 @@ class RemoteMemory:
         self.pinned = all(message.fields["pinned"] for _, message in answers)
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        """Those whose bytes are not what was stored, on some rank; a bad layer of each."""
+        """The slots with wrong bytes on some rank, with a bad layer of each."""
         asked = {"space": self._space, "slots": [*slots]}
         answers = self._ranks.call("bad", asked, self._ranks.owners, arrays=[self.checksums[[*slots]]])
         return {slot: layer for _, message in answers for slot, layer in message.fields["bad"]}
 
     def close(self) -> None:
-        """They go with the ranks' service."""
+        """Nothing: the ranks' service frees it."""
 
 
 class RemoteSlab:
-    """The slab of every shard: its files, which the first rank of the shard locks, checks and flushes. `slab`: of the
-    first shard, as valid as that of any."""
+    """The slab of every shard. The first rank of a shard locks, checks and flushes its files. `slab`: of the first
+    shard, with the smallest `valid_slots` of all."""
 
     def __init__(self, layout: PageLayout, config: SsdConfig, ranks: RankSet, slots: int) -> None:
         self._ranks = ranks
@@ -83,7 +82,7 @@ class RemoteSlab:
         return Descriptors((), self.slab.stretch, 0)
 
     def check(self) -> tuple[list[str], dict[int, int]]:
-        """See `Slab.check`; a file is as short as the shortest of the shards' is."""
+        """See `Slab.check`. Of a file that is too short, the shortest shard counts."""
         problems, short = list[str](), dict[int, int]()
         for _, message in self._ranks.call("check", {}, self._ranks.owners):
             problems += message.fields["problems"]
@@ -99,10 +98,10 @@ class RemoteSlab:
         self._ranks.call("flush", {}, self._ranks.owners, seconds=FLUSH_S)
 
     def register(self, memory: object) -> None:
-        """The ranks' transports know their memories."""
+        """Nothing: the ranks register their memories."""
 
     def describe(self) -> dict[str, object]:
         return dict(self._transport)
 
     def close(self) -> None:
-        """They go with the ranks' service."""
+        """Nothing: the ranks' service closes it."""

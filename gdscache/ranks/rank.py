@@ -1,4 +1,4 @@
-"""A process with planes, as one of several that a leader's engine moves pages in and out of."""
+"""A process with planes, one of several that a leader's engine moves pages in and out of."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rank:
         name = f"gdscache-rank-{secrets.token_hex(16)}"
         self.address = RankAddress(name, rank, rank if shard is None else shard)
         self._service: Service | None = None
-        self._layout: PageLayout | None = None  # of the last leader's model
+        self._layout: PageLayout | None = None
         self._closed = False
         self._over = Flag()
         with contextlib.ExitStack() as undo:
@@ -67,12 +67,13 @@ class Rank:
     # -- in the step's order -------------------------------------------------------------------------------------------
 
     def load(self, order: bytes, blocks: Sequence[int] | None = None) -> LayerwiseLoad:
-        """Begin what a leader's `load.order` says, after the current stream's work so far; its handle here. `blocks`:
-        of this rank, in which the leader's block numbers are places; None: they are blocks of every rank.
+        """Begin a load by a leader's `load.order`, after the current stream's work so far; returns this rank's handle.
+        `blocks`: blocks of this rank, in which the leader's numbers are positions; None: the leader's numbers are
+        blocks of every rank.
 
-        The handle waits for layers of this rank's planes and has the verdict on its pages here: a page that is bad on
-        one rank is bad, and each rank's engine has to be told. Never raises for a leader that has gone: the pages are
-        `RANK_LOST` then.
+        The handle waits for layers of this rank's planes and has this rank's verdicts: a page that is bad on one rank
+        is bad, and each rank's engine has to be told. Never raises for a leader that has gone: its pages are
+        `RANK_LOST`.
         """
         fields, arrays = wire.unpack(order)
         service, planes = self._service, self._planes
@@ -96,8 +97,8 @@ class Rank:
         return handle
 
     def store(self, order: bytes) -> None:
-        """What a leader's `handle.order` says of a store: the blocks may be read after the current stream's work so
-        far. To be called once for each store, by every rank; an empty order says nothing."""
+        """Take note of a store by a leader's `handle.order`: its blocks may be read after the current stream's work so
+        far. Every rank must call it once for each store; an empty order does nothing."""
         if not order:
             return
         fields, _ = wire.unpack(order)
@@ -106,38 +107,40 @@ class Rank:
             service.mark(fields["store"], record(self._planes[0][0].device))
 
     def place(self, number: int, blocks: Callable[[], Sequence[int]], after: Event = None) -> None:
-        """`store`, of a store whose mark has that number, below 0, on the leader; whether or not that has begun it.
+        """`store` for a store whose mark has this number, below 0, on the leader; before or after the leader begins it.
 
-        `blocks()` waits for the numbers of its blocks here, in which the leader's are places; they may be read after
-        the event `after`. To be called once for each such store by every rank, and `passed` when it has ended.
+        `blocks()` waits for this rank's block numbers, in which the leader's numbers are positions; they may be read
+        after the event `after`. Every rank must call it once for each such store, and `passed` when it has ended.
         """
         service = self._service
         if service is not None:
             service.mark(number, after, blocks)
 
     def passed(self, number: int) -> None:
-        """A store that was given a place has ended."""
+        """A store of `place` has ended."""
         service = self._service
         if service is not None:
             service.forget([number])
 
     def told(self, number: int, seconds: float) -> bytes:
-        """What the leader tells all ranks under this number; waits for it so long. b"": nothing, or no leader is there.
+        """Wait up to `seconds` for the bytes that the leader tells all ranks under this number. b"": none came, or no
+        leader is connected.
 
-        Numbers grow: who has asked for one hears nothing of those before it."""
+        Numbers grow: after a call, the bytes of smaller numbers are lost.
+        """
         service = self._service
         return b"" if service is None else service.told(number, seconds)
 
     def left(self, seconds: float) -> bool:
-        """Wait until no leader is there; False if that takes longer."""
+        """Wait until no leader is connected; False after `seconds`."""
         service = self._service
         return service is None or service.over.wait(seconds)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End what moves, give memory and files back, and be gone. The leader's pages miss from then on. Again is
-        fine."""
+        """End moves, free memory and files, and disconnect. The leader's pages miss from then on. May be called
+        again."""
         if not self._closed:
             self._closed = True
             self._stop()
@@ -164,7 +167,6 @@ class Rank:
             service.leave("this rank is being closed")
 
     def _serve(self) -> None:
-        """One leader after the other."""
         while not self._closed:
             try:
                 connection, _ = self._listening.accept()

@@ -1,4 +1,4 @@
-"""What a rank does for its leader: memories, a slab, an executor, and moves between them. It decides nothing."""
+"""A rank's work for its leader: memories, a slab, an executor, and moves between them. It decides nothing."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 from gdscache.storage import open_transport
 
-WAITING = 16  # threads that wait for moves to end
-CLOSE_S = 5.0  # that I/O which is late is waited for at the end
+WAITING = 16
+CLOSE_S = 5.0  # seconds that the end waits for late I/O
 _log = logging.getLogger("gdscache.ranks")
 
 
 class _Verdicts:
-    """Hears what becomes of the pages of a move; of a load, hands layers on to its handle."""
+    """Collects the statuses of a move's pages; passes a load's layers on to its handle."""
 
     def __init__(self, rows: int, load: RankLoad | None, *, last: bool, waited: bool) -> None:
         self.statuses = np.full(rows, PENDING, np.uint8)
@@ -72,18 +72,18 @@ class _Verdicts:
 
 
 class _Given(NamedTuple):
-    """What came with a call."""
+    """The arrays and descriptors of a call."""
 
     arrays: list[Array]
     descriptors: list[int]
 
 
 _Call = Callable[[dict[str, Any], _Given], Mapping[str, Any]]
-Blocks = Callable[[], Sequence[int]]  # waits for the numbers of blocks
+Blocks = Callable[[], Sequence[int]]
 
 
 class _Mark:
-    """A place in the order of this rank's stream, once it has come there. `blocks`: see `Service.mark`."""
+    """A place in the order of this rank's stream, once reached. `blocks`: see `Service.mark`."""
 
     def __init__(self) -> None:
         self.event: Event = None
@@ -92,7 +92,7 @@ class _Mark:
 
 
 class _Told:
-    """What the leader has said under a number, once it has."""
+    """The leader's bytes under a number, once they have come."""
 
     def __init__(self) -> None:
         self.what = b""
@@ -105,7 +105,7 @@ class Service:
     def __init__(
         self, connection: socket.socket, planes: Sequence[Sequence[torch.Tensor]], rank: int, shard: int
     ) -> None:
-        self.leader = ""  # which it is: orders of another are not ours
+        self.leader = ""  # the leader's id: orders of another leader are refused
         self.layout: PageLayout
         self._given = planes
         self._device = next((tensor.device for layer in planes for tensor in layer), torch.device("cpu"))
@@ -118,11 +118,11 @@ class Service:
         self._files: SlabIO | None = None
         self._copies: PageCopies | None = None
         self._executor: NativeExecutor | None = None
-        self._moving: dict[int, Moving | None] = {}  # None: it is just being begun
-        self._refused: set[int] = set()  # moves that the leader gave up before they were begun here
+        self._moving: dict[int, Moving | None] = {}  # None: its begin is in progress
+        self._refused: set[int] = set()  # moves cancelled before they were begun here
         self._marks: dict[int, _Mark] = {}
         self._told: dict[int, _Told] = {}
-        self._late = 0  # rows
+        self._late = 0  # late rows
         self._lock = threading.Condition()
         self.over = Flag()
         self._why = ""
@@ -146,7 +146,7 @@ class Service:
             raise
 
     def run(self) -> None:
-        """Until the leader, or this rank, leaves; then everything is given back."""
+        """Serve until the leader or this rank leaves, then free everything."""
         self.over.wait()
         if self._why:
             _log.warning("rank %d serves no leader any more: %s", self._rank, self._why)
@@ -159,7 +159,8 @@ class Service:
             for told in [*self._told.values()]:
                 told.there.set()
 
-    # -- what a leader says --------------------------------------------------------------------------------------------
+    # -- messages of the leader
+    # -------------------------------------------------------------------------------------------
 
     def _heard(self, message: Message, descriptors: list[int]) -> None:
         what, fields = message.fields.get("do"), message.fields
@@ -179,14 +180,14 @@ class Service:
             self._workers.submit(functools.partial(self._answer, fields, _Given(message.arrays, descriptors)))
 
     def _answer(self, fields: dict[str, Any], given: _Given) -> None:
-        """A call, whose errors are told by their class."""
+        """Answer a call; an error is sent with its class."""
         told: dict[str, Any] = {}
         try:
             told = dict(self._calls[fields["do"]](fields, given))
         except GdsCacheError as error:
             told = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             told["errno"] = getattr(error, "errno", None)
-        except Exception as error:  # noqa: BLE001 - the leader waits for an answer, and has the log's name of it
+        except Exception as error:  # noqa: BLE001 - the leader waits for an answer
             log_failure(error)
             told = {"error": "RankError", "message": f"rank {self._rank}: {error!r}", "hint": "see this rank's log"}
         shared = told.pop("descriptor", None)
@@ -224,7 +225,7 @@ class Service:
         }
 
     def _add_memory(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        """A pool of slots. `share`: its descriptor goes back, for ranks with equal bytes; they are given it."""
+        """Add a pool of slots. `share`: return its descriptor, which ranks with equal bytes get."""
         extents = HostExtents(
             self.layout,
             fields["slots"] * self.layout.extent_bytes,
@@ -267,7 +268,7 @@ class Service:
         return {"valid": slab.valid_slots, "transport": _plain(transport.describe()), "files": [*map(str, slab.files)]}
 
     def _hold(self, directories: Sequence[Path]) -> None:
-        """Lock the slab's files that there are."""
+        """Lock the existing files of the slab."""
         for number, where in enumerate(directories):
             lock = lock_slab(where, number, 0, self._shard, held=[lock.path for lock in self._locks])
             self._locks += [] if lock is None else [lock]
@@ -303,7 +304,7 @@ class Service:
         return {}
 
     def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        """Those of the slots of a memory whose bytes are not what was stored, with the first bad layer of each."""
+        """The slots of a memory with wrong bytes, with the first bad layer of each."""
         extents = self._memories[fields["space"]]
         sums = given.arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
         found = [
@@ -315,23 +316,22 @@ class Service:
     # -- moves ---------------------------------------------------------------------------------------------------------
 
     def told(self, number: int, seconds: float) -> bytes:
-        """What the leader says under this number; nothing where it does not in time, or has gone. Numbers before it
-        are over."""
+        """Wait up to `seconds` for the leader's bytes under this number; empty if none come, or the leader has gone.
+        Smaller numbers are over."""
         told = self._told.setdefault(number, _Told())
-        if not self.over.is_set():  # else nobody comes to say it, and who has left has seen this one
+        if not self.over.is_set():  # after `over` no more bytes come
             told.there.wait(seconds)
         for old in [one for one in [*self._told] if one <= number]:
             del self._told[old]
         return told.what
 
     def mark(self, number: int, event: Event, blocks: Blocks | None = None) -> None:
-        """`blocks()`: where the store's pages are here, if its own numbers are places in that."""
+        """`blocks()`: this rank's blocks of the store, if the leader's numbers are positions in them."""
         mark = self._marks.setdefault(number, _Mark())
         mark.event, mark.blocks = event, blocks
         mark.there.set()
 
     def forget(self, marks: Iterable[int]) -> None:
-        """Nothing comes behind these any more."""
         for mark in marks:
             self._marks.pop(mark, None)
 
@@ -344,8 +344,7 @@ class Service:
             self._begin(number, move, [mark.event for mark in marks])
 
     def _may_begin(self, number: int) -> bool:
-        """Whether the leader has not given a move up. From now on it hears of the move's true end, and of nothing
-        else."""
+        """Whether the leader has not cancelled the move. If so, the leader gets only the move's own end from now on."""
         with self._lock:
             if number in self._refused or self.over.is_set():
                 self._refused.discard(number)
@@ -354,7 +353,8 @@ class Service:
             return True
 
     def _begin_behind(self, number: int, move: Move, marks: Sequence[_Mark]) -> None:
-        """Begin a store's move when this rank's stream has come to the store; or say that it has not, in its time."""
+        """Begin a store's move when this rank's stream has reached the store; tell the leader if it does not in
+        time."""
         if not all(mark.there.wait(move.seconds) for mark in marks):
             why = (
                 f"rank {self._rank} was not told of the store within {move.seconds:g} s: call Rank.store with its order"
@@ -422,7 +422,7 @@ class Service:
         self._workers.submit(functools.partial(ended, moving, ""))
 
     def _place(self, move: Move, blocks: Int64Array) -> None:
-        """Have a move name blocks of this rank: it has places in these."""
+        """Replace the positions in a move by this rank's blocks."""
         self._planes.check_blocks(blocks)
         for way in move.ways:
             if way.source == PLANES:
@@ -440,7 +440,7 @@ class Service:
         moving: Moving | None,
         why: str,
     ) -> None:
-        """Wait for a move's end, and tell the leader, and the load's handle."""
+        """Wait for a move's end, and tell the leader and the load's handle."""
         failed: list[tuple[int, int]] = []
         late: list[int] = []
         if moving is not None and self._executor is not None:
@@ -503,7 +503,7 @@ class Service:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Moves come to their end; what is late is waited for, for a time, and what it may touch is kept behind it."""
+        """End all moves. Late I/O is waited for, for a time; if it does not end, its memory and files are kept."""
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._channel.close)
             last_to_first.callback(self._channel.send, wire.pack({"closed": True}))
@@ -531,7 +531,7 @@ def _errno(error: StorageError) -> int:
 
 
 def _plain(told: Mapping[str, object]) -> dict[str, Any]:
-    """What JSON has: the rest as text."""
+    """The values that JSON has; the others as text."""
     return {
         key: value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
         for key, value in told.items()

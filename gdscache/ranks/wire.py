@@ -1,4 +1,4 @@
-"""Messages between a leader and its ranks: a head, JSON, and arrays behind it. Nothing in them is code."""
+"""Messages between a leader and its ranks: a head, JSON, and arrays. They contain no code."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ Array = npt.NDArray[Any]
 
 
 class Message(NamedTuple):
-    """What is said: `fields` as JSON has them, and arrays of int64, uint64 or uint8."""
+    """`fields` as in JSON, and arrays of int64, uint64 or uint8."""
 
     fields: dict[str, Any]
     arrays: list[Array]
 
 
 def pack(fields: dict[str, Any], arrays: Sequence[Array] = ()) -> bytes:
-    """A message as bytes."""
     told = [(_KINDS[array.dtype], array.shape) for array in arrays]
     text = json.dumps([fields, told], separators=(",", ":")).encode()
     text += b" " * (-(HEAD.size + len(text)) % 8)
@@ -56,7 +55,7 @@ def length(head: bytes | memoryview) -> int:
 
 
 def unpack(data: bytes | memoryview) -> Message:
-    """The message that the bytes are. Raises `RankProtocolError`."""
+    """The message in these bytes. Raises `RankProtocolError`."""
     if length(data) != len(data):
         raise RankProtocolError(
             f"a message of {length(data)} bytes has {len(data)}", "pass what an order is, unchanged"
@@ -79,7 +78,6 @@ def unpack(data: bytes | memoryview) -> Message:
 
 
 def described(move: Move) -> tuple[dict[str, Any], list[Array]]:
-    """A move as fields and arrays."""
     ways, arrays = [], list[Array]()
     for way in move.ways:
         ways.append((way.source, way.target, way.through, way.places is not None, way.sums is not None))
@@ -96,7 +94,7 @@ def described(move: Move) -> tuple[dict[str, Any], list[Array]]:
 
 
 def move_of(fields: dict[str, Any], arrays: list[Array]) -> Move:
-    """The move that was `described`; takes its arrays out of the list. Raises `RankProtocolError`."""
+    """The move from `described`; removes its arrays from the list. Raises `RankProtocolError`."""
     try:
         ways = []
         for source, target, through, placed, summed in fields["ways"]:
@@ -111,12 +109,12 @@ def move_of(fields: dict[str, Any], arrays: list[Array]) -> Move:
 
 
 def columns(shard: int, layers: int) -> slice:
-    """Which of a page's checksums are a shard's: those of its layers, shard after shard."""
+    """The columns of a page's checksums that are a shard's: one for each layer, shard after shard."""
     return slice(shard * layers, (shard + 1) * layers)
 
 
 def _int64(array: Array) -> Int64Array:
-    """A copy that is aligned and ours, as the library wants it."""
+    """A copy, aligned and ours, as the library needs it."""
     if array.dtype != np.int64:
         raise ValueError(f"indices are {array.dtype}")
     return np.array(array)
