@@ -3,7 +3,7 @@
 vLLM has a block table a group; block 0 stands for a page that the group's layers do not keep. All groups draw their
 blocks from one pool, and a block is a page of its group. Nothing of vLLM is imported.
 
-All pages of full attention are stored. Of a window, those that a hit can need are stored: at the prompt's end, in
+All pages of full attention are stored. Of a window, the pages that a hit can need are stored: at the prompt's end, in
 generated tokens, every `every` tokens, and where the prompt parted from others (its full pages go on past its hit).
 States are stored at the same tokens, if vLLM has one there: it offers states in the step that writes them, and makes
 one where a prompt parted if it is told to.

@@ -183,7 +183,7 @@ _PAGES, _STEPS = 16, 8  # waiting single pages and steps until a flush while req
 
 
 class Stores:
-    """Waiting stores, and those that still read blocks of vLLM's. A thread passes them to the engine.
+    """Waiting stores, and stores that still read blocks of vLLM's. A thread passes them to the engine.
 
     Passing on costs some 0.1 ms of Python, for any number of pages. So single pages wait for others: their blocks keep
     their bytes until a step is about to write them.
