@@ -64,7 +64,6 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def shown(field: FieldInfo) -> str:
-    """A default in YAML's form."""
     value = field.default
     if any(getattr(extra, "json_schema", None) == SIZE_SCHEMA for extra in field.metadata) and value is not None:
         return format_size(value)

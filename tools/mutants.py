@@ -93,7 +93,6 @@ def main() -> int:
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
-    """`count` of all mutants."""
     rng = random.Random(seed)
     python = [m for root in PYTHON for path in sorted((ROOT / root).glob("*.py")) for m in in_python(path)]
     cpp = [mutant for path in sorted(ROOT.glob(CPP)) for mutant in in_cpp(path)]

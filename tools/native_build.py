@@ -89,7 +89,6 @@ class Python(NamedTuple):
         return MODULE + (self.suffix.replace(os.uname().machine, machine) if machine else self.suffix)
 
     def library(self) -> Path:
-        """The module beside the sources."""
         return ROOT / "gdscache" / self.file()
 
 

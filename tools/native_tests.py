@@ -46,7 +46,6 @@ class SkipError(Exception):
 
 
 def compiler(kind: str) -> list[str]:
-    """The compiler's command for a kind."""
     if kind == "aarch64":
         if os.uname().machine == "aarch64":
             raise SkipError("this machine is one: see plain")
@@ -63,7 +62,6 @@ def compiler(kind: str) -> list[str]:
 
 
 def runner(kind: str) -> list[str]:
-    """The command that runs a binary of a kind."""
     if kind == "aarch64":
         return [shutil.which("qemu-aarch64") or "qemu-aarch64-static"]
     if kind == "thread" and shutil.which("setarch"):

@@ -72,7 +72,6 @@ def interpreters(named: list[str]) -> dict[Version, Path]:
 
 
 def kind_of(version: Version) -> str:
-    """The kind of wheel for a version."""
     return "cp311-cp311" if version == (3, 11) else "cp312-abi3"
 
 

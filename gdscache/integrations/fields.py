@@ -123,7 +123,6 @@ def plain(value: Any) -> Any:
 
 
 def _fields(one: object) -> list[tuple[str, Any]]:
-    """Public fields of a dataclass, and other public attributes."""
     names = [field.name for field in dataclasses.fields(one)] if dataclasses.is_dataclass(one) else []
     others = [name for name in getattr(one, "__dict__", {}) if name not in names]
     return [(name, getattr(one, name, None)) for name in [*names, *others] if not name.startswith("_")]

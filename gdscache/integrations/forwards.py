@@ -111,7 +111,6 @@ class Forwards:
             self._handles.append(model.register_forward_hook(seen, with_kwargs=True))
 
     def stop(self) -> None:
-        """Remove the hooks. Repeated calls are fine."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -125,7 +124,6 @@ class Forwards:
             )
 
     def reset(self) -> None:
-        """The cache was emptied."""
         self._running = False
 
     def allow(self, end: int) -> None:

@@ -81,7 +81,6 @@ class GroupFetch(Pinned):
         return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
 
     def unused(self, first: int) -> str:
-        """The present state of its pages, for a log line."""
         states = Counter(
             told.cause
             for engine, pages in zip(self._engines, self.pages, strict=True)
@@ -152,7 +151,6 @@ class GroupCache:
         return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
 
     def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
-        """These pages of each group are being stored: see `StandingStates`."""
         self._engine.states.stand(names, wanted)
 
     def reach(self, names: GroupNames, most: int) -> tuple[int, int]:

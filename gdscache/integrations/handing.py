@@ -46,7 +46,6 @@ class HandedStore:
         return self._handed.is_set() and (self._handle is None or self._handle.release_event.done())
 
     def wait(self) -> None:
-        """Wait until nothing reads its blocks."""
         self._handed.wait()
         if self._handle is not None:
             self._handle.release_event.synchronize()

@@ -36,7 +36,6 @@ def resolved(server: Any) -> Any:
 
 @functools.cache
 def table() -> FieldTable:
-    """The known fields of SGLang."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
 
 

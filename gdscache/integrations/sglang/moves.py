@@ -133,7 +133,6 @@ class LayerLoads:
         return landed
 
     def reset(self) -> None:
-        """Wait for all batches, and forget them."""
         for index in list(self._batches):
             self.finish(index)
         self.consumer_index = -1
@@ -205,7 +204,6 @@ class Offloads:
         self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:
-        """Offloads begun and not forgotten."""
         return len(self._offloads)
 
     def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:

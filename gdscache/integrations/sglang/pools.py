@@ -91,7 +91,6 @@ class PoolPages:
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
-        """The engines by the names of their pools."""
         return self.engine.by_groups
 
     def lengths(
@@ -132,7 +131,6 @@ class PoolPages:
             pool.weights_changed(ends=ends)
 
     def flushed(self) -> None:
-        """SGLang's cache is empty."""
         for pool in self.pools.values():
             pool.flushed()
 

@@ -34,7 +34,6 @@ class RankPlace(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether it has a directory."""
         return self.rank == 0 or not self.equal
 
     def described(self) -> dict[str, object]:

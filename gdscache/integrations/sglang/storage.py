@@ -108,7 +108,6 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return pages.lend() if isinstance(pages, HostPages) and self._place.equal else ""
 
     def _planes(self) -> PoolPlanes:
-        """The planes of all host pools."""
         pools = {KV: self.mem_pool_host} | {str(name): pool for name, pool in self._registered.items()}
         if self._place.equal and len(pools) > 1:
             raise CacheGroupsUnsupportedError(

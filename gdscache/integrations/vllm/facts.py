@@ -46,7 +46,6 @@ _PREFIXES = ("VLLM_",)
 
 @functools.cache
 def table() -> FieldTable:
-    """The known fields of vLLM."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations.vllm") / "fields.toml")
 
 
@@ -126,7 +125,6 @@ def _quantisation(config: Any) -> object:
 
 
 def _code(model: Any) -> str:
-    """A digest of the Python code that comes with the model."""
     try:
         files = sorted(_directory(model).glob("*.py"))
     except WeightsNotFoundError:

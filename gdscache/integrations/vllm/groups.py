@@ -37,7 +37,6 @@ class GroupStoreOrder:
     pool: int = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
-        """The pages' names, each in the namespace of its group."""
         return self.named
 
 

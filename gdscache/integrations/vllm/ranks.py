@@ -102,7 +102,6 @@ class Lead:
         self._untold: list[LoadBatch] = []  # batches whose orders have not come
 
     def busy(self) -> bool:
-        """Whether loads between steps are under way."""
         return self._loads.under_way
 
     def step(
@@ -200,7 +199,6 @@ class RankWorker:
         self.prefills.end()
 
     def take_observed(self) -> list[Observed]:
-        """Times of prefills since the last call."""
         observed, self._observed = self._observed, []
         return observed
 

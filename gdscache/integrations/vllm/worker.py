@@ -109,7 +109,6 @@ class LoadBatch:
         return set().union(*(one.bad_blocks() for one in self.pools))
 
     def requests(self) -> set[str]:
-        """The requests of its pages."""
         return {place.request_id for one in self.pools for place in one.places}
 
 
@@ -343,7 +342,6 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether loads between steps have not ended."""
         return bool(self._between)
 
     @property
@@ -357,7 +355,6 @@ class Loads:
         return self._step - self._unproven[0][0] if self._unproven else 0
 
     def begin(self, batches: Sequence[LoadBatch]) -> None:
-        """Add the loads of the step that begins."""
         for batch in batches:
             if batch.between:
                 self._between.append(batch)
@@ -371,7 +368,6 @@ class Loads:
             self._now.wait(layer)
 
     def wait_all(self) -> None:
-        """Order the current stream after all layers."""
         for layer in range(self._layers if self._now is not None else 0):
             self.wait(layer)
 
@@ -411,7 +407,6 @@ class Loads:
         return failed
 
     def take_bad(self) -> set[int]:
-        """Blocks that were not loaded, since the last call."""
         bad, self._bad = self._bad, set()
         return bad
 
