@@ -9,7 +9,7 @@ A table in TOML, beside an adapter, says for every field where it counts:
     [[harmless]]    no key and no value depends on it; `why` says why
 
 Each has a list of fields for every class, by the class's name. **A field that the table does not know is held**: a
-newer engine's new field may cost hits, but never gives another model's answer. Nothing of an engine is imported.
+newer engine's new field may cost hits, but never gives another model's answer.
 """
 
 from __future__ import annotations

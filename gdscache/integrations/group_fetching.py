@@ -1,7 +1,4 @@
-"""Fetches of waiting requests in a hybrid model: all pages that a hit needs in all groups, or none.
-
-Nothing of an inference engine is imported.
-"""
+"""Fetches of waiting requests in a hybrid model: all pages that a hit needs in all groups, or none."""
 
 from __future__ import annotations
 

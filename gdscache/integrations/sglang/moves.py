@@ -1,4 +1,4 @@
-"""Moves between the tiers and SGLang's device pools: loads by layers, and offloads. Nothing of SGLang is imported.
+"""Moves between the tiers and SGLang's device pools: loads by layers, and offloads.
 
 A load brings pages that were checked and are pinned in the CPU tier, so only a device error makes it fail. An offload
 is over when its pages have been read: until then SGLang does not evict them.

@@ -1,7 +1,6 @@
 """HiCache's host pools of hybrid models below one storage: a pool of windows, or of states, beside that of all tokens.
 
-SGLang addresses each pool by its name, and asks for the lengths at which all pools have their part of a prefix. Nothing
-of SGLang is imported.
+SGLang addresses each pool by its name, and asks for the lengths at which all pools have their part of a prefix.
 """
 
 from __future__ import annotations

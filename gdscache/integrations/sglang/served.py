@@ -1,4 +1,4 @@
-"""Hybrid models under SGLang's linker: a device pool for each kind of layer. Nothing of SGLang is imported.
+"""Hybrid models under SGLang's linker: a device pool for each kind of layer.
 
 A linker is called with a transfer for each component of SGLang's tree: pages from the first that the device lacks (KV),
 the last `ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Each names its pages by the

@@ -1,8 +1,5 @@
 """The settings of vLLM that decide its keys' and values' bytes, as plain facts by name; `fields.toml` lists them with
-reasons.
-
-Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
-"""
+reasons."""
 
 from __future__ import annotations
 

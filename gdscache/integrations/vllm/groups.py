@@ -1,7 +1,7 @@
 """The scheduler's side of the vLLM connector for hybrid models: requests whose layers keep different tokens.
 
 vLLM has a block table a group; block 0 stands for a page that the group's layers do not keep. All groups draw their
-blocks from one pool, and a block is a page of its group. Nothing of vLLM is imported.
+blocks from one pool, and a block is a page of its group.
 
 All pages of full attention are stored. Of a window, the pages that a hit can need are stored: at the prompt's end, in
 generated tokens, every `every` tokens, and where the prompt parted from others (its full pages go on past its hit).

@@ -1,7 +1,7 @@
 """The scheduler's side of the vLLM connector: the state of each request, and the loads and stores of a step.
 
-Plain state over a `Cache`, without bytes or threads; nothing of vLLM is imported. A request is any object with vLLM's
-names: `request_id`, `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
+Plain state over a `Cache`, without bytes or threads. A request is any object with vLLM's names: `request_id`,
+`block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
 
 A request begins to *fetch* when it arrives: its pages come to the CPU tier, are checked there, and stay pinned. When
 the scheduler asks for the request's hit, the table answers "not yet" while they come, for at most `wait` seconds, and

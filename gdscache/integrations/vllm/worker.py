@@ -1,7 +1,7 @@
 """The worker's side of the vLLM connector: moves between the engine's tiers and vLLM's blocks in a step.
 
-Nothing of vLLM is imported. If workers are processes of their own, `Loads` is in each of them and beside the scheduler,
-and `Stores` beside the scheduler (`ranks.py`).
+If workers are processes of their own, `Loads` is in each of them and beside the scheduler, and `Stores` beside the
+scheduler (`ranks.py`).
 
 A load within the step brings pages that were checked and are pinned. A load between steps may meet a bad page; its
 blocks are reported, and vLLM computes them. A store reads its blocks after the steps submitted before its flush; until
