@@ -90,7 +90,7 @@ def doctor(
         Path | None, typer.Option("--dir", help="Examine this directory as an SSD tier, not ssd.path of --config.")
     ] = None,
 ) -> None:
-    """Report what this machine offers and what is missing. The exit status is 1 if the configuration asks for more.
+    """Check this machine, and report its missing parts. The exit status is 1 if the configuration asks for more.
 
     Works without a GPU. With a GPU it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of GPU memory.
     It writes and reads 32 MiB with each transport in the SSD tier's directory, and deletes them.
@@ -124,8 +124,8 @@ def inspect_directory(
 
     The groups of a hybrid model may have directories of their own below it (groups-0, ...): then each is shown.
 
-    A namespace is what makes pages interchangeable: its lines say what model, weights and settings they are of. Where
-    nothing hits after an upgrade, --compare shows the lines that changed.
+    Pages of one namespace are interchangeable. Its lines name the model, the weights and the settings. If no page hits
+    after an upgrade, --compare shows the changed lines.
     """
     from gdscache.commands.inspect import compare, directories_of, inspect, tables
 

@@ -92,7 +92,7 @@ def show(*parts: Table | str) -> None:
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
     shown = [p.lines(width) if isinstance(p, Table) else _wrap(printable(p, lines=True), width) for p in parts]
     text = "\n\n".join("\n".join(lines) for lines in shown if lines)
-    print(text)  # `typer.echo` would write UTF-8 whatever the stream's encoding
+    print(text)  # `typer.echo` would write UTF-8 in every encoding
 
 
 def figure(value: float, unit: str = "") -> str:

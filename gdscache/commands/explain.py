@@ -87,9 +87,9 @@ def _ids(text: str) -> Asked:
 def explain(directory: Path, asked: Asked, config: Config | None = None, progress: Progress = silent) -> dict[str, Any]:
     """The places of a request's pages in a directory, as plain data.
 
-    `namespaces`: those that have or had pages of the request, the most pages first. Each has its `runs` of pages:
-    `first` and `stop` (exclusive) count pages of the request, `tokens` its tokens. `config`: gives the page keys of
-    tokens in a hybrid model with planes by group. Raises as `inspect` does.
+    `namespaces`: the namespaces with present or past pages of the request, the most pages first. Each has its `runs` of
+    pages: `first` and `stop` (exclusive) count pages of the request, `tokens` its tokens. `config`: gives the page keys
+    of tokens in a hybrid model with planes by group. Raises as `inspect` does.
     """
     directory = existing(directory)
     owner = find_owner(directory, catalog_open=has_log(directory))
