@@ -1,6 +1,6 @@
 """The commands' output: tables, figures, a progress bar, JSON files, plots, help.
 
-    table = Table("Copies", "page", "what", "GB/s")  # without columns: pairs of a name and a text
+    table = Table("Copies", "page", "way", "GB/s")  # without columns: pairs of a name and a text
     table.add_row("2MiB", "load", figure(31.42))
     show(table, "a line below")
 
