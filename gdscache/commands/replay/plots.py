@@ -14,8 +14,8 @@ _GB = 1e9
 
 
 def replay_plot(report: Row, path: Path) -> None:
-    """Plot the hit pages over the capacity: a line for each policy, the optimum on top, and the unreachable area above
-    it. With an SSD, a second plot has the hit pages over the bytes written, a point for each run; the line is the
+    """Plot the hit pages over the capacity: a line for each policy, the optimum, and an infinite cache as the limit.
+    With an SSD, a second plot has the hit pages over the bytes written, a point for each run; the line is the
     frontier. For a model with states: the hit tokens over the CPU tier, beside vLLM's own offloading.
 
     Raises `MissingPackageError` without matplotlib and `InvalidValueError` for an unknown file name suffix.
