@@ -3,7 +3,7 @@
     python examples/attach_engine.py
 
 The engine is a toy: its "attention" writes numbers that follow from token, position and layer, so that every row can be
-checked. It calls the cache as a real engine does, in the same order.
+checked. It calls the cache like a real engine, in the same order.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class ToyEngine:
         self.cache = CacheEngine.from_config(config, planes=self.planes)
 
     def serve(self, tokens: list[int]) -> tuple[str, StoreHandle]:
-        """Prefill a prompt; says how many tokens came from where, and returns the store of its pages."""
+        """Prefill a prompt. Returns a line on the tokens' sources, and the store of its pages."""
         blocks = [self.free.pop() for _ in range(-(-len(tokens) // BLOCK))]
 
-        # 1. What is cached? A prompt's last token is always computed: its logits are wanted.
+        # 1. Which pages are cached? A prompt's last token is always computed: its logits are wanted.
         hit = self.cache.lookup(tokens[:-1])
-        # 2. Begin loading into our blocks. The hit was a snapshot: `load.tokens` is what is really on its way.
+        # 2. Begin loading into our blocks. The hit was a snapshot: `load.tokens` is the number that is on its way.
         load = self.cache.load(hit, blocks[: hit.tokens // BLOCK])
         # 3. The forward pass: layer by layer, as the layers arrive.
         for layer in range(LAYERS):
             load.wait(layer)
             self.forward(layer, tokens, blocks, start=load.tokens)
-        # 4. The verdict, before any output is used. What turns out to be bad is computed after all, from the first bad
-        #    page to the end of the prompt: what follows it was computed on it.
+        # 4. The verdict, before any output is used. From the first bad page on, the prompt is computed after all: later
+        #   tokens were computed on that page.
         report = load.settle(lambda gap: self.recompute(tokens, blocks, gap.first))
-        # 5. Store the full pages; in the background. Pages that are stored already cost nothing. A page is found by
-        #    `lookup` when a tier has it complete, which is a moment after this call.
+        # 5. Store the full pages, in the background. Pages already stored cost nothing. `lookup` finds a page when a
+        #   tier has it complete, a moment after this call.
         full = len(tokens) // PAGE * PAGE
         handle = self.cache.store(tokens, blocks[: full // BLOCK])
 
@@ -79,13 +79,13 @@ class ToyEngine:
             self.forward(layer, tokens, blocks, start)
 
     def check(self, tokens: list[int], blocks: list[int]) -> None:
-        """Every row, loaded or computed, is what the model would have computed."""
+        """Check that every row, loaded or computed, is the model's."""
         for layer, planes in enumerate(self.planes):
             for plane, rows in zip(planes, rows_of(layer, tokens), strict=True):
                 assert torch.equal(plane[blocks].flatten(0, 1)[: len(tokens)].cpu(), rows), f"layer {layer} differs"
 
     def close(self) -> None:
-        self.cache.close()  # finishes what is being stored
+        self.cache.close()  # finishes running stores
 
 
 def rows_of(layer: int, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

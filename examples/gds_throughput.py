@@ -1,10 +1,10 @@
-"""How fast a directory is read and written by each transport, into host memory and into a GPU's: a script to adapt.
+"""The rates at which each transport reads and writes a directory, with host memory and with a GPU's: a script to adapt.
 
     python examples/gds_throughput.py [DIRECTORY] [--mib 256] [--request-kib 1024] [--threads 16] [--require-gds]
 
 It moves a file once each way, by calls from threads, and compares every byte. With --require-gds it fails unless the
 nvidia-fs driver counted reads and writes of GPU memory meanwhile. `gdscache bench io` measures in turns, against the
-disk's own limit, and by more sizes and depths; this shows the calls.
+disk's own limit, and with more sizes and depths; this shows the calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_S = 120.0
 
 
 def move(transport: Transport, op: Op, file: int, memory: Memory, request: int) -> float:
-    """Move the whole of the memory in calls of so many bytes, by the transport's number of threads; GB/s."""
+    """Move the whole memory in calls of `request` bytes, by the transport's number of threads; GB/s."""
     parts = [part(memory, at, min(at + request, memory.nbytes)) for at in range(0, memory.nbytes, request)]
     start = time.perf_counter()
     carry(transport, op, [(file, n * request, some) for n, some in enumerate(parts)], DEADLINE_S)
@@ -39,7 +39,7 @@ def move(transport: Transport, op: Op, file: int, memory: Memory, request: int) 
 
 
 def try_one(name: str, device: str, path: Path, options: argparse.Namespace) -> bool:
-    """Write and read the file by one transport and say what came of it; whether it was GPUDirect Storage."""
+    """Write and read the file by one transport and print the result. Returns whether it was GPUDirect Storage."""
     nbytes, request = options.mib << 20, options.request_kib << 10
     try:
         transport = open_transport(
@@ -55,7 +55,7 @@ def try_one(name: str, device: str, path: Path, options: argparse.Namespace) -> 
         file = transport.open(path)
         content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         if device == "cpu":
-            buffer = HostBuffer(nbytes)  # page-aligned, page-locked where CUDA is
+            buffer = HostBuffer(nbytes)  # page-aligned, page-locked if CUDA is available
             tensor, whole = buffer.tensor, buffer.view
             memory: Memory = whole
         else:
@@ -98,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gdscache-throughput-", dir=options.directory) as directory:
         path = Path(directory, "data.bin")
         with path.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, options.mib << 20)  # transports take files that have their size
+            os.posix_fallocate(file.fileno(), 0, options.mib << 20)  # transports take files of their full size
         names = {"cpu": ["posix", "nixl"], "cuda:0": ["cufile", "kvikio", "nixl"]}
         found = [try_one(name, device, path, options) for device in devices for name in names[device]]
     print(f"GPUDirect Storage: {'yes' if any(found) else 'no'}")

@@ -3,10 +3,10 @@ state in place of tokens.
 
     python examples/hybrid.py
 
-Each group of layers has planes and a block table of its own. The table of the windows lets blocks go as the prompt
-grows, as an engine does that has more prompts than memory. A state exists only where a chunk ends, so chunks are cut
-where the cache wants one. The "attention" writes numbers that follow from token, position and layer, so that every row
-that a layer may look at can be checked.
+Each group of layers has planes and a block table of its own. The windows' table releases blocks as the prompt grows,
+like an engine with more prompts than memory. A state exists only where a chunk ends, so chunks are cut where the cache
+wants one. The "attention" writes numbers that follow from token, position and layer, so that every row that a layer may
+read can be checked.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class ToyEngine:
         model = {"name": "toy", "layers": LAYERS, "dtype": "float32", "page_tokens": PAGE}
         config = {
             "model": {**model, "planes": kinds, "groups": groups},
-            "cpu": {"capacity": "32MiB"},  # of all groups together, as every size
+            "cpu": {"capacity": "32MiB"},  # of all groups together, like every size
             "ssd": {"path": directory, "capacity": "64MiB"},
             "store": {"window_every": 256},
         }
         self.planes = [
-            [torch.zeros(1, 1, STATE)]  # a block is one state, whatever its page's tokens are
+            [torch.zeros(1, 1, STATE)]  # a block is one state, for any number of tokens a page
             if layer in GROUPS["state"]
             else [torch.zeros(BLOCKS[self.group_of[layer]], PAGE, HEADS, HEAD_DIM) for _ in "kv"]
             for layer in range(LAYERS)
@@ -69,15 +69,15 @@ class ToyEngine:
         self.cache = HybridEngine.from_config(config, self.planes)
 
     def serve(self, tokens: list[int], chunk: int = 128) -> str:
-        """Prefill a prompt, chunk by chunk; says how many tokens came from the cache."""
+        """Prefill a prompt, chunk by chunk. Returns a line on the tokens from the cache."""
         cache, size = self.cache, len(tokens)
         hit = cache.lookup(tokens[: size - 1])  # at least one token is left to compute
         free = {name: list(range(blocks)) for name, blocks in BLOCKS.items()}
-        # 1. A block for each page that the hit brings; -1 for those before a window, and before a state.
+        # 1. A block for each page of the hit; -1 for pages before a window, and before a state.
         tables = {name: [-1] * pages.start + [free[name].pop() for _ in pages] for name, pages in hit.pages.items()}
         load = cache.load(hit, {name: tables[name][pages.start :] for name, pages in hit.pages.items()})
         # 2. The forward pass of each chunk, layer by layer, as the layers of the hit arrive. Chunks end where the next
-        # prompts may begin: at this one's last page, where another one parted from it, and at `store.window_every`.
+        #   prompts may begin: at this one's last page, where another one parted from it, and at `store.window_every`.
         keep_at = [hit.parted, size - 1]
         wanted = cache.window_ends(size, keep_at)
         ends = sorted(
@@ -98,13 +98,13 @@ class ToyEngine:
                 where = torch.tensor(tables[self.group_of[layer]])[positions // PAGE], positions % PAGE
                 rows = rows_of(layer, tokens)[begin:end]
                 self.planes[layer][0][where], self.planes[layer][1][where] = rows, -rows
-            # The state of this chunk's end is that of a page, if it ends there. It is in block 0 in any case.
+            # The state of this chunk's end is a page's, if it ends there. It is in block 0 in any case.
             tables["state"] = [-1] * (end // PAGE)
             if end in wanted:
                 tables["state"][-1] = 0
             # 3. The verdict on the hit, before any output is used.
             assert load.result().tokens == hit.tokens, "a page was bad: compute the prompt again"
-            # 4. Store what this chunk filled; blocks may be used again when they were read.
+            # 4. Store the pages that this chunk filled; blocks may be used again when they were read.
             start = begin // PAGE * PAGE
             filled = {name: table[start // PAGE : end // PAGE] for name, table in tables.items()}
             cache.store(tokens[:end], filled, start, keep_at=keep_at).released()
@@ -113,14 +113,14 @@ class ToyEngine:
         )
 
     def let_go(self, tables: dict[str, list[int]], free: dict[str, list[int]], tokens: int) -> None:
-        """Give back the windows' blocks that token number `tokens` and those behind it do not attend to."""
+        """Release the windows' blocks that tokens from number `tokens` on do not attend to."""
         for page in range(max(0, tokens - WINDOW + 1) // PAGE):
             if tables["window"][page] >= 0:
                 free["window"].append(tables["window"][page])
                 tables["window"][page] = -1
 
     def check(self, layer: int, tokens: list[int], begin: int, tables: dict[str, list[int]]) -> None:
-        """All that token `begin` looks at is right: the state, or every row that it attends to."""
+        """Check the state, or every row, that token `begin` attends to."""
         if layer in GROUPS["state"]:
             state = state_of(layer, tokens[:begin], torch.zeros(STATE))
             assert not begin or torch.equal(self.planes[layer][0][0, 0], state), f"layer {layer} differs"

@@ -2,7 +2,7 @@
 
     python examples/quickstart.py [DIRECTORY]
 
-Needs no GPU and no model: numbers stand in for what a model would compute.
+Needs no GPU and no model: numbers stand in for a model's results.
 """
 
 from __future__ import annotations

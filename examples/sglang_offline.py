@@ -3,7 +3,8 @@
     gdscache config init sglang
     python examples/sglang_offline.py MODEL gdscache.yaml
 
-Run it twice: the second run prints how many tokens of each prompt came from the SSD. docs/sglang.md lists what works.
+Run it twice: the second run prints the number of tokens of each prompt that came from the SSD. docs/sglang.md lists
+supported settings.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
         unified_cache_external_linker_config={
             "linker": "GdsCacheLinker",
             "linker_module_path": "gdscache.integrations.sglang.linker",
-            # A lone request waits so long for the SSD; a busy server never does.
+            # A lone request waits up to 1 s for the SSD; a busy server never does.
             "linker_extra_config": {"config": given.config, "ssd_wait": 1.0},
         },
     )

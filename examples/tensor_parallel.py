@@ -3,9 +3,9 @@
     python examples/tensor_parallel.py
 
 Each rank holds half of the heads. The leader has the index and no planes; it could as well live in a process with
-planes. Here the processes talk by pipes; a real engine sends the orders along with what it tells its ranks anyway, as
-torch.distributed or its own channel does. The "attention" writes numbers that follow from token, position, layer and
-rank, so that every row can be checked.
+planes. Here the processes talk by pipes; a real engine sends the orders along with its other messages to the ranks, by
+torch.distributed or its own channel. The "attention" writes numbers that follow from token, position, layer and rank,
+so that every row can be checked.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def rows_of(rank: int, layer: int, tokens: list[int]) -> torch.Tensor:
 
 
 def serve(number: int, line: Connection) -> None:
-    """A rank: planes of its own, and what the leader orders, in the order of its steps."""
+    """A rank: planes of its own, and the leader's orders, in the order of its steps."""
     planes = [[torch.zeros(BLOCKS, PAGE, HEADS, HEAD_DIM) for _ in "kv"] for _ in range(LAYERS)]
     with Rank(planes, rank=number) as rank:
         line.send(rank.address)
         while (step := line.recv()) is not None:
             tokens, blocks, cached, load_order = step
-            # 1. Begin what the leader decided; nothing is asked here.
+            # 1. Begin the load that the leader decided.
             load = rank.load(load_order)
             # 2. The forward pass, layer by layer, as the layers arrive.
             positions = torch.arange(cached, len(tokens))
@@ -49,7 +49,7 @@ def serve(number: int, line: Connection) -> None:
                 planes[layer][0][where], planes[layer][1][where] = rows[cached:], -rows[cached:]
             # 3. The verdict, before any output is used. A page that is bad on one rank is bad: the leader hears of it.
             line.send([status.value for status in load.result().pages])
-            # 4. What is stored is read behind what this rank has computed by now.
+            # 4. Stored pages are read behind this rank's work so far.
             rank.store(line.recv())
             for layer in range(LAYERS):
                 rows = planes[layer][0][blocks].flatten(0, 1)[: len(tokens)]
@@ -70,13 +70,13 @@ class Leader:
         model = {"name": "toy", "layers": LAYERS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
         config = {
             "model": {**model, "page_tokens": PAGE},  # a rank's part of the model
-            "cpu": {"capacity": "32MiB"},  # of all ranks together, as every size but gpu.staging
+            "cpu": {"capacity": "32MiB"},  # of all ranks together, like every size but gpu.staging
             "ssd": {"path": directory, "capacity": "64MiB"},
         }
         self.cache = CacheEngine.from_config(config, ranks=[line.recv() for line in self.lines])
 
     def serve(self, tokens: list[int]) -> str:
-        """Prefill a prompt on all ranks; says how many tokens came from where."""
+        """Prefill a prompt on all ranks. Returns a line on the tokens' sources."""
         blocks = [*range(-(-len(tokens) // PAGE))]  # all are free: one prompt at a time
         hit = self.cache.lookup(tokens[:-1])
         load = self.cache.load(hit, blocks[: hit.tokens // PAGE])
@@ -91,7 +91,7 @@ class Leader:
         return f"{load.result().tokens:3} of {len(tokens)} tokens from {', '.join(sorted(set(hit.tiers))) or 'nowhere'}"
 
     def close(self) -> None:
-        self.cache.close()  # finishes what is being stored
+        self.cache.close()  # finishes running stores
         for line, process in zip(self.lines, self.processes, strict=True):
             line.send(None)
             process.join()

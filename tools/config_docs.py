@@ -1,9 +1,9 @@
-"""Write what the models of gdscache/config say into configs/default.yaml and the tables of docs/configuration.md, and
-the table of docs/metrics.md, which gdscache/metrics has.
+"""Write the descriptions in gdscache/config into configs/default.yaml and the tables of docs/configuration.md, and
+those in gdscache/metrics into the table of docs/metrics.md.
 
     python tools/config_docs.py
 
-Keys, defaults and meanings are written once, in the code. Tests compare the files with what this would write.
+Keys, defaults and meanings are written once, in the code. Tests compare the files with the output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gdscache.sizes import SIZE_SCHEMA, format_size
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = re.compile(r"<!-- keys: (\S+) -->\n.*?<!-- end -->\n", re.DOTALL)
 METRICS = re.compile(r"<!-- metrics -->\n.*?<!-- end -->\n", re.DOTALL)
-# What has no default, or none that a file could begin with.
+# Keys without a default, or with none that a file could begin with.
 EXAMPLES = {
     "model.name": "my-model",
     "model.layers": "16",
@@ -35,7 +35,7 @@ EXAMPLES = {
 COMMENTED = (
     "events",
     "metrics",
-)  # sections that mean something just by being there, and that are not shown as they are
+)  # sections that have an effect by their presence, and are shown commented out
 HEAD = """\
 # Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.
 # The model's name and sizes and the SSD's path have no default: these are examples, of a small Llama shape.
@@ -64,7 +64,6 @@ def is_list(field: FieldInfo) -> bool:
 
 
 def shown(field: FieldInfo) -> str:
-    """A default as YAML has it."""
     value = field.default
     if any(getattr(extra, "json_schema", None) == SIZE_SCHEMA for extra in field.metadata) and value is not None:
         return format_size(value)
@@ -88,7 +87,7 @@ def rows(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def table(name: str) -> str:
-    """The table of one section; `top` is what stands outside of all sections."""
+    """The table of one section; `top` has the keys outside of all sections."""
     if name == "top":
         lines = [row for row in rows(Config, "") if not row.startswith("| `tiers")]
     else:
@@ -100,12 +99,12 @@ def table(name: str) -> str:
 
 
 def configuration(text: str) -> str:
-    """docs/configuration.md with its tables anew."""
+    """docs/configuration.md with new tables."""
     return TABLES.sub(lambda found: f"<!-- keys: {found[1]} -->\n{table(found[1])}<!-- end -->\n", text)
 
 
 def metrics(text: str) -> str:
-    """docs/metrics.md with its table anew."""
+    """docs/metrics.md with a new table."""
     rows = [
         f"| `{one.sample}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.help} |"
         for one in FAMILIES
@@ -115,7 +114,6 @@ def metrics(text: str) -> str:
 
 
 def default_yaml() -> str:
-    """configs/default.yaml."""
     parts = [HEAD]
     for name, field in Config.model_fields.items():
         section = section_of(field)
@@ -134,7 +132,7 @@ def default_yaml() -> str:
 
 
 def entry(indent: str, key: str, value: str, description: str, width: int = WIDTH) -> list[str]:
-    """A key with its comment, which goes on below it where it is long."""
+    """A key with its comment, which continues below if it is long."""
     begin = f"{indent}{key}: {value}".rstrip()
     first, *more = textwrap.wrap(description, width - max(COMMENT, len(begin) + 1), break_on_hyphens=False)
     if len(begin) >= COMMENT and more:

@@ -1,9 +1,9 @@
-"""Whether gdscache installs beside the newest inference engines: their pins, asked of the package index.
+"""Check that gdscache installs beside the newest inference engines: their pins, from the package index.
 
     python tools/engine_pins.py
 
-For each engine of engine_pins.toml uv resolves gdscache's own requirements together with what that engine asks of the
-same distributions, for a Linux machine, and installs nothing. It reads the metadata of wheels, and downloads none.
+For each engine of engine_pins.toml uv resolves gdscache's own requirements together with the engine's for the same
+distributions, for a Linux machine, and installs nothing. It reads the metadata of wheels, and downloads none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TARGET = ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_3
 
 
 def wishes() -> Iterator[tuple[str, list[str]]]:
-    """Each engine (name and version), and what gdscache and it ask for together."""
+    """Each engine (name and version), and gdscache's and its requirements together."""
     ours = list(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
     for engine in tomllib.loads(PINS.read_text(encoding="utf-8"))["engine"]:
         yield f"{engine['name']} {engine['version']}", ours + engine["requires"]

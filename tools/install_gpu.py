@@ -1,8 +1,8 @@
 """Install the GPU libraries that fit this machine, into the environment that runs this file. `make` calls it.
 
 The requirements are those of the extras `cuda12` and `cuda13` in pyproject.toml. kvikio and NIXL are installed without
-their declared dependencies, of which most (1.3 GB of CUDA libraries for kvikio, every CUDA version for NIXL) are never
-imported; of kvikio's the few that it does import follow.
+their declared dependencies, most of which (1.3 GB of CUDA libraries for kvikio, every CUDA version for NIXL) are never
+imported; the few that kvikio does import follow.
 
 cuda-core and NVRTC, for the tests that compile every kernel on any machine, go into a directory of their own for each
 CUDA version: cuda-bindings for two versions cannot live in one environment.
@@ -23,16 +23,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"  # the newest versions that were tested
-# Brought by torch, or for nothing that is imported; cuda-toolkit is a name for a set of such packages.
+# Brought by torch, or never imported; cuda-toolkit is a name for a set of such packages.
 PROVIDED = ("cupy", "numpy", "torch", "cuda-toolkit")
-CUFILE = {12: "nvidia-cufile-cu12", 13: "nvidia-cufile"}  # what kvikio loads
+CUFILE = {12: "nvidia-cufile-cu12", 13: "nvidia-cufile"}  # loaded by kvikio
 NVRTC = {12: "nvidia-cuda-nvrtc-cu12>=12.8", 13: "nvidia-cuda-nvrtc>=13,<14"}  # 12.8 is the first that knows sm_100
 
 
 def driver_cuda_major() -> int | None:
-    """The newest CUDA major version that the driver runs, or None when there is no driver or no GPU.
+    """The newest CUDA major version that the driver runs, or None without a driver or a GPU.
 
-    From libcuda itself, which is there wherever CUDA programs can run; `nvidia-smi` often is not (containers).
+    From libcuda itself, which every CUDA program needs; `nvidia-smi` is often missing (containers).
     """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -52,7 +52,7 @@ def torch_cuda_major() -> int | None:
 
 
 def extra_requirements(major: int) -> list[str]:
-    """The requirements of the extra for that CUDA version; empty when there is none."""
+    """The requirements of the extra for that CUDA version; empty if there is none."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return list(project["optional-dependencies"].get(f"cuda{major}", []))
 
@@ -68,7 +68,7 @@ def is_installed(name: str) -> bool:
 
 
 def declared_by(name: str) -> list[str]:
-    """What an installed distribution needs beside what is `PROVIDED`, and beside its own extras."""
+    """The requirements of an installed distribution, without `PROVIDED` ones and its own extras."""
     importlib.invalidate_caches()
     declared = importlib.metadata.requires(name) or []
     plain = [text.partition(";")[0].strip() for text in declared if "extra ==" not in text]
@@ -100,16 +100,16 @@ def install_nixl(requirement: str) -> None:
 
 
 def nvrtc_directory(major: int) -> Path:
-    """Where `install_nvrtc` puts cuda-core and NVRTC for that CUDA version: a directory for PYTHONPATH."""
+    """The target of `install_nvrtc` for that CUDA version: a directory for PYTHONPATH."""
     return Path(sys.prefix) / f"nvrtc{major}"
 
 
 def install_nvrtc(major: int) -> None:
-    """cuda-core as the extra wants it, NVRTC, and what finds it, in `nvrtc_directory`; nothing where they are there."""
+    """Install cuda-core as in the extra, NVRTC, and its finder into `nvrtc_directory`, unless they are there."""
     core = [text for text in extra_requirements(major) if text.startswith(("cuda-core", "cuda-bindings"))]
     wanted = [*core, "cuda-pathfinder>=1.4.2,<2", NVRTC[major]]
     directory = nvrtc_directory(major)
-    # Written last: without it, or when it differs, whatever lies there is of no use. Wheels are for one Python version.
+    # Written last: if it is missing or differs, the directory is useless. Wheels are for one Python version.
     complete = directory / "complete.txt"
     content = "\n".join(["python {}.{}".format(*sys.version_info), *wanted, ""])
     if complete.is_file() and complete.read_text(encoding="utf-8") == content:
@@ -122,7 +122,7 @@ def install_nvrtc(major: int) -> None:
 
 
 def install(major: int, requirements: list[str]) -> None:
-    # What is installed with its dependencies comes first: pip would name all that the others leave out.
+    # Requirements with dependencies first: otherwise pip would complain about those left out by the others.
     for requirement in sorted(requirements, key=lambda text: text.startswith(("kvikio", "nixl"))):
         if requirement.startswith("kvikio"):
             install_kvikio(requirement, CUFILE[major])
@@ -185,13 +185,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def install_only(major: int, name: str) -> int:
-    """One library of an extra, whatever the machine has; an exit status."""
+    """Install one library of an extra on any machine. Returns an exit status."""
     requirements = [text for text in extra_requirements(major) if text.startswith(name)]
     return attempt(lambda: install(major, requirements))
 
 
 def attempt(action: Callable[[], None], advice: str = "") -> int:
-    """Install; an exit status, with the cause on stderr."""
+    """Install. Returns an exit status, with the cause on stderr."""
     try:
         action()
     except subprocess.CalledProcessError as error:

@@ -1,14 +1,15 @@
-"""Which checks would no test miss: each mutant has one check taken out, and is given to the tests that enter its line.
+"""Find checks that no test would miss: each mutant lacks one check, and runs the tests that enter the check's line.
 
     tools/mutants.py --seed 1 --count 200 --jobs 2 --json mutants.json
 
-1. The tests of `make test` run once, with coverage.py, which keeps which test enters which line; tests that fail go.
+1. The tests of `make test` run once, with coverage.py, which records the lines that each test enters; failing tests are
+  left out.
 2. Checks are found in Python (`gdscache/disk`, `tiers`, `index`: tests of `if`, of conditional expressions and
-   comprehensions, operands of `and` and `or`) and in C++ (`csrc/host/moves/moves*`: tests of `if`).
-3. Each mutant is a copy of the tree with one of them taken out. Its tests run from the fastest on, until one fails or
-   `--seconds` of them have run. Of C++ the line's tests are not known: the tests in C++ and of `tests/unit/moves` run.
+  comprehensions, operands of `and` and `or`) and in C++ (`csrc/host/moves/moves*`: tests of `if`).
+3. Each mutant is a copy of the tree without one of them. Its tests run from the fastest on, until one fails or
+  `--seconds` of them have run. For C++ the line's tests are unknown: the tests in C++ and of `tests/unit/moves` run.
 
-A mutant that no test notices is listed with its check; a test that hangs notices, too. Needs pytest-cov, which `make
+A mutant that no test notices is listed with its check; a hanging test counts as noticing. Needs pytest-cov, which `make
 mutants` installs.
 """
 
@@ -34,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ("gdscache/disk", "gdscache/tiers", "gdscache/index")
 CPP = "csrc/host/moves/moves*.cc"
-CPP_SHARE = 5  # one of so many mutants is in C++
+CPP_SHARE = 5  # one mutant in five is in C++
 CPP_TESTS = ("tests/unit/moves",)
 DURATIONS = "GDSCACHE_DURATIONS"  # the file in which `pytest_runtest_logreport` writes them
 NOT_LONG = "not suite and not soak and not engines and not scale and not gpu"
@@ -43,7 +44,7 @@ MOST_TESTS = 400
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A check that is taken out: the text from `start` to `end` of a file becomes `text`."""
+    """A removed check: the text from `start` to `end` of a file becomes `text`."""
 
     path: str
     line: int
@@ -92,7 +93,6 @@ def main() -> int:
 
 
 def drawn(seed: int, count: int) -> list[Mutant]:
-    """`count` of all mutants there are."""
     rng = random.Random(seed)
     python = [m for root in PYTHON for path in sorted((ROOT / root).glob("*.py")) for m in in_python(path)]
     cpp = [mutant for path in sorted(ROOT.glob(CPP)) for mutant in in_cpp(path)]
@@ -138,7 +138,7 @@ def in_cpp(path: Path) -> Iterator[Mutant]:
 
 
 def look(known: Path, jobs: int, tests: list[str]) -> None:
-    """Which tests enter which lines, and how long they take."""
+    """Record the lines that each test enters, and the tests' durations."""
     command = [
         sys.executable,
         "-m",
@@ -155,13 +155,13 @@ def look(known: Path, jobs: int, tests: list[str]) -> None:
     environment = _environment(ROOT) | {
         "COVERAGE_FILE": str(known / "coverage"),
         DURATIONS: str(known / "durations"),
-        "COVERAGE_CORE": "ctrace",  # the only one that knows contexts
+        "COVERAGE_CORE": "ctrace",  # the only one with contexts
     }
     subprocess.run([*command, *tests], cwd=ROOT, env=environment)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Called by pytest in `look`: how long a test that passed took."""
+    """Called by pytest in `look`: note the duration of a passed test."""
     if report.when == "call" and report.passed and DURATIONS in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(os.environ[DURATIONS], "a") as file:
             file.write(json.dumps([report.nodeid, report.duration]) + "\n")
@@ -198,7 +198,7 @@ class Tests:
 
 
 def judge(mutant: Mutant, tests: list[str], made: str) -> str:
-    """`noticed`, `unnoticed` or `unrun`, and by what."""
+    """`noticed`, `unnoticed` or `unrun`, and the reason."""
     if not tests:
         return "unrun (no test enters its line)"
     with tempfile.TemporaryDirectory(dir=made) as directory:
@@ -218,7 +218,7 @@ def judge(mutant: Mutant, tests: list[str], made: str) -> str:
 
 
 def _fails(command: list[str], tree: Path, environment: dict[str, str], seconds: float) -> str:
-    """What a command that fails says last; empty where it ends well."""
+    """The last output of a failing command; empty if it succeeds."""
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds

@@ -1,4 +1,4 @@
-"""Setuptools' build backend, which also asks for a compiler where the machine has none (see native_build.py)."""
+"""Setuptools' build backend, which also requires a compiler if the machine has none (see native_build.py)."""
 
 from __future__ import annotations
 

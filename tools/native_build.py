@@ -2,11 +2,11 @@
 
     python tools/native_build.py               beside the sources, unless it is newer than they are
     python tools/native_build.py PYTHON...     for other interpreters, which need nothing but Python's headers
-    python tools/native_build.py --requires    what pip must install first: nothing, or ziglang
+    python tools/native_build.py --requires    requirements that pip must install first: none, or ziglang
 
 Setuptools compiles by the same functions (pyproject.toml names the commands below): beside the sources for an editable
 install, into the wheel otherwise. From CPython 3.12 on, one module by the stable ABI serves every version; 3.11 has one
-of its own. Of csrc/host only bind/ knows Python, by nanobind, whose own source goes in.
+of its own. Of csrc/host only bind/ knows Python, by nanobind, whose own source is compiled in.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ WHEELS = {f"manylinux_{GLIBC.replace('.', '_')}_{machine}": machine for machine 
 INCLUDE = f"-I{SOURCES}"
 _COMPILE = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", INCLUDE)
 _NANOBIND = ("-DNDEBUG", "-DNB_COMPACT_ASSERTIONS")
-_STABLE = ("-DPy_LIMITED_API=0x030C0000", "-include", "stdio.h")  # which Python.h leaves out then, and nanobind needs
+_STABLE = (
+    "-DPy_LIMITED_API=0x030C0000",
+    "-include",
+    "stdio.h",
+)  # Python.h then leaves out stdio.h, which nanobind needs
 _THEIRS = ("-w", "-fno-strict-aliasing")  # of nanobind's own source
 _LINK = ("-shared", "-pthread", "-Wl,-s")
 _WRAP = ("-Wl,--wrap=malloc", "-Wl,--wrap=free")  # see base/memory.cc
@@ -66,7 +70,7 @@ print(json.dumps([version, sysconfig.get_path("include"), sysconfig.get_config_v
 
 
 class BuildError(SystemExit):
-    """The library cannot be built. The message says why, and what to install."""
+    """The library cannot be built. The message has the cause, and the package to install."""
 
 
 class Python(NamedTuple):
@@ -79,19 +83,18 @@ class Python(NamedTuple):
     stable: bool
 
     def file(self, machine: str | None = None) -> str:
-        """What the module's file is called, for this machine or another architecture."""
+        """The module's file name, for this machine or another architecture."""
         if self.stable:
             return f"{MODULE}.abi3.so"
         return MODULE + (self.suffix.replace(os.uname().machine, machine) if machine else self.suffix)
 
     def library(self) -> Path:
-        """The module beside the sources."""
         return ROOT / "gdscache" / self.file()
 
 
 @functools.cache
 def python(executable: str = sys.executable) -> Python:
-    """What an interpreter says of itself."""
+    """The facts of an interpreter, from itself."""
     try:
         asked = subprocess.run([executable, "-c", _ASK], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -104,7 +107,7 @@ LIBRARY = python().library()
 
 @functools.cache
 def system_compiler() -> tuple[str, ...]:
-    """`$CXX`, or what this machine calls its C++ compiler; nothing where there is none that links C++20."""
+    """`$CXX`, or this machine's C++ compiler; empty if none links C++20."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in (named,) if named else (["c++"], ["g++"], ["clang++"]):
         if shutil.which(command[0]) and _links(command):
@@ -122,17 +125,17 @@ def _links(command: Sequence[str]) -> bool:
 
 
 def _static(command: Sequence[str]) -> tuple[str, ...]:
-    """The compiler's own library goes into ours, so that no other version of it has to fit. zig does that itself."""
+    """Link the compiler's own library statically, so that no other version of it has to fit. zig does that itself."""
     return () if "ziglang" in command else ("-static-libstdc++", "-static-libgcc")
 
 
 def requires() -> list[str]:
-    """What must be installed where the library is built."""
+    """The requirements of a build on this machine."""
     return [] if system_compiler() else [ZIG]
 
 
 def compiler(machine: str | None = None) -> tuple[str, ...]:
-    """The command that compiles: for this machine, or with `machine` for any Linux of that architecture with GLIBC."""
+    """The compiler's command: for this machine, or with `machine` for any Linux of that architecture with GLIBC."""
     if machine is None and (found := system_compiler()):
         return found
     if importlib.util.find_spec("ziglang") is None:
@@ -142,7 +145,7 @@ def compiler(machine: str | None = None) -> tuple[str, ...]:
 
 
 def bindings(of: Python) -> tuple[Path, tuple[str, ...]]:
-    """nanobind's own source, and what has a compiler find its headers and Python's."""
+    """nanobind's own source, and the flags for its headers and Python's."""
     nanobind = importlib.util.find_spec("nanobind")
     if nanobind is None or nanobind.origin is None:
         raise BuildError(f'error: there is no nanobind: pip install "{NANOBIND}", and try again')
@@ -158,18 +161,18 @@ def bindings(of: Python) -> tuple[Path, tuple[str, ...]]:
 
 
 def plain_sources() -> list[Path]:
-    """What is compiled into the module without Python's headers."""
+    """The sources compiled into the module without Python's headers."""
     return [source for source in sorted(SOURCES.glob("*/*.cc")) if source.parent not in (BINDINGS, TESTS)]
 
 
 def build(library: Path, machine: str | None = None, of: Python | None = None) -> None:
-    """Compile all sources, a file a process and as many at a time as there are processors, and link them."""
+    """Compile all sources, each in a process, one a processor at a time, and link them."""
     of = of or python()
     command, (theirs, known) = compiler(machine), bindings(of)
     with tempfile.TemporaryDirectory() as work:
         if machine is not None:
             known = (*known, "-isystem", str(_debian_headers(of, machine, Path(work))))
-        # The longest first.
+        # the longest first
         sources = [(theirs, (*known, *_THEIRS)), *((source, known) for source in sorted(BINDINGS.glob("*.cc")))]
         sources += [(source, ()) for source in plain_sources()]
         if library.parent == ROOT / "gdscache" and (hooks := sorted(HOOKS.glob("*.cc"))):
@@ -185,7 +188,7 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
         linked, names = Path(work, of.file(machine)), Path(work, "names")
         names.write_text(f"{{ global: PyInit_{MODULE}; local: *; }};\n", encoding="ascii")
         link = [*command, *_LINK, *_WRAP, *_static(command), *plain]
-        # Names of Python's may stay open in a module. So what needs none of them is linked alone first.
+        # A module may leave Python's symbols undefined. So the part without them is linked alone first.
         _run([*link, "-Wl,-z,defs", "-o", str(Path(work, "alone.so"))])
         _run([*link, *bound, f"-Wl,--version-script={names}", "-o", str(linked)])
         if machine is not None:
@@ -199,7 +202,7 @@ def build(library: Path, machine: str | None = None, of: Python | None = None) -
 
 
 def _debian_headers(of: Python, machine: str, work: Path) -> Path:
-    """A folder with what Debian's headers include from beside them, by the name of an architecture."""
+    """A folder for Debian's headers outside their own folder, by the name of an architecture."""
     headers = Path(of.headers)
     beside = headers.parent / f"{os.uname().machine}-linux-gnu" / headers.name / "pyconfig.h"
     if beside.exists():  # one for 64 bits serves the other
@@ -218,7 +221,7 @@ def _run(command: list[str]) -> None:
 
 
 def _check_glibc(library: Path) -> None:
-    """That no symbol is of a later C library than the wheel's tag says."""
+    """Check that no symbol is of a later C library than the wheel's tag says."""
     versions = {tuple(map(int, v.split(b"."))) for v in re.findall(rb"GLIBC_(\d+\.\d+)", library.read_bytes())}
     if versions and max(versions) > tuple(map(int, GLIBC.split("."))):
         raise BuildError(f"error: the library needs glibc {max(versions)}, and its wheel says {GLIBC}")
@@ -246,7 +249,7 @@ class BuildPy(build_py):
             if not is_fresh():
                 build(LIBRARY)
             return
-        for stale in Path(self.build_lib, "gdscache").glob(f"{MODULE}*.so"):  # of a wheel that was built before
+        for stale in Path(self.build_lib, "gdscache").glob(f"{MODULE}*.so"):  # of an earlier wheel
             stale.unlink()
         build(self._library(), self._machine())
 
@@ -261,10 +264,10 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel of one architecture: for CPython 3.12 and all that follow, or for the version that builds it."""
+    """A wheel of one architecture: for CPython 3.12 and later, or for the building version."""
 
     def finalize_options(self) -> None:
-        self.distribution.has_ext_modules = lambda: True  # so that all of it is installed where such wheels go
+        self.distribution.has_ext_modules = lambda: True  # installs everything where such wheels go
         super().finalize_options()
 
     def get_tag(self) -> tuple[str, str, str]:

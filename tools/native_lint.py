@@ -2,7 +2,7 @@
 
     python tools/native_lint.py
 
-Both are those beside this Python: `make lint` installs them. What is compiled for Python is read with its headers.
+Uses the tools beside this Python: `make lint` installs them. Sources for Python are read with its headers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUFFIXES = (".cc", ".h", ".cu", ".cuh")
 
 
 def complaints(command: list[str]) -> str:
-    """What a command says where it does not end with 0."""
+    """The output of a command that fails, else ""."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr if done.returncode else ""
 

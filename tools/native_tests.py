@@ -3,8 +3,8 @@
     python tools/native_tests.py [plain] [thread] [address] [aarch64] [--rounds N]
 
 thread: ThreadSanitizer. address: AddressSanitizer and UndefinedBehaviorSanitizer. Both need the system's compiler, with
-its sanitizers. aarch64: for the other architecture, under qemu-user; by a cross compiler, or by ziglang. What a machine
-lacks is skipped, with the reason. `--rounds`: of everything that is drawn at random; more than the short default.
+its sanitizers. aarch64: for the other architecture, under qemu-user; by a cross compiler, or by ziglang. Kinds that a
+machine cannot run are skipped, with the reason. `--rounds`: of all random tests; by default few.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 from native_build import INCLUDE, SOURCES, TESTS, plain_sources, system_compiler
 
 UNITS = sorted(TESTS.glob("test_*.cc"))
-# A CUDA driver and a cuFile, which tests of a GPU open where they lie.
+# A CUDA driver and a cuFile, which tests of a GPU open beside their binary.
 LIBRARIES = tuple(TESTS / name for name in ("fake_cuda.cc", "fake_cufile.cc"))
 WARNINGS = ("-std=c++20", "-g", "-pthread", "-fPIC", "-Wall", "-Wextra", "-Wshadow", "-Werror", INCLUDE)
-# GCC warns that its sanitizer does not know fences; ours orders stores that it does not see either.
+# GCC warns that its sanitizer does not know fences; ours order stores that it does not see either.
 KINDS = {
     "plain": ("-O1", "-g0"),
     "thread": ("-O1", "-fsanitize=thread"),
-    # Whose check of virtual calls needs a pipe, which a test that uses up all descriptors leaves nobody.
+    # Its check of virtual calls needs a pipe, and a test that uses up all descriptors leaves none.
     "address": (
         *("-O1", "-fsanitize=address,undefined", "-fno-sanitize=vptr"),
         *("-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
@@ -46,7 +46,6 @@ class SkipError(Exception):
 
 
 def compiler(kind: str) -> list[str]:
-    """The command that compiles a kind."""
     if kind == "aarch64":
         if os.uname().machine == "aarch64":
             raise SkipError("this machine is one: see plain")
@@ -63,11 +62,10 @@ def compiler(kind: str) -> list[str]:
 
 
 def runner(kind: str) -> list[str]:
-    """What runs a binary of a kind."""
     if kind == "aarch64":
         return [shutil.which("qemu-aarch64") or "qemu-aarch64-static"]
     if kind == "thread" and shutil.which("setarch"):
-        return ["setarch", "-R"]  # its shadow has no place where addresses are drawn with many bits
+        return ["setarch", "-R"]  # its shadow has no place if addresses are drawn with many bits
     return []
 
 
@@ -102,7 +100,7 @@ def build(kind: str, work: Path) -> list[Path]:
 
 
 def standard_headers(command: list[str], sources: list[Path], work: Path) -> list[str]:
-    """The standard headers that sources include, compiled once for all of them; and what has a compiler take them."""
+    """Compile the standard headers of all sources once. Returns the compiler's flags for them."""
     texts = [source.read_text(encoding="utf-8") for source in (*sources, *SOURCES.rglob("*.h"))]
     names = sorted({name for text in texts for name in re.findall(r"^#include <([a-z_]+)>", text, re.MULTILINE)})
     header = work / "standard.h"

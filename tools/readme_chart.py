@@ -1,4 +1,4 @@
-"""Draw the picture of the README: the time to first token by where the prefix came from, a bar each.
+"""Draw the picture of the README: the time to first token by the prefix's source, a bar each.
 
     python tools/readme_chart.py docs/results/ttft-h200.json docs/results/first-token.png
 

@@ -2,14 +2,14 @@
 
     python tools/wheels.py dist [PYTHON...]
 
-One wheel is for CPython 3.11, one with the stable ABI for 3.12 and all that follow. Each is built by a Python that it
-is for, in an environment of its own: this one, or one that is named, or what is called python3.11 and so on, in the
-PATH or beside this one, and has headers. Where there is none for a wheel, the end says that it was not built.
+One wheel is for CPython 3.11, one with the stable ABI for 3.12 and later. Each is built by a Python of its version, in
+an environment of its own: this one, a named one, or python3.11 and so on in the PATH or beside this one, with headers.
+A wheel without such a Python is reported at the end as not built.
 
 The wheels are built from the sdist, so a file that the sdist lacks is missed at once; ziglang compiles for both
-architectures. This machine's are tried away from the tree. With this Python a new environment has what gdscache itself
-requires, under tools/constraints.txt, and no extra; there the command answers, the native library computes, and an
-example runs. With every other Python that was found, the native library computes beside numpy.
+architectures. This machine's are tried away from the tree. With this Python a new environment has the requirements of
+gdscache itself, under tools/constraints.txt, and no extra; there the command answers, the native library computes, and
+an example runs. With every other found Python, the native library computes beside numpy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(*command: str | Path, cwd: Path) -> None:
 
 
 def version_of(python: str | Path) -> Version | None:
-    """The version of an interpreter that can build and have our wheels; None where it cannot, or does not run."""
+    """The version of an interpreter that can build and run our wheels; None if it cannot, or does not run."""
     try:
         asked = subprocess.run([python, "-c", ASK], capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError):  # pyenv has files for versions that are not chosen
@@ -57,7 +57,7 @@ def version_of(python: str | Path) -> Version | None:
 
 
 def interpreters(named: list[str]) -> dict[Version, Path]:
-    """One of each version, this one first."""
+    """One interpreter of each version, this one first."""
     base = Path(sys.base_prefix)
     folders = [base / "bin", *sorted(base.parent.glob("*/bin")), *map(Path, os.get_exec_path())]
     candidates = [folder / f"python{x}.{y}" for x, y in VERSIONS for folder in folders]
@@ -72,12 +72,11 @@ def interpreters(named: list[str]) -> dict[Version, Path]:
 
 
 def kind_of(version: Version) -> str:
-    """Which of the wheels is for a version."""
     return "cp311-cp311" if version == (3, 11) else "cp312-abi3"
 
 
 def environment(python: Path, folder: Path, *install: str | Path) -> Path:
-    """A new environment with something installed. Its interpreter."""
+    """A new environment with some packages installed. Returns its interpreter."""
     run(python, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "python", "-m", "pip", "install", "-q", "-c", ROOT / "tools" / "constraints.txt")
     run(*pip, *install, cwd=folder.parent)
@@ -87,7 +86,7 @@ def environment(python: Path, folder: Path, *install: str | Path) -> Path:
 def build(target: Path, work: Path, builders: dict[str, Path]) -> dict[str, Path]:
     """The sdist and the wheels into `target`, from a copy of the tree, since setuptools writes beside the sources.
 
-    The wheels of this machine's architecture, by their kind.
+    Returns the wheels of this machine's architecture, by kind.
     """
     source, dist = work / "source", work / "dist"
     source.mkdir()
@@ -126,7 +125,7 @@ def try_out(python: Path, wheel: Path, work: Path) -> None:
 
 
 def try_library(python: Path, wheel: Path, folder: Path) -> None:
-    """The same of the native library alone: torch for every version would be gigabytes."""
+    """The same for the native library alone: torch for every version would be gigabytes."""
     own = environment(python, folder, "numpy")
     run(own, "-m", "pip", "install", "-q", "--no-deps", wheel, cwd=folder)
     run(own, "-W", "error", "-c", COMPUTE, cwd=folder)

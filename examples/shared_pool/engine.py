@@ -1,9 +1,8 @@
-"""An inference engine's process: a prompt a line of JSON on stdin, what became of it on stdout.
+"""An inference engine's process: a prompt a line of JSON on stdin, its result on stdout.
 
     python engine.py CONFIG
 
-What a model would compute is stood in for by bytes that follow from the page's key, so that what comes out of the pool
-can be compared with them.
+Bytes that follow from the page's key stand in for a model's results, so that pages out of the pool can be compared.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Toy:
         return torch.randint(-99, 99, (16, 8, 64), generator=generator).to(torch.float16)
 
     def ask(self, prompt: list[int]) -> dict[str, Any]:
-        """Serve a prompt: fetch what there is of it anywhere, load that, compute the rest, store it."""
-        with self.engine.prefetch(prompt, pin=30.0) as fetch:  # asks the pool, and brings what it has to the CPU tier
+        """Serve a prompt: fetch its pages from any tier, load them, compute the rest, store it."""
+        with self.engine.prefetch(prompt, pin=30.0) as fetch:  # asks the pool, and brings its pages to the CPU tier
             fetch.result()
             hit = fetch.hit()
             blocks = list(range(len(prompt) // self.size))

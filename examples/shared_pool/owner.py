@@ -1,4 +1,4 @@
-"""A process that gives memory to the pool and does nothing else: engines may come and go, what it keeps stays.
+"""A process that only gives memory to the pool: engines may come and go, and its pages stay.
 
 python owner.py MASTER BYTES
 """

@@ -3,7 +3,7 @@
     python examples/shared_pool/run.py
 
 Needs `gdscache[mooncake,events]` (without CUDA: mooncake-transfer-engine-non-cuda, and libibverbs1). Its processes
-listen on every interface and ask nobody for a password; docs/scale_out.md says how to fence them.
+listen on every interface without a password; docs/scale_out.md says how to fence them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POOL_BYTES = 256 << 20
 
 
 class Engine:
-    """An engine's process, and what the router knows of it: what its events tell, on which tiers it has which pages."""
+    """An engine's process, and the router's view of its pages by tier, from its events."""
 
     def __init__(self, name: str, directory: Path, master: str, ends: contextlib.ExitStack) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Engine:
         return found
 
     def hear(self) -> None:
-        """Bring the view up to date. What was missed (a subscriber that comes late misses the first) is asked for."""
+        """Bring the view up to date. Missed batches (a late subscriber misses the first) are asked for."""
         heard = list(self.events.receive(0.2))
         for batch in heard:
             if not self.view.apply(batch) and self.view.lacking is not None:
@@ -70,13 +70,13 @@ class Engine:
                     self.view.apply(again)
 
     def has(self, prompt: list[int]) -> int:
-        """How many of a prompt's first pages this engine has itself: what the pool has, everybody has."""
+        """The number of a prompt's first pages that this engine has itself; pages of the pool are every engine's."""
         keys = [page.key for page in self.names.of(self.namespace, as_tokens(prompt))]
         return self.view.prefix(keys, ("gpu", "cpu", "ssd"))
 
 
 def begin(ends: contextlib.ExitStack, log: Path, *command: str) -> subprocess.Popen[str]:
-    """Start a process that ends with this one; what it logs goes to a file."""
+    """Start a process that ends with this one; its log goes to a file."""
     environment = {**os.environ, "GLOG_minloglevel": "2"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     out = ends.enter_context(log.open("w"))
@@ -93,7 +93,7 @@ def free_port() -> int:
 
 
 def start_pool(ends: contextlib.ExitStack, directory: Path) -> str:
-    """A master and an owner of memory; the master's address."""
+    """Start a master and an owner of memory. Returns the master's address."""
     found = importlib.util.find_spec("mooncake")
     assert found is not None, "install gdscache[mooncake]"
     assert found.submodule_search_locations, "mooncake is a package"

@@ -2,4 +2,4 @@
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130  # what shells say of a program that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # the shells' status for Ctrl-C

@@ -90,7 +90,7 @@ def doctor(
         Path | None, typer.Option("--dir", help="Examine this directory as an SSD tier, not ssd.path of --config.")
     ] = None,
 ) -> None:
-    """Report what this machine offers and what is missing. The exit status is 1 if the configuration asks for more.
+    """Check this machine, and report its missing parts. The exit status is 1 if the configuration asks for more.
 
     Works without a GPU. With a GPU it takes some seconds, 64 MiB of page-locked memory, and gpu.staging of GPU memory.
     It writes and reads 32 MiB with each transport in the SSD tier's directory, and deletes them.
@@ -124,8 +124,8 @@ def inspect_directory(
 
     The groups of a hybrid model may have directories of their own below it (groups-0, ...): then each is shown.
 
-    A namespace is what makes pages interchangeable: its lines say what model, weights and settings they are of. Where
-    nothing hits after an upgrade, --compare shows the lines that changed.
+    Pages of one namespace are interchangeable. Its lines name the model, the weights and the settings. If no page hits
+    after an upgrade, --compare shows the changed lines.
     """
     from gdscache.commands.inspect import compare, directories_of, inspect, tables
 
@@ -152,10 +152,10 @@ def explain_request(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say where the pages of a request are in an SSD tier's directory, in any namespace, and why others are not there.
+    """Show where the pages of a request are in an SSD tier's directory, in any namespace, and why others are not there.
 
-    Changes nothing, and works while an engine uses the directory; what that has in memory alone is not seen. Digests
-    are keys of pages, as the log has them, or the hashes of an inference engine's blocks.
+    Changes nothing, and works while an engine uses the directory. Pages in the engine's memory alone are not shown.
+    Digests are keys of pages, as in the log, or the hashes of an inference engine's blocks.
     """
     from gdscache.commands.explain import explain, explain_tables, read_ids
     from gdscache.commands.inspect import directories_of
@@ -193,8 +193,8 @@ def verify_directory(
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """What a configuration means, as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
-    layout = max(config.model.pool_layouts(), key=lambda one: one.page_tokens)  # of states a page is one row
+    """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
+    layout = max(config.model.pool_layouts(), key=lambda one: one.page_tokens)  # a page of states is one row
     extent = layout.extent_bytes
     capacities = {
         "gpu": config.gpu.capacity,
@@ -224,7 +224,7 @@ def describe(config: Config) -> dict[str, Any]:
 
 
 def _groups(config: Config) -> list[dict[str, Any]]:
-    """The groups of a hybrid model, each with its pool's share of the tiers. Raises as `pool_parts`."""
+    """A hybrid model's groups, each with its pool's share of the tiers. Raises as `pool_parts`."""
     found: list[dict[str, Any]] = []
     for part in pool_parts(config):
         own = part.config
@@ -239,7 +239,7 @@ def _groups(config: Config) -> list[dict[str, Any]]:
 
 
 def _show(reports: list[dict[str, Any]], tables: Callable[[dict[str, Any]], list[Table]], *, as_json: bool) -> None:
-    """One report by itself; in JSON several are a list, of which each has its `path`."""
+    """One report alone; in JSON several are a list, each with its `path`."""
     if as_json:
         typer.echo(json.dumps(reports[0] if len(reports) == 1 else reports, indent=2))
     else:

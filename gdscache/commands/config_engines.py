@@ -1,4 +1,4 @@
-"""What `gdscache config init` writes for each inference engine: the file, and the command that uses it."""
+"""The files of `gdscache config init` for each inference engine, and the commands that use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gdscache.sizes import format_size
 
 
 class SupportedEngine(Enum):
-    """What a configuration can be written for."""
+    """The engines with an integration."""
 
     VLLM = "vllm"
     SGLANG = "sglang"  # the cache linker
@@ -21,7 +21,7 @@ class SupportedEngine(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Bytes of the tiers, and what they were chosen by, in words."""
+    """The tiers' bytes, and the reasons for them."""
 
     cpu: int
     ssd: int
@@ -31,8 +31,8 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFor:
-    """An inference engine. `room`: its own setting for GPU memory. `option`: what the last argument of `command` is,
-    in JSON. `cpu`: whether the configuration has a CPU tier; `gate`: whether the engine says what computing takes."""
+    """An inference engine. `room`: its setting for GPU memory. `option`: JSON of `command`'s last argument. `cpu`:
+    whether the configuration has a CPU tier; `gate`: whether the engine reports its computing times."""
 
     name: str
     room: str
@@ -42,7 +42,7 @@ class WrittenFor:
     gate: bool = False
 
     def text(self, sizes: Sizes, directory: str) -> str:
-        """The file, every key that one may want to change with what it is for."""
+        """The file: the keys that a user may change, each with its purpose."""
         parts = [_HEAD]
         if self.cpu:
             parts += [_GPU, _CPU]

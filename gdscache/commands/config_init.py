@@ -1,6 +1,6 @@
-"""`gdscache config init NAME` and `config print NAME`: a configuration to begin with.
+"""`gdscache config init NAME` and `config print NAME`: a configuration to start with.
 
-NAME is a file of configs/, which the wheel has too, or an inference engine, which describes its model itself.
+NAME is a file of configs/, which the wheel contains too, or an inference engine, which describes its model itself.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from gdscache.errors import ConfigFileError, GdsCacheError, InvalidValueError
 from gdscache.sizes import GIB, MIB, about, format_size, parse_size
 
 _DIRECTORY = "~/.cache/gdscache/{engine}"
-_STEP = 64 * MIB  # sizes that follow from the machine are whole numbers of it
+_STEP = 64 * MIB  # granularity of sizes chosen for the machine
 _MOST_CPU, _MOST_SSD = 64 * GIB, 512 * GIB
 _LEAST = 256 * MIB
-_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # to check what is written with
+_SAMPLE = {"name": "sample", "layers": 1, "kv_heads": 1, "head_dim": 64}  # for the check of written files
 
 
 class Shipped(Enum):
-    """The configurations in configs/."""
-
     DEFAULT = "default"
     CPU_ONLY = "cpu_only"
     THREE_TIER_GDS = "three_tier_gds"
@@ -42,7 +40,7 @@ Printed = Enum("Printed", {**{kind.name: kind.value for kind in Shipped}, "ALERT
 
 
 def shipped_text(name: str) -> str:
-    """The text of a file of configs/: inside the package as installed, beside it in a source tree."""
+    """The text of a file of configs/: inside the installed package, or beside it in a source tree."""
     package = Path(__file__).resolve().parents[1]
     inside, beside = package / "configs", package.parent / "configs"
     return ((inside if inside.is_dir() else beside) / f"{name}.yaml").read_text(encoding="utf-8")
@@ -109,7 +107,7 @@ def _init_for(
     if directory is None:
         directory = _DIRECTORY.format(engine=engine.value)
     if not directory.startswith(("/", "~", "$")):
-        directory = str(Path.cwd() / directory)  # the engine may start elsewhere
+        directory = str(Path.cwd() / directory)  # the engine's working directory may differ
     written_for = WRITTEN_FOR[engine]
     if cpu is not None and not written_for.cpu:
         raise InvalidValueError("--cpu is given, but HiCache keeps pages in host memory itself", "leave --cpu out")
@@ -134,7 +132,7 @@ def _init_for(
 
 
 def choose(cpu: str | None, ssd: str | None, directory: str) -> Sizes:
-    """The sizes that were given, or what suits this machine. Raises `InvalidValueError` for what is no size."""
+    """The given sizes, or sizes for this machine. Raises `InvalidValueError`."""
     cpu_bytes, cpu_reason = _given(cpu, "--cpu") or _of_memory()
     ssd_bytes, ssd_reason = _given(ssd, "--ssd") or _of_disk(directory)
     return Sizes(cpu_bytes, ssd_bytes, cpu_reason, ssd_reason)
@@ -173,7 +171,7 @@ def _whole(nbytes: int, most: int) -> int:
 
 
 def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) -> None:
-    """Check a configuration and put it into a file: whole, or not at all. `model`: what the file leaves out."""
+    """Check a configuration and write it to a file atomically. `model`: the model section that the file leaves out."""
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         if not force and (file.exists() or file.is_symlink()):
@@ -184,7 +182,7 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
             if force:
                 beside.replace(file)
             else:
-                os.link(beside, file)  # which fails where somebody was faster
+                os.link(beside, file)  # fails if another process has created the file
         finally:
             beside.unlink(missing_ok=True)
     except FileExistsError:

@@ -1,12 +1,12 @@
-"""What every command shows: tables, figures, a progress bar, a JSON file, the way to a plot, its help.
+"""The commands' output: tables, figures, a progress bar, JSON files, plots, help.
 
-    table = Table("Copies", "page", "what", "GB/s")  # without columns: pairs of a name and a text
+    table = Table("Copies", "page", "way", "GB/s")  # without columns: pairs of a name and a text
     table.add_row("2MiB", "load", figure(31.42))
     show(table, "a line below")
 
-A table is as wide as its cells where there is room, as in a pipe. On a narrower terminal the widest columns wrap at
-words; where the words do not fit side by side, each row becomes a block of lines, one a column. Nothing is left out,
-and a number stays whole, with its unit.
+A table is as wide as its cells if the output has room, as a pipe has. On a narrower terminal the widest columns wrap at
+words. If the words do not fit side by side, each row becomes a block of lines, one a column. All cells are shown, and a
+number stays in one piece with its unit.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from gdscache.runtime.files import write_whole
 from gdscache.sizes import significant
 
 Progress = Callable[[int, int, str], None]
-"""Called as `progress(done, total, text)` while something long goes on."""
+"""Called as `progress(done, total, text)` during long work."""
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _GAP = "  "
-_LONG_WORD = 24  # a longer word, such as a path or a digest, may go on in the next line
+_LONG_WORD = 24  # a longer word, such as a path or a digest, may wrap
 _HARD_SPACE = "\N{NO-BREAK SPACE}"
 _TOGETHER = re.compile(r"(?<![\w.])[-+~]?[0-9][0-9.,]* [A-Za-z%µ/][\w/%]*|\([^()]{1,20}\)")
 _NUMBER = re.compile(r"[-+~<]?[0-9][0-9.,]*( ?[A-Za-z%µ/]+)?( \([^()]*\))?")
 
 
 def silent(done: int, total: int, text: str) -> None:
-    """A progress callback that says nothing."""
+    """A progress callback that shows nothing."""
 
 
 class Table:
-    """Rows of texts below a title and the names of the columns. Columns of numbers are aligned to the right."""
+    """Rows of texts below a title and column names. Columns of numbers are right-aligned."""
 
     def __init__(self, title: str = "", *columns: str, caption: str = "") -> None:
         self.title, self.columns, self.caption = title, columns, caption
@@ -57,18 +57,18 @@ class Table:
         self._colors: list[str] = []
 
     def add_row(self, *cells: str, color: str = "") -> None:
-        """A row, which may end before the last column. `color` is that of its first cell on a terminal."""
+        """A row, which may end before the last column. `color`: of its first cell on a terminal."""
         self.rows.append(tuple(map(printable, cells)))
         self._colors.append(color)
 
     def numeric(self) -> list[bool]:
-        """Of each column, whether its cells are numbers: they are aligned to the right."""
+        """For each column, whether its cells are numbers."""
         count = max(map(len, [self.columns, *self.rows]))
         return [_is_numbers([row[n] for row in self.rows if n < len(row)]) for n in range(count)]
 
     def lines(self, width: int | None = None) -> list[str]:
-        """The table as lines of at most `width` characters; None: as wide as it is, and without colors. Without rows
-        it has no lines."""
+        """The table as lines of at most `width` characters. None: full width, without colors. A table without rows has
+        no lines."""
         if not self.rows:
             return []
         count = max(map(len, [self.columns, *self.rows]))
@@ -86,13 +86,13 @@ class Table:
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and texts, with an empty line between them, as wide as the terminal; whole lines into a pipe."""
+    """Print tables and texts, separated by empty lines, as wide as the terminal; into a pipe, whole lines."""
     width = None
     if sys.stdout.isatty():
         width = max(_LONG_WORD, os.get_terminal_size(sys.stdout.fileno()).columns or 80)
     shown = [p.lines(width) if isinstance(p, Table) else _wrap(printable(p, lines=True), width) for p in parts]
     text = "\n\n".join("\n".join(lines) for lines in shown if lines)
-    print(text)  # `typer.echo` would write UTF-8 whatever the stream's encoding is
+    print(text)  # `typer.echo` would write UTF-8 in every encoding
 
 
 def figure(value: float, unit: str = "") -> str:
@@ -101,7 +101,7 @@ def figure(value: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time with three significant digits, in the unit that suits it: `1.25 ms`."""
+    """A time with three significant digits, in a unit that suits it: `1.25 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if not seconds or abs(seconds) * scale >= 0.9995:
             return figure(seconds * scale, unit)
@@ -114,13 +114,13 @@ def percent(share: float) -> str:
 
 
 def verdict(part: Mapping[str, Any], relation: str, show_limit: Callable[[Any], str] = "{:g}".format) -> str:
-    """Of a figure with a `target`, whether it is `met`: `met: at least 0.95`."""
+    """Whether a figure has `met` its `target`: `met: at least 0.95`."""
     return f"{'met' if part['met'] else 'MISSED'}: {relation} {show_limit(part['target'])}"
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error that follows a `Progress`; not drawn where standard error is no terminal."""
+    """A bar on standard error that follows a `Progress`. Not drawn without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -133,13 +133,13 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Raise `InvalidValueError` now, and not after minutes of work, when `path` cannot be a file."""
+    """Raise `InvalidValueError` before minutes of work if `path` cannot be a file."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise InvalidValueError(f"{option} {path} cannot be written", "name a file in a directory that exists")
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report in one step: a reader finds the old file or the new one, after a crash too."""
+    """Write a report atomically: a reader finds the old file or the new one, after a crash too."""
     text = json.dumps(report, indent=2) + "\n"
     if path.exists() and not path.is_file():  # a pipe or a device
         path.write_text(text)
@@ -148,10 +148,8 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def require_matplotlib(path: Path) -> ModuleType:
-    """matplotlib, ready to draw into `path`; it is imported here, and nowhere before.
-
-    Raises `MissingPackageError` where it is not installed and `InvalidValueError` for a file name of unknown kind.
-    """
+    """matplotlib, ready to draw into `path`; imported only here. Raises `MissingPackageError` without it, and
+    `InvalidValueError` for an unknown file name suffix."""
     if path.suffix.lower() not in PLOT_FORMATS:
         raise InvalidValueError(f"no plot can be written as {path.name!r}", f"use a name in {', '.join(PLOT_FORMATS)}")
     try:
@@ -164,7 +162,7 @@ def require_matplotlib(path: Path) -> ModuleType:
 
 
 def _together(text: str) -> str:
-    """A text in which lines do not end between a number and its unit, or in short parentheses."""
+    """A text whose lines do not break between a number and its unit, or in short parentheses."""
     return _TOGETHER.sub(lambda found: found[0].replace(" ", _HARD_SPACE), text)
 
 
@@ -173,7 +171,7 @@ def _is_numbers(column: Sequence[str]) -> bool:
 
 
 def _widths(columns: Sequence[Sequence[str]], room: float) -> list[int] | None:
-    """A width for each column that together take `room`; None where the words of the columns do not fit."""
+    """A width for each column, `room` together; None if the columns' words do not fit."""
     widths = [max(map(len, column)) for column in columns]
     least = [
         max((min(len(word), _LONG_WORD) for cell in column for word in cell.split(" ")), default=0)
@@ -196,7 +194,7 @@ def _wrap(text: str, width: int | None) -> list[str]:
 def _beside(
     row: Sequence[str], widths: Sequence[int], right: Sequence[bool], color: str, low: bool = False
 ) -> list[str]:
-    """The lines of one row, its cells side by side; `low`: short cells stand at the bottom."""
+    """A row's lines, its cells side by side. `low`: short cells are bottom-aligned."""
     cells = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
     height = max(map(len, cells))
     lines = []
@@ -211,7 +209,7 @@ def _beside(
 
 
 def _block(row: Sequence[str], names: Sequence[str], color: str, width: int | None) -> list[str]:
-    """The lines of one row, its cells below one another."""
+    """A row's lines, its cells below one another."""
     lines = [_painted(line, color) for line in _wrap(row[0], width)]
     for name, cell in zip(names[1:], row[1:], strict=True):
         text = _wrap(f"{name}: {cell}" if name else cell, None if width is None else width - len(_GAP))
@@ -225,9 +223,7 @@ def _painted(text: str, color: str) -> str:
 
 class App(typer.Typer):
     """A `typer.Typer` whose help shows a flag by its name alone, and a docstring's paragraphs as wide as the terminal.
-
-    Typer's own is `--json <bool>`, which reads as if the flag took a value. Without arguments it shows that help.
-    """
+    Typer's own `--json <bool>` looks like a flag with a value. Without arguments it shows the help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **settings)
@@ -255,7 +251,7 @@ class _Command(typer.core.TyperCommand):
 
 
 def _joined(text: str | None) -> str | None:
-    """Each paragraph in one line. Typer would show a docstring's own ends of lines, in the middle of sentences."""
+    """Each paragraph in one line. Typer would keep a docstring's line breaks, in the middle of sentences."""
     return None if text is None else "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 

@@ -1,6 +1,6 @@
-"""`gdscache explain`: where the pages of a request are in a directory, in which namespaces, and why others are nowhere.
+"""`gdscache explain`: the places and namespaces of a request's pages in a directory, and the causes of missing ones.
 
-Nothing is changed there, no lock is taken, and an engine may use the directory meanwhile.
+Changes nothing there and takes no lock. An engine may use the directory meanwhile.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ RUNS_SHOWN = 40
 DIGITS = 16
 _DIGEST = re.compile(r"(?:0x)?([0-9a-fA-F]{64})")
 _NUMBER = re.compile(r"[0-9]{1,10}")
-_MOST_BYTES = 1 << 28  # of the ids
+_MOST_BYTES = 1 << 28  # greatest size of the ids
 _FORMS = "a file, - or a text with token ids or digests of 64 hexadecimal digits, as a JSON list or between blanks"
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a request is: its token ids, uint32 (tokens,); or digests, 32 bytes each, of one page after the other, which
-    are keys of pages or what an inference engine calls them."""
+    """A request: token ids, uint32 (tokens,); or digests, 32 bytes each, of successive pages. Digests are page keys or
+    an inference engine's names of pages."""
 
     tokens: Any = None
     digests: tuple[bytes, ...] = ()
 
 
 def read_ids(given: str) -> Asked:
-    """The ids that a command was given: see `_FORMS`. Raises `TokensError`, `IOFailedError`."""
+    """The ids of a command's argument: see `_FORMS`. Raises `TokensError`, `IOFailedError`."""
     if given == "-":
         return _ids(sys.stdin.read(_MOST_BYTES))
     try:
@@ -69,7 +69,7 @@ def read_ids(given: str) -> Asked:
 
 
 def _ids(text: str) -> Asked:
-    """The ids of a text. Raises `TokensError`."""
+    """Raises `TokensError`."""
     try:
         words = json.loads(text)
     except (ValueError, RecursionError):
@@ -85,11 +85,11 @@ def _ids(text: str) -> Asked:
 
 
 def explain(directory: Path, asked: Asked, config: Config | None = None, progress: Progress = silent) -> dict[str, Any]:
-    """Where the pages of a request are in a directory, as plain data.
+    """The places of a request's pages in a directory, as plain data.
 
-    `namespaces`: those that have pages of it, or had, the most pages first; each with its `runs` of pages: `first` and
-    `stop` (exclusive) count pages of the request, and `tokens` its tokens. `config`: names what the pages of tokens are
-    called in a hybrid model whose groups have planes of their own. Raises what `inspect` raises.
+    `namespaces`: the namespaces with present or past pages of the request, the most pages first. Each has its `runs` of
+    pages: `first` and `stop` (exclusive) count pages of the request, `tokens` its tokens. `config`: gives the page keys
+    of tokens in a hybrid model with planes by group. Raises as `inspect` does.
     """
     directory = existing(directory)
     owner = find_owner(directory, catalog_open=has_log(directory))
@@ -120,10 +120,10 @@ def _read(directory: Path, progress: Progress) -> Contents:
 
 
 class _Rows:
-    """The rows of a directory by their keys, and what is known of pages that have none."""
+    """A directory's rows by key, and the history of keys without a row."""
 
     def __init__(self, contents: Contents, history: History | None, asked: Sequence[Sequence[bytes]]) -> None:
-        """`asked`: all keys that `told` is asked for."""
+        """`asked`: all keys of later `told` calls."""
         pages, keys = contents.pages, [*itertools.chain.from_iterable(asked)]
         rows = find(pages.keys, np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")).tolist()
         self._at = {key: row for key, row in zip(keys, rows, strict=True) if row >= 0}
@@ -137,7 +137,7 @@ class _Rows:
         self._now = time.time()
 
     def told(self, keys: Sequence[bytes], namespace: bytes) -> list[dict[str, Any]]:
-        """What is known of pages, each as a run of its own."""
+        """Each page's facts, as a run of one page."""
         return [self._row(self._at.get(key, -1), key, namespace) for key in keys]
 
     def _row(self, row: int, key: bytes, namespace: bytes) -> dict[str, Any]:
@@ -164,8 +164,8 @@ class _Rows:
 
 
 def _told(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
-    """What is known of a request in a namespace. `pages`: how many it has there, None where that is not known;
-    `found`: how many of them are stored, or were; `hit`: how many from the first on are stored."""
+    """A request's facts in a namespace. `pages`: its number of pages there, None if unknown. `found`: the number of
+    them that are stored or have a history. `hit`: the number of leading stored pages."""
     fields = rows.contents.names[digest].fields
     about = {
         "digest": digest.hex(),
@@ -191,14 +191,14 @@ def _told(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """The keys of a request's pages in a namespace, in each of the `ways` in which it may have been named."""
+    """The keys of a request's pages in a namespace, one list for each of the possible namings (`ways`)."""
 
     ways: Sequence[Sequence[bytes]]
     page_tokens: int | None
 
 
 def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config: Config | None) -> _Named | None:
-    """The names of a request in a namespace; None where they do not follow from what is known."""
+    """A request's names in a namespace; None if the known facts do not give them."""
     keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=digest)
     group = (fields or {}).get("group")
     about = group if isinstance(group, dict) else fields
@@ -218,7 +218,7 @@ def _keys(digest: bytes, fields: Mapping[str, Any] | None, asked: Asked, config:
 
 
 def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int | None]:
-    """What the digests of a hybrid model's requests begin with, and how many tokens each is of."""
+    """The digest at the start of a hybrid model's digest chains, and the tokens of a page."""
     if config is not None:
         groups = config.model.layer_groups()
         salt = fields.get("request_salt")
@@ -240,7 +240,7 @@ def _digest(keyed: Any, digest: bytes) -> bytes:
 
 
 def _runs(told: Sequence[dict[str, Any]], page_tokens: int | None) -> Iterator[dict[str, Any]]:
-    """Pages in a row of which the same is known; stored ones that lie in slots in a row."""
+    """Runs of successive pages with equal facts. Stored ones lie in successive slots."""
     at = 0
     for _, some in itertools.groupby(zip(itertools.count(), told, strict=False), key=_alike):
         pages = [page for _, page in some]
@@ -266,7 +266,6 @@ def _alike(numbered: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
 
 
 def explain_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `explain`."""
     head = Table()
     head.add_row("directory", str(report["path"]))
     asked, owner = report["asked"], report["owner"]

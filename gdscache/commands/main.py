@@ -1,4 +1,4 @@
-"""The entry point of the commands. Imports what a command needs only when it runs."""
+"""The entry point of the commands. Imports a command's modules only when it runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gdscache.errors import GdsCacheError
 
 
 def main() -> None:
-    """The entry point. What ends a command is a message of a line or two on stderr and a status, not a traceback.
+    """Run a command. An error ends it with a message of a line or two on stderr and a status, without a traceback.
 
-    An error of gdscache, input or output that fails (a full disk behind stdout, too), and input that is nested too
-    deeply or too large end it with `EXIT_REFUSED`; Ctrl-C, while it starts too, with `EXIT_INTERRUPTED`.
+    Errors of gdscache, failed input or output (also a full disk behind stdout), and input with too much nesting or size
+    end it with `EXIT_REFUSED`. Ctrl-C, also during the start, ends it with `EXIT_INTERRUPTED`.
     """
     try:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks is written as \u65e5
+            if isinstance(stream, io.TextIOWrapper):  # characters missing in its encoding are written as \u65e5
                 stream.reconfigure(errors="backslashreplace")
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         from gdscache.commands.cli import app
@@ -35,7 +35,7 @@ def main() -> None:
     except GdsCacheError as error:
         _end(f"error: {error}", EXIT_REFUSED)
     except BrokenPipeError:
-        _end("", EXIT_FAILED)  # whoever reads has gone, and wants no message
+        _end("", EXIT_FAILED)  # the reader of stdout has gone, so no message
     except OSError as error:
         what = error.filename if error.filename is not None else "the output"
         _end(f"error: {what}: {error.strerror or error}", EXIT_REFUSED)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _end(message: str, status: int) -> None:
-    """Say why, as far as anybody listens, and exit. What stdout holds and cannot write goes nowhere."""
+    """Print the cause if stderr is open, and exit. Unwritable output of stdout is discarded."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

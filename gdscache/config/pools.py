@@ -41,7 +41,6 @@ class PoolPart:
 
     @property
     def names(self) -> str:
-        """The names of its groups."""
         return ", ".join(group.name for group in self.groups)
 
 

@@ -89,7 +89,6 @@ class Driver:
         return None if code or answer.value or not pointer.value else pointer.value
 
     def is_capturing(self, stream: torch.cuda.Stream) -> bool:
-        """Whether a CUDA graph is being recorded on `stream`."""
         status = ctypes.c_int()
         with self.entered():
             self.call("cuStreamIsCapturing", ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status))
@@ -115,7 +114,6 @@ class Driver:
             self.check("cuLaunchKernel", code)
 
     def destroy_stream(self, stream: torch.cuda.Stream) -> None:
-        """End a stream of `create_stream`; queued work still runs."""
         with self.entered():
             self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
 

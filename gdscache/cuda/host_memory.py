@@ -203,7 +203,6 @@ def _touch(region: mmap.mmap) -> None:
 
 
 def current_driver() -> Driver:
-    """The driver for the current device."""
     return Driver(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -170,7 +170,6 @@ class Fence:
 
     @property
     def queued(self) -> bool:
-        """Whether the work was signalled, done or not."""
         return self._work.queued(0)
 
     def watch(self, lands: Callable[[float], Landed | None]) -> None:

@@ -117,7 +117,6 @@ class NamedEvents:
                 self._expect(key, name)
 
     def _has(self, tiers: Iterable[str], tier: str) -> bool:
-        """Whether one of these has the medium of `tier`."""
         return any(self._media[other] == self._media[tier] for other in tiers)
 
     def _expect(self, key: bytes, name: BlockName) -> None:
@@ -128,5 +127,4 @@ class NamedEvents:
 
 
 def _together(last: BlockName, name: BlockName, stored: bool) -> bool:
-    """Whether one event can report both."""
     return last.group == name.group and (not stored or name.parent == last.digest)

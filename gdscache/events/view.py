@@ -21,7 +21,6 @@ class CacheView:
         self._pages: dict[bytes, set[str]] = {}
 
     def __len__(self) -> int:
-        """Pages on any tier."""
         return len(self._pages)
 
     def apply(self, batch: KVEventBatch) -> bool:

@@ -1,7 +1,4 @@
-"""Fetches of waiting requests: their pages come to the CPU tier, are checked there, and are pinned.
-
-Nothing of an inference engine is imported.
-"""
+"""Fetches of waiting requests: their pages come to the CPU tier, are checked there, and are pinned."""
 
 from __future__ import annotations
 

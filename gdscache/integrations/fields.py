@@ -9,7 +9,7 @@ A table in TOML, beside an adapter, says for every field where it counts:
     [[harmless]]    no key and no value depends on it; `why` says why
 
 Each has a list of fields for every class, by the class's name. **A field that the table does not know is held**: a
-newer engine's new field may cost hits, but never gives another model's answer. Nothing of an engine is imported.
+newer engine's new field may cost hits, but never gives another model's answer.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def plain(value: Any) -> Any:
 
 
 def _fields(one: object) -> list[tuple[str, Any]]:
-    """Public fields of a dataclass, and other public attributes."""
     names = [field.name for field in dataclasses.fields(one)] if dataclasses.is_dataclass(one) else []
     others = [name for name in getattr(one, "__dict__", {}) if name not in names]
     return [(name, getattr(one, name, None)) for name in [*names, *others] if not name.startswith("_")]

@@ -1,8 +1,8 @@
 """Checks of a model's calls: whether its keys and values follow from the token ids alone.
 
 A transformers `Cache` gets sizes, but neither the mask nor the ids. So a hook before the model's forward checks its
-arguments. It refuses those that page names do not hold (padding, positions of its own, embeddings, images) before
-anything is computed, and keeps the ids for `commit` to compare.
+arguments. It refuses arguments outside page names (padding, positions of its own, embeddings, images) before anything
+is computed, and keeps the ids for `commit` to compare.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class Forwards:
             self._handles.append(model.register_forward_hook(seen, with_kwargs=True))
 
     def stop(self) -> None:
-        """Remove the hooks. Repeated calls are fine."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -125,7 +124,6 @@ class Forwards:
             )
 
     def reset(self) -> None:
-        """The cache was emptied."""
         self._running = False
 
     def allow(self, end: int) -> None:

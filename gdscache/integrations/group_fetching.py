@@ -1,7 +1,4 @@
-"""Fetches of waiting requests in a hybrid model: all pages that a hit needs in all groups, or none.
-
-Nothing of an inference engine is imported.
-"""
+"""Fetches of waiting requests in a hybrid model: all pages that a hit needs in all groups, or none."""
 
 from __future__ import annotations
 
@@ -81,7 +78,6 @@ class GroupFetch(Pinned):
         return any(report.end is PrefetchEnd.NO_ROOM for report in self._prefetch.result(0))
 
     def unused(self, first: int) -> str:
-        """The present state of its pages, for a log line."""
         states = Counter(
             told.cause
             for engine, pages in zip(self._engines, self.pages, strict=True)
@@ -152,7 +148,6 @@ class GroupCache:
         return GroupFetch(self._engine, names, most, tokens, self._cache.pin_seconds)
 
     def stand(self, names: GroupNames, wanted: Sequence[Sequence[int]]) -> None:
-        """These pages of each group are being stored: see `StandingStates`."""
         self._engine.states.stand(names, wanted)
 
     def reach(self, names: GroupNames, most: int) -> tuple[int, int]:

@@ -1,8 +1,5 @@
 """Stores that a thread passes to an engine: naming, planning and accounting pages is Python's work of some 0.1 ms a
-store and 1 us a page, for which an inference engine's loop does not wait.
-
-Nothing of an inference engine is imported.
-"""
+store and 1 us a page, for which an inference engine's loop does not wait."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ class HandedStore:
         return self._handed.is_set() and (self._handle is None or self._handle.release_event.done())
 
     def wait(self) -> None:
-        """Wait until nothing reads its blocks."""
         self._handed.wait()
         if self._handle is not None:
             self._handle.release_event.synchronize()

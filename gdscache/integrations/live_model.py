@@ -32,7 +32,6 @@ class TextConfig(SimpleNamespace):
 
 @functools.cache
 def table() -> FieldTable:
-    """The known fields of transformers' configurations."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations") / "transformers_fields.toml")
 
 
@@ -122,7 +121,6 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[object]:
-    """The active adapters of each layer with PEFT adapters."""
     for prefix, module in model.named_modules():
         if "_disable_adapters" in module.__dict__:
             yield [prefix, *_switched(module)]

@@ -1,7 +1,4 @@
-"""Settings shared by all integrations: the engine's configuration, and digests of an engine's own settings.
-
-Nothing of an inference engine is imported.
-"""
+"""Settings shared by all integrations: the engine's configuration, and digests of an engine's own settings."""
 
 from __future__ import annotations
 

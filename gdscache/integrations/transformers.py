@@ -367,7 +367,6 @@ def _let_go(cache: weakref.ref[GdsCache], ids: Any, sure: bool) -> bool:
 
 
 def _hides(mask: Any) -> bool:
-    """Whether a mask, a tensor or lists, hides a token."""
     try:
         tensor = mask if isinstance(mask, torch.Tensor) else torch.as_tensor(mask, device="cpu")
         return not bool((tensor != 0).all())

@@ -85,7 +85,6 @@ class Layer(_Rows, DynamicLayer):  # type: ignore[misc]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def has(self, first: int, stop: int) -> bool:
-        """Whether it holds the tokens `first ... stop-1`."""
         return stop <= self.get_seq_length()
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> States:
@@ -156,7 +155,6 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._copies = {}
 
     def has(self, first: int, stop: int) -> bool:
-        """Whether it holds the page of the tokens `first ... stop-1`."""
         return first // self._group.page_tokens in self._copies or (
             self._start <= first and stop <= self.cumulative_length
         )
@@ -176,7 +174,6 @@ class WindowLayer(_Rows, DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     @property
     def _start(self) -> int:
-        """The first token that it holds."""
         return self.cumulative_length - (self.keys.shape[-2] if self.is_initialized else 0)
 
     def _copy(self, full: States, ends: Collection[int]) -> None:

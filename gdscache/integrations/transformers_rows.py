@@ -69,7 +69,6 @@ class PoolRows:
         return max((s.load.result().seconds for s in self._sequences if s.load is not None), default=0.0)
 
     def commit(self, number: int, row: Any) -> StoreHandle:
-        """Store the full pages of a row: see `GdsCache.commit`."""
         sequence, page_tokens = self._sequences[number], self._engine.layout.page_tokens
         first, last = self._done[number], len(row) // page_tokens
         sequence.append(row[len(sequence) :])
@@ -184,7 +183,6 @@ class HybridRows:
         return handle
 
     def reset(self) -> None:
-        """The layers are empty: drop the copies of their states."""
         for part in self._states:
             part.reset()
 

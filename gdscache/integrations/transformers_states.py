@@ -83,7 +83,6 @@ class States:
         self._copies = {page: one for page, one in self._copies.items() if (page + 1) * self._page_tokens > tokens}
 
     def has(self, first: int, stop: int) -> bool:
-        """Whether it has a copy of the state behind `stop` tokens."""
         return stop // self._page_tokens - 1 in self._copies
 
     def pages(self, row: int, numbers: Sequence[int], page_tokens: int) -> list[torch.Tensor]:

@@ -70,7 +70,6 @@ class WeightWatch:
         return max(calls.touched for name, calls in self._calls.items() if not names or name in names)
 
     def close(self) -> None:
-        """Stop. Repeated calls are fine."""
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
@@ -88,7 +87,6 @@ class MethodWatch:
         self._calls = _watched(owner, (method,), self, from_start=True)
 
     def close(self) -> None:
-        """Stop. Repeated calls are fine."""
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
@@ -120,11 +118,9 @@ class ExecutorWatch:
         self._calls = _watched(executor, ("collective_rpc", "shutdown"), self, from_start=True)
 
     def close(self) -> None:
-        """Stop. Repeated calls are fine."""
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
-        """A method of an executor, the first argument, is called."""
         if name == "shutdown":
             if not begun and self._mine(args[0]):
                 self._ending(args[0])

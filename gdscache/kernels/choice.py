@@ -48,7 +48,6 @@ class Rates:
     zero_copy: float
 
     def staging(self, piece: int) -> float:
-        """The rate of staged copies whose pieces in the extent have `piece` bytes."""
         return _between(self.staged, piece)
 
     def engine(self, piece: int) -> float:

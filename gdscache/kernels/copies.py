@@ -41,7 +41,6 @@ class PageCopies:
         return 0, 0
 
     def describe(self) -> dict[str, Any]:
-        """The way of copies and its cause, as plain data for `stats()`."""
         return {"name": self.name, "cause": "the planes are in host memory"}
 
     def close(self) -> None:

@@ -54,7 +54,6 @@ def can_look(layout: PageLayout) -> bool:
 
 
 def plane_runs(planes: PagedPlanes) -> list[list[PlaneRuns]]:
-    """The places of each layer's planes."""
     result = []
     for number, pieces in enumerate(planes.layout.pieces):
         start, records = planes.layout.layer_bounds[number][0], []
@@ -139,7 +138,6 @@ class PageKernels:
         return torch.tensor(layers + planes, dtype=torch.int64, device=self.device)
 
     def _widest(self) -> int:
-        """The widest access that the planes allow, up to 16 bytes."""
         steps = [start for start, _ in self.layout.layer_bounds]
         for layer, records in zip(self.layout.layers, self.runs, strict=True):
             steps += [plane.row_bytes for plane in layer]

@@ -102,7 +102,6 @@ class _Rows:
         return self.view.stride(1) == self.view.shape[2]
 
     def run(self, token: int, count: int) -> torch.Tensor:
-        """`count` tokens of one page."""
         page, inside = divmod(token, self.page)
         return self.view[page, inside : inside + count]
 
@@ -134,7 +133,6 @@ def _paged(buffers: Sequence[torch.Tensor], tensors: int, first: int, page_size:
 
 
 def _with_rows(view: torch.Tensor) -> torch.Tensor:
-    """A view of shape (pages, page, values) for one of shape (pages, page, ...)."""
     if not view[:1, :1].is_contiguous():
         raise TransferArgumentError(f"a token's row of shape {tuple(view.shape[2:])} is not contiguous")
     return view.view(*view.shape[:2], math.prod(view.shape[2:]))

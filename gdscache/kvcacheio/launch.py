@@ -50,7 +50,6 @@ class Side:
     heads: int
 
     def arguments(self) -> list[Any]:
-        """The side as the kernels take it."""
         bases = [t.data_ptr() + self.first for t in self.tensors]
         shift = 31 + (self.page_size - 1).bit_length()
         return [
@@ -224,7 +223,6 @@ class TransferKernels:
             torch.cuda.current_stream(device).synchronize()  # other streams count too
 
     def launch(self, name: str, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Queue a kernel on the current stream of the device."""
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             self._kernels[name].launch(blocks, threads, [*arguments, self._skipped.data_ptr()], stream)

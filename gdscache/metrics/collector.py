@@ -72,7 +72,6 @@ def _empty(family: Family, labels: Labels) -> Metric:
 
 
 def _text(bound: float) -> str:
-    """A bound in the form of Prometheus' client."""
     return "+Inf" if bound == math.inf else repr(float(bound))
 
 

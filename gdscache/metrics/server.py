@@ -32,7 +32,6 @@ class MetricsServer:
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """End it. Repeated calls are fine."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

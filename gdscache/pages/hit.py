@@ -51,7 +51,6 @@ class Hit:
         return None if self.why is None else next(iter(self.why()), None)
 
     def words(self) -> str:
-        """`reasons` as a line."""
         return words(self.reasons())
 
     def part(self, numbers: Sequence[int]) -> Hit:

@@ -207,7 +207,6 @@ class PageHashes:
         self.extend(hashes, tokens)
 
     def __len__(self) -> int:
-        """Full pages."""
         return len(self._hashes)
 
     @property

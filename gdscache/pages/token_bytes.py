@@ -22,7 +22,6 @@ def narrowed(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32] | None:
 
 
 def equal_tokens(a: bytes, b: bytes) -> int:
-    """The number of equal first tokens."""
     same, most = 0, min(len(a), len(b)) // 4
     if a[: 4 * most] == b[: 4 * most]:
         return most

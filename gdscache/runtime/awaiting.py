@@ -158,7 +158,6 @@ class _Reader:
             waiter.wake()
 
     def close(self) -> None:
-        """Leave the loop, and close the descriptor. Repeated calls are fine."""
         if self._rung.fileno() >= 0 and not self._loop.is_closed():
             self._loop.remove_reader(self._rung.fileno())
         self._rung.close()

@@ -229,7 +229,6 @@ class Calls:
             return self._bell.fileno()
 
     def ended(self) -> None:
-        """A handle's work has ended."""
         bell = self._bell
         if bell is not None:
             bell.ring()

@@ -32,7 +32,6 @@ class Latencies:
         kept.append(seconds)
 
     def summary(self, what: str, tier: str) -> Summary:
-        """The summary of the noted durations; zeros without any."""
         found = sorted(self._noted.get((what, tier), ()))
         if not found:
             return NOTHING

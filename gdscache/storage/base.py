@@ -157,7 +157,6 @@ def failed(op: str, path: str, offset: int, error: OSError | RuntimeError | Valu
 
 
 def memory_of(tensor: torch.Tensor) -> DeviceMemory:
-    """A contiguous tensor of uint8 on a GPU."""
     return DeviceMemory(tensor.data_ptr(), tensor.numel(), tensor.device.index or 0)
 
 

@@ -274,7 +274,6 @@ def _said(error: Exception) -> str:
 
 
 def _import_nixl() -> tuple[Any, str]:
-    """NIXL, and its version."""
     hint = "install gdscache[cuda12] or gdscache[cuda13], or set transport to posix"
     try:
         module: Any = importlib.import_module("nixl")

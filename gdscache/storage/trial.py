@@ -39,7 +39,6 @@ class Ended(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """The output's lines that are not empty."""
         return [line.strip() for line in self.output.splitlines() if line.strip()]
 
     @property

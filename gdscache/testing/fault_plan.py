@@ -238,7 +238,6 @@ class FaultPlan:
         return None
 
     def end(self, op: Op, path: str, offset: int, met: Met | None) -> None:
-        """A request is about to be reported."""
         with self._lock:
             if met is not None and met.rule.is_late:
                 self._held -= 1

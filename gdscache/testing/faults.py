@@ -200,7 +200,6 @@ def _tensor(memory: DeviceMemory) -> torch.Tensor:
 
 
 def _damage(memory: Memory, met: Met, where: Sequence[tuple[int, int]]) -> None:
-    """Zero these ranges of bytes, or flip one bit of them."""
     if isinstance(memory, memoryview):
         _damage_host(memory, met, where)
         return

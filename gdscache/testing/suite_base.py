@@ -83,7 +83,6 @@ class Memory:
         return bytes(some) if isinstance(some, memoryview) else some.cpu().numpy().tobytes()
 
     def close(self) -> None:
-        """Repeated calls are fine."""
         if not self._whole.nbytes:
             return
         self._transport.deregister(self._whole)

@@ -243,7 +243,6 @@ class TraceTimeline(Timeline):
 
 
 def check_path(path: Path) -> None:
-    """Raise `InvalidValueError` if no file can be written at `path`."""
     folder = path.parent
     if path.is_dir():
         raise InvalidValueError(f"{path} is a directory", "name a file for the timeline, such as trace.json")

@@ -61,7 +61,6 @@ def lanes(events: Events) -> tuple[Placed, dict[str, int]]:
 
 
 def _name(track: Track) -> str:
-    """The readable name of a track: our own threads by their work."""
     name, thread = track
     if not thread:
         return name

@@ -1,4 +1,4 @@
-// Threads of ours: all signals blocked, named for tools, and those that copy give way to other threads.
+// Threads of ours: all signals blocked, named for tools; copying threads give way to others.
 
 #pragma once
 

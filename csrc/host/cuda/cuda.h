@@ -98,8 +98,7 @@ struct CudaFunctions {
     int (*capture_mode)(int*) = driver["cuThreadExchangeStreamCaptureMode"];
 };
 
-// Calls for one device. They need its context to be current, and throw `CudaError`, except for those that end
-// something.
+// Calls for one device. They need its context to be current, and throw `CudaError`, except for closing calls.
 class Cuda {
 public:
     // `library`: the driver's. `context`: the device's primary one, owned by the caller.

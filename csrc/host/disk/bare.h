@@ -32,8 +32,8 @@ struct CuFileLoop : LoopShape {
     uint64_t memory;  // `bytes` of a GPU that `files` knows
 };
 
-// Move every piece once, by whichever thread is free. Returns the seconds from the first call to the end of the last,
-// copies included. Throws `Error`, with ENODATA after a short call, and CudaError.
+// Move every piece once, by any free thread. Returns the seconds from the first call to the end of the last, copies
+// included. Throws `Error`, with ENODATA after a short call, and CudaError.
 double run(const BareLoop& loop);
 double run(const CuFileLoop& loop);
 

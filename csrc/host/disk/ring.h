@@ -1,4 +1,4 @@
-// io_uring by its system calls: the rings shared with the kernel, whatever they are used for.
+// io_uring by its system calls: the rings shared with the kernel, without their use.
 //
 // Needs Linux 5.15, for timeouts of waits and a limit of the kernel's threads. One thread uses a ring at a time. The
 // structures are those of <linux/io_uring.h>, declared here so that old headers do not matter.

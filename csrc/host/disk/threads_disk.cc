@@ -42,7 +42,7 @@ public:
         for (std::thread& thread : threads_) thread.join();
     }
 
-    // Throws std::system_error if the system has no more threads; the destructor joins those that run.
+    // Throws std::system_error if the system has no more threads; the destructor joins running ones.
     void begin_threads() {
         for (size_t n = 0; n < wanted_; n++) start(threads_, "gds-disk", n, &ThreadsDisk::serve, this);
     }

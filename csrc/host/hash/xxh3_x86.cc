@@ -1,4 +1,4 @@
-// The arms of XXH3 for x86-64: AVX-512F and AVX2, compiled for their instructions whatever the target of the rest.
+// The arms of XXH3 for x86-64: AVX-512F and AVX2, compiled for their instructions, independent of the build's target.
 //
 // A stripe adds to the sums a product of each word with the secret, and the word itself to the neighbouring sum. Words
 // are added up in place and swapped once a block: two chains of additions, and no shuffle a stripe.

@@ -44,7 +44,7 @@ struct Moves::Move {
     };
     // Pages of a way that may be copied, of one group.
     struct Copyable {
-        int64_t resident = 0;  // the next page of those that were in memory from the start
+        int64_t resident = 0;  // the next of the pages that are in memory from the start
         std::deque<Landed> landed;
         void gather_window();
     };

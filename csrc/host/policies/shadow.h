@@ -58,7 +58,7 @@ public:
     bool has_left(const Key& key) const { return place_of(key) == Place::kLeft; }
     bool owes(const Key& key) const;
     bool followed(const Key& key) const;  // whether pages of the shadow follow one
-    // The pages of the tier: those that LRU has given up first, then about by their last uses.
+    // The pages of the tier: first those given up by LRU, then about by their last uses.
     std::vector<Key> recency() const;
     // The first page of the tier in the order in which LRU gave pages up and will; null if there is none. While the
     // tier only evicts, repeated calls look at each page once.

@@ -46,7 +46,7 @@ private:
     uint64_t state_;
 };
 
-// Rounds of a test: `argv[1]`, or so many.
+// Rounds of a test: `argv[1]`, or `otherwise`.
 inline uint64_t rounds(int argc, char** argv, uint64_t otherwise) {
     return argc > 1 ? std::strtoull(argv[1], nullptr, 10) : otherwise;
 }

@@ -1,4 +1,4 @@
-// The fake cuFile (fake_cufile.h) as a test has it, with a file, and memory of the fake GPU and the host.
+// The fake cuFile (fake_cufile.h) with a file, and memory of the fake GPU and the host.
 
 #pragma once
 
@@ -37,7 +37,7 @@ struct FakeCuFile : Beside {
     decltype(&fake_cufile_living) living;
 };
 
-// A file of `bytes`, and as much memory of the GPU and of the host, all with bytes of their own.
+// A file of `bytes`, and equal sizes of GPU and host memory, each with bytes of its own.
 class CuFileRig {
 public:
     CuFileRig(const Driver& driver, const FakeCuFile& fake, int threads, int64_t batched, size_t size, uint64_t seed)
@@ -75,7 +75,7 @@ public:
         return found;
     }
 
-    // A fragment: bytes at the same place of the GPU's memory, or of the host's.
+    // A fragment: bytes at a place of the GPU's memory, or of the host's.
     iovec at(size_t place, size_t bytes, bool of_gpu) const {
         uint8_t* const there = host.data() + place;
         return {of_gpu ? reinterpret_cast<void*>(address + place) : there, bytes};

@@ -1,4 +1,4 @@
-// XXH3-64 of the layers of an extent that is whole.
+// XXH3-64 of the layers of an extent.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace gdscache {
 
-// Of layers [first, last), of which layer `first` begins at `part`.
+// Of layers [first, last); layer `first` begins at `part`.
 inline void digest(const Pool& pool, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums) {
     for (int64_t layer = first; layer < last; layer++) {
         const int64_t nbytes = layer_bytes(pool, layer);

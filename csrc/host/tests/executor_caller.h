@@ -10,7 +10,7 @@ namespace gdscache::test {
 
 constexpr int64_t kCallers = 3, kOfCaller = kPages / kCallers, kHalf = kOfCaller / 2;
 
-// A caller with pages, slots and blocks of its own. The upper half of its slots is for what is read.
+// A caller with pages, slots and blocks of its own. Reads use the upper half of its slots.
 class Caller {
 public:
     Caller(Rig& rig, int64_t number, uint64_t seed) : rig_(rig), base_(number * kOfCaller), random_(seed) {}
@@ -18,7 +18,7 @@ public:
     void round_trip() {
         pages_ = static_cast<int64_t>(1 + random_.below(kHalf));
         files_ = random_.below(2) ? kSsd : kOtherSsd;
-        memory_ = files_ == kSsd || random_.below(2) ? kCpu : kForeignCpu;  // our disk reaches only what is ours
+        memory_ = files_ == kSsd || random_.below(2) ? kCpu : kForeignCpu;  // our disk reaches only our memory
         all_ = rig_.copier->all() || memory_ == kCpu;
         fill();
         store();
@@ -34,7 +34,7 @@ private:
 
     int32_t any_planes() { return all_ && random_.below(2) ? kPlanes : kForeignPlanes; }
 
-    // With any routes, which a GPU's copies take.
+    // With any routes, for a GPU's copies.
     std::vector<Group> routed(std::vector<Group> groups) {
         for (Group& group : groups) {
             group.route = static_cast<int32_t>(random_.below(3));
@@ -86,7 +86,7 @@ private:
         out.pages = pages_;
         out.sources.assign(blocks_.begin(), blocks_.begin() + pages_ * kPageBlocks);
         out.targets.assign(slots_.begin(), slots_.begin() + pages_);
-        // A gather has no deadline: what it was given is past.
+        // a gather has no deadline: a past one has no effect
         const Nanoseconds until = random_.below(2) ? 0 : kForever;
         const Outcome gathered = rig_.finish(rig_.begin(Priority::kStore, until, {out}, whole));
         CHECK(!gathered.broken && gathered.late.empty());
@@ -198,13 +198,13 @@ private:
     Random random_;
     int64_t pages_ = 0, damaged_ = -1;
     int32_t memory_ = kCpu, files_ = kSsd;
-    bool all_ = true;  // whatever an executor may be asked for
+    bool all_ = true;  // tries all kinds of moves
     std::vector<int64_t> blocks_, slots_, kept_;
     std::vector<uint8_t> want_;
     std::vector<std::vector<uint64_t>> sums_;
 };
 
-// So many round trips of each caller; how many kinds of spans these left.
+// `count` round trips of each caller. Returns the number of kinds of spans that they left.
 inline size_t round_trips(Rig& rig, uint64_t seed, uint64_t count) {
     rig.executor->trace();
     std::vector<std::thread> callers;
@@ -224,7 +224,7 @@ inline size_t round_trips(Rig& rig, uint64_t seed, uint64_t count) {
     return kinds.size();
 }
 
-// Reads of whole pages out of files that have some content, one page a piece, with sums that are right.
+// Reads of whole pages out of files with some content, one page a piece, with the right sums.
 inline Way reads(Rig& rig, int64_t pages) {
     Way way;
     way.source = kSsd;

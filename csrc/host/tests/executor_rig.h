@@ -52,7 +52,7 @@ inline std::vector<Group> groups_of(const Limits& limits, const std::vector<int3
     return groups;
 }
 
-// What the other disk moves bytes by: it reaches the memory of a GPU, too.
+// The caller of the other disk, which reaches GPU memory too.
 class OtherCaller : public ::gdscache::Caller {
 public:
     int64_t transfer(const Piece& piece, const Call& call) override {
@@ -128,7 +128,7 @@ public:
 
     uint8_t* at(int32_t space, int64_t slot) { return memory[space].data() + slot * limits.extent_bytes; }
 
-    // The file that has a slot, and where.
+    // The file of a slot, and its place there.
     std::pair<int, int64_t> where(int32_t space, int64_t slot) const {
         if (space == kOtherSsd) return {files[2], slot * limits.extent_bytes};
         const int64_t number = slot / kStretch;
@@ -154,7 +154,7 @@ public:
         return id;
     }
 
-    // The outcome of a move, when nothing touches its bytes any more.
+    // The outcome of a move, once nothing touches its bytes any more.
     Outcome finish(int64_t move) {
         CHECK(executor->wait(move, -1, after(60)) == 0);
         const Outcome outcome = *executor->outcome(move);

@@ -11,7 +11,7 @@
 #include "tests/fake_streams.h"
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
-// The call is counted, and may be one that fails. Most need a context.
+// Count the call, and fail if ordered. Most calls need a context.
 #define CALLED(name)                                                                                                   \
     static Counter& counter_of = counter(name);                                                                        \
     if (const int code = counter_of.called()) return code

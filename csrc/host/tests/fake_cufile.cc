@@ -1,4 +1,4 @@
-// A libcufile for tests, which is opened in place of the real one. See fake_cufile.h.
+// A libcufile for tests, opened in place of the real one. See fake_cufile.h.
 
 #include "tests/fake_cufile.h"
 
@@ -70,7 +70,7 @@ struct Fault {
     int times;
 };
 
-// Never destroyed: threads of batches may outlive what is static.
+// Never destroyed: threads of batches may outlive static objects.
 struct State {
     std::mutex lock;
     std::condition_variable changed;
@@ -144,7 +144,7 @@ ssize_t everything(int op, int fd, char* memory, size_t bytes, off_t offset) {
     return static_cast<ssize_t>(done);
 }
 
-// Where the host has the bytes of a call. Memory of the fake GPU is registered, and named by where that begins.
+// The host address of a call's bytes. Memory of the fake GPU is registered, and named by its base.
 char* real(char* base, size_t bytes, off_t at) {
     const auto address = reinterpret_cast<uint64_t>(base);
     if (address & kDeviceBit) {
@@ -196,7 +196,7 @@ struct Batch {
 
     // The caller's entries stay until they have ended.
     void run(const Entry* entries, unsigned count) {
-        ended.push_back({entries->cookie, kPending, 0});  // which says nothing
+        ended.push_back({entries->cookie, kPending, 0});  // an event without news
         while (count-- > 0) threads.emplace_back(&Batch::carry_out, this, std::cref(entries[count]));
     }
 
@@ -209,7 +209,7 @@ struct Batch {
         changed.notify_all();
     }
 
-    // Whether the fault that the entry met was that one.
+    // Whether the entry met this fault.
     static bool says_done(const Entry& one) {
         const std::lock_guard held(state().lock);
         return std::any_of(state().faults.begin(), state().faults.end(), [&](const Fault& fault) {
@@ -380,7 +380,7 @@ CUFILE void cuFileBatchIODestroy(void* of) {
     state().batches--;
 }
 
-// Looked up, and not used by anything here.
+// Looked up, but not used here.
 CUFILE Status cuFileReadAsync() { return answer(kNotSupported); }
 CUFILE Status cuFileWriteAsync() { return answer(kNotSupported); }
 CUFILE Status cuFileStreamRegister() { return answer(kNotSupported); }

@@ -1,8 +1,8 @@
-// Orders to the cuFile of the tests (fake_cufile.cc), which it has beside the library's own functions.
+// Orders to the cuFile of the tests (fake_cufile.cc), beside the library's own functions.
 //
-// It reads and writes files by pread and pwrite, in memory of the GPU of fake_cuda.h or of the host's. What no cuFile
-// would do well with (a call beside a registered memory of that GPU, without a context, or on a file that was
-// deregistered) ends the process.
+// It reads and writes files by pread and pwrite, in memory of the GPU of fake_cuda.h or of the host. Errors that a real
+// cuFile may not survive (a call outside registered memory of that GPU, without a context, or on a file that was
+// deregistered) end the process.
 
 #pragma once
 
@@ -10,21 +10,21 @@
 
 namespace gdscache::test {
 
-// What may be refused, or hang with `kHang` in place of a code.
+// Calls that may be refused, or hang with `kHang` in place of a code.
 enum : int32_t { kDriver, kHandle, kBuffer, kBatchSetUp, kBatchSubmit, kBatchStatus, kCuFileCalls };
 constexpr int32_t kHang = -1;
 
-// What becomes of a read or a write. `value`: of kError a code, of kErrno and kSaysDone a number, else bytes; of kShort
+// The fault of a read or a write. `value`: for kError a code, for kErrno and kSaysDone a number, else bytes; for kShort
 // and kLie from the fault's offset on.
 enum : int32_t {
     kNoFault,
-    kError,     // answers the code, moves nothing
-    kErrno,     // answers -1 with errno, moves nothing
-    kShort,     // moves fewer bytes, and says so
-    kMore,      // moves all, and says that it moved more
-    kLie,       // moves fewer bytes, and says that it moved all
-    kWait,      // moves nothing before `release`
-    kFewer,     // moves all, and says that it moved fewer
+    kError,  // answers the code, moves nothing
+    kErrno,  // answers -1 with errno, moves nothing
+    kShort,  // moves fewer bytes, and says so
+    kMore,  // moves all, and says that it moved more
+    kLie,  // moves fewer bytes, and says that it moved all
+    kWait,  // moves nothing before `release`
+    kFewer,  // moves all, and says that it moved fewer
     kSaysDone,  // of a batch: moves nothing, and is complete with a negative result. Else as kErrno
 };
 
@@ -35,18 +35,18 @@ extern "C" {
 // The next `times` reads (0) or writes (1) that touch the byte `offset`, or any with a negative one.
 int fake_cufile_fault(int op, int kind, long value, long offset, int times);
 void fake_cufile_refuse(int call, int code);
-// No faults and no refusals any more; what hangs goes on.
+// No faults and no refusals any more; hanging calls go on.
 void fake_cufile_release();
 // Files and memories are not registered any more.
 void fake_cufile_forget();
-// A file that counts reads and writes as the nvidia-fs driver does.
+// A file that counts reads and writes like the nvidia-fs driver.
 void fake_cufile_stats(const char* path);
-// Who says whether the calling thread has a context: 0 where it has none.
+// A function that tells whether the calling thread has a context (0: none).
 void fake_cufile_contexts(int64_t (*entered)());
-// How often it was called: of what may be refused; of reads (0) or writes (1), those of batches among them; of batches.
+// The number of calls: of a refusable call; of reads (0) or writes (1), batches included; of batches.
 long fake_cufile_calls(int call);
 long fake_cufile_moves(int op);
-// How many calls hang; how many handles, registrations and batches there are.
+// The number of hanging calls; the number of living handles, registrations and batches.
 int fake_cufile_waiting();
 long fake_cufile_living();
 }

@@ -11,7 +11,7 @@
 
 namespace gdscache::test {
 
-// As a launch has them; the last two only where a kernel takes checksums.
+// The arguments of a launch; the last two only if the kernel takes checksums.
 struct Arguments {
     uint64_t layers, planes, blocks, rows, extents;
     int64_t stride, origin, slots, pool_blocks;

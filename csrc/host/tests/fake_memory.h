@@ -1,4 +1,4 @@
-// What the fake driver knows of memory: that of the GPU, and page-locked memory of the host.
+// The fake driver's memory: of the GPU, and page-locked memory of the host.
 
 #pragma once
 
@@ -24,10 +24,10 @@
 
 namespace gdscache::test {
 
-// Streams look at what is there without a lock: one would put in order for ThreadSanitizer what is not.
+// Streams read it without a lock, which would hide missing order from ThreadSanitizer.
 class Memory {
 public:
-    // `address`: of the GPU's or the host's; `own`: it is an allocation of the driver's, with a margin at both ends.
+    // `address`: of the GPU's or the host's; `own`: the driver's own allocation, with a margin at both ends.
     void add(uint64_t address, size_t bytes, uint8_t* own) {
         const std::lock_guard held(lock_);
         auto next = std::make_unique<std::vector<Region>>(now());
@@ -38,7 +38,7 @@ public:
         publish(std::move(next));
     }
 
-    // Its margin; null where nothing of the driver's lies there.
+    // Its margin; null if nothing of the driver's lies there.
     bool remove(uint64_t address, uint8_t** own) {
         const std::lock_guard held(lock_);
         auto next = std::make_unique<std::vector<Region>>(now());
@@ -52,13 +52,13 @@ public:
         return true;
     }
 
-    // Where the host finds bytes that the GPU reaches; they lie in one allocation or registration.
+    // The host address of bytes that the GPU reaches; they lie in one allocation or registration.
     uint8_t* mapped(uint64_t address, size_t bytes) const {
         MUST(one(address, bytes));
         return real(address);
     }
 
-    // The same, of memory that may be the host's alone.
+    // The same, also for plain host memory.
     uint8_t* any(uint64_t address, size_t bytes) const {
         const std::vector<Region>& all = now();
         const bool touched = std::any_of(all.begin(), all.end(),
@@ -114,7 +114,7 @@ private:
 };
 
 inline Memory& memory() {
-    static Memory* const made = new Memory;  // streams may outlive what is static
+    static Memory* const made = new Memory;  // streams may outlive static objects
     return *made;
 }
 

@@ -22,7 +22,7 @@ inline std::atomic<bool> held_all = false;
 
 using Clock = std::chrono::steady_clock;
 
-// One record of an event: what waits for it waits for this, whatever the event is used for meanwhile.
+// One record of an event: its waiters wait for this one, even if the event is recorded again meanwhile.
 struct Mark {
     std::mutex lock;
     std::condition_variable changed;

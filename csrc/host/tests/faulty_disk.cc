@@ -84,19 +84,19 @@ public:
     const char* name() const override { return disk_->name(); }
 
 private:
-    // A piece, or one fragment of it, which is its fragment `first`.
+    // A piece, or its fragment `first` alone.
     struct Some {
         Piece piece;
         uint32_t first;
     };
     struct Passed {
         Some some;
-        Fault fault;  // of no kind where there is none
+        Fault fault;  // of no kind without a fault
         uint32_t left;
-        std::vector<iovec> torn;  // what is moved of it instead
+        std::vector<iovec> torn;  // the bytes moved instead
     };
 
-    // The fragments of a piece one by one, where a fault meets one of them.
+    // Submit the fragments of a piece one by one, if a fault meets one of them.
     bool submit_by_place(const Piece& piece) {
         std::vector<std::pair<Some, Fault>> apart;
         {
@@ -147,7 +147,7 @@ private:
         Passed& passed = passed_[number] = {given, fault, piece.count, {}};
         Piece inner = piece;
         inner.tag = number;
-        if (fault.what != Failing{}) inner.looks = {};  // it comes between the disk and who looks
+        if (fault.what != Failing{}) inner.looks = {};  // the fault comes between the disk and its looks
         if (fault.what == Failing::kTorn) {
             size_t left = static_cast<size_t>(fault.value);
             for (uint32_t n = 0; n < piece.count && left; n++) {
@@ -184,7 +184,7 @@ private:
         if (over) passed_.erase(answer.tag);
     }
 
-    // Each fragment of a piece, as if only so many bytes of all had been moved.
+    // Report each fragment of a piece as if only `moved` bytes of all had been moved.
     void tell_all(const Some& of, int64_t moved) {
         for (uint32_t n = 0; n < of.piece.count; n++) {
             const int64_t some = std::min(moved, static_cast<int64_t>(of.piece.fragments[n].iov_len));
@@ -193,7 +193,7 @@ private:
         }
     }
 
-    // Memory of the GPU that tests have (fake_cuda.h) is the host's, at addresses with a bit more.
+    // GPU memory of tests (fake_cuda.h) is the host's, at addresses with one more bit.
     static uint8_t* real(void* address) {
         return reinterpret_cast<uint8_t*>(reinterpret_cast<uint64_t>(address) & ~(uint64_t{1} << 56));
     }

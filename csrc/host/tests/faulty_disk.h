@@ -10,22 +10,21 @@ namespace gdscache {
 
 enum class Failing : uint8_t {
     kError = 1,  // ends with the errno `value`; no byte is moved
-    kShortMove = 2,  // says that only `value` bytes were moved, though all were
-    kTorn = 3,   // moves only the first `value` bytes, and says that all were moved
-    kFlip = 4,   // a read: flips a bit of the byte `value` when it has ended
-    kLate = 5,   // is answered `value` milliseconds after it has ended
-    kHang = 6,   // is not begun before `release`
+    kShortMove = 2,  // reports only `value` bytes as moved, though all were
+    kTorn = 3,   // moves only the first `value` bytes, and reports all as moved
+    kFlip = 4,   // a read: flips a bit of the byte `value` at its end
+    kLate = 5,   // is answered `value` milliseconds after its end
+    kHang = 6,   // does not begin before `release`
 };
 
 struct Fault {
-    uint64_t at;  // which piece of those submitted, from 0 on
+    uint64_t at;  // the number of the piece in the order of submission, from 0
     Failing what;
     int64_t value;
 };
 
-// What becomes of the bytes [begin, end) of the file `fd`, or of every file with -1. It meets each fragment that
-// touches them, and no other; the first fault that does has it. `value` is an errno or milliseconds; where bytes are
-// counted, that is `begin`.
+// The fault of the bytes [begin, end) of the file `fd`, or of every file with -1. It meets only fragments that touch
+// them; the first matching fault applies. `value` is an errno or milliseconds; counted bytes end at `begin`.
 struct PlaceFault {
     int32_t fd;
     int64_t begin, end;
@@ -40,7 +39,7 @@ public:
     }
     // Fail these from now on, and no others by their place. Any thread.
     virtual void fail(std::vector<PlaceFault> faults) = 0;
-    // Let go of everything that hangs, now and later. Any thread, as `wake`.
+    // Release all hanging pieces, now and later. Any thread, like `wake`.
     virtual void release() = 0;
 
     std::function<void()> at_end;

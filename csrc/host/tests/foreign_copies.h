@@ -1,4 +1,4 @@
-// Who moves the foreign copies of a `Rig` (executor_rig.h): threads of the test's, in the place of a GPU.
+// The copiers of a `Rig`'s foreign copies (executor_rig.h): threads of the test, in place of a GPU.
 
 #pragma once
 
@@ -22,10 +22,10 @@ class Rig;
 class Copier {
 public:
     virtual ~Copier() = default;
-    // What the places of foreign spaces must say.
+    // Set the fields that places of foreign spaces need.
     virtual void prepare(Rig&, std::vector<Place>&) {}
     virtual void begin(Rig& rig) = 0;
-    // Until all copies up to a point are done.
+    // Wait until all copies up to a point are done.
     virtual void await(int64_t point) = 0;
     // The executor was stopped.
     virtual void end() = 0;
@@ -33,7 +33,7 @@ public:
     virtual bool all() const { return true; }
 };
 
-// One thread a direction. It says that a copy is queued before it begins.
+// One thread a direction. It reports a copy as queued before it begins.
 class CopyingThreads : public Copier {
 public:
     void begin(Rig& rig) override;

@@ -1,4 +1,4 @@
-// A `Rig` (executor_rig.h) whose foreign planes and memory are a GPU's: the fake driver's, in the same bytes.
+// A `Rig` (executor_rig.h) whose foreign planes and memory are those of the fake driver's GPU, in the same bytes.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace gdscache::test {
 
 class GpuCopier : public Copier {
 public:
-    static constexpr int64_t kFence = 4;  // slots of a registration, as the rig's reserve has it
+    static constexpr int64_t kFence = 4;  // slots of a registration, as in the rig's reserve
 
     GpuCopier(const Driver& driver, Kernels kernels, bool pinned)
         : driver_(driver), wanted_(kernels), pinned_(pinned) {}

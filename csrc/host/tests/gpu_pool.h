@@ -10,14 +10,14 @@
 
 namespace gdscache::test {
 
-// A pool whose planes the GPU has, and the same planes in a mirror, into which a test copies by pages.h.
+// A pool in GPU memory, and the same planes in a mirror, into which a test copies by pages.h.
 struct GpuPool {
     GpuPool(const Driver& driver, Random& random) {
         constexpr int64_t kTokenCounts[] = {1, 2, 3, 16}, kRowBytes[] = {1, 2, 3, 9, 24, 64, 100};
         constexpr int32_t kVectors[] = {1, 2, 4, 8, 16};
         vector = random.pick(kVectors);
         int64_t tokens = random.pick(kTokenCounts), page_blocks = between(random, 1, 4);
-        const bool wide_pages = random.below(8) == 0;  // their indices do not go with a launch
+        const bool wide_pages = random.below(8) == 0;  // their indices do not fit into a launch
         if (wide_pages) tokens = 1, page_blocks = between(random, 400, 1000);
         pages = between(random, 6, wide_pages ? 12 : 24);
         const int64_t blocks = page_blocks * pages + between(random, 0, 3);
@@ -74,7 +74,7 @@ struct GpuPool {
         driver.vector(vector);
     }
 
-    // What of the wanted these layers allow.
+    // The wanted kernels, as far as these layers allow.
     PageKernels kernels(const Driver& driver, Kernels wanted, int32_t processors) const {
         if (wanted == Kernels::kNone) return {nullptr, nullptr, nullptr, nullptr, 0, 0, 0, false, false};
         return {driver.kernel(kGather),
@@ -88,13 +88,13 @@ struct GpuPool {
                 wanted >= Kernels::kLooks && can_look};
     }
 
-    // So much of GPU memory that a ring of it may be as small as it gets, or larger.
+    // A size of GPU memory with which a ring is as small as possible, or larger.
     size_t staging(Random& random) const {
         const auto extent = static_cast<size_t>(planes.extent_bytes);
         return 2 * extent + random.below(2) * random.below(8 * extent);
     }
 
-    // Whether the planes are as the mirror has them.
+    // Whether the planes equal the mirror.
     bool matches() const {
         for (size_t n = 0; n < memory.size(); n++) {
             if (std::memcmp(memory[n]->data(), mirror[n].data(), mirror[n].size())) return false;
@@ -105,7 +105,7 @@ struct GpuPool {
     int64_t layer_bytes(int32_t first, int32_t last) const { return planes.bounds[last] - planes.bounds[first]; }
 
     int32_t vector;
-    int64_t pages;  // that have blocks of their own
+    int64_t pages;  // with blocks of their own
     GpuPlanes planes;
     Pool pool, mirror_pool;
     bool can_sum = true, can_look = true;

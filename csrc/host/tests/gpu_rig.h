@@ -1,4 +1,4 @@
-// The fake driver (fake_cuda.h) as a test has it, and memory of its GPU.
+// The fake driver (fake_cuda.h), and memory of its GPU.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace gdscache::test {
 
-// A library that lies beside the test's binary. Who opens it by its path, too, gets the same.
+// A library beside the test's binary. Opening it by its path gives the same one.
 class Beside {
 public:
     explicit Beside(const char* name) {
@@ -75,7 +75,7 @@ struct Driver : Beside {
     decltype(&fake_vector) vector;
     decltype(&fake_call) call;
 
-    // Nothing is left of what was made. `entered`: but that so many threads are within the context.
+    // All objects are gone. `entered`: except for this number of entered contexts.
     void check_empty(int64_t entered = 0) const {
         for (int32_t what = 0; what < kLiving; ++what) CHECK(living(what) == (what == kEntered ? entered : 0));
     }

@@ -1,4 +1,4 @@
-// One transfer of a test: its pages, extents of any kind, what they hold, and what must come of it by pages.h.
+// One transfer of a test: its pages, extents of any kind, their bytes, and the expected result by pages.h.
 
 #pragma once
 
@@ -10,7 +10,7 @@ enum class Extents { kPinned, kPageable, kDevice };
 
 class OneTransfer {
 public:
-    // `pages`: those of the pool that are the caller's, by number: page i has blocks [i * page_blocks, ...).
+    // `pages`: the caller's pages of the pool, by number: page i has blocks [i * page_blocks, ...).
     OneTransfer(const Driver& driver, GpuPool& of, Random& random, const std::vector<int64_t>& pages, bool wide)
         : pool_(of), random_(random) {
         const GpuPlanes& planes = pool_.planes;
@@ -21,7 +21,7 @@ public:
         last = static_cast<int32_t>(between(random_, first + 1, planes.layers));
         if (random_.below(30) == 0) last = first;
         std::vector<int64_t> chosen = pages;
-        const bool tidy = random_.below(3) == 0;  // neighbours, as where nothing was given back yet
+        const bool tidy = random_.below(3) == 0;  // neighbours, as before anything was given back
         if (!tidy) shuffle(random_, chosen);
         if (random_.below(3) == 0) std::sort(chosen.begin(), chosen.end());
         const bool few = !tidy && random_.below(2) == 0;
@@ -67,16 +67,18 @@ public:
         return {load, route, sums, first, last, count, extents, slots.data(), blocks.data(), after};
     }
 
-    // Bytes of this transfer's own come into the planes, where others do not look: on the GPU's side, and in the mirror.
+    // Fill the planes with this transfer's own bytes where other transfers do not look: on the GPU's side, and in the
+    // mirror.
     void fill_planes() const { scatter_all(pool_.pool, 0); }
     void fill_mirror() const { scatter_all(pool_.mirror_pool, 0); }
-    // Others, when nothing of what was there is needed any more.
+    // Overwrite the planes when their bytes are not needed any more.
     void spoil() const {
         scatter_all(pool_.pool, 0x5A);
         scatter_all(pool_.mirror_pool, 0x5A);
     }
 
-    // What the transfer leaves, in the mirror and in the extents. Called when the planes are filled, before `spoil`.
+    // Compute the transfer's result, in the mirror and in the extents. Called when the planes are filled, before
+    // `spoil`.
     void foresee() {
         sums_.resize(static_cast<size_t>(count * (last - first)));
         for (int64_t page = 0; page < count; page++) {
@@ -91,7 +93,7 @@ public:
     void check_extents() const { CHECK(!std::memcmp(memory_->data(), expected_.data(), expected_.size())); }
     void check_sums(const std::vector<uint64_t>& found) const { CHECK(found == sums_); }
 
-    // Its pages in the planes are those of the mirror.
+    // Check that its pages in the planes equal the mirror's.
     void check_planes() const {
         const auto bytes = static_cast<size_t>(pool_.planes.bounds.back());
         std::vector<uint8_t> is(bytes), should(bytes);

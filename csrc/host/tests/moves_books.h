@@ -1,4 +1,4 @@
-// The books of `Model`: what is known of each move, page and group, and what follows from it.
+// The books of `Model`: the state of each move, page and group, and its consequences.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Cell {
     Reading read = Reading::kNone;
     Copying copy = Copying::kNone;
     bool queued = false;
-    int64_t at = 0, slot = 0, io = 0;  // where the first byte that was read lies, by which job
+    int64_t at = 0, slot = 0, io = 0;  // the place of the first read byte, and the job
 };
 
 struct Row {
@@ -40,7 +40,7 @@ struct Row {
     std::vector<Cell> cells;
     Status verdict = Status::kPending;
     std::set<Status> maybe;
-    int32_t error = 0, late = 0;  // I/O of it that is late
+    int32_t error = 0, late = 0;  // its late I/O
     bool was_late = false, told = false, ended = false;  // `ended`: a write
 };
 
@@ -50,8 +50,8 @@ struct Booked {
     int64_t order = 0;
     bool store = false, gather = false;
     std::vector<Row> rows;
-    std::map<int32_t, int64_t> points;  // of each group: the greatest that a copy was queued with
-    std::set<int32_t> said;             // groups of which `take_ready` spoke
+    std::map<int32_t, int64_t> points;  // of each group: the greatest of a queued copy
+    std::set<int32_t> said;             // groups reported by `take_ready`
     std::string why;
     bool cancelled = false, broken = false, expired = false, over = false, forgotten = false;
     int32_t ios = 0, late_ios = 0, copies = 0;
@@ -131,7 +131,7 @@ protected:
         return slots;
     }
 
-    // What of the reserve somebody still reads into, or copies out of.
+    // Slots of the reserve that reads or copies still use.
     std::set<int64_t> needed_slots() const {
         std::set<int64_t> needed;
         const auto need = [&](int64_t at, int64_t bytes) {
@@ -184,7 +184,7 @@ protected:
         return fits(bytes) && (writing_ == 0 || writing_ + bytes <= std::max(world.limits.flying_bytes / 2, 2 * job));
     }
 
-    // Whether a move's next read could begin now, so far as that is known.
+    // Whether a move's next read could begin now, as far as is known.
     bool can_read(const Booked& book, int32_t disk) const {
         if (!book.load() || book.over || book.broken || book.expired || refusal != Status::kPending) return false;
         const int64_t extent = world.limits.extent_bytes;
@@ -244,7 +244,7 @@ protected:
         return true;
     }
 
-    // Whether a group came with the one before, which nobody saw.
+    // Whether a group came with the one before, without a job of its own.
     bool unseen(const Booked& book, const Row& row, int32_t group) const {
         for (int32_t n = 0; n <= group; n++) {
             if (from_files(way(book, row)) && !part_of(book, row, n)) return true;
@@ -266,7 +266,7 @@ protected:
         }
     }
 
-    // Pages whose bytes are known, and that go nowhere, are good: for sure when everybody was looked at.
+    // Pages with known bytes and no target are good; `certain`: all moves were looked at.
     void settle_quiet(Booked& book, bool foreign, bool certain) {
         if (!book.load() || book.over || book.broken) return;
         for (Row& row : book.rows) {
@@ -303,7 +303,7 @@ protected:
         });
     }
 
-    // The point that a ready group has: of all its copies that were queued, while one of them is under way.
+    // The point of a ready group: of all its queued copies, while one of them is under way.
     int64_t point_of(const Booked& book, int32_t group) const {
         const bool any = std::any_of(copies.begin(), copies.end(), [&](const auto& entry) {
             const CopyUnderWay& copy = entry.second;
@@ -312,7 +312,7 @@ protected:
         return any ? book.points.at(group) : 0;
     }
 
-    // Whether copies of a move are for those who ask.
+    // Whether copies of a move are for these hands.
     static bool is_for(Hands hands, const Booked& book) {
         return hands != (book.gather ? Hands::kForeignLoads : Hands::kForeignStores);
     }
@@ -320,7 +320,7 @@ protected:
     int64_t flying_ = 0;        // bytes of I/O that is not late
     int64_t writing_ = 0;       // ... of writes
     int32_t reads_in_row_ = 0;  // while a write waits
-    int32_t reads_beside_ = 0;  // while one of the same kind of files does
+    int32_t reads_beside_ = 0;  // while a move of the same kind of files waits
 };
 
 }  // namespace gdscache::test

@@ -1,8 +1,9 @@
-// What `Moves` may do, as the plainest books of it: for each page and group whether it is read, and copied, and the
-// verdict that follows. It checks each job that is given out, and whether one was held back that could have gone.
+// The permitted behaviour of `Moves`, as plain books: for each page and group whether it is read, and copied, and the
+// resulting verdict. It checks each job, and that no possible job was held back.
 //
-// What nobody sees is left open: a group whose bytes came with another's has no read, so whether a deadline still found
-// it unread is not known, nor when a page that needs neither copy nor look is good. `maybe` holds such verdicts.
+// Unobservable states are left open. A group whose bytes came with another's has no read, so the model does not know
+// whether a deadline still found it unread, nor when a page is good that needs neither copy nor look. `maybe` holds
+// such verdicts.
 
 #pragma once
 
@@ -14,9 +15,9 @@ class Model : public Books {
 public:
     using Books::Books;
 
-    // --- what was asked for
+    // --- requests
 
-    // Whether I/O is under way whose end leaves room for other.
+    // Whether I/O is under way whose end leaves room for other I/O.
     bool flying() const { return flying_ > 0; }
 
     void begin(const MoveSpec& spec) {
@@ -93,7 +94,7 @@ public:
             !book.store && passes(way(book, book.rows.at(job.pages.front().row)));  // slots that it takes
         CHECK(job.pages.size() == 1 || bytes <= (fills ? (usual + extent - 1) / extent * extent : usual));
         CHECK(job.write ? fits_write(bytes, job.files) : fits(bytes));
-        for (const auto& [id, other] : books) {  // whoever goes before it could not go
+        for (const auto& [id, other] : books) {  // moves before it could not go
             if (!(other.key() < book.key())) continue;
             CHECK(book.store ? !can_write(other, disk, true) : !can_read(other, disk));
         }
@@ -169,7 +170,7 @@ public:
         }
     }
 
-    // Of the page, which has ended. `sums`: of its bytes, or null.
+    // A page has ended. `sums`: of its bytes, or null.
     void io_ended(int64_t id, int32_t page, int32_t error, const uint64_t* sums) {
         Flying& flight = ios.at(id);
         Booked& book = books.at(flight.job.move);
@@ -272,12 +273,12 @@ public:
         }
         CHECK(!job.pages.empty() && job.blocks == blocks);
         const auto behind = [](const Transfer& one, const Transfer& other) { return one.slot >= other.slot; };
-        const bool window = foreign && job.window_slots != 0;  // whose pages are copied as they lie there
+        const bool window = foreign && job.window_slots != 0;  // its pages are copied in their order there
         CHECK(!window || std::ranges::adjacent_find(job.pages, behind) == job.pages.end());
         const bool more = book.ios != 0 && std::ranges::any_of(book.rows, [&](const Row& row) {
             return from_files(way(book, row)) && sure(row) && row.cells[group].read != Reading::kThere;
         });
-        CHECK(!window || !more || !ios.contains(book.rows[job.pages[0].row].cells[group].io));  // all of it is there
+        CHECK(!window || !more || !ios.contains(book.rows[job.pages[0].row].cells[group].io));  // all have landed
         ++book.copies;
         copies[job.id] = {job, group};
     }
@@ -324,7 +325,7 @@ public:
         }
     }
 
-    // --- what everybody may ask
+    // --- questions for all moves
 
     void look() {
         Nanoseconds first = std::numeric_limits<Nanoseconds>::max();
@@ -359,7 +360,7 @@ public:
         CHECK(moves.held_slots() >= 0 && moves.held_slots() <= world.slots - moves.free_slots());
     }
 
-    // Nothing is under way any more, and nobody has anything to ask.
+    // Nothing is under way any more, and no question is open.
     void check_rest() {
         CHECK(flying_ == 0 && writing_ == 0 && ios.empty() && copies.empty() && !moves.has_ended_late());
         CHECK(moves.free_slots() == world.slots && moves.held_slots() == 0);

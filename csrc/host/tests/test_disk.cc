@@ -1,5 +1,5 @@
-// Both disks: pieces at random, sound ones and hostile ones, against what the file has; wakes from other threads; many
-// disks at once. With a count of rounds it is the fuzz of `make sanitize`.
+// Both disks: sound and hostile pieces at random, compared with the file's bytes; wakes from other threads; many disks
+// at once. With a count of rounds it is the fuzz of `make sanitize`.
 
 #include <fcntl.h>
 #include <sys/eventfd.h>
@@ -56,7 +56,7 @@ std::unique_ptr<Asked> asked(Random& random, int file, int64_t file_bytes, uint6
         made->fragments.push_back({made->memory.back().data(), size});
     }
     made->writes = random.below(4) == 0;
-    // Writes go beyond what is read, each to a place of its own.
+    // Writes go beyond the reads, each to a place of its own.
     const int64_t offset = made->writes ? file_bytes + (int64_t{1} << 20) * static_cast<int64_t>(tag + 1)
                                         : static_cast<int64_t>(random.below(static_cast<uint64_t>(file_bytes)));
     made->piece = {tag, nullptr, count, file, offset, made->writes ? Op::kWrite : Op::kRead, random.below(2) == 0};
@@ -123,7 +123,7 @@ void fuzz(Open open, uint64_t seed, uint64_t count) {
     for (uint64_t tag = 0; tag < count || !live.empty();) {
         std::vector<Piece> pieces;
         for (uint64_t n = random.below(12); n-- > 0 && tag < count; tag++) {
-            // Reads see only what was there at first: a piece that writes makes the file longer, with a hole.
+            // Reads see only the first content: a piece that writes makes the file longer, with a hole.
             auto one = asked(random, file, static_cast<int64_t>(content.size()) / 2, tag);
             pieces.push_back(one->piece);
             live.emplace(tag, std::move(one));
@@ -163,7 +163,7 @@ void abandon(Open open, uint64_t seed) {
     close(file);
 }
 
-// A file that has an end within a fragment, a fragment that is nowhere, and bytes that nobody has: exactly those fail.
+// A file that ends within a fragment, a fragment at an invalid address, and bytes beyond the file: exactly those fail.
 void odd(Open open) {
     const std::vector<uint8_t> content = Random(3).bytes(10000);
     const int file = temporary(content);
@@ -223,20 +223,20 @@ void faults(Open open) {
     close(file);
 }
 
-// Calls under way, by file and by what they do.
+// Calls under way, by file and operation.
 struct Meeting {
     std::mutex mutex;
     std::condition_variable changed;
     std::map<std::pair<int32_t, Op>, int> now, most;
-    std::map<int32_t, std::vector<int64_t>> written;  // offsets, in the order in which they began
+    std::map<int32_t, std::vector<int64_t>> written;  // offsets, in the order of their begins
 
-    // The most of each kind that were under way at a time.
+    // The most of each kind under way at a time.
     int all() const {
         return std::accumulate(most.begin(), most.end(), 0, [](int sum, const auto& one) { return sum + one.second; });
     }
 };
 
-// A call ends when so many as are wanted have met, or after a while.
+// A call ends when the wanted number of calls have met, or after a while.
 class MeetingCaller final : public Caller {
 public:
     MeetingCaller(Meeting& meeting, int wanted) : meeting_(meeting), wanted_(wanted) {}
@@ -259,8 +259,8 @@ private:
     const int wanted_;
 };
 
-// What the kernel copies is written to a file by one thread at a time, in order; reads, other files, and writes that it
-// does not copy have the other threads.
+// Writes that the kernel copies go to a file by one thread at a time, in order; reads, other files, and other writes
+// have the other threads.
 void turns() {
     for (const bool copied : {true, false}) {
         const int files[2] = {temporary({1}), temporary({1})};
@@ -303,8 +303,8 @@ std::vector<int> rings() {
     return found;
 }
 
-// A ring that fails for good is replaced by another one, and nothing that was submitted is lost; where there is no other,
-// it is an error of each piece, until there is one.
+// A ring that fails for good is replaced by another one, and no submitted piece is lost. Without another ring each
+// piece fails, until there is one.
 void ring_that_fails() {
     const std::vector<uint8_t> content(1 << 20, 0x5A);
     const int file = temporary(content), nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
@@ -330,12 +330,12 @@ void ring_that_fails() {
     for (int n = 0; n < 3; n++) {
         for (const int fd : rings()) CHECK(dup2(nothing, fd) == fd);
         read(0);
-        std::thread other([&] { disk->wake(); });  // is heard by the new ring
+        std::thread other([&] { disk->wake(); });  // the new ring hears it
         std::vector<Ended> none;
         CHECK(disk->reap(none, 20) == 0 && none.empty());
         other.join();
     }
-    // What the kernel has of a ring that failed ends all the same.
+    // Requests that the kernel has of a failed ring still end.
     const int late = eventfd(0, EFD_CLOEXEC);
     uint64_t got = 0;
     const iovec where{&got, sizeof got};
@@ -398,7 +398,7 @@ int main(int argc, char** argv) {
     }
     turns();
     Random random(23);
-    for (int n = 0; n < 300; n++) {  // what was cut is all there, in runs that are neighbours and not too long
+    for (int n = 0; n < 300; n++) {  // cut pieces are complete, in runs of neighbours, and not too long
         std::vector<Request> requests;
         int64_t total = 0, got = 0;
         for (uint64_t k = random.below(50); k-- > 0;) {

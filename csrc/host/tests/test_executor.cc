@@ -1,5 +1,5 @@
 // The executor with its threads and real files: pages go out of planes into memory and files, and come back by all
-// routes, while others are cancelled, run out of time, or are damaged. Ends in every state that a move may be in.
+// routes, while others are cancelled, run out of time, or are damaged. Ends in every state of a move.
 
 #include <algorithm>
 
@@ -17,7 +17,7 @@ std::unique_ptr<Disk> threads() { return open_threads_disk(3); }
 
 std::unique_ptr<Disk> ring() { return open_ring_disk(3, 8); }
 
-// Each fault of a disk costs its own page, and a page that hangs is told when it has ended, not before.
+// Each fault of a disk costs its own page; a hanging page is reported at its end, not before.
 void faults(Open open) {
     auto disk = open_faulty_disk(open(), {{0, Failing::kError, EIO},
                                           {1, Failing::kShortMove, 100},
@@ -41,7 +41,7 @@ void faults(Open open) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         faulty->release();
     });
-    rig.finish(move);  // which waits for what is late
+    rig.finish(move);  // waits for late pages
     releaser.join();
     CHECK(rig.executor->held_slots() == 0 && rig.executor->free_slots() == kReserve);
     Way down;
@@ -54,7 +54,7 @@ void faults(Open open) {
     CHECK(written.errors == failed && written.late.empty());
 }
 
-// A page that is read in several pieces is there when all of them are, and fails when one does.
+// A page that is read in several pieces has come when all of them have, and fails when one does.
 void cut(Open open) {
     Rig rig(open_faulty_disk(open(), {{1, Failing::kError, EIO}, {3, Failing::kLate, 30}}), 1, 4, 100);
     CHECK(rig.limits.extent_bytes > 2 << 20);  // three pieces
@@ -63,8 +63,8 @@ void cut(Open open) {
     CHECK(outcome.statuses[0] == Status::kIoError && outcome.statuses[1] == Status::kLoaded);
 }
 
-// Pages that are read and go no further are checked by whoever reads them, as far as pieces end with layers and with sectors;
-// else by those that copy. A wrong byte of any layer is found either way.
+// Pages that stay where they are read are checked by their reader, if pieces end with layers and sectors, else by
+// copiers. A wrong byte of any layer is found either way.
 void looks(Open open) {
     for (const int64_t scale : {64, 100, 128}) {
         Rig rig(open(), 1, 6, scale);
@@ -91,7 +91,7 @@ void looks(Open open) {
     }
 }
 
-// Moves that end without any I/O end at once, not when somebody looks around.
+// Moves without any I/O end at once.
 void refusals(Open open) {
     Rig rig(open());
     const Way way = reads(rig, 6);
@@ -107,7 +107,7 @@ void refusals(Open open) {
     for (const Status status : outcome.statuses) CHECK(status == Status::kLoaded);
 }
 
-// Everybody who waits is let go by `stop`, and what is under way comes to its end before the executor does.
+// `stop` releases all waiting threads, and I/O under way ends before the executor does.
 void stops(Open open) {
     auto disk = open_faulty_disk(open(), {{0, Failing::kHang, 0}, {2, Failing::kLate, 30}});
     FaultyDisk* const faulty = disk.get();
@@ -130,12 +130,12 @@ void stops(Open open) {
     CHECK(!rig.executor->outcome(move) && !rig.executor->forget(move));
     rig.executor->stop();
     for (std::thread& thread : waiting) thread.join();
-    CHECK(rig.executor->wait(move + 1, -1, 0) == 0 && rig.executor->wait(move, 2, 0) == 0);  // nobody knows these
+    CHECK(rig.executor->wait(move + 1, -1, 0) == 0 && rig.executor->wait(move, 2, 0) == 0);  // unknown moves
     CHECK(!rig.executor->cancel(move + 1) && !rig.executor->begin({move, Priority::kLoad, 0, {}, {}, {}}));
     faulty->release();
 }
 
-// An executor that goes in the middle of reads and writes: nothing touches the memory behind it.
+// An executor that ends during reads and writes: nothing touches the memory afterwards.
 void abandon(Open open, uint64_t seed) {
     Random random(seed);
     Rig rig(open(), 1 << 14);

@@ -10,7 +10,7 @@ using namespace gdscache::test;
 
 namespace {
 
-// A stream of the test's, beside those of the GPU's lanes: a model that works in the planes.
+// A stream of the test, beside those of the GPU's lanes: a model that works in the planes.
 class Model {
 public:
     explicit Model(const Cuda& cuda) : cuda_(cuda) {
@@ -44,7 +44,7 @@ private:
     std::vector<CudaEvent> events_;
 };
 
-// Who copies pages of its own, one transfer after the other or several at once.
+// A caller that copies pages of its own, one transfer after the other or several at once.
 class Caller {
 public:
     Caller(const Driver& driver, GpuPool& pool, Gpu& gpu, std::vector<int64_t> pages, uint64_t seed)
@@ -99,7 +99,7 @@ private:
         if (queued.point) CHECK(gpu_.last(transfer->load) >= queued.point && queued.read != 0);
         const bool spoils = !transfer->load && random_.below(2);
         if (spoils && random_.below(2)) {
-            gpu_.await(queued.read);  // a store has seen all that it takes
+            gpu_.await(queued.read);  // a store has read its source
         } else if (spoils) {
             gpu_.follow(model_.stream, queued.read);
             model_.await(model_.record());
@@ -117,7 +117,7 @@ private:
         transfer->check_planes();
     }
 
-    // Several under way, which share nothing: each page is one's.
+    // Several transfers under way, without common pages.
     void several() {
         std::vector<std::vector<int64_t>> parts(1 + random_.below(4));
         for (const int64_t page : pages_) parts[random_.below(parts.size())].push_back(page);
@@ -129,7 +129,7 @@ private:
             fill(*transfers.back());
             queued.push_back(gpu_.queue(transfers.back()->copies()));
             if (!queued.back().point) continue;
-            int64_t& greatest = greatest_[transfers.back()->load];  // what comes later has greater points
+            int64_t& greatest = greatest_[transfers.back()->load];  // later transfers have greater points
             CHECK(std::min(queued.back().point, queued.back().read) > greatest);
             greatest = std::max(queued.back().point, queued.back().read);
         }
@@ -174,7 +174,7 @@ void check_pool(const Driver& driver, uint64_t seed) {
             const auto size = [&] { return static_cast<int64_t>(between(random, 1, 8)) * pool.planes.extent_bytes; };
             ChunkSizes sizes;
             if (random.below(2) == 0) {
-                Random other(~seed);  // what else is drawn stays as it was
+                Random other(~seed);  // keeps the other draws unchanged
                 const int64_t unbroken = static_cast<int64_t>(between(other, 1, 8)) * pool.planes.extent_bytes / 3 + 1;
                 sizes = {size(), size(), size(), unbroken, between(random, 1, 12)};
             }
@@ -197,15 +197,15 @@ void check_pool(const Driver& driver, uint64_t seed) {
         }
         for (std::thread& thread : threads) thread.join();
         CHECK(pool.matches());
-        CHECK(driver.living(kEvents) < 60 + 16 * static_cast<int64_t>(parts.size()));  // points give theirs back
+        CHECK(driver.living(kEvents) < 60 + 16 * static_cast<int64_t>(parts.size()));  // points give their events back
         const Cuda::Entered entered(cuda);
         gpu.reset();
     }
     driver.check_empty();
 }
 
-// Tables of block indices too long for a launch, while segments are used again before the kernels have looked: looks at
-// what the copy engine brought into the planes, one page a transfer.
+// Tables of block indices too long for a launch, while segments are reused before the kernels have looked: looks at
+// pages that the copy engine brought into the planes, one page a transfer.
 void check_looks(const Driver& driver, uint64_t count) {
     driver.batches(13);
     for (uint64_t seed = 0; count > 0; seed++) {
@@ -243,7 +243,7 @@ void check_looks(const Driver& driver, uint64_t count) {
     }
 }
 
-// Points are in order, and who waits for one waits no longer.
+// Points are in order, and a wait for one ends with it.
 void check_points(const Driver& driver) {
     Random random(3);
     driver.batches(13);
@@ -289,7 +289,7 @@ void check_points(const Driver& driver) {
     driver.check_empty(1);
 }
 
-// Copies go on in the other stream where so many bytes went, behind all of those.
+// Copies go on in the other stream after `unbroken` bytes, behind all of those.
 void check_ways(const Driver& driver) {
     for (const bool loads : {true, false}) {
         const Cuda cuda(driver.path.c_str(), driver.context());
@@ -298,7 +298,7 @@ void check_ways(const Driver& driver) {
         {
             Lane lane(cuda, {1 << 16, 4096, 4096, 100}, loads);
             const CudaStream one = lane.copies;
-            lane.make_way(200);  // the first go anyhow
+            lane.make_way(200);  // the first go in any case
             CHECK(lane.copies == one);
             const int64_t before = lane.done.record(lane.copies, 1);
             lane.make_way(1);
@@ -321,12 +321,12 @@ void check_ways(const Driver& driver) {
 int main(int argc, char** argv) {
     const Driver driver;
     const uint64_t count = rounds(argc, argv, 300);
-    const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one round that failed
+    const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one failed round
     check_points(driver);
     check_looks(driver, 1 + count / 50);
     check_ways(driver);
     for (uint64_t seed = from; seed < from + count; seed++) check_pool(driver, seed);
     const bool whole = from == 0 && count >= 100;
-    CHECK(!whole || driver.calls("cuMemcpy2DAsync_v2") > static_cast<int64_t>(count));  // pages that lie in equal steps
+    CHECK(!whole || driver.calls("cuMemcpy2DAsync_v2") > static_cast<int64_t>(count));  // pages in equal steps
     std::printf(" good\n");
 }

@@ -1,5 +1,5 @@
-// The disk by cuFile: bytes between a file, memory of a GPU and of the host; every fault that the library can tell of, by
-// a call each and in batches.
+// The disk by cuFile: bytes between a file, memory of a GPU and of the host; every fault that the library can report,
+// by a call each and in batches.
 
 #include <cerrno>
 #include <chrono>
@@ -18,7 +18,7 @@ constexpr size_t kUnit = 4096;
 struct Drawn {
     std::vector<std::vector<iovec>> fragments;
     std::vector<Piece> pieces;
-    std::vector<std::pair<bool, size_t>> where;  // of each unit of the file: whether of the GPU, and the place
+    std::vector<std::pair<bool, size_t>> where;  // of each unit of the file: whether in GPU memory, and the place
 
     Drawn(const CuFileRig& rig, Random& random, Op op) {
         const size_t units = rig.gpu.size() / kUnit;
@@ -94,7 +94,7 @@ void neighbours(const Driver& driver, const FakeCuFile& fake) {
     CHECK(fake.moves(0) == before + 2);
 }
 
-// The file has what the GPU's memory has, unit by unit, but for one of them.
+// The file equals the GPU's memory, unit by unit, except for one.
 void check_same(const CuFileRig& rig, const std::vector<iovec>& all, size_t except = SIZE_MAX) {
     const std::vector<uint8_t> now = rig.content();
     for (size_t unit = 0; unit < all.size(); ++unit) {
@@ -104,7 +104,7 @@ void check_same(const CuFileRig& rig, const std::vector<iovec>& all, size_t exce
     }
 }
 
-// A fault is an error of its own fragment, whether its calls go through batches or not; afterwards all is well.
+// A fault is an error of its own fragment, with batches and without; afterwards all calls succeed.
 void faults(const Driver& driver, const FakeCuFile& fake) {
     struct {
         int kind;
@@ -148,7 +148,7 @@ void faults(const Driver& driver, const FakeCuFile& fake) {
     }
 }
 
-// Batches are used where pieces are small, and where the library has none the calls go one by one.
+// Batches are used for small pieces; if the library has none, the calls go one by one.
 void batches(const Driver& driver, const FakeCuFile& fake) {
     for (const int32_t refused : {int32_t{kCuFileCalls}, int32_t{kBatchSetUp}, int32_t{kBatchSubmit}}) {
         CuFileRig rig(driver, fake, 1, kUnit, 40 * kUnit, 4);
@@ -167,7 +167,7 @@ void batches(const Driver& driver, const FakeCuFile& fake) {
         CHECK(std::equal(now.begin(), now.end(), rig.gpu.data()));
         fake.release();
     }
-    // Where nothing is known of a batch, its memory is still touched: it is asked again.
+    // While nothing is known of a batch, its memory is still touched: it is asked again.
     CuFileRig rig(driver, fake, 1, kUnit, 8 * kUnit, 4);
     const std::vector<iovec> all = units(rig);
     const std::vector<Piece> pieces = each(rig, all, Op::kRead);
@@ -181,7 +181,7 @@ void batches(const Driver& driver, const FakeCuFile& fake) {
     CHECK(rig.finish(pieces).size() == 8);
 }
 
-// What hangs is pending and keeps nobody else; it ends when it can.
+// A hanging call is pending, delays no other, and ends when it can.
 void hangs(const Driver& driver, const FakeCuFile& fake) {
     for (const int64_t batched : {int64_t{0}, int64_t{kUnit}}) {
         CuFileRig rig(driver, fake, 2, batched, 24 * kUnit, 6);
@@ -203,7 +203,7 @@ void hangs(const Driver& driver, const FakeCuFile& fake) {
     }
 }
 
-// What cuFile was not told of, and what it refuses.
+// Files and memory unknown to cuFile, and calls that it refuses.
 void strangers(const Driver& driver, const FakeCuFile& fake) {
     CuFileRig rig(driver, fake, 2, 0, 4 * kUnit, 7);
     const std::vector<iovec> known{rig.at(0, kUnit, true)};

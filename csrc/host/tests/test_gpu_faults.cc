@@ -1,5 +1,5 @@
-// Calls of the driver fail, one at a time and wherever that is: what was asked for throws, nothing is left behind, and
-// what comes later is right.
+// Calls of the driver fail, one at a time, anywhere: the requested operation throws, nothing is left behind, and later
+// operations are right.
 
 #include <optional>
 
@@ -10,7 +10,7 @@ using namespace gdscache::test;
 
 namespace {
 
-// Those that end something have nobody to tell, and what they keep goes with the process.
+// Functions that end something are missing: their errors are not reported, and their objects go with the process.
 constexpr const char* kFunctions[] = {
     "cuCtxPushCurrent_v2",
     "cuCtxGetStreamPriorityRange",
@@ -76,7 +76,7 @@ public:
     int failed() const { return failed_; }
 
 private:
-    // What failed once does not fail again.
+    // A call that failed once does not fail again.
     template <typename Work>
     bool again(Work work) {
         try {
@@ -121,7 +121,7 @@ private:
     int failed_ = 0;
 };
 
-// `most`: calls of each function that fail, about.
+// `most`: about the number of failing calls of each function.
 int64_t fail_each(const Driver& driver, const Shape& shape, Random& random, uint64_t most) {
     driver.batches(shape.batches);
     int64_t all = 0;

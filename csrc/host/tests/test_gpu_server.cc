@@ -1,4 +1,4 @@
-// The executor whose foreign copies a GPU does: round trips by all routes, copies that fail, moves that are cancelled or
+// The executor with foreign copies by a GPU: round trips by all routes, copies that fail, moves that are cancelled or
 // abandoned while their copies are under way.
 
 #include "tests/faulty_disk.h"
@@ -34,7 +34,7 @@ void round_trips_each(const Driver& driver, uint64_t count) {
     }
 }
 
-// Pages of the rig's own memory into the GPU's planes, of which nobody knows the checksums.
+// Pages of the rig's own memory into the GPU's planes, without checksums.
 Way out_of_memory(Rig& rig, int64_t pages) {
     Way way;
     way.source = kCpu;
@@ -50,7 +50,7 @@ Way out_of_memory(Rig& rig, int64_t pages) {
     return way;
 }
 
-// Pages of other blocks than those of a way into the planes, which nothing else keeps in order with it.
+// Pages of other blocks than a way's, out of the planes, which nothing else orders after it.
 Way into_memory(int64_t pages) {
     Way way;
     way.source = kForeignPlanes;
@@ -69,7 +69,7 @@ bool is_in_planes(Rig& rig, const Way& way, int64_t page) {
     return std::equal(found.begin(), found.end(), rig.at(kCpu, way.sources[page]));
 }
 
-// What the driver refuses breaks its move, which says so, and no other.
+// A call that the driver refuses breaks its own move with an error, and no other.
 void broken(const Driver& driver) {
     constexpr const char* kRefused[] = {"cuLaunchKernel", "cuEventSynchronize", "cuStreamWaitEvent",
                                         "cuMemcpyBatchAsync", "cuEventRecord"};
@@ -104,7 +104,7 @@ void broken(const Driver& driver) {
     CHECK(looked.broken && looked.why.find("look") != std::string::npos);
 }
 
-// While nothing has begun, groups are ready behind their points, and the move has not ended. Then it is called off.
+// While nothing has begun, groups are ready behind their points, and the move has not ended. Then it is cancelled.
 void held(const Driver& driver, bool cancels) {
     driver.batches(13);
     GpuRig of(driver, Kernels::kLooks, true);
@@ -155,7 +155,7 @@ void events(const Driver& driver) {
     cuda.close_stream(stream);
 }
 
-// Pages that a disk fails cost themselves alone.
+// Pages that a disk fails cost only themselves.
 void faults(const Driver& driver) {
     GpuRig of(driver, Kernels::kSums, true,
               open_faulty_disk(disk(), {{0, Failing::kError, EIO}, {1, Failing::kFlip, 5}, {3, Failing::kLate, 5}}), 1);
@@ -169,7 +169,7 @@ void faults(const Driver& driver) {
     CHECK(of.rig.executor->free_slots() == kReserve);
 }
 
-// An executor that goes while copies are under way: nothing touches the memory behind it.
+// An executor that ends while copies are under way: nothing touches the memory afterwards.
 void abandon(const Driver& driver, uint64_t seed) {
     Random random(seed);
     driver.delay(random.below(2) ? 200 : 0);

@@ -1,4 +1,4 @@
-// Memory for what cannot fail: the reserve against a model, and `new` where the system has no memory.
+// Memory for work that cannot fail: the reserve against a model, and `new` while the system has no memory.
 
 #include "base/memory.h"
 
@@ -21,7 +21,7 @@ using namespace gdscache::test;
 
 namespace {
 
-// Blocks of any size do not touch each other, and all of them are there again.
+// Blocks of any size do not overlap, and all of them can be taken again.
 void reserve(Random& random, uint64_t count) {
     std::map<unsigned char*, size_t> taken;
     for (uint64_t n = 0; n < count; n++) {
@@ -52,7 +52,7 @@ void reserve(Random& random, uint64_t count) {
 
 bool throws(size_t bytes) {
     try {
-        operator delete(operator new(bytes));  // which no compiler leaves out
+        operator delete(operator new(bytes));  // no compiler removes this
         return false;
     } catch (const std::bad_alloc&) {
         return true;

@@ -11,7 +11,7 @@ using namespace gdscache::test;
 namespace {
 
 constexpr int64_t kSlots = 40;   // of each space
-constexpr int64_t kSector = 16;  // what reads are rounded to
+constexpr int64_t kSector = 16;  // the unit of reads
 enum : int32_t { kPlanes, kForeignPlanes, kCpu, kForeignCpu, kBounce, kSsd, kOtherSsd, kSpaces };
 
 constexpr Hands kHands[] = {Hands::kOurs, Hands::kForeignLoads, Hands::kForeignStores, Hands::kForeign};
@@ -69,7 +69,7 @@ public:
 
     void run() {
         const uint64_t most = 1 + random_.below(14);
-        const bool calm = random_.below(3) == 0;  // nothing goes wrong, and nothing is called off
+        const bool calm = random_.below(3) == 0;  // nothing fails, and nothing is cancelled
         for (uint64_t step = 0; step < 400; step++) {
             event(most, calm);
             hear();
@@ -98,7 +98,7 @@ private:
         return std::next(map.begin(), static_cast<ptrdiff_t>(random_.below(map.size())));
     }
 
-    // So many of a space, each once.
+    // `count` places of a space, each once.
     std::vector<int64_t> places(int64_t count) {
         std::vector<int64_t> drawn;
         while (static_cast<int64_t>(drawn.size()) < count) {
@@ -156,7 +156,7 @@ private:
         moves_.begin(std::move(spec));
     }
 
-    // More ways of a move, which may be the last of them.
+    // More ways of a move, perhaps the last of them.
     void extend(const Booked& book, bool last) {
         std::vector<Way> ways;
         for (int64_t n = between(random_, 0, 2); n-- > 0;) ways.push_back(drawn_way(0));
@@ -171,8 +171,7 @@ private:
         else if (moves_.knows(found->first)) CHECK(!moves_.extend(found->first, {}, true));
     }
 
-    // Those that found nothing sleep until the news are for them, as an `Executor` has it; what has happened for others
-    // is in the news, too.
+    // Takers without a job sleep until news for them, as in an `Executor`; other events are in the news too.
     void hear() {
         const News news = moves_.take_news();
         for (int32_t disk = 0; disk < 2; disk++) {
@@ -204,14 +203,14 @@ private:
 
     bool take_io(int32_t disk) {
         hear();
-        // Ends of I/O will wake it again: it had to leave room for what others wanted to write.
+        // Ends of I/O will wake it again: it had to leave room for other moves' writes.
         const bool asleep = asleep_io_[disk] && !(model_.flying() && crowded(disk));
         asleep_io_[disk] = true;
         while (const IoJob* const job = moves_.take_io(disk)) {
             CHECK(!asleep);
             asleep_io_[disk] = false;
             model_.took_io(disk, *job);
-            if (model_.refusal == Status::kPending) return true;  // else whoever is refused has to be met now
+            if (model_.refusal == Status::kPending) return true;  // otherwise refused moves have to be met now
         }
         model_.took_no_io(disk);
         return false;
@@ -240,7 +239,7 @@ private:
             if (!all && coin(2)) continue;
             const int32_t error = calm || !coin(6) ? 0 : coin(2) ? kShort + static_cast<int32_t>(random_.below(3)) : 5;
             ends.push_back({page, error});
-            if (coin(20)) ends.push_back({page, 28});  // a page that is told again is as it was
+            if (coin(20)) ends.push_back({page, 28});  // a repeated end changes nothing
         }
         const std::vector<uint64_t> sums =
             found->second.job.sums && coin(2) ? sums_of(found->second.job, calm) : std::vector<uint64_t>();
@@ -255,7 +254,7 @@ private:
         }
     }
 
-    // Of the bytes of a job's pages, some of which are not what was stored.
+    // The checksums of a job's pages; some bytes are not the stored ones.
     std::vector<uint64_t> sums_of(const IoJob& job, bool calm) {
         std::vector<uint64_t> sums;
         const Booked& book = model_.books.at(job.move);
@@ -359,7 +358,7 @@ private:
         }
     }
 
-    // Whatever may happen, until nothing may.
+    // Any step that may happen, until none may.
     bool progress() {
         bool some = take_io(0);
         some = take_io(1) || some;
@@ -377,14 +376,14 @@ private:
     Nanoseconds now_ = 0;
     int64_t point_ = 0;
     bool asleep_io_[2] = {}, asleep_copies_[4] = {}, late_ = false;
-    std::set<std::pair<int64_t, int32_t>> ends_;  // moves, and groups of moves, that who waits for them has found
+    std::set<std::pair<int64_t, int32_t>> ends_;  // ended moves, and ready groups, as found by their waiters
 };
 
 }  // namespace
 
 int main(int argc, char** argv) {
     const uint64_t count = rounds(argc, argv, 1000);
-    const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one round that failed
+    const uint64_t from = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;  // the seed of one failed round
     int64_t joined = 0;
     size_t looked = 0;
     for (uint64_t seed = from; seed < from + count; seed++) {

@@ -1,4 +1,4 @@
-// Gather and scatter against a copy of byte after byte, for pools of any widths and strides.
+// Gather and scatter against a copy byte by byte, for pools of any widths and strides.
 
 #include <algorithm>
 #include <cstring>
@@ -90,7 +90,7 @@ void check_page(Random& random) {
     CHECK(got == sums);
 
     const std::vector<uint8_t> fresh = random.bytes(expected.size());
-    auto others = all.memory;  // what must not change
+    auto others = all.memory;  // bytes that must not change
     scatter(pool, blocks.data(), first, last, fresh.data(), got.data(), store);
     stream_fence();
     const uint8_t* at = fresh.data();

@@ -1,5 +1,5 @@
-// The life of a piece against a system that moves little at a time, is interrupted, or ends early: every byte is moved
-// once, whatever it answers, by calls that O_DIRECT would take. And a system that never does what it is asked.
+// The life of a piece on a system that moves few bytes at a time, is interrupted, or ends early: every byte is moved
+// once, after any answer, by calls that O_DIRECT would take. And on a system that never does its work.
 
 #include <algorithm>
 #include <cerrno>
@@ -15,11 +15,11 @@ namespace {
 
 struct Script {
     int64_t end;        // of the file
-    uint32_t bad;       // a fragment that answers EIO, alone or with others; or one that there is not
-    uint64_t whims;     // one call in so many is interrupted, is to be tried again, or moves little; 0: none
+    uint32_t bad;       // a fragment that answers EIO, alone or with others; or an invalid one
+    uint64_t whims;     // one call in `whims` is interrupted, is to be tried again, or moves few bytes; 0: none
 };
 
-// Plays the calls of a piece of whole sectors until all of it has ended; what each fragment came to.
+// Play the calls of a piece of whole sectors until all of it has ended. Returns the end of each fragment.
 std::vector<Ended> play(const Piece& piece, const Script& script, std::vector<uint8_t>& file, Random& random) {
     std::vector<Part> parts, again;
     std::vector<Ended> ended;
@@ -82,7 +82,7 @@ void check(const Script& script, Random& random) {
     CHECK(moved == expected);
 }
 
-// A call that is to be tried again and again ends with its error, and does not go on for ever.
+// A call that is to be tried again and again ends with its error.
 void never(int answer) {
     uint8_t byte = 0;
     iovec fragment{&byte, 1}, one;

@@ -1,5 +1,5 @@
-// Eviction orders in columns: tables against a map, LRU's shadow and the order by lifetimes against lists, keys that
-// are not there, and pages that follow each other in a circle. tests/unit/policies has their models in full.
+// Eviction orders in columns: tables against a map, LRU's shadow and the order by lifetimes against lists, missing
+// keys, and pages that follow each other in a circle. tests/unit/policies has their models in full.
 
 #include <algorithm>
 #include <cstring>
@@ -18,7 +18,7 @@ using namespace gdscache::test;
 
 namespace {
 
-// Keys that share most of their bytes, so that many lie in the same cells.
+// Keys with mostly equal bytes, so that many share cells.
 Key key_of(uint64_t number) {
     Key key;
     key.words[0] = 7 | number << 60;
@@ -54,7 +54,7 @@ void check_table(Random& random) {
         CHECK((id != Table<Row>::kNone) == (model.count(number) == 1));
         if (id == Table<Row>::kNone) {
             const uint32_t made = table.add(key_of(number));
-            CHECK(table[made].value == 0);  // of no row that was there before
+            CHECK(table[made].value == 0);  // no value of an earlier row
             table[made].value = model[number] = random.next();
             const bool front = random.below(2);
             front ? list.push_front(table, made) : list.push_back(table, made);
@@ -76,7 +76,7 @@ void check_table(Random& random) {
     CHECK(id == Table<Row>::kNone);
 }
 
-// LRU as a list, of pages that follow none: what the tier has, and what LRU has.
+// LRU as a list, of pages without parents: the tier's pages, and LRU's.
 void check_shadow(Random& random) {
     std::vector<uint64_t> tier, recent, left;
     std::vector<Key> keys;
@@ -138,7 +138,7 @@ void check_shadow(Random& random) {
     CHECK(thin.room == std::max(shadow.room >> 3, static_cast<int64_t>(tier.size())));
 }
 
-// Whatever the rows say, no call goes astray, and all ends with nothing known.
+// With any rows, no call goes astray, and all ends empty.
 void check_circles(Random& random) {
     LruShadow shadow;
     std::vector<uint64_t> tier;
@@ -166,7 +166,7 @@ void check_circles(Random& random) {
     CHECK(!shadow.pages && shadow.left() == 0 && shadow.size() == shadow.owed());
 }
 
-// With one lifetime for all the order is LRU, restored pages first and deferred ones behind all others.
+// With one lifetime for all the order is LRU, restored pages first and deferred ones last.
 void check_lifetimes(Random& random) {
     const auto sample = std::make_shared<ReuseSample>(LifetimeOrder::kClasses, 16, 4);
     sample->limit = 1 << 16;

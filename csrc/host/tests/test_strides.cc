@@ -1,5 +1,5 @@
-// Pieces that are read and looked at, from a file that moves little at a time, is interrupted, fails somewhere or ends early:
-// who says that the looks were taken has the right checksums, each byte comes to its place, and no call is too large.
+// Pieces that are read with looks, from a file that moves few bytes at a time, is interrupted, fails somewhere or ends
+// early: looks reported as taken have the right checksums, each byte comes to its place, and no call is too large.
 
 #include <algorithm>
 #include <atomic>
@@ -18,7 +18,7 @@ namespace {
 
 struct File {
     std::vector<uint8_t> content;
-    int64_t bad = -1;  // where it answers EIO
+    int64_t bad = -1;  // the place that answers EIO
     bool whims = false;  // one call in four is interrupted, is to be tried again, or moves a few sectors
     std::atomic<int> calls{0};
     std::atomic<int64_t> largest{0};

@@ -1,4 +1,4 @@
-// XXH3-64: answers that the xxhash library gave, all arms against each other, and streams.
+// XXH3-64: answers of the xxhash library, all arms against each other, and streams.
 
 #include <algorithm>
 #include <cstring>
@@ -44,7 +44,7 @@ void check_arm(const Arm& arm, const Arm& scalar, uint64_t rounds) {
     constexpr size_t kSizes[] = {1, 3, 63, 64, 65, 128, 255, 256, 257, 700, 1024, 4096};
     for (uint64_t round = 0; round < rounds; round++) {
         const size_t size = random.below(data.size() - 64), start = random.below(64), shift = random.below(3) * 32;
-        // Blocks of their own, so that a sanitizer sees a byte too many.
+        // separate blocks, so that a sanitizer sees a byte too many
         const std::vector<uint8_t> in(data.data() + start, data.data() + start + size);
         uint8_t* const room = static_cast<uint8_t*>(std::aligned_alloc(64, (size + shift + 127) / 64 * 64));
         Xxh3 copied(arm), streamed(arm);
@@ -74,7 +74,7 @@ void check_arm(const Arm& arm, const Arm& scalar, uint64_t rounds) {
 
 int main(int argc, char** argv) {
     const std::vector<const Arm*> all = arms();
-    CHECK(all.size() >= 2);  // that of the architecture, and the scalar one
+    CHECK(all.size() >= 2);  // the architecture's arm, and the scalar one
     CHECK(!std::strcmp(all.back()->name, "scalar"));
     for (const Arm* const arm : all) {
         check_arm(*arm, *all.back(), rounds(argc, argv, 300));

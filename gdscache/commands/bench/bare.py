@@ -1,4 +1,4 @@
-"""The ceiling of the SSD tier: threads in C++ that read or write the slab with `O_DIRECT`, and perhaps copy that on."""
+"""The SSD tier's ceiling: C++ threads that read or write the slab with `O_DIRECT`, and optionally copy its bytes on."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 THREADS = (1, 2, 4, 8, 16)
 IO_BYTES = (1 << 20, 4 << 20)
-KEPT = 3  # ways that the scouting round leaves in the race
+KEPT = 3  # ways kept after the scouting round
 
 
 class Way(NamedTuple):
-    """One way to run the loop. `io_bytes` go with one system call."""
+    """A loop's threads and bytes for each system call."""
 
     threads: int
     io_bytes: int
@@ -44,10 +44,10 @@ class Way(NamedTuple):
 
 
 class Onward:
-    """Where the loop copies to what it has read: `target`, uint8 of shape (n,), on the host or a GPU.
+    """The target of the loop's reads: `target`, uint8 (n,), on the host or a GPU.
 
-    `through`: bytes of the loop's memory that all of it goes through; without, each part has memory of its own. With a
-    GPU the loop's memory has to be page-locked, and its copies are the copy engine's.
+    `through`: bytes of loop memory that all reads share; without it each part has its own memory. With a GPU the loop's
+    memory must be page-locked, and the copy engine copies it.
     """
 
     def __init__(self, target: torch.Tensor, through: int | None = None) -> None:
@@ -55,17 +55,17 @@ class Onward:
         self.driver = Driver(target.device) if target.is_cuda else None
 
     def ways(self, ways: Iterable[Way]) -> list[Way]:
-        """Those that this memory has room for, with two parts a thread."""
+        """The ways that fit this memory, with two parts a thread."""
         return [way for way in ways if self.through is None or way.threads * 2 * way.io_bytes <= self.through]
 
 
 class BareLoop(Closeable):
-    """Reads or writes the first `total` bytes of a file, each part once, to or from memory of its own.
+    """Reads or writes the first `total` bytes of a file, each part once, from or to memory of its own.
 
-    As much memory as a tier fills, and of the same kind (huge pages, page-locked where CUDA is: on some devices both
-    make direct I/O faster), touched, with random bytes. A buffer that is used again and again stays in the processor's
-    cache, and made the loop twice as fast on a RAM disk: no cache of pages could be measured by that. Where the file
-    system refuses `O_DIRECT`, `direct` is False and the loop uses the page cache, as the engine's transport does there.
+    Its memory has the size and kind of a tier's: huge pages, page-locked with CUDA (on some devices both make direct
+    I/O faster), touched, random bytes. A small reused buffer stays in the processor's cache; it made the loop twice as
+    fast on a RAM disk, which no page cache can reach. If the file system refuses `O_DIRECT`, `direct` is False and the
+    loop uses the page cache, as the engine's transport does.
     """
 
     def __init__(self, path: Path, total: int) -> None:
@@ -92,8 +92,8 @@ class BareLoop(Closeable):
         sum_bytes: int = 0,
         onward: Onward | None = None,
     ) -> float:
-        """GB/s of one pass. `planes`, of `total` bytes: what is read is copied there, what is written comes from there.
-        `sum_bytes`: XXH3 of so many bytes at a time is taken on the way."""
+        """GB/s of one pass. `planes`, of `total` bytes: target of reads, source of writes. `sum_bytes`: the bytes of
+        each XXH3 computed on the way."""
         nbytes = self.total // way.io_bytes * way.io_bytes
         copied = 0 if planes is None else address(planes)
         onto: tuple[str | None, int, int] = (None, 0, 0)
@@ -117,7 +117,7 @@ class BareLoop(Closeable):
         return rate(nbytes, elapsed)
 
     def scout(self, op: Op, progress: Progress = silent, onward: Onward | None = None) -> list[Way]:
-        """The `KEPT` best ways by two short rounds, best first."""
+        """The `KEPT` best ways of two short rounds, best first."""
         ways = [
             way for way in itertools.starmap(Way, itertools.product(THREADS, IO_BYTES)) if way.io_bytes <= self.total
         ]
@@ -134,17 +134,16 @@ class BareLoop(Closeable):
     def runs(
         self, op: Op, ways: Iterable[Way] | Mapping[str, Way], onward: Onward | None = None
     ) -> dict[str, Callable[[], float]]:
-        """The ways, by their labels or other names, as what `interleave` takes."""
+        """The ways by label or other name, for `interleave`."""
         named = ways if isinstance(ways, Mapping) else {way.label: way for way in ways}
         return {name: functools.partial(self.run, op, way, onward=onward) for name, way in named.items()}
 
     def close(self) -> None:
-        """Close the file and give the buffers back."""
         os.close(self._file)
         del self._memory
         self._buffer.close()
 
 
 def best(ways: list[Way], found: dict[str, Series]) -> Way:
-    """The way of the highest median."""
+    """The way with the highest median."""
     return max(ways, key=lambda way: found[way.label].median)

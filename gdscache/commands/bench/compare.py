@@ -1,4 +1,4 @@
-"""What changed between two reports of benches, beyond their noise. Behind `gdscache bench compare`."""
+"""Changes between two bench reports beyond their noise. Behind `gdscache bench compare`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gdscache.commands.bench.report import JSON_NAME
 from gdscache.commands.bench.rows import RATES
 from gdscache.errors import InvalidValueError
 
-QUIET = ("same", "unsure")  # words that say nothing has changed, as far as is known
-_ROUNDS = 4  # in each report: spreads of fewer miss each other by chance in more than one of twenty cases
-_LESS = ("s", "us", "bytes")  # units of which less is better; of `RATES` more is
+QUIET = ("same", "unsure")  # words for no known change
+_ROUNDS = 4  # in each report: with fewer rounds, spreads miss each other by chance in more than one of twenty cases
+_LESS = ("s", "us", "bytes")  # units of which less is better; of `RATES` more is better
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A measured figure with its spread. `more`: whether more of it is better; None: not known."""
+    """A measured figure with its spread. `more`: whether more of it is better; None: unknown."""
 
     middle: float
     low: float
@@ -30,7 +30,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A figure of both reports. `ratio`: the second's median in parts of the first's."""
+    """A figure of both reports. `ratio`: the second median divided by the first."""
 
     name: str
     before: Figure
@@ -42,8 +42,8 @@ class Change:
 
     @property
     def word(self) -> str:
-        """`same` where the spreads of all rounds meet, `unsure` where either report has fewer than four rounds; else
-        `better` or `worse`, or `other` where it is not known which is better."""
+        """`same` if the spreads of all rounds meet, `unsure` if a report has fewer than four rounds; else `better` or
+        `worse`, or `other` if the better direction is unknown."""
         if self.after.low <= self.before.high and self.before.low <= self.after.high:
             return "same"
         if min(self.before.rounds, self.after.rounds) < _ROUNDS:
@@ -54,10 +54,8 @@ class Change:
 
 
 def compare(first: Path, second: Path) -> tuple[list[Change], list[str], list[str]]:
-    """Figures of both reports, the largest changes first; names of those that only one of them has.
-
-    Raises `InvalidValueError` for files that are no reports of the same benches.
-    """
+    """Figures of both reports, the largest changes first, and the names of figures in only one of them. Raises
+    `InvalidValueError` unless the files are reports of the same benches."""
     a, b = _figures(first), _figures(second)
     both = [Change(name, a[name], b[name]) for name in a if name in b and a[name].middle and b[name].middle]
     if not both:
@@ -86,7 +84,7 @@ def _of_bench(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
 
 
 def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
-    """The ratio of a row to what it is held against, where it has one: that is steadier than the figure itself."""
+    """A row's ratio to its reference, if it has one: the ratio is steadier than the figure itself."""
     words = [str(row[key]) for key in ("case", "what", "op", "against", "path", "direction") if key in row]
     name = ", ".join(dict.fromkeys([*words, *(f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row)]))
     unit = row.get("unit", "GB/s" if "gb_per_second" in row else "")

@@ -1,8 +1,8 @@
-"""A copy beside a model's work: what either costs the other, against what a plain copy in the same place costs.
+"""A copy beside a model's work: the cost of each to the other, against the cost of a plain copy in its place.
 
-The work is queued over and over on a stream of its own, of normal priority; the copy starts once it runs, and ends
-before it. The copy's time is the host's, from before the call to the last byte. The work's time is that of the pieces
-that ran wholly between the return of the copy's first call and its end.
+The work is queued again and again on its own stream of normal priority. The copy starts after the work's start and ends
+before its end. The copy's time is the host's, from before the call to the last byte. The work's time is that of the
+pieces that run wholly between the return of the copy's first call and the copy's end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ COPY_TARGET = 0.97
 WORK_TARGET = 1.02
 SUMS_TARGET = 0.98
 
-LEAD = 3  # pieces of work that run before the copy begins
-LEAST = 8  # pieces that a copy should last for
+LEAD = 3  # pieces of work before the copy begins
+LEAST = 8  # least pieces during a copy
 HEADS, HEAD_DIM = 32, 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Neighbour:
-    """Work that a model does. `queue` queues one piece of it on the current stream."""
+    """A model's work. `queue` queues one piece of it on the current stream."""
 
     name: str
     size: int
@@ -46,7 +46,7 @@ def matrix_product(gpu: Gpu, edge: int) -> Neighbour:
 
 
 def attention(gpu: Gpu, tokens: int) -> Neighbour:
-    """Causal bfloat16 attention of `tokens` tokens to themselves: 32 heads of 128."""
+    """Causal bfloat16 self-attention of `tokens` tokens: 32 heads of 128."""
     q, k, v = (torch.randn(1, HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device=gpu.device) for _ in range(3))
     return Neighbour(
         "attention", tokens, lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -55,7 +55,7 @@ def attention(gpu: Gpu, tokens: int) -> Neighbour:
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """One run of a copy beside work: the copy, and the mean seconds of a piece of work beside it."""
+    """A run of a copy beside work: the copy, and the mean seconds of a piece of work beside it."""
 
     copy: Timing
     work_seconds: float
@@ -63,7 +63,7 @@ class Together:
 
 
 class Beside:
-    """Runs copies beside a neighbour's work. `repeat` says how often a copy has to be repeated to last long enough."""
+    """Runs copies beside a neighbour's work. `repeat`: the repeats of a copy that make it last long enough."""
 
     def __init__(self, gpu: Gpu, neighbour: Neighbour, copy: Callable[[int], Way], least_repeat: int) -> None:
         self.gpu = gpu
@@ -75,15 +75,15 @@ class Beside:
         self._count = LEAD + 2 + math.ceil(2 * self.repeat * once / self.alone_seconds)
 
     def _alone(self) -> float:
-        """Median seconds of a piece with nothing beside it."""
+        """Median seconds of a piece that runs alone."""
         self.gpu.idle()
-        for _ in range(2):  # the first time pays for what is set up at first use
+        for _ in range(2):  # the first run includes one-time setup
             marks = self.gpu.busy(self.neighbour.queue, 8)
             self.gpu.wait(marks[-1])
         return statistics.median(self.gpu.seconds(a, b) for a, b in itertools.pairwise(marks))
 
     def run(self, way: Way) -> Together:
-        """Run a way beside the work. Raises `IOFailedError` when the work cannot be made to last."""
+        """Run a way beside the work. Raises `IOFailedError` if the work cannot be made to last."""
         for _ in range(4):
             marks = self.gpu.busy(self.neighbour.queue, self._count)
             self.gpu.wait(marks[LEAD])
@@ -103,7 +103,7 @@ class Beside:
     def compare(
         self, ours: Way, other: Way, nbytes: int, pairs: int, copy_target: float, work_target: float
     ) -> dict[str, Any]:
-        """Two ways in turns, of `nbytes` each: what the copies and the work come to, as plain data."""
+        """Two ways in turns, of `nbytes` each: figures of the copies and the work, as plain data."""
         for way in (ours, other):
             self.run(way)
         mine, others = turns(lambda: self.run(ours), lambda: self.run(other), pairs)

@@ -1,4 +1,4 @@
-"""What `gdscache bench copy` measures: page sizes, geometries, directions, parts of a page. Arithmetic only."""
+"""The cells of `gdscache bench copy`: page sizes, geometries, directions, parts of a page. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE_TOKENS = (64, 1, 256, 16)  # in the order of measuring
 BOTH: tuple[Direction, ...] = ("load", "store")
 DIRECTIONS = (*BOTH, "both")
 PARTS = ("one", "group", "all")  # layers a call
-GROUP_BYTES = 1 * MIB  # of a page's layer group, where the page has as much
+GROUP_BYTES = 1 * MIB  # of a page's layer group, or all of a smaller page
 
 BULK_TARGET = 0.97  # calls that move 1 MiB a page or more
 LAYER_TARGET = 0.92  # one layer of GQA pages of 64 tokens
@@ -25,7 +25,7 @@ BOTH_TARGET = 0.93  # load and store together, 1 MiB a page or more
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """A model's planes, and enough of its layers that a page of 64 tokens has 1 MiB."""
+    """A model's planes, with layers for at least 1 MiB in a page of 64 tokens."""
 
     name: str
     planes: tuple[Plane, ...]
@@ -43,7 +43,7 @@ GEOMETRIES = (GQA, MLA, MLA_FP8)
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One thing to measure. `parts` has several names where these come to the same layers."""
+    """A measurement. `parts` has several names if they mean the same layers."""
 
     geometry: Geometry
     page_tokens: int
@@ -56,12 +56,12 @@ class Cell:
 
     @property
     def layers(self) -> int:
-        """Layers that one call moves."""
+        """Layers of one call."""
         return layers_of(self.layout, self.parts[0])
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of a page that one call moves; they lie together in the extent."""
+        """Bytes of a page in one call; contiguous in the extent."""
         return self.layout.layer_bounds[self.layers - 1][1]
 
     @property
@@ -70,7 +70,7 @@ class Cell:
 
     @property
     def target(self) -> float | None:
-        """The least ratio to cudaMemcpyAsync that this cell should have, if it should."""
+        """The least ratio to cudaMemcpyAsync, if the cell has a target."""
         if self.span_bytes >= GROUP_BYTES:
             return BOTH_TARGET if self.direction == "both" else BULK_TARGET
         if self.direction == "both":
@@ -82,7 +82,6 @@ class Cell:
         return None
 
     def describe(self) -> dict[str, Any]:
-        """The cell as plain data; sizes in bytes."""
         return {
             "geometry": self.geometry.name,
             "row_bytes": [plane.row_bytes for plane in self.geometry.planes],
@@ -95,7 +94,7 @@ class Cell:
 
 
 def layers_of(layout: PageLayout, part: str) -> int:
-    """Layers of a call that moves one layer, a group of at least 1 MiB a page (or all, if these have less), or all."""
+    """Layers of a call: one layer, a group of at least 1 MiB a page (or all, if these are smaller), or all."""
     if part == "one":
         return 1
     if part == "all":
@@ -105,7 +104,7 @@ def layers_of(layout: PageLayout, part: str) -> int:
 
 
 def cells() -> list[Cell]:
-    """Every page size, geometry, part and direction that has a target, page size by page size."""
+    """Every page size, geometry, part and direction with a target, page size by page size."""
     found = []
     for page_tokens, geometry in itertools.product(PAGE_TOKENS, GEOMETRIES):
         layout = geometry.layout(page_tokens)

@@ -1,4 +1,4 @@
-"""What `gdscache bench copy` asks of CUDA: streams, timing events, plain copies, a neighbour's work."""
+"""CUDA for `gdscache bench copy`: streams, timing events, plain copies, a neighbour's work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
 
 Mark = Any
-"""A point in the GPU's time: an event that keeps the time."""
+"""A timing event of the GPU."""
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ STAGING = int(GpuConfig.model_fields["staging"].default)
 
 
 def require_gpu() -> torch.device:
-    """The current CUDA device. Raises `DeviceError` where there is none."""
+    """The current CUDA device. Raises `DeviceError` without one."""
     if not torch.cuda.is_available():
         raise DeviceError("bench copy needs a CUDA GPU", "run it where torch.cuda.is_available() is true")
     return torch.device("cuda", torch.cuda.current_device())
@@ -40,7 +40,7 @@ def require_gpu() -> torch.device:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """Copies of ours that are queued. `event` is behind them; `sums()` are their checksums then."""
+    """Our queued copies. `event` follows them; `sums()` then returns their checksums."""
 
     event: Event
     sums: Callable[[], object]
@@ -48,7 +48,7 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class Queued:
-    """A copy that is under way: the events behind it, a mark behind its first call, what is left to do at its end."""
+    """A running copy: the events after it, a mark after its first call, and the work left at its end."""
 
     events: Sequence[Event]
     first: Mark
@@ -56,16 +56,14 @@ class Queued:
 
 
 Way = Callable[[Sequence[Event]], Queued]
-"""Something that queues copies, which wait for the events that it is given."""
+"""Queues copies that wait for the given events."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One run of a way. `seconds`: by the host's clock, from before the call to the end of the last copy.
-
-    `submit_seconds`: of these, until the calls had returned. `event_seconds`: by the GPU's clock. `first` and `end`
-    mark the return of the first call and the end.
-    """
+    """A run of a way. `seconds`: host time, from before the call to the end of the last copy. `submit_seconds`: its
+    part until the calls returned. `event_seconds`: GPU time. `first` and `end` mark the return of the first call and
+    the end."""
 
     seconds: float
     submit_seconds: float
@@ -75,7 +73,7 @@ class Timing:
 
 
 class Gpu:
-    """One CUDA device, with the streams of this benchmark: all of them non-blocking and of normal priority."""
+    """A CUDA device and the benchmark's streams, all non-blocking and of normal priority."""
 
     pin: Pin = "on"
 
@@ -88,7 +86,7 @@ class Gpu:
     # -- an engine's copies --------------------------------------------------------------------------------------------
 
     def open_copies(self, planes: PagedPlanes, path: Any) -> GpuCopies:
-        """What copies pages in an engine, with one path for both directions."""
+        """An engine's page copier, with one path for both directions."""
         return GpuCopies(planes, STAGING, path, path, PageKernels(planes))
 
     def move(
@@ -109,7 +107,7 @@ class Gpu:
         return Moved(point, functools.partial(copies.gpu.finish, ticket))
 
     def thread_blocks(self, copies: GpuCopies, route: str) -> int:
-        """The most thread blocks of one kernel of a route, without checksums."""
+        """The most thread blocks of a kernel of a route, without checksums."""
         kernels = copies.kernels
         if route == "copy_engine" or kernels is None:
             return 0
@@ -121,7 +119,7 @@ class Gpu:
         return {"driver": copies.driver.version, "staging_bytes": STAGING, **copies.describe()}
 
     def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
-        """Call all of them, at once where there are several; what they return."""
+        """Call all functions, several of them in parallel. Returns their results."""
         if len(ways) == 1:
             return [ways[0]()]
         return list(self._threads.map(self._called, ways))
@@ -133,29 +131,27 @@ class Gpu:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """The host's clock, in seconds."""
         return time.perf_counter()
 
     def mark(self, after: Sequence[Event] = ()) -> Mark:
-        """A mark behind `after`; without, of now."""
+        """A mark after the events `after`, or of now."""
         for event in after:
             if event is not None:
                 event.wait(self._marks)
         return _timed(self._marks)
 
     def wait(self, mark: Mark) -> None:
-        """The thread waits until the GPU is past a mark."""
+        """Block the thread until the GPU has passed a mark."""
         mark.synchronize()
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """From one mark to another, both past, by the GPU's clock."""
+        """GPU time between two passed marks."""
         return float(start.elapsed_time(end)) / 1e3
 
     def idle(self) -> None:
-        """Wait for everything on the device."""
         torch.cuda.synchronize(self.device)
 
-    # -- what they are compared with -----------------------------------------------------------------------------------
+    # -- references ----------------------------------------------------------------------------------------------------
 
     def copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event]) -> Event:
         """One cudaMemcpyAsync between page-locked and GPU memory, uint8 of shape (n,), on the direction's stream."""
@@ -168,7 +164,7 @@ class Gpu:
         return record_on(stream)
 
     def busy(self, queue: Callable[[], object], count: int) -> list[Mark]:
-        """Queue work `count` times on a stream of its own: marks before the first and behind each."""
+        """Queue work `count` times on its own stream. Returns a mark before the first and one after each."""
         with torch.cuda.stream(self._work):
             marks = [_timed(self._work)]
             for _ in range(count):
@@ -179,18 +175,18 @@ class Gpu:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def require(self, nbytes: int) -> None:
-        """Raises `CapacityError` where the GPU has not so many bytes free."""
+        """Raises `CapacityError` if the GPU has fewer free bytes."""
         free = int(torch.cuda.mem_get_info(self.device)[0])
         if free < nbytes:
             raise CapacityError(f"bench copy needs {about(nbytes)} of GPU memory, {about(free)} are free", "free some")
 
     def release(self) -> None:
-        """Give back what torch keeps of GPU memory that nobody uses."""
+        """Free torch's unused GPU memory."""
         torch.cuda.empty_cache()
 
 
 def timed(gpu: Gpu, way: Way) -> Timing:
-    """Run a way once, on a device that does nothing, or nothing but a neighbour's work."""
+    """Run a way once, on an idle device or beside a neighbour's work."""
     begin = gpu.mark()
     start = gpu.now()
     queued = way((begin,))

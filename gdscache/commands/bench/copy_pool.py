@@ -1,4 +1,4 @@
-"""Pools of one layout, and the copies that are timed between them: an engine's, and plain ones of as many bytes."""
+"""Pools of one layout, and the timed copies between them: an engine's, and plain ones of equal size."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import GIB, about
 
-SAMPLE = 4  # pages whose bytes are compared
+SAMPLE = 4  # pages for the comparison of bytes
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
 class Pool(Closeable):
     """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise.
 
-    Loads use one half of the slots and of the blocks, stores the other; both in random order. Plain copies go between
-    the same page-locked memory (stores: its second half) and `2 * total` bytes of GPU memory.
-
-    Raises `CapacityError` where `total` holds no page, or four times as much is more than one registration.
+    Loads use one half of the slots and of the blocks, stores the other, both in random order. Plain copies run between
+    the same page-locked memory (stores: its second half) and `2 * total` bytes of GPU memory. Raises `CapacityError` if
+    `total` is below one page, or four times `total` exceeds one registration.
     """
 
     def __init__(self, gpu: Gpu, layout: PageLayout, total: int) -> None:
@@ -61,7 +60,7 @@ class Pool(Closeable):
         self.blocks = {"load": blocks[:half].reshape(-1, 1), "store": blocks[half:].reshape(-1, 1)}
 
     def _fill(self) -> None:
-        """Noise everywhere; the host's is drawn on the GPU, which is faster."""
+        """Fill with noise. The host's is drawn on the GPU, which is faster."""
         flat = self.extents.rows.view(-1)
         for at in range(0, len(flat), len(self.buffer)):
             self.buffer.random_(0, 256)
@@ -73,17 +72,17 @@ class Pool(Closeable):
         self.gpu.idle()
 
     def host(self, direction: str, nbytes: int) -> torch.Tensor:
-        """`nbytes` of the page-locked memory in one piece, uint8."""
+        """`nbytes` of page-locked memory in one piece, uint8."""
         at = 0 if direction == "load" else 2 * self.total
         return self.extents.rows.view(-1)[at : at + nbytes]
 
     def device(self, direction: str, nbytes: int) -> torch.Tensor:
-        """`nbytes` of the GPU's memory in one piece, uint8."""
+        """`nbytes` of GPU memory in one piece, uint8."""
         at = 0 if direction == "load" else self.total
         return self.buffer[at : at + nbytes]
 
     def close(self) -> None:
-        """Give all memory back, once nothing is in flight."""
+        """Free all memory after the GPU is idle."""
         self.gpu.idle()
         for name in ("planes", "buffer"):
             self.__dict__.pop(name, None)
@@ -92,10 +91,9 @@ class Pool(Closeable):
 
 
 class Copies:
-    """What a cell's run moves: `pages` pages, call after call, of other layers each, about `total` bytes each way.
-
-    `nbytes`: of one direction; `entries`: what a run hands to the copy engine or lists for a kernel, by direction.
-    """
+    """The copies of a cell's run: `pages` pages, call after call, other layers in each call, about `total` bytes
+    each way. `nbytes`: of one direction. `entries`: a run's copies for the copy engine or pages for a kernel, by
+    direction."""
 
     def __init__(self, pool: Pool, cell: Cell) -> None:
         self.pool = pool
@@ -111,23 +109,21 @@ class Copies:
 
     @property
     def moved_bytes(self) -> int:
-        """Of all directions together."""
+        """Bytes of all directions together."""
         return self.nbytes * len(self.directions)
 
     def entries(self, route: str) -> int:
-        """Copies of one direction and run that are handed to the copy engine, or pages that a kernel finds listed."""
+        """Copies for the copy engine, or pages listed for a kernel, in one direction of a run."""
         pieces = sum(len(self.pool.layout.layers[layer]) for layers in self.calls for layer in layers)
         return self.pages * (pieces if route == "copy_engine" else len(self.calls))
 
     def routes(self, by: GpuCopies, *, sums: bool = False) -> dict[str, str]:
-        """The way that they take, by direction."""
+        """The routes by direction."""
         return {d: by.route(d, self.calls[0], sums=sums) for d in self.directions}
 
     def ours(self, by: GpuCopies, *, sums: bool = False, repeat: int = 1) -> Way:
-        """All calls, `repeat` times; with `sums` the checksums of all pages are there at the end.
-
-        Loads and stores are queued by a thread each, as in an engine.
-        """
+        """All calls, `repeat` times; with `sums` including the checksums of all pages. A thread queues loads and
+        another one stores, as in an engine."""
 
         def queue(after: Sequence[Event]) -> Queued:
             marks: list[Mark] = []
@@ -149,7 +145,7 @@ class Copies:
         return queue
 
     def plain(self, *, repeat: int = 1) -> Way:
-        """As many bytes by one cudaMemcpyAsync a direction, `repeat` times."""
+        """The same number of bytes by one cudaMemcpyAsync a direction, `repeat` times."""
         pool = self.pool
 
         def queue(after: Sequence[Event]) -> Queued:
@@ -166,7 +162,7 @@ class Copies:
         return queue
 
     def check(self, by: GpuCopies) -> None:
-        """Run once and compare bytes of a few pages. Raises `IOFailedError` when they differ."""
+        """Run once and compare the bytes of a few pages. Raises `IOFailedError` if they differ."""
         ends = {d: (self._slots[d][-SAMPLE:], torch.from_numpy(self._blocks[d][-SAMPLE:, 0])) for d in self.directions}
         pool, moved = self.pool, {layer for layers in self.calls for layer in layers}
         tensors = [(layer, i, t) for layer in moved for i, t in enumerate(pool.planes.tensors[layer])]

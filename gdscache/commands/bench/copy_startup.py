@@ -1,4 +1,4 @@
-"""What a process pays once, each time in a fresh interpreter: kernels that are built, a pool that is page-locked."""
+"""A process's one-time costs, each in a fresh interpreter: the kernel build, the page-locking of a pool."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from gdscache.commands.console import Progress, silent
 
 FIRST_BUILD_TARGET = 1.0  # seconds
 LATER_BUILD_TARGET = 0.1
-PINNING_TARGET = 0.5  # of the time that torch takes
+PINNING_TARGET = 0.5  # as a share of torch's time
 
 
 def kernel_build(rounds: int, progress: Progress = silent) -> dict[str, Any]:
-    """Seconds until the page kernels of some planes can be launched: nothing cached, and in the next process.
-
-    Neither torch's import nor that of the compiler counts; `with_import_seconds` has the latter in.
-    """
+    """Seconds until the page kernels of some planes are launchable: with nothing cached, and in the next process.
+    Imports of torch and the compiler are excluded; `with_import_seconds` includes the compiler's."""
     found: dict[str, list[dict[str, float]]] = {"first": [], "later": []}
     for number in range(rounds):
         with tempfile.TemporaryDirectory(prefix="gdscache-bench-") as name:
@@ -43,7 +41,7 @@ def kernel_build(rounds: int, progress: Progress = silent) -> dict[str, Any]:
 
 
 def pinning(nbytes: int, pairs: int, progress: Progress = silent) -> dict[str, Any]:
-    """Seconds for so much zeroed, page-locked host memory: our pool, in turns with torch's."""
+    """Seconds to allocate `nbytes` of zeroed, page-locked host memory: our pool, in turns with torch's."""
     done = 0
 
     def seconds(way: str) -> float:
@@ -64,11 +62,11 @@ def pinning(nbytes: int, pairs: int, progress: Progress = silent) -> dict[str, A
     }
 
 
-# -- what runs in the children -----------------------------------------------------------------------------------------
+# -- in the children ---------------------------------------------------------------------------------------------------
 
 
 def build_kernels() -> dict[str, float]:
-    """Build the page kernels of a small pool: how long that took."""
+    """Build the page kernels of a small pool. Returns the time."""
     import torch
 
     from gdscache.commands.bench.copy_cells import GQA
@@ -90,7 +88,7 @@ def build_kernels() -> dict[str, float]:
 
 
 def pin(way: str, nbytes: int) -> dict[str, float]:
-    """Allocate page-locked memory one way: how long that took."""
+    """Allocate page-locked memory one way. Returns the time."""
     import torch
 
     from gdscache.commands.bench.copy_gpu import require_gpu

@@ -1,4 +1,4 @@
-"""The model whose pages the benchmarks move: Llama-3-8B's planes, 32 layers of 8 KV heads of 128, in bfloat16."""
+"""The benchmarks' model: Llama-3-8B's planes, 32 layers of 8 KV heads of 128, in bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_TOKENS = 512  # of a page
 
 
 def model_of(page_bytes: int) -> dict[str, Any]:
-    """A model section whose pages have `page_bytes`, a multiple of a token's 128 KiB."""
+    """A model section with pages of `page_bytes`, a multiple of a token's 128 KiB."""
     if page_bytes < TOKEN_BYTES or page_bytes % TOKEN_BYTES or page_bytes > MOST_TOKENS * TOKEN_BYTES:
         raise InvalidValueError(
             f"a page of {page_bytes:,} bytes is no whole number of tokens of {TOKEN_BYTES:,} bytes",

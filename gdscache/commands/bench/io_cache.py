@@ -1,4 +1,4 @@
-"""The page cache: pages of a file dropped from it, and whether that worked."""
+"""The page cache: drop pages of files, and find the resident ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gdscache.storage.files import IN_MEMORY, mount_of
 
 
 def in_memory(directory: Path) -> bool:
-    """Whether the files of a directory are nothing but page cache."""
+    """Whether a directory's file system is all page cache."""
     return mount_of(directory)[0] in IN_MEMORY
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Write what is dirty to the device, and ask the kernel to drop the pages of these files (it may refuse)."""
+    """Write dirty pages to the device, and ask the kernel to drop the pages of these files (it may refuse)."""
     for path in paths:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -32,7 +32,7 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def resident_bytes(path: Path) -> int | None:
-    """Bytes of a file that the page cache holds, by mincore; None where the system does not say."""
+    """Bytes of a file in the page cache, by mincore; None if the system does not report them."""
     size = path.stat().st_size
     if not size:
         return 0
@@ -47,7 +47,7 @@ def resident_bytes(path: Path) -> int | None:
 
 
 def sync(directory: Path) -> None:
-    """Wait until the file system of a directory has all of its dirty pages on the device. Raises `OSError`."""
+    """Write all dirty pages of a directory's file system to the device. Raises `OSError`."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(file):
@@ -58,10 +58,10 @@ def sync(directory: Path) -> None:
 
 
 def state(paths: Iterable[Path], *, direct: bool) -> dict[str, Any]:
-    """What the page cache had to do with reads of files that were just dropped, as plain data.
+    """The page cache's part in reads of files that were just dropped, as plain data.
 
-    `bypassed`: direct I/O does not fill it; `dropped`: nothing of the files was left in it; `kept`: something was, so
-    reads were not all cold; `memory`: the file system is nothing else; `unknown`: the system does not say.
+    `bypassed`: direct I/O does not fill it. `dropped`: it held no page of the files. `kept`: it held some, so not all
+    reads were cold. `memory`: the file system is all page cache. `unknown`: the system does not report it.
     """
     some = list(paths)
     if some and in_memory(some[0].parent):

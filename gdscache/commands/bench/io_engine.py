@@ -1,4 +1,4 @@
-"""An engine whose pages lie on the SSD only: cold loads into the planes through the CPU tier, for `bench io`."""
+"""An engine with its pages on the SSD only: cold loads into the planes through the CPU tier, for `bench io`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ColdEngine(Closeable):
     """An engine with attached planes on `device`, a CPU tier and an SSD tier (`auto`, no GDS), and one prompt's pages.
 
-    `total` bytes of pages are stored when it is open. It needs about 1.3 times `total` of disk, twice as much of host
-    memory and twice as much on the device.
+    Opening stores `total` bytes of pages. It needs about 1.3 times `total` of disk, twice `total` of host memory and
+    twice `total` on the device.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ColdEngine(Closeable):
         device: torch.device,
         ssd: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ssd`: keys of its section that are to be others."""
+        """`ssd`: changed keys of the section."""
         self.pages = max(1, total // page_bytes)
         self.nbytes = self.pages * page_bytes
         self.device = device
@@ -92,7 +92,6 @@ class ColdEngine(Closeable):
 
     @property
     def transport(self) -> dict[str, Any]:
-        """What the SSD tier's transport says of itself."""
         found: dict[str, Any] = self.engine.stats()["tiers"]["ssd"]["transport"]
         return found
 
@@ -103,25 +102,25 @@ class ColdEngine(Closeable):
 
     @property
     def reserve_bytes(self) -> int:
-        """What the bounce reserve has for loads."""
+        """Bytes of the bounce reserve for loads."""
         bounce = cast("NativeExecutor", self.engine.executor).machine.bounce
         assert bounce is not None, "no bounce reserve"
         return len(bounce.loads) * self.engine.layout.extent_bytes
 
     def prepare(self) -> Hit:
-        """What a load needs: nothing in the CPU tier, and a lookup."""
+        """Prepare a load: empty the CPU tier, and look up the prompt."""
         self._forget_cpu()
         self._hit = self.engine.lookup(self._tokens)
         return self._hit
 
     def load(self) -> float:
-        """Load every page from the SSD into the planes, from the call to the verdict; GB/s."""
+        """Load every page from the SSD into the planes; GB/s from the call to the verdict."""
         hit = self._hit or self.prepare()
         self._hit = None
         return rate(self.nbytes, self._loaded(lambda: hit, "ssd"))
 
     def load_unchecked(self) -> float:
-        """The same without checksums: the verdict takes the stored ones for those of the bytes."""
+        """`load` without checksums: the verdict uses the stored ones as the bytes' own."""
         loader = self.engine.loader
         loader.executor = unchecked = Unchecked(loader.executor)
         try:
@@ -133,10 +132,8 @@ class ColdEngine(Closeable):
         return found
 
     def load_scattered(self) -> float:
-        """Load every page from the SSD, each a request of its own, in random order; GB/s from the call to the verdict.
-
-        The lookups do not count.
-        """
+        """Load every page from the SSD, one request a page, in random order; GB/s from the call to the verdict, without
+        the lookups."""
         self._forget_cpu()
         size, tokens = self._page_tokens, self._tokens
         order = self._random.permutation(self.pages).tolist()
@@ -149,7 +146,7 @@ class ColdEngine(Closeable):
         return rate(self.nbytes, elapsed)
 
     def _forget_cpu(self) -> None:
-        """Drop the CPU tier's pages, so that the next load comes from the SSD."""
+        """Drop the CPU tier's pages, so that the next load is from the SSD."""
         with self.engine.manager.lock:
             index = self._cpu.index
             for key in index.select(None):
@@ -158,12 +155,12 @@ class ColdEngine(Closeable):
                     index.drop(entry)
 
     def forget_all(self) -> None:
-        """What a store needs: no page anywhere."""
+        """Prepare a store: remove the pages from all tiers."""
         self.engine.clear()
         self._hit = None
 
     def store(self) -> float:
-        """Store every page out of the planes, from the call until all are on the SSD; GB/s."""
+        """Store every page from the planes; GB/s from the call until all are on the SSD."""
         if self.engine.lookup(self._tokens).tokens:
             self.forget_all()
         start = time.perf_counter()
@@ -174,7 +171,7 @@ class ColdEngine(Closeable):
         return rate(self.nbytes, elapsed)
 
     def load_from_cpu(self) -> float:
-        """Load every page from the CPU tier, where they are since they were loaded or stored; GB/s."""
+        """Load every page from the CPU tier, after a load or a store; GB/s."""
         return rate(self.nbytes, self._loaded(lambda: self.engine.lookup(self._tokens), "cpu"))
 
     def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
@@ -187,10 +184,10 @@ class ColdEngine(Closeable):
         return elapsed
 
     def timed_calls(self, count: int) -> dict[str, list[float]]:
-        """Seconds of `load`, `wait` and `store` for the first page, which is in the CPU tier: so many of each.
+        """Seconds of `load`, `wait` and `store` for the first page, in the CPU tier; `count` of each.
 
-        A switch interval goes by before each, as between the steps of a model: a loop of nothing but calls finds its
-        code in the processor's caches, and beside another thread does not.
+        A switch interval passes before each, as between a model's steps. A tight loop of calls would find its code in
+        the processor's caches; with a second thread it would not.
         """
         tokens, slots = self._tokens[: self._page_tokens + 1], self._slots[:1]
         found: dict[str, list[float]] = {"load": [], "wait": [], "store": []}
@@ -213,7 +210,7 @@ class ColdEngine(Closeable):
         return found
 
     def load_passing(self) -> float:
-        """The same past the CPU tier: no page stays there, all go through the bounce reserve."""
+        """`load` past the CPU tier: no page stays there, all go through the bounce reserve."""
         loader = self.engine.loader
         before, loader.keep = loader.keep, False
         try:
@@ -222,7 +219,7 @@ class ColdEngine(Closeable):
             loader.keep = before
 
     def copy(self) -> float:
-        """One copy of as many bytes from the CPU tier's memory (page-locked where CUDA is) to the device; GB/s."""
+        """One copy of the same size from the CPU tier's memory (page-locked with CUDA) to the device; GB/s."""
         source = cast("HostExtents", self._cpu.extents).rows.view(-1)[: self.nbytes]
         if self._flat is None:
             self._flat = torch.empty_like(source, device=self.device)
@@ -234,13 +231,13 @@ class ColdEngine(Closeable):
         return rate(self.nbytes, time.perf_counter() - start)
 
     def flat(self) -> torch.Tensor:
-        """Memory on the device for as many bytes as the pages have."""
+        """Device memory of the pages' size."""
         if self._flat is None:
             self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         return self._flat
 
     def check(self) -> None:
-        """The first and last layer must hold what was stored. Raises `IOFailedError`."""
+        """Compare the first and last layer with the stored bytes. Raises `IOFailedError`."""
         for tensor in self._outer():
             if not torch.equal(tensor, self._pattern(tensor)):
                 raise IOFailedError("a load gave other bytes than were stored", "please report it")
@@ -249,12 +246,12 @@ class ColdEngine(Closeable):
         return [*self._planes[0], *self._planes[-1]]
 
     def _pattern(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows that tell pages apart: the page's number, as far as bfloat16 counts."""
+        """Rows that tell pages apart: the page's number, as far as bfloat16 can count."""
         numbers = torch.arange(self.pages, device=tensor.device) % 251
         return numbers.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand(-1, *tensor.shape[1:])
 
     def blank(self) -> None:
-        """Overwrite the planes, so that `check` sees only what a load brings."""
+        """Overwrite the planes, so that `check` sees only loaded bytes."""
         for layer in self._planes:
             for tensor in layer:
                 tensor.zero_()
@@ -265,7 +262,7 @@ class ColdEngine(Closeable):
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Close the engine and give all memory back."""
+        """Close the engine and free all memory."""
         self._undo.close()
         self._flat = None
         self._planes = []
@@ -274,7 +271,7 @@ class ColdEngine(Closeable):
 
 
 class Unchecked:
-    """An executor that compares no checksums of what is read: its moves name none. `moves` counts them."""
+    """An executor that compares no checksums of reads: its moves name none. `moves` counts them."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

@@ -1,4 +1,4 @@
-"""What `gdscache bench io` compares an engine with: a file a page."""
+"""The reference of `gdscache bench io`: one file a page."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gdscache.errors import IOFailedError, ShortIOError
 
 
 class FilePerPage:
-    """A cache that keeps each page in a file of its own, written and read through the page cache, page after page.
+    """A cache with one file a page, written and read through the page cache, page after page.
 
-    A write goes to a temporary file that is renamed; a read opens the file and reads it into memory that is there.
-    `pages` is a uint8 array of shape (pages, bytes).
+    A write goes to a temporary file that is renamed. A read opens the file and reads it into existing memory. `pages`:
+    uint8 (pages, bytes).
     """
 
     def __init__(self, directory: Path, pages: int, page_bytes: int) -> None:
@@ -32,7 +32,6 @@ class FilePerPage:
 
     @property
     def files(self) -> list[Path]:
-        """The files of all pages."""
         return [self._file(number) for number in range(len(self.pages))]
 
     def write(self) -> tuple[float, float]:
@@ -44,14 +43,15 @@ class FilePerPage:
         return rate(self.pages.nbytes, returned), rate(self.pages.nbytes, time.perf_counter() - start)
 
     def read(self, threads: int = 1) -> float:
-        """Read every page, in random order, shared among threads, dropped from the page cache before; GB/s."""
+        """Read every page once, in random order, shared among threads, after the files are dropped from the page cache;
+        GB/s."""
         io_cache.drop(self.files)
         start = time.perf_counter()
         self._each(self._read, threads)
         return rate(self.pages.nbytes, time.perf_counter() - start)
 
     def check(self) -> None:
-        """The last read must have given what was written. Raises `IOFailedError`."""
+        """Compare the last read with the written bytes. Raises `IOFailedError`."""
         if not np.array_equal(self._into, self.pages):
             raise IOFailedError("files of pages gave other bytes than were written", "see the kernel log")
 

@@ -1,5 +1,5 @@
-"""What comparisons of `gdscache bench io` share, and reads without an engine. Each part gives rows, of figures that
-took turns."""
+"""Shared parts of the comparisons of `gdscache bench io`, and reads without an engine. Each part returns rows of
+figures measured in turns."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from gdscache.sizes import GIB, MIB
 from gdscache.storage.base import Op
 
 HOST_TARGET = 0.95
-HOST_THREADS = (4, 8, 16)  # that are tried
+HOST_THREADS = (4, 8, 16)  # tried thread counts
 SUBMIT_PAGES = 128  # of one submit, as in a load
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where and how much a part measures. `file` is in `directory`, written, of `nbytes`; `calls`: that are timed."""
+    """A part's place and size. `file`: in `directory`, written, of `nbytes`. `calls`: number of timed calls."""
 
     directory: Path
     file: Path
@@ -60,8 +60,7 @@ def row(
     threads: int | None = None,
     **more: Any,
 ) -> Row:
-    """A row of plain data: `figures` are ours, the name of what it is compared with, and its figure. `transport` moved
-    the bytes of ours."""
+    """A row of plain data. `figures`: ours, the reference's name, and its figure. `transport` moved our bytes."""
     return compared(
         what,
         *figures,
@@ -77,10 +76,8 @@ def row(
 
 
 class Metered:
-    """A way that returns GB/s, called, with the CPU seconds per GiB of every call kept beside.
-
-    `first` is called before each, and not counted.
-    """
+    """Calls a way that returns GB/s, and records the CPU seconds per GiB of every call. `first` runs before each call
+    and does not count."""
 
     def __init__(self, way: Callable[[], float], nbytes: int, first: Callable[[], object] = lambda: None) -> None:
         self._way = way
@@ -97,12 +94,11 @@ class Metered:
 
     @property
     def cpu_per_gib(self) -> Series:
-        """One value a call."""
         return Series(tuple(self._cpu))
 
 
 def host_reads(place: Place) -> list[Row]:
-    """Reads of 1 MiB extents in random order into host memory, submitted as a load does, against the bare loop."""
+    """Reads of 1 MiB extents in random order into host memory, submitted as in a load, against the bare loop."""
     label, scouted, name = "host reads of 1 MiB extents", {}, engine_way(place.directory)
     with BareLoop(place.file, place.nbytes) as bare:
         bare_ways = bare.scout(Op.READ, place.progress)
@@ -124,7 +120,7 @@ def host_reads(place: Place) -> list[Row]:
 
 
 def extents(place: Place, way: OpenWay) -> Callable[[], float]:
-    """Every extent of the file once, in random order; all submits are made before the first is waited for."""
+    """Every extent of the file once, in random order; all submits come before the first wait."""
     order = np.random.default_rng(3).permutation(place.nbytes // MIB).tolist()
     submits = [order[at : at + SUBMIT_PAGES] for at in range(0, len(order), SUBMIT_PAGES)]
 
@@ -141,7 +137,7 @@ def extents(place: Place, way: OpenWay) -> Callable[[], float]:
 
 
 def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[Series, str, Series]:
-    """What two metered ways, ours first, took of the CPU, as `row` takes it."""
+    """CPU seconds per GiB of two metered ways, ours first, as arguments of `row`."""
     ours, other = ways.values()
     assert isinstance(ours, Metered)
     assert isinstance(other, Metered)

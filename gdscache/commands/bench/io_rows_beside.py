@@ -1,4 +1,4 @@
-"""Comparisons of `gdscache bench io` with the bare loop, of bytes and of CPU seconds, and beside threads of Python."""
+"""Comparisons of `gdscache bench io` with the bare loop, in bytes and in CPU seconds, and beside Python threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gdscache.commands.bench.neighbours import BESIDE_TARGETS, LABELS, Neighbour
 from gdscache.sizes import MIB, format_size
 from gdscache.storage.base import Op
 
-TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads, where the planes are the host's
+TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads with planes on the host
 CPU_TARGET = 1.25
 PROGRESS_TARGET = 0.93
 WAIT_TARGET, CALL_TARGET = 2.0, 1.5
@@ -27,8 +27,8 @@ _WORD = {"store": "store", "load": "cold load", "cpu": "CPU tier load", "copy": 
 
 
 def stores_and_loads(place: Place, page_bytes: int) -> list[Row]:
-    """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab; both, and the CPU
-    seconds of either, against a loop that copies and sums the same bytes, too."""
+    """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab. Both, and their CPU
+    seconds, also against a loop that copies and sums the same bytes."""
     pages = f"{format_size(page_bytes)} pages"
     with opened(place, page_bytes) as engine:
         planes = np.ones(engine.nbytes, np.uint8)
@@ -69,8 +69,8 @@ def _against_bare(
 
 
 def beside_python(place: Place, page_bytes: int) -> list[Row]:
-    """Stores, cold loads and loads from the CPU tier beside threads of Python, against the same alone; a plain copy
-    beside them, which says what such a thread costs whoever needs no lock; and how far the busy thread came."""
+    """Stores, cold loads and loads from the CPU tier beside Python threads, against the same alone. A plain copy beside
+    them shows such a thread's cost to code that needs no lock. Also the busy thread's progress."""
     rows: list[Row] = []
     with opened(place, page_bytes) as engine:
         ways = {**_ways(engine), "cpu": engine.load_from_cpu, "copy": engine.copy}
@@ -91,7 +91,7 @@ def beside_python(place: Place, page_bytes: int) -> list[Row]:
 
 
 def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Row]:
-    """Rounds that the busy thread makes beside cold loads, against those it makes alone."""
+    """The busy thread's rounds beside cold loads, against its rounds alone."""
 
     def counted(action: Callable[[], object]) -> Callable[[], float]:
         def run() -> float:
@@ -109,7 +109,7 @@ def _progress(place: Place, engine: ColdEngine, more: dict[str, Any]) -> list[Ro
 
 
 def calls_beside_python(place: Place) -> list[Row]:
-    """Microseconds of calls beside the busy thread against alone: medians, and the 99th percentiles."""
+    """Microseconds of calls beside the busy thread against calls alone: medians and 99th percentiles."""
     alone: list[dict[str, list[float]]] = []
     busy: list[dict[str, list[float]]] = []
     with opened(place, _CALLED_PAGE) as engine:

@@ -21,8 +21,8 @@ from gdscache.sizes import KIB, MIB, format_size
 from gdscache.storage.base import Op
 
 COLD_TARGET = 0.93
-ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop that copies on
-FILE_READ_TARGET, FILE_WRITE_TARGET = 2.0, 1.5  # against a file a page
+ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop with copies
+FILE_READ_TARGET, FILE_WRITE_TARGET = 2.0, 1.5  # against one file a page
 SUMS_TARGET = 0.97
 SUMS_PAGE = 1 * MIB
 DIRECT_TARGET, DIRECT_BESIDE_TARGET = 0.95, 0.55
@@ -51,11 +51,9 @@ def cold_loads(place: Place) -> list[Row]:
 
 
 def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
-    """RAM disk → GPU against the bare loop that reads with as many threads and copies on, and one page-locked copy.
-
-    Once with pages that stay in the CPU tier, and once with pages that pass it by, through the bounce reserve: then the
-    loop has as much memory as loads have of that.
-    """
+    """RAM disk → GPU against one page-locked copy, and against the bare loop that reads with the same number of threads
+    and copies on. Once with pages that stay in the CPU tier, and once with pages that pass through the bounce reserve;
+    then the loop has memory of the loads' reserve."""
     what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
     with opened(place, page_bytes) as engine, BareLoop(engine.slab, engine.nbytes) as bare:
         loops = _onward(place, engine, bare)
@@ -86,7 +84,7 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
 
 
 def _onward(place: Place, engine: ColdEngine, bare: BareLoop) -> dict[str, dict[str, Callable[[], float]]]:
-    """The bare loops that copy on: for pages that stay, and through memory of the size of the loads' reserve."""
+    """The bare loops with copies: for staying pages, and through memory of the size of the loads' reserve."""
     found: dict[str, dict[str, Callable[[], float]]] = {}
     for kind, through in (("ours", None), ("passing", engine.reserve_bytes)):
         onward = Onward(engine.flat(), through)
@@ -146,8 +144,8 @@ def file_per_page(place: Place, page_bytes: int) -> list[Row]:
 
 
 def direct_reads(place: Place) -> list[Row]:
-    """SSD → GPU by cuFile with calls of 1 MiB: extents that Python submits, and an engine's cold loads, which it does
-    not; against a loop in C++ of the same calls with as many threads, and beside a thread that runs Python."""
+    """SSD → GPU by cuFile with calls of 1 MiB: extents submitted by Python, and an engine's cold loads, submitted
+    natively; against a C++ loop of the same calls with the same number of threads, and beside a Python thread."""
     rows = []
     with OpenWay("cufile", place.file, place.threads, place.nbytes, place.device) as way:
         label = "direct GPU reads of 1 MiB extents"
@@ -175,7 +173,7 @@ def direct_reads(place: Place) -> list[Row]:
 
 @contextlib.contextmanager
 def opened(place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) -> Iterator[ColdEngine]:
-    """An engine in a directory of its own, which is deleted. `ssd`: keys of its section that are to be others."""
+    """An engine in a temporary directory. `ssd`: changed keys of its section."""
     with (
         tempfile.TemporaryDirectory(dir=place.directory) as name,
         ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device, ssd) as engine,
@@ -184,13 +182,13 @@ def opened(place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) 
 
 
 def facts(engine: ColdEngine, *, direct: bool = True) -> dict[str, Any]:
-    """What rows of an engine say of its bytes. `direct`: whether what it is compared with passes the page cache by."""
+    """The facts of an engine's rows about its bytes. `direct`: whether the reference bypasses the page cache."""
     cache = io_cache.state([engine.slab], direct=engine.direct and direct)
     return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}
 
 
 def cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
-    """The load, with the slab dropped from the page cache before where the transport fills it."""
+    """The load. For a transport that fills the page cache, the slab is dropped from it first."""
 
     def once() -> float:
         if not engine.direct:
@@ -201,7 +199,7 @@ def cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
 
 
 def _check(engine: ColdEngine) -> None:
-    """One more load, into planes that were overwritten, and a look at what it brought."""
+    """Load once more, into overwritten planes, and compare the bytes."""
     engine.blank()
     engine.load()
     engine.check()

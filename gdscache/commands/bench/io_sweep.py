@@ -1,7 +1,7 @@
-"""The sweep of `gdscache bench io` over the sizes of requests, for each way, against a bare loop on the same file.
+"""The sweep of `gdscache bench io` over request sizes, for each way, against a bare loop on the same file.
 
-A way is opened, checked and measured in a child process with a deadline, because cuFile can hang or crash the process
-that asks it. Depths, mixes and latencies are what fio and NVIDIA's gdsio are for.
+A way is opened, checked and measured in a child process with a deadline, because cuFile can hang or crash its process.
+For depths, mixes and latencies use fio and NVIDIA's gdsio.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gdscache.storage.probe import gds_operations
 OPS = {"random read": Op.READ, "write": Op.WRITE}
 SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
 THREADS = 16  # of the transport
-DEPTH, BATCH = 32, 8  # requests in flight, and in a submission; with 256 in flight cuFile was seen to hang
+DEPTH, BATCH = 32, 8  # requests in flight, and in a submission; cuFile hung with 256 in flight
 LEAST_PASS = 64 * MIB
 DEADLINE_S = 300.0
 
@@ -47,12 +47,10 @@ def ceiling(bare: BareLoop, op: Op, repeat: int, progress: Progress) -> dict[str
 
 
 def sweep(path: Path, way: str, device: str, total: int, settings: Mapping[str, Any], ceilings: Any) -> dict[str, Any]:
-    """What one way gives on the first `total` bytes of a file, by a child: `cause` (why it cannot run here, or empty),
-    `word` (`gds` where nvidia-fs counted, `compat` where bytes went to the GPU without it, `posix`), `direct`, `cells`.
-
-    `settings`: `sizes`, `rounds`, `seconds` (of a pass, at the ceiling's rate), `require_gds`. Raises `IOFailedError`
-    where a way that works fails while it is measured.
-    """
+    """A way's result on the first `total` bytes of a file, by a child: `cause` (why it cannot run here, or empty),
+    `word` (`gds` if nvidia-fs counted, `compat` for GPU bytes without it, `posix`), `direct`, `cells`. `settings`:
+    `sizes`, `rounds`, `seconds` (of a pass, at the ceiling's rate), `require_gds`. Raises `IOFailedError` if a working
+    way fails during the measurement."""
     arguments = str(path), way, device, total, dict(settings), ceilings
     try:
         return measure.child("io_sweep", "measure_way", *arguments, deadline_s=DEADLINE_S)
@@ -61,7 +59,7 @@ def sweep(path: Path, way: str, device: str, total: int, settings: Mapping[str, 
 
 
 def lacking(cause: str) -> dict[str, Any]:
-    """What `sweep` says of a way that cannot run here."""
+    """`sweep`'s result for a way that cannot run here."""
     return {"cause": cause, "word": "", "direct": False, "cells": []}
 
 
@@ -90,7 +88,7 @@ def measure_way(
 
 
 class Sweep:
-    """The cells of one way that is open."""
+    """The cells of an open way."""
 
     def __init__(
         self, way: OpenWay, bare: BareLoop, settings: Mapping[str, Any], ceilings: Mapping[str, Mapping[str, Any]]
@@ -153,6 +151,6 @@ class Sweep:
             self.bare.total = self._total
 
     def _drop(self, direct: bool) -> None:
-        """Reads are cold: the file leaves the page cache, where that has a part in them."""
+        """Make reads cold: drop the file from the page cache, unless the way bypasses it."""
         if not direct:
             io_cache.drop([self.way.path])

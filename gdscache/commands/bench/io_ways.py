@@ -1,4 +1,4 @@
-"""The ways of `gdscache bench io` for bytes between a disk and memory: a transport on one file, and its memory."""
+"""The ways of `gdscache bench io` between a disk and memory: a transport on one file, and its memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from gdscache.storage.base import Op, Transport, address_of, failed, memory_of, 
 from gdscache.storage.native import NativeTransport
 
 CHECKED = ((16 * KIB, 16), (1 * MIB, 6))  # request sizes and counts of the byte check
-CHECK_BYTES = 8 * MIB  # that it needs of the file and of memory
-CALL_BYTES = 4 * MIB  # that go with one call, as in an engine
-UNDER_WAY = 8  # calls that io_uring has for each of its threads
+CHECK_BYTES = 8 * MIB  # of the file and of memory for the check
+CALL_BYTES = 4 * MIB  # bytes of one call, as in an engine
+UNDER_WAY = 8  # calls in flight for each io_uring thread
 
 Request = tuple[int, int]
-"""Where in the file, where in the memory."""
+"""Offset in the file, offset in the memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way for bytes to go. `memory`: where they end or begin; `cufile`: whether cuFile has a part in it."""
+    """A way of bytes. `memory`: its memory end; `cufile`: whether cuFile takes part."""
 
     name: str
     label: str
@@ -56,19 +56,19 @@ BY_NAME = {way.name: way for way in WAYS}
 
 
 class Batch:
-    """Requests of `nbytes` each, as calls of at most `CALL_BYTES`, and how they end."""
+    """Requests of `nbytes` each, as calls of at most `CALL_BYTES`, and their ends."""
 
     def __init__(self, op: Op, some: Sequence[Request], nbytes: int) -> None:
         self.op = op
-        self.calls = [  # where in the file, where in the memory, bytes
+        self.calls = [  # offset in the file, offset in the memory, bytes
             (offset + n, at + n, min(CALL_BYTES, nbytes - n))
             for offset, at in some
             for n in range(0, nbytes, CALL_BYTES)
         ]
         self.left = len(self.calls)
-        self.ended: list[slice] = []  # of the memory: good calls that nobody has looked at since
+        self.ended: list[slice] = []  # of the memory: good calls since the last look
         self.failure: BaseException | None = None
-        self.kept: Any = None  # what moves the bytes
+        self.kept: Any = None  # the calls in flight
 
     def end(self, call: int, error: BaseException | None, moved: int, path: Path) -> None:
         self.left -= 1
@@ -84,10 +84,10 @@ class Batch:
 
 
 class OpenWay(Closeable):
-    """A transport with `threads` threads on an existing file, and `nbytes` of memory that its requests may use.
+    """A transport with `threads` threads on an existing file, and `nbytes` of memory for its requests.
 
-    The bytes end (or begin) in `memory`: on the GPU for the ways that say so, else in host memory. `host_gpu` also has
-    `host`, page-locked memory of the same size, which the transport uses. Raises what the transport raises.
+    The bytes end (or begin) in `memory`: on the GPU for the GPU ways, else in host memory. `host_gpu` also has `host`,
+    page-locked memory of the same size, which the transport uses. Raises the transport's errors.
     """
 
     def __init__(self, name: str, path: Path, threads: int, nbytes: int, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class OpenWay(Closeable):
             self._whole = buffer if isinstance(buffer, memoryview) else memory_of(buffer)
             self._disk: Disk | None = None
             self._pool = undo.enter_context(ThreadPoolExecutor(threads))
-            if isinstance(transport := self.transport, NativeTransport):  # as an engine has its bytes moved
+            if isinstance(transport := self.transport, NativeTransport):  # as in an engine
                 kind: Literal["ring", "threads"] = "ring" if transport.uring else "threads"
                 self._disk = Disk(kind, threads, UNDER_WAY * threads, transport.cufile)
                 undo.callback(self._disk.close)
@@ -119,14 +119,14 @@ class OpenWay(Closeable):
 
     @property
     def _io_memory(self) -> memoryview | torch.Tensor:
-        """What the transport reads into."""
+        """The transport's memory."""
         if self.host is not None:
             return self.host.view
         assert self.gpu is not None
         return self.gpu
 
     def run_bare(self, op: Op, io_bytes: int, threads: int) -> float:
-        """GB/s of a loop in C++ of the same calls of cuFile, over as much of the file as there is memory."""
+        """GB/s of a C++ loop of the same cuFile calls, over the file's part that fits the memory."""
         assert isinstance(self.transport, NativeTransport), "kvikio and NIXL have no such loop"
         assert self.transport.cufile is not None, "cuFile has no part in it"
         assert self.gpu is not None, "cuFile reads into memory of a GPU"
@@ -137,7 +137,7 @@ class OpenWay(Closeable):
             raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
     def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Batch:
-        """Submit requests of `nbytes` each. Where the GPU's bytes go through the host, they are copied down before."""
+        """Submit requests of `nbytes` each. GPU bytes that go through the host are copied down first."""
         if op is Op.WRITE and self.host is not None and self.gpu is not None:
             for _, at in some:
                 self.host.tensor[at : at + nbytes].copy_(self.gpu[at : at + nbytes], non_blocking=True)
@@ -160,7 +160,7 @@ class OpenWay(Closeable):
         return batch
 
     def finish(self, batch: Batch) -> None:
-        """Wait for all of a batch, and copy on to the GPU what was read for it. Raises its first error."""
+        """Wait for a whole batch, and copy its reads on to the GPU. Raises its first error."""
         while batch.left or batch.ended:
             if batch.op is Op.READ and self.host is not None and self.gpu is not None:
                 for at in batch.ended:
@@ -173,7 +173,7 @@ class OpenWay(Closeable):
             raise batch.failure
 
     def _reap(self, batch: Batch) -> None:
-        """Wait for calls of a batch, or of another that a disk has."""
+        """Wait for calls of a batch, or of another batch of the disk."""
         if self._disk is None:
             for number, call in enumerate(batch.kept):
                 error = call.exception()
@@ -190,13 +190,13 @@ class OpenWay(Closeable):
         self.finish(self.begin(op, some, nbytes))
 
     def flush(self) -> None:
-        """What was written is on the device when this returns."""
+        """Wait until the written bytes are on the device."""
         self.transport.flush(self._file)
 
     # -- the bytes, for checks ---------------------------------------------------------------------------------------
 
     def put(self, content: bytes) -> None:
-        """Set the first bytes of the memory at the far end of this way."""
+        """Set the first bytes of the memory at this way's far end."""
         if self.gpu is not None:
             self.gpu[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.gpu.device)
             _idle(self.gpu)
@@ -211,7 +211,7 @@ class OpenWay(Closeable):
         return bytes(self.host.view[at : at + nbytes])
 
     def close(self) -> None:
-        """Give all of it back, once nothing is in flight."""
+        """Free everything after the GPU is idle."""
         _idle(self.gpu)
         self._undo.close()
         self.gpu = None
@@ -220,7 +220,7 @@ class OpenWay(Closeable):
 
 
 def open_transport(name: str, threads: int, device: torch.device) -> Transport:
-    """The transport of a way. Raises `TransportUnavailableError` where it cannot work."""
+    """A way's transport. Raises `TransportUnavailableError`."""
     if name in ("host", "host_gpu", "uring"):
         return NativeTransport(threads, uring=name == "uring")
     if name == "cufile":
@@ -238,7 +238,7 @@ def open_transport(name: str, threads: int, device: torch.device) -> Transport:
 
 
 def engine_way(directory: Path) -> str:
-    """The way of the transport that an engine takes there by itself, GPUDirect Storage aside."""
+    """The way of an engine's default transport there, without GPUDirect Storage."""
     with open_as_configured(
         "auto", directory=directory, device="cpu", threads=1, direct_io="auto", gds="off"
     ) as transport:
@@ -246,10 +246,8 @@ def engine_way(directory: Path) -> str:
 
 
 def check(way: OpenWay) -> None:
-    """Write and read scattered requests through a way and compare every byte with what plain reads see in the file.
-
-    Uses the first `CHECK_BYTES` of the file and of the memory. Raises `StorageError` where a byte differs.
-    """
+    """Write and read scattered requests through a way, and compare every byte with plain reads of the file. Uses the
+    first `CHECK_BYTES` of the file and of the memory. Raises `StorageError` if a byte differs."""
     rng = np.random.default_rng(1)
     for nbytes, count in CHECKED:
         offsets = (rng.permutation(CHECK_BYTES // nbytes)[:count] * nbytes).tolist()

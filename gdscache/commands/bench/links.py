@@ -1,9 +1,9 @@
-"""Loads over the links of several GPUs at once, against page-locked copies beside each other.
+"""Loads over the links of several GPUs at once, against page-locked copies at once. Behind `gdscache bench links`.
 
-Behind `gdscache bench links`. Each GPU has a rank in a process of its own, as tensor parallelism has them; this process
-leads. A round loads the same pages from the CPU tier on all ranks, and then, or before, has each rank copy as many
-bytes from page-locked memory. Both are timed by the ranks: from the first one's call to the last one's end. What the
-leader's lookup and load and the way of the orders take besides is a row of its own.
+Each GPU has a rank in a process of its own, as with tensor parallelism; this process leads. A round loads the same
+pages from the CPU tier on all ranks, and each rank copies the same number of bytes from page-locked memory, before or
+after. The ranks time both, from the first call to the last end. The additional time of the leader's lookup, load and
+orders is a separate row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMIT_S = 120.0  # for a rank's answer
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """`total`: bytes that a load brings to each rank."""
+    """`total`: a load's bytes for each rank."""
 
     ranks: int = 1
     total: int = 1 << 30
@@ -53,7 +53,7 @@ class Settings(kit.Settings):
 
 
 class Answer(NamedTuple):
-    """What a rank did, and when it began and ended, in seconds of a clock that all processes have in common."""
+    """A rank's result, with its begin and end in seconds of a clock that all processes share."""
 
     good: bool
     start: float
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 def models(ranks: int) -> dict[str, dict[str, Any]]:
-    """A rank's part of the heads of Llama-3-8B, and the latents of DeepSeek-V3, of which every rank has all."""
+    """A rank's share of Llama-3-8B's heads, and the latents of DeepSeek-V3, which every rank has in full."""
     both: dict[str, Any] = {"name": "bench", "layers": LAYERS, "page_tokens": PAGE_TOKENS, "dtype": "bfloat16"}
     latent = {"name": "latent", "shape": [LATENT], "dtype": "bfloat16"}
     heads = {"kv_heads": max(1, KV_HEADS // ranks), "head_dim": HEAD_DIM}
@@ -69,13 +69,14 @@ def models(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def page_bytes(model: dict[str, Any]) -> int:
-    """Of one rank."""
+    """Bytes of a page in one rank."""
     row = LATENT if "planes" in model else 2 * int(model["kv_heads"]) * HEAD_DIM
     return PAGE_TOKENS * LAYERS * row * 2
 
 
 def serve(line: Connection, number: int, shard: int, model: dict[str, Any], pages: int) -> None:
-    """A rank: its first `pages` blocks have random bytes, which are stored; loads go to as many behind them."""
+    """A rank: its first `pages` blocks have random bytes, which are stored; loads go to the same number of blocks after
+    them."""
     device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -90,7 +91,7 @@ def serve(line: Connection, number: int, shard: int, model: dict[str, Any], page
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     with Rank(planes, number, shard=shard) as rank:
         line.send(rank.address)
-        while True:  # until it is ended
+        while True:  # until the leader terminates it
             what, order = line.recv()
             good, start = True, time.perf_counter()
             if what == "store":
@@ -107,7 +108,7 @@ def serve(line: Connection, number: int, shard: int, model: dict[str, Any], page
 
 
 class Links:
-    """Ranks, one a GPU, and the engine that leads them. The pages of one prompt are in its CPU tier."""
+    """Ranks, one a GPU, and their leading engine. One prompt's pages are in its CPU tier."""
 
     def __init__(self, settings: Settings, model: dict[str, Any], *, shared: bool) -> None:
         self.pages = max(1, settings.total // page_bytes(model))
@@ -136,7 +137,7 @@ class Links:
             self._undo = undo.pop_all()
 
     def load(self) -> tuple[float, float]:
-        """Seconds of a load on all ranks, and with the lookup and the orders before it."""
+        """Seconds of a load on all ranks, and the same with the lookup and the orders before it."""
         start = time.perf_counter()
         hit = self._engine.lookup(self._tokens, 0)
         load = self._engine.load(hit, [*range(self.pages, 2 * self.pages)])
@@ -150,7 +151,7 @@ class Links:
         return _spent(self._every("copy", b""))
 
     def check(self) -> None:
-        """Raises `IOFailedError` where a rank has other bytes than those that it stored."""
+        """Raises `IOFailedError` if a rank's bytes differ from the stored ones."""
         if not all(answer.good for answer in self._every("check", b"")):
             raise IOFailedError("loaded bytes differ from those that were stored", "report this: the cache is wrong")
 

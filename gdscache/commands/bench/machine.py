@@ -1,4 +1,4 @@
-"""What a measurement ran on: the machine, the versions, the state of the source tree, the file system it used."""
+"""A measurement's surroundings: the machine, versions, the source tree's state, the file system."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """The machine as plain data. `directory` is where the measurement keeps its files. What is unknown is None."""
+    """The machine as plain data; None for unknown values. `directory`: the directory of the measurement's files."""
     import torch
 
     return {
@@ -48,7 +48,7 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def storage(directory: Path) -> dict[str, Any]:
-    """The file system that holds a directory: its type, mount options and device, and the device's model if known."""
+    """A directory's file system: type, mount options, device, and the device's model if known."""
     device = directory.stat().st_dev
     major, minor = os.major(device), os.minor(device)
     kind, source, options = mount_of(directory)
@@ -65,7 +65,7 @@ def storage(directory: Path) -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any] | None:
-    """The commit of the source tree that runs, and whether it was changed since; None outside one."""
+    """The commit of the running source tree, and whether the tree has changes; None without one."""
     root = Path(__file__).resolve().parents[3]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

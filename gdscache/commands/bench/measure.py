@@ -1,4 +1,4 @@
-"""How the benchmarks measure: ways that are compared run in turns, and a figure is the median of several turns."""
+"""Measurement: compared ways run in turns, and a figure is the median of several turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ANSWER = "answer: "
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """The same quantity, measured once a round."""
+    """A quantity measured once a round."""
 
     values: tuple[float, ...]
 
@@ -33,13 +33,13 @@ class Series:
         return statistics.median(self.values)
 
     def describe(self) -> dict[str, Any]:
-        """The median, the spread and all values, as plain data."""
+        """Median, spread and all values, as plain data."""
         return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": list(self.values)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A median between bounds that hold the true one with a probability of `coverage`."""
+    """A median with bounds around the true one, of probability `coverage`."""
 
     median: float
     low: float
@@ -50,9 +50,9 @@ class Interval:
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """The median and the narrowest symmetric pair of order statistics that covers it with `confidence`.
 
-    Nothing is assumed about the distribution (the interval of the sign test), only that values do not depend on each
-    other. Too few of them cover less: then it is the least and the largest, and `coverage` says what that is worth.
-    Raises `InvalidValueError` for no values.
+    It assumes independent values and no distribution (the interval of the sign test). Too few values cover less: then
+    the bounds are the least and the largest, and `coverage` is their probability. Raises `InvalidValueError` without
+    values.
     """
     if not values:
         raise InvalidValueError("no values have no median", "measure at least once")
@@ -67,11 +67,10 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 class Closeable(abc.ABC):
-    """Something that the end of a `with` block closes."""
+    """Closed by the end of a `with` block."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Give back what it holds."""
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -82,10 +81,10 @@ class Closeable(abc.ABC):
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Keep what is there already out of the garbage collector's sight, as servers do once they are up.
+    """Exempt existing objects from garbage collection, as servers do after their start.
 
-    A process with torch holds half a million objects; a full collection looks at all of them, for a tenth of a second,
-    whenever enough has been allocated. What the measured code allocates is collected as ever.
+    A process with torch has half a million objects. Enough allocations start a full collection, which searches all of
+    them for a tenth of a second. Objects of the measured code are collected as usual.
     """
     gc.collect()
     gc.freeze()
@@ -98,7 +97,7 @@ def frozen_heap() -> Iterator[None]:
 def interleave(
     ways: Mapping[str, Callable[[], float]], rounds: int, progress: Progress = silent, text: str = ""
 ) -> dict[str, Series]:
-    """Run every way once a round, in order, so that whatever drifts on the machine meets all of them alike."""
+    """Run every way once a round, in order, so that the machine's drift meets all ways alike."""
     values: dict[str, list[float]] = {name: [] for name in ways}
     with frozen_heap():
         for done in range(rounds):
@@ -110,7 +109,7 @@ def interleave(
 
 
 def turns(first: Callable[[], T], second: Callable[[], T], rounds: int) -> tuple[list[T], list[T]]:
-    """Two ways in pairs, `rounds` times; in every other pair the second comes first, so that neither has the lead."""
+    """Two ways in pairs, `rounds` times; every other pair runs in reverse order."""
     found: tuple[list[T], list[T]] = ([], [])
     for number in range(rounds):
         for which in (0, 1) if number % 2 == 0 else (1, 0):
@@ -131,13 +130,13 @@ def paired(ours: Sequence[float], other: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(ours: Series, other: Series) -> dict[str, float]:
-    """Ours over the other: of the medians, and the least and largest of single rounds."""
+    """Ours over the other: the ratio of the medians, and the least and largest of single rounds."""
     by_round = [a / b for a, b in zip(ours.values, other.values, strict=True)]
     return {"ratio": ours.median / other.median, "ratio_min": min(by_round), "ratio_max": max(by_round)}
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Seconds of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -154,7 +153,7 @@ def target(value: float, limit: float, *, at_least: bool) -> dict[str, Any]:
 
 
 def judged(report: Any) -> Sequence[Mapping[str, Any]]:
-    """Every part of a report that has a target, in the order in which they stand there."""
+    """Every part of a report with a target, in order."""
     if isinstance(report, Mapping):
         own = [report] if "met" in report else []
         return [*own, *(found for value in report.values() for found in judged(value))]
@@ -170,7 +169,7 @@ def cause_of(error: BaseException) -> str:
 
 
 class ChildDiedError(IOFailedError):
-    """A child process crashed, or did not answer within its time and was killed."""
+    """A child process crashed, or exceeded its time and was killed."""
 
 
 def child(
@@ -181,10 +180,10 @@ def child(
     deadline_s: float = 600.0,
     package: str = "bench",
 ) -> dict[str, Any]:
-    """Call a function of a module of this package, or of another one of `gdscache.commands`, with plain arguments, in a
-    fresh interpreter; the plain data that it returns. `environment` is added to this process's.
+    """Call a function of a module of this package, or of another package of `gdscache.commands`, with plain arguments,
+    in a fresh interpreter. Returns its plain data. `environment` is added to this process's.
 
-    Raises `IOFailedError` with the cause of an error in the child, and `ChildDiedError` where there is no answer.
+    Raises `IOFailedError` with the cause of an error in the child, and `ChildDiedError` without an answer.
     """
     code = (
         f"import json, os; os.environ.update({dict(environment or {})!r}); "
@@ -203,7 +202,7 @@ def child(
 
 
 def answer(action: Callable[[], object]) -> None:
-    """In the child: print what an action returns, or why it fails, in one line."""
+    """In the child: print an action's result or error, in one line."""
     try:
         said = {"answer": action()}
     except (GdsCacheError, RuntimeError, OSError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""What an engine keeps resident, measured in fresh interpreters: one child process a figure."""
+"""An engine's resident memory, measured in fresh interpreters: one child process a figure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from gdscache.errors import IOFailedError
 from gdscache.sizes import MIB
 
 TARGET = 150 * MIB
-LAYERS, PAGE_TOKENS, PAGE_BYTES = 32, 4, 8192  # small pages: what is looked for does not grow with the pages' bytes
+LAYERS, PAGE_TOKENS, PAGE_BYTES = 32, 4, 8192  # small pages: the figure does not grow with the pages' bytes
 HOST_BUFFER = 16 * MIB
 
 
 def engine_memory(directory: Path, pages: int) -> dict[str, Any]:
-    """Resident bytes of an engine with `pages` pages stored, less its pools and an interpreter that imported torch.
-
-    All pools are touched. `peak` is the largest resident size until then, less the same.
-    """
+    """Resident bytes of an engine with `pages` stored pages, less its pools and an interpreter with torch imported. All
+    pools are touched. `peak`: the largest resident size until then, less the same."""
     torch_only, engine = child("torch_only"), child("engine_with_pages", str(directory / "memory"), pages)
     beyond = engine["resident"] - engine["pools"] - torch_only["resident"]
     return {
@@ -36,33 +34,33 @@ def engine_memory(directory: Path, pages: int) -> dict[str, Any]:
 
 
 def child(function: str, *arguments: object) -> dict[str, Any]:
-    """Run a function of this module, named with its plain arguments, in a fresh interpreter; what it returns."""
+    """Run a function of this module with plain arguments in a fresh interpreter. Returns its result."""
     return measure.child("memory", function, *arguments)
 
 
 def resident() -> int:
-    """Resident bytes of this process now."""
+    """This process's resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """The largest that `resident` was in this process."""
+    """This process's largest resident bytes so far."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
-# -- what runs in the children -----------------------------------------------------------------------------------------
+# -- in the children ---------------------------------------------------------------------------------------------------
 
 
 def torch_only() -> dict[str, int]:
-    """The size of an interpreter that imported torch."""
+    """Memory of an interpreter with torch imported."""
     import torch  # noqa: F401
 
     return {"resident": resident()}
 
 
 def engine_with_pages(directory: str, pages: int) -> dict[str, int]:
-    """The size of an engine on the CPU after storing `pages` pages and loading them again from each tier."""
+    """Memory of an engine on the CPU that has stored `pages` pages and loaded them from each tier."""
     from gdscache import CacheEngine
 
     pool = pages * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""Threads of Python beside what is measured: an inference engine has such, and they take the interpreter's lock."""
+"""Python threads beside a measurement: an inference engine has such threads, and they take the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Literal, Self, TypeVar
 Kind = Literal["drawn", "busy"]
 _T = TypeVar("_T")
 LABELS: dict[Kind, str] = {"drawn": "3 ms of Python in 8 to 18", "busy": "Python without pause"}
-BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}  # of the speed alone, at least
+BESIDE_TARGETS: dict[Kind, float] = {"drawn": 0.96, "busy": 0.55}  # least share of the speed alone
 _PYTHON_S = 0.003
 _IDLE_S = (0.005, 0.015)
-_STRIDE = 500  # additions between two looks at the clock: some 20 us
+_STRIDE = 500  # additions between readings of the clock: some 20 us
 
 
 class Neighbour:
-    """Such a thread, as long as the `with` block runs. `drawn`: its times of idle are drawn at random."""
+    """Such a thread, for the duration of the `with` block. `drawn`: its idle times are random."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
@@ -40,7 +40,7 @@ class Neighbour:
 
     @property
     def progress(self) -> float:
-        """Rounds a second, from the beginning of the block to its end."""
+        """Rounds a second over the whole block."""
         return self._rounds / self._seconds
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Every bench that this machine can run, in bounded time, into one page. Behind `gdscache bench report`."""
+"""All of this machine's benches, in bounded time, in one page. Behind `gdscache bench report`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ figure svg { width: 100%; min-width: 34rem; height: auto }
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A bench of the report. `share`: of the time; `lacks`: why this machine cannot run it."""
+    """A bench of the report. `share`: of the time. `lacks`: the cause if this machine cannot run it."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ class Part:
 
 
 def parts(directory: Path, *, quick: bool) -> list[Part]:
-    """The benches, in the order in which they are read."""
+    """The benches in reading order."""
     profile = "quick" if quick else "default"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     no_gpu = "" if gpus else "torch sees no CUDA device"
@@ -84,10 +84,8 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
 
 
 def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool, resume: bool) -> kit.Report:
-    """Run all parts, the longest for `seconds` in proportion; after each the page and its JSON are written again.
-
-    `resume` goes on with the JSON of `out`. Raises `InvalidValueError` where that is of another machine or disk.
-    """
+    """Run all parts, the longest for `seconds` in proportion. After each part the page and its JSON are written again.
+    `resume` continues the JSON of `out`. Raises `InvalidValueError` if that JSON is of another machine or disk."""
     matplotlib = require_matplotlib(Path("plot.svg"))
     before = _before(out / JSON_NAME) if resume else {}
     head = {"schema": SCHEMA, "machine": machine.describe(directory), "profile": "quick" if quick else "default"}
@@ -142,7 +140,7 @@ def _before(path: Path) -> dict[str, Any]:
 
 
 def page(found: kit.Report, benches: Mapping[str, kit.Bench], titles: Mapping[str, str], matplotlib: Any) -> str:
-    """One self-contained HTML page: the machine, and of each bench its sentences, its plot and its tables."""
+    """One self-contained HTML page: the machine, and each bench's sentences, plot and tables."""
     about, commit = found["machine"], found["machine"]["commit"]
     where = "" if commit is None else f", commit {commit['hash'][:10]}{' with changes' if commit['changed'] else ''}"
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found["began"]))
@@ -179,7 +177,7 @@ def _text(text: str) -> str:
 
 
 def _part(table: Table | str) -> str:
-    """A table or a text as HTML; nothing where the table has no rows."""
+    """A table or a text as HTML; empty for a table without rows."""
     if isinstance(table, str):
         return f"<p>{_text(table)}</p>"
     if not table.rows:

@@ -1,4 +1,4 @@
-"""Rows of reports: figures that took turns with others, as plain data, and as people see them: a table or bars."""
+"""Report rows: figures measured in turns with references, as plain data, tables or bars."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ COLORS = {True: "tab:blue", False: "tab:red", None: "tab:gray"}
 def compared(
     what: str, ours: Series, against: str, other: Series, limit: float | None = None, unit: str = "GB/s", **more: Any
 ) -> dict[str, Any]:
-    """A row: `figure` (a series) of `unit`, what it is held against, and the ratio of both.
-
-    `limit` is the target of the ratio: the least one where more of the unit is better, else the largest.
-    """
+    """A row: `figure` (a series) of `unit`, its reference, and the ratio of both. `limit`: the ratio's target, the
+    least one if more of the unit is better, else the largest."""
     found = ratio(ours, other)
     return {
         "what": what,
@@ -37,7 +35,7 @@ def compared(
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A row as people see it. `low` and `high` are the spread of the ratio; `limit` is its target."""
+    """A row for display. `low` and `high`: the ratio's spread; `limit`: its target."""
 
     what: str
     ours: str
@@ -59,7 +57,7 @@ class Line:
         ours: str = "figure",
         other: str = "against_figure",
     ) -> Self:
-        """The line of a row whose series are at the keys `ours` and `other`."""
+        """The line of a row with series at the keys `ours` and `other`."""
         low, high = (
             row.get(f"ratio_{a}", row.get(f"ratio_{b}", row["ratio"])) for a, b in (("low", "min"), ("high", "max"))
         )
@@ -77,7 +75,7 @@ def _median(series: Any) -> float:
 
 
 def amount(value: float, unit: str) -> str:
-    """A figure with three digits; seconds and bytes in the unit that suits them."""
+    """A figure with three digits; seconds and bytes in a unit that suits them."""
     if unit == "us":
         return duration(value / 1e6)
     if unit == "s":
@@ -86,7 +84,7 @@ def amount(value: float, unit: str) -> str:
 
 
 def lines_table(title: str, lines: Iterable[Line], *, judged: bool) -> Table:
-    """A table of figures, what they are held against, and the ratio with its spread, and its target if `judged`."""
+    """A table of figures, references, and ratios with their spread; with targets if `judged`."""
     table = Table(title, "what", "figure", "against", "ratio", *(["target"] if judged else []))
     for line in lines:
         spread = f"{figure(line.ratio)} ({figure(line.low)} to {figure(line.high)})"
@@ -96,7 +94,7 @@ def lines_table(title: str, lines: Iterable[Line], *, judged: bool) -> Table:
 
 
 def bars(axes: Any, lines: Sequence[Line], *, judged: bool) -> None:
-    """One horizontal bar a line, the first on top: its ratio with the spread, and a mark where its target is."""
+    """One horizontal bar a line, the first on top: its ratio with the spread, and a mark at its target."""
     for place, line in enumerate(lines):
         spread = [[max(line.ratio - line.low, 0.0)], [max(line.high - line.ratio, 0.0)]]
         color = COLORS[line.met if judged else None]

@@ -1,4 +1,4 @@
-"""What a client of `gdscache bench ttft` answers, and what several answers come to."""
+"""The clients' answers in `gdscache bench ttft`, and comparisons of several answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gdscache import CacheEngine
 from gdscache.commands.bench.measure import Series
 from gdscache.errors import IOFailedError
 
-_OTHER_PRODUCTS = 4  # near ties that are allowed where the same sums were made in another order
+_OTHER_PRODUCTS = 4  # factor on near ties for equal sums computed in another order
 _BY_WORTH = ("same", "near tie", "other")
 
 
 def stored_bytes(cache: CacheEngine, tokens: Any) -> int:
-    """Bytes of a prompt's pages, all of which are on every tier: raises `IOFailedError` where some are not."""
+    """Bytes of a prompt's pages. Raises `IOFailedError` unless all of them are on every tier."""
     pages = cache.pages(tokens)
     for name, tier in cache.manager.tiers.items():
         missing = sum(page.key not in tier.index for page in pages)
@@ -28,10 +28,8 @@ def stored_bytes(cache: CacheEngine, tokens: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One request. Seconds: to the first token, and (`whole`) until all tokens were there and the pages handed over.
-
-    `sources`: tokens that were not computed, by where from. `waits`: the host's seconds in `wait`, a layer each.
-    """
+    """A request's answer. Seconds: `ttft`, and `whole` until all tokens are computed and the pages handed over.
+    `sources`: tokens that were not computed, by source. `waits`: the host's seconds in `wait`, a layer each."""
 
     ttft: float
     whole: float
@@ -43,7 +41,7 @@ class Answer:
 
 
 def compare(ours: Sequence[Answer], plain: Sequence[Answer], near_tie: float) -> str:
-    """`same` tokens, `near tie` (16 bits decide otherwise by the size of the batch), or `other` ones."""
+    """`same` tokens, `near tie` (16-bit results that depend on the batch size), or `other` ones."""
     found = "same"
     for mine, other in zip(ours, plain, strict=False):
         pairs = zip(mine.tokens, other.tokens, strict=True)
@@ -57,9 +55,9 @@ def compare(ours: Sequence[Answer], plain: Sequence[Answer], near_tie: float) ->
 def worst(
     mine: Sequence[Answer], plain: Sequence[Answer], resident: Sequence[Answer], near_tie: float, *, gated: bool
 ) -> str:
-    """The tokens of hits against those without a cache, and against those of the same forward pass with the prefix
-    resident. Only the latter has the same products, so in 16 bits the former may be further off. What the gate cuts has
-    others than both."""
+    """The tokens of hits against tokens without a cache, and against tokens of the same forward pass with a resident
+    prefix. Only the second comparison has the same products, so in 16 bits the first may differ more. Hits that the
+    gate cuts differ from both."""
     found = [compare(mine, plain, _OTHER_PRODUCTS * near_tie)]
     if not gated:
         found.append(compare(mine, resident, near_tie))
@@ -72,7 +70,7 @@ def series_of(series: Series) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, Any] | None:
-    """The median and the 99th percentile of some values, as plain data; None for none."""
+    """Median and 99th percentile, as plain data; None without values."""
     if not values:
         return None
     median, high = np.percentile(values, (50, 99))

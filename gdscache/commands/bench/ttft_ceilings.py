@@ -1,4 +1,4 @@
-"""The least that bytes could take, for `gdscache bench ttft`: a plain copy of host memory, and bare O_DIRECT loops."""
+"""The ceilings of `gdscache bench ttft`: a plain copy of host memory, and bare O_DIRECT loops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gdscache.storage.base import Op
 
 
 class Ceilings(Closeable):
-    """Ways to measure the ceilings on one slab, each called once a round: GB/s by name (`copy`, `read`, `onward`).
+    """Measures the ceilings on one slab, each once a round: GB/s by name (`copy`, `read`, `onward`).
 
-    `copy`: one copy of `nbytes` of page-locked host memory to the device, on a CPU-only machine from one part of memory
-    to another. `read`: the best of the bare loops on the slab's first `nbytes`, which hold pages; `onward`: the best of
-    those that copy on to the device what they have read. `loops` says which they are.
+    `copy`: one copy of `nbytes` of page-locked host memory to the device; on a CPU-only machine from one part of memory
+    to another. `read`: the best bare loop on the slab's first `nbytes`, which hold pages. `onward`: the best bare loop
+    that copies its reads on to the device. `loops` names both.
     """
 
     def __init__(self, device: torch.device, slab: Path, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The report of `gdscache bench ttft`: what its figures are held against, tables and the plot."""
+"""The report of `gdscache bench ttft`: references of its figures, tables and the plot."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from gdscache.commands.console import Table, duration, figure, percent, verdict
 
 Row = Mapping[str, Any]
 
-LONG = 32 << 10  # tokens: from here on hits are held against the ideal
+LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
 LEAST_CACHED = 50  # percent
 IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
-OVERLAP_TARGET = 0.90  # of (c + t) / max(c, t), what overlap could bring
-COMPARABLE = (0.3, 0.7)  # t / c, between which overlap is held against that
-RECOMPUTE_TARGET, BETTER_TARGET = 1.03, 1.05  # with the gate: against recomputing, and the better of that and no gate
+OVERLAP_TARGET = 0.90  # of (c + t) / max(c, t), the greatest gain of overlap
+COMPARABLE = (0.3, 0.7)  # range of t / c in which overlap is compared with that gain
+RECOMPUTE_TARGET, BETTER_TARGET = (
+    1.03,
+    1.05,
+)  # with the gate: against recomputing, and the better of that and no gate
 WAIT_TARGET = 50e-6  # seconds of the host, a layer
 MISS_TARGET = 0.02  # of the time without a cache
 
 
 def verdicts(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool, ram: bool) -> list[dict[str, Any]]:
-    """What the figures come to, row by row. `judged`: with targets; `ram`: the SSD tier lies on a RAM disk.
+    """The figures' verdicts, row by row. `judged`: with targets; `ram`: the SSD tier lies on a RAM disk.
 
-    A row has `name`, `what`, `value`, `relation` (`at least` or `at most`), and where it is judged `target` and `met`.
+    A row has `name`, `what`, `value`, `relation` (`at least` or `at most`), and if judged `target` and `met`.
     """
     found = [*_ideals(cells, judged=judged, ram=ram), *_overlaps(cells, judged=judged)]
     found += [*_gates(cells, judged=judged), *_waits(cells, waits, judged=judged)]
@@ -50,7 +53,7 @@ def _ideals(cells: Sequence[Row], *, judged: bool, ram: bool) -> Iterable[dict[s
 
 
 def _overlaps(cells: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
-    """On against off, as a share of what is left to win."""
+    """Overlap against no overlap, as a share of the greatest gain."""
     off = {_key(row): row for row in cells if not row["overlap"] and not row["gate"]}
     for row in cells:
         other = off.get(_key(row))
@@ -95,7 +98,7 @@ def _label(row: Row) -> str:
 
 
 def tables(report: Row) -> list[Table]:
-    """First tokens by what is cached and where, beside computing; also of a part of the cells."""
+    """First tokens by cached share and place, beside computing; also for some of the cells."""
     hits = Table("Time to first token", "prompt", "cached", "from", "first token", "computed", "speed-up")
     for r in _usual(report):
         takes, recomputed = (duration(r[key]["median"]) for key in ("ttft_seconds", "recompute_seconds"))
@@ -109,7 +112,7 @@ def tables(report: Row) -> list[Table]:
 
 
 def details(report: Row) -> list[Table]:
-    """Every cell beside the ideal, and what the figures come to."""
+    """Every cell beside the ideal, and the verdicts."""
     hits = Table(
         "c: with the prefix in the planes, t: its bytes over the ceiling, ideal: max(c, t) / TTFT",
         *("cell", "TTFT", "c", "t", "ideal", "wait", "tokens"),
@@ -131,7 +134,7 @@ def details(report: Row) -> list[Table]:
 
 
 def bottom(report: Row) -> list[str]:
-    """What a user has of the cache: the longest prompt, 90 % cached, beside computing it; and what a miss costs."""
+    """A user's gain: the longest prompt, 90 % cached, beside computing it; and the cost of a miss."""
     found, some = [], [r for r in _usual(report) if r["cached_percent"] == _TOLD]
     longest = max((r["prompt_tokens"] for r in some), default=0)
     some = [r for r in some if r["prompt_tokens"] == longest and r["where"] in _TOLD_PLACES]
@@ -169,7 +172,7 @@ _LOOKS = {
 
 
 def plot(report: Row, drawn: Any) -> None:
-    """A panel a length of prompt: bars in groups by place and share that is cached, as much as was measured."""
+    """A panel for each prompt length: bars in groups by place and cached share, for the measured cells."""
     cells = [r for r in report["cells"] if r["where"] != NOWHERE]
     lengths = sorted({r["prompt_tokens"] for r in cells}) or [0]
     drawn.set_size_inches(14, 1.5 + 3.5 * len(lengths))

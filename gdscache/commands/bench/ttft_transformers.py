@@ -1,9 +1,9 @@
-"""What `gdscache bench ttft --engine transformers` asks: a Llama of random weights, whose planes have a cache attached.
+"""The client of `gdscache bench ttft --engine transformers`: a Llama of random weights with a cache on its planes.
 
-Prompts of one length begin with the same document, as much of it as is to be cached, and go on with tokens of their
-own. The document is computed and stored once. It stays in blocks of the planes too, for runs with the prefix resident.
-transformers concatenates the keys and values of a layer, so a forward pass begins each layer with a copy out of the
-planes: of a hit's pages once they are there, or of the resident ones.
+Prompts of one length begin with the same document, up to the cached length, and continue with different tokens. The
+document is computed and stored once. It also stays in blocks of the planes, for runs with a resident prefix.
+transformers concatenates a layer's keys and values, so a forward pass begins each layer with a copy from the planes: of
+a hit's loaded pages, or of resident ones.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ except ImportError as error:
 
 Planes = Sequence[torch.Tensor]
 _DEADLINE_S = 600.0
-_LEARNT_PARTS = (8, 4, 2, 1)  # of a prompt: lengths that the gate learns from, as many as it needs
+_LEARNT_PARTS = (8, 4, 2, 1)  # of a prompt: lengths for the gate to learn from
 _MANY = 4  # requests in one load
-_CHUNKS = 4  # of a miss, so that three of them are stored during the next one
+_CHUNKS = 4  # of a miss: three of them are stored during the next one
 
 
 class TransformersClient:
-    """The model and its planes, for as long as it is open; and one cache after another (`open_cache`)."""
+    """The model and its planes while open, with one cache at a time (`open_cache`)."""
 
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
         """`longest`: tokens of the longest prompt."""
@@ -71,7 +71,6 @@ class TransformersClient:
 
     @property
     def cache(self) -> CacheEngine:
-        """The cache that is open."""
         assert self._cache is not None, "no cache is open"
         return self._cache
 
@@ -106,7 +105,7 @@ class TransformersClient:
         )
 
     def open_cache(self, route: str) -> None:
-        """Open an empty cache in place of the one before. Raises what opening raises: some routes need hardware."""
+        """Replace the open cache by an empty one. Raises as `CacheEngine.from_config`: some routes need hardware."""
         self.close_cache()
         self._route = route
         self._cache = CacheEngine.from_config(self.config(route), planes=self.planes)
@@ -127,36 +126,33 @@ class TransformersClient:
             shutil.rmtree(self._directory / self._route, ignore_errors=True)
 
     def close(self) -> None:
-        """Close the cache and give the memory back."""
         self.close_cache()
         del self.model, self.planes
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def install(self, *, overlap: bool, gate: bool) -> None:
-        """A gate has figures of its own for each way of running: what one learns is wrong for the other."""
+        """Install the gate of this way of running: each way has its own, because their times differ."""
         self.cache.judge_by(self._gates[overlap, gate])
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
     def prompt(self, length: int, cached: int, other: int = 0) -> list[int]:
-        """`length` tokens, the first `cached` of them those of the document for prompts of this length."""
+        """`length` tokens. The first `cached` of them are the document's for this length."""
         draw, vocab = torch.Generator().manual_seed(self.settings.seed + length), self._vocab
         document = torch.randint(0, vocab, (length,), generator=draw)
         own = torch.randint(0, vocab, (length,), generator=draw)
-        own[cached:][:1] = (document[cached:][:1] + 1 + other) % vocab  # no page of the document goes on with it
+        own[cached:][:1] = (document[cached:][:1] + 1 + other) % vocab  # no page of the document follows the prefix
         return [*document[:cached].tolist(), *own[cached:].tolist()]
 
     def of(self, cell: Cell) -> tuple[list[int], int]:
-        """The prompt of a cell, and how many tokens of it are cached."""
+        """A cell's prompt, and the number of its cached tokens."""
         cached = cached_tokens(cell.prompt, cell.cached, self.settings.page_tokens)
         return self.prompt(cell.prompt, cached), cached
 
     def prime(self, length: int) -> int:
-        """Compute and store the document for prompts of a length, and keep it in the planes; the pages' bytes.
-
-        Raises `IOFailedError` where not all of it reaches every tier.
-        """
+        """Compute and store the document for prompts of a length, and keep it in the planes. Returns the pages' bytes.
+        Raises `IOFailedError` unless all pages reach every tier."""
         cached = cached_tokens(length, max(CACHED), self.settings.page_tokens)
         self.install(overlap=True, gate=False)
         tokens = self.prompt(length, cached)[:cached]
@@ -170,18 +166,18 @@ class TransformersClient:
     # -- runs ------------------------------------------------------------------------------------------------------
 
     def plain(self, cell: Cell) -> Answer:
-        """The cell's prompt, all of it computed, without a cache."""
+        """Compute the cell's whole prompt without a cache."""
         return self._compute(self.of(cell)[0])
 
     def resident(self, cell: Cell) -> Answer:
-        """The same with the cached tokens in the planes: what is left to compute, and nothing else."""
+        """Compute the cell's prompt with the cached tokens resident in the planes: only the rest is computed."""
         tokens, cached = self.of(cell)
         blocks = self._document[: cached // self.settings.page_tokens]
         layers = self._layers([blocks], cached)
         return self._compute(tokens, layers, sources={"pool": cached})
 
     def hit(self, cell: Cell) -> Answer:
-        """The cell's request, its cached tokens being where the cell says."""
+        """The cell's request, with its cached tokens in the cell's place."""
         if cell.where not in SWITCHED:
             return self.resident(cell)
         tokens, cached = self.of(cell)
@@ -190,7 +186,7 @@ class TransformersClient:
         return self._load_and_compute(tokens, overlap=cell.overlap)
 
     def miss(self, cell: Cell, *, cached: bool) -> Answer:
-        """A request that hits nothing, in chunks, and is stored meanwhile; or, not `cached`, without a cache."""
+        """A request without a hit, in chunks that are stored meanwhile; or, not `cached`, without a cache."""
         tokens, _ = self.of(cell)
         size = self.settings.page_tokens
         salt, handles, layers = f"miss {next(self._misses)}", list[StoreHandle](), self._layers((), 0)
@@ -218,10 +214,10 @@ class TransformersClient:
         return Answer(ended, ended, (token,), (margin,), {}, (), 0)
 
     def wait_many(self, cell: Cell) -> dict[str, Any]:
-        """Host time of `wait` for a layer when several hits of the CPU tier are one load, by `load_many`.
+        """Host seconds of `wait` for a layer when several hits of the CPU tier share one load, by `load_many`.
 
-        Each request has a part of the cell's cached tokens, and about as many behind them. Plain data: `prompt_tokens`,
-        `requests`, `cached_tokens` and `tokens` of each, and the seconds of a wait.
+        Each request has a part of the cell's cached tokens, and up to the same number of other tokens. Plain data:
+        `prompt_tokens`, `requests`, `cached_tokens` and `tokens` of each, and the seconds of a wait.
         """
         size = self.settings.page_tokens
         tokens, cached = self.of(cell)
@@ -245,7 +241,8 @@ class TransformersClient:
         return {"prompt_tokens": cell.prompt, **figures}
 
     def learn(self, length: int) -> None:
-        """Show the gates what prefills and loads take: misses and hits of several lengths, with overlap and without."""
+        """Train the gates on times of prefills and loads: misses and hits of several lengths, with overlap and
+        without."""
         size = self.settings.page_tokens
         places = ("ssd_direct",) if self._route == "direct" else SWITCHED[:2]
         most = cached_tokens(length, max(CACHED), size)
@@ -260,7 +257,7 @@ class TransformersClient:
                 self._load_and_compute(tokens, overlap=overlap)
 
     def place(self, tokens: Sequence[int], cached: int, where: str) -> None:
-        """See to it that the cached pages are found where they are to be hit, the rest of `mixed` on the SSD."""
+        """Move the cached pages to the place of the hit; the rest of `mixed` to the SSD."""
         manager, some = self.cache.manager, self.cache.pages(tokens)[: cached // self.settings.page_tokens]
         if where in ("cpu", "mixed") and set(manager.peek(some)) != {"cpu"}:
             self.install(overlap=True, gate=False)
@@ -277,29 +274,26 @@ class TransformersClient:
 
     @property
     def direct(self) -> bool:
-        """Whether the transport bypasses the page cache."""
         return bool(self.cache.stats()["tiers"]["ssd"]["transport"]["direct"])
 
     def slabs(self) -> list[Path]:
-        """The files of the SSD tier's bytes."""
         ssd = self.cache.config.ssd
         return [] if ssd is None else sorted(ssd.path.glob("slab-*.bin"))
 
     def idle(self) -> None:
-        """Wait for everything on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _load_and_compute(self, tokens: Sequence[int], *, overlap: bool, salt: str = "") -> Answer:
-        """A request with what the cache has of it; the gate is told what its prefill took."""
+        """A request with its cached pages loaded. The gate learns the prefill's time."""
         cache, waits = self.cache, list[float]()
         self.idle()
         begun = time.perf_counter()
         ids = self._ids(tokens)
         hit = cache.lookup(tokens, salt=salt)
-        pages = min(len(hit.pages), (len(tokens) - 1) // self.settings.page_tokens)  # a token is always computed
+        pages = min(len(hit.pages), (len(tokens) - 1) // self.settings.page_tokens)  # one token at least is computed
         if not pages:
             answer = self._compute(tokens, begun=begun, ids=ids)
             cache.observe_prefill(len(tokens), 0, answer.ttft)
@@ -329,8 +323,8 @@ class TransformersClient:
         waits: Sequence[float] = (),
         sources: dict[str, int] | None = None,
     ) -> Answer:
-        """The rest of a prompt and the first answered tokens. `begun`: when the request came, None for now; `load`: its
-        verdict comes before the first token."""
+        """Compute the rest of a prompt and the first answered tokens. `begun`: time of the request's arrival, None for
+        now; `load`: its verdict comes before the first token."""
         layers = self._layers((), 0) if layers is None else layers
         if begun is None:
             self.idle()
@@ -352,22 +346,20 @@ class TransformersClient:
     def _layers(
         self, rows: Sequence[Sequence[int]], cached: int, ready: Callable[[int], None] | None = None
     ) -> _Layers:
-        """A cache of transformers whose first `cached` tokens are in blocks of the planes, a list of blocks a row.
-
-        `ready(layer)` returns when (or queues that) they are there.
-        """
+        """A transformers cache whose first `cached` tokens are in blocks of the planes, a list of blocks a row.
+        `ready(layer)` returns when (or queues a wait until) these are loaded."""
         slots = torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device) if cached else None
         calls = [None if ready is None else functools.partial(ready, number) for number in range(len(self.planes))]
         return _Layers([_Layer(p, slots, cached, call) for p, call in zip(self.planes, calls, strict=True)])
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
-        """int64 (tokens,) on the device. A copy of more than 64 KiB waits for all that loads have queued: call it
-        before a load."""
+        """int64 (tokens,) on the device. A copy of more than 64 KiB waits for all queued loads: call it before a
+        load."""
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, layers: _Layers) -> torch.Tensor:
-        """Logits of the last of these tokens, int64 (tokens,), which all rows have: float32 (rows, vocabulary)."""
+        """Logits of the last token of `ids`, int64 (tokens,), shared by all rows: float32 (rows, vocabulary)."""
         out = self.model(
             input_ids=ids.expand(layers.own[0].rows, -1), past_key_values=layers, use_cache=True, logits_to_keep=1
         )
@@ -393,7 +385,7 @@ class _Layers(DynamicCache):
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer of the model's cache whose first tokens are in planes until the layer is computed."""
+    """A layer of the model's cache. Its first tokens stay in planes until the layer is computed."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -444,14 +436,14 @@ def _planes(layout: PageLayout, blocks: int, device: torch.device) -> list[list[
 
 
 def _waited(load: LayerwiseLoad, waits: list[float], layer: int) -> None:
-    """Wait for a layer, and note how long the host did."""
+    """Wait for a layer, and record the host's seconds."""
     start = time.perf_counter()
     load.wait(layer)
     waits.append(time.perf_counter() - start)
 
 
 def _best(logits: torch.Tensor) -> tuple[int, float]:
-    """The best token of the first row, and its logit less the second best. Waits for the device."""
+    """The first row's best token, and the difference of its logit to the second best. Waits for the device."""
     values, tokens = logits[0].topk(2)
     best, second = values.tolist()
     return int(tokens[0]), best - second

@@ -1,7 +1,7 @@
-"""`gdscache doctor`: what this machine gives, what is missing, and whether a configuration gets what it asks for.
+"""`gdscache doctor`: this machine's facts, its missing parts, and whether a configuration gets its settings.
 
-First facts are found out, each with its value or the cause why it could not be had; then checks judge them, a section
-each. What needs no other fact to be judged is found as a row.
+Facts are collected first, each a value or a cause. Checks then judge the facts, one section a check. A fact that is
+judged alone is collected as a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Check = Callable[[Facts, Asked], Iterable[Row]]
 
 
 def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """Of a hybrid model: what each pool of groups keeps, and its part of every size."""
+    """A hybrid model's pools: the layer groups of each pool, and its share of every size."""
     parts = attempt(lambda: pool_parts(asked.config))
     if parts.value is None:
         yield Row("shares", parts.cause, "fail", parts.hint)
@@ -49,8 +49,8 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
-    """Look at the machine. Builds kernels, measures the bus where nobody has, opens what copies the pages,
-    and writes and reads some MiB in the SSD tier's directories, with nothing left there."""
+    """Collect the facts. Builds kernels, measures the bus unless a calibration is on disk, opens the page copier, and
+    writes and reads some MiB in the SSD tier's directories. Removes its files."""
     devices = attempt(gpu.find_devices)
     device: Found[str] = attempt(lambda: str(resolve_device(asked.config.gpu.device)))
     card = gpu.gpu_to_look_at(devices, device)
@@ -85,6 +85,5 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
 
 
 def examine(facts: Facts, asked: Asked) -> Report:
-    """Judge what was found."""
     checks = [(title, check) for title, check in CHECKS if asked.config.model.groups or check is not group_rows]
     return Report(tuple(Section(title, tuple(check(facts, asked))) for title, check in checks))

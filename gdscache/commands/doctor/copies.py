@@ -1,4 +1,4 @@
-"""How bytes go between host memory and the GPU: page-locking, the copy engine, the calibration."""
+"""The copy path between host memory and the GPU: page-locking, copy engine, calibration."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
 
 def pin_seconds() -> float:
-    """Page-lock some memory and see how long it takes. Raises `PinnedMemoryError` with the cause where it cannot be."""
+    """Seconds to page-lock `PINNED_BYTES`. Raises `PinnedMemoryError` with the cause."""
     began = time.perf_counter()
-    with HostBuffer(PINNED_BYTES, "on"):  # "auto" would go on without, and leave the cause to the log
+    with HostBuffer(PINNED_BYTES, "on"):  # "auto" would fall back, and only log the cause
         return time.perf_counter() - began
 
 
 def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
-    """The calibration of a GPU. Raises `KernelUnavailableError` and others where it has to be made and cannot be."""
+    """A GPU's calibration. Raises `KernelUnavailableError` and others if a new one fails."""
     driver = Driver(gpu)
     engine = CopyEngine(driver)
     key = calibrate.calibration_key(driver, engine)
@@ -44,7 +44,6 @@ def find_calibration(gpu: torch.device, *, recalibrate: bool) -> Kept:
 
 
 def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """Page-locking; the copy engine; the calibration."""
     lack: Verdict = "warn" if facts.has_gpu else "info"
     shown = f"{about(PINNED_BYTES)} in {{:.3f}} s".format
     yield from answer("page-locking", facts.pinned, lack, show=shown)

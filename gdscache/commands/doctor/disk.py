@@ -1,4 +1,4 @@
-"""What is below a directory, read from `/proc`, `/sys` and `/run`: each function takes their root."""
+"""The mount, disks and GPUDirect support below a directory, from `/proc`, `/sys` and `/run`. Functions take `root`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _unescaped(text: str) -> str:
 
 
 def disk_rows(mount: Mount, gpu_node: int | None, root: Path = ROOT) -> Iterator[Row]:
-    """The disks that hold a mount: of a partition its disk, of a RAID or a mapping all below; none for tmpfs."""
+    """The disks that hold a mount: a partition's disk, all disks below a RAID or a mapping. None for tmpfs."""
     block = root / "sys/dev/block" / mount.device
-    if not block.exists() and mount.source.startswith("/dev/"):  # btrfs and others have a device number of their own
+    if not block.exists() and mount.source.startswith("/dev/"):  # btrfs and others have their own device numbers
         block = root / "sys/class/block" / Path(os.path.realpath(mount.source)).name
     for disk in dict.fromkeys(_below(block.resolve())) if block.exists() else ():
         yield from _disk_rows(disk, gpu_node, root)
@@ -78,7 +78,8 @@ def _disk_rows(block: Path, gpu_node: int | None, root: Path) -> Iterator[Row]:
 
 
 def _controller(block: Path) -> Path:
-    """With NVMe multipath a disk belongs to a subsystem, which has links to its controllers: the first one's path."""
+    """A disk with NVMe multipath belongs to a subsystem, which links to its controllers. Returns the first one's
+    path."""
     if block.parent.name.startswith("nvme-subsys"):
         for entry in sorted(block.parent.iterdir()):
             if re.fullmatch(r"nvme\d+", entry.name):
@@ -91,7 +92,7 @@ def _upwards(place: Path, root: Path) -> Iterator[Path]:
 
 
 def _link(device: Path, name: str) -> Row | None:
-    """How a PCIe link runs, and how it could; speeds are texts such as "16.0 GT/s PCIe"."""
+    """A PCIe link's current and greatest speed and width. Speeds are texts like "16.0 GT/s PCIe"."""
     now, most = (
         (re.match(r"\d+(\.\d+)?", text_of(device / f"{which}_link_speed")), text_of(device / f"{which}_link_width"))
         for which in ("current", "max")
@@ -108,11 +109,11 @@ def _link(device: Path, name: str) -> Row | None:
 
 def _numa(place: Path, root: Path) -> int | None:
     text = next(filter(None, (text_of(path / "numa_node") for path in _upwards(place, root))), "")
-    return int(text) if text.isdecimal() else None  # -1: the machine does not say
+    return int(text) if text.isdecimal() else None  # -1: unknown
 
 
 def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
-    """nvidia-fs, P2PDMA, udev and the IOMMU. `device`: of the file system, as `major:minor`; may be empty."""
+    """nvidia-fs, P2PDMA, udev and the IOMMU. `device`: the file system's `major:minor`; may be empty."""
     version = text_of(root / "proc/driver/nvidia-fs/version")
     number = re.search(r"\d+(\.\d+)+", version)
     version = number[0] if number else version
@@ -149,7 +150,7 @@ def gds_rows(device: str, *, has_gpu: bool, root: Path = ROOT) -> Iterator[Row]:
 
 
 def find_p2pdma(root: Path = ROOT) -> dict[str, bool | None]:
-    """What GPUDirect Storage without nvidia-fs needs, as far as files show it; none of it proves that it works."""
+    """The requirements of GPUDirect Storage without nvidia-fs that files show. They do not prove that it works."""
     release = text_of(root / "proc/sys/kernel/osrelease")
     version = re.match(r"(\d+)\.(\d+)", release)
     driver = text_of(root / "proc/driver/nvidia/version")

@@ -1,4 +1,4 @@
-"""Which inference engines are installed, and whether our integrations were tried with these versions."""
+"""The installed inference engines, and whether the integrations were tested with their versions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gdscache.integrations.versions import TRIED
 
 
 def engine_rows() -> Iterator[Row]:
-    """A row for each engine that there is an integration for, by the metadata of its distributions: nothing is
-    imported. A version that was not tried is no defect."""
+    """A row for each engine with an integration, from distribution metadata: nothing is imported. An untested version
+    is no defect."""
     for engine, known in TRIED.items():
         found = {name: version for name in known if (version := _version(name))}
         if not found:

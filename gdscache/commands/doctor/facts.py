@@ -1,4 +1,4 @@
-"""What is found out about a machine, as plain objects: the checks judge them, and tests make them up."""
+"""A machine's facts as plain objects. Checks judge them; tests construct them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from gdscache.kernels.choice import Calibration
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """The configuration to check against; `given` is False where it is only the defaults, with a sample model.
-
-    `directory`: look at this one for an SSD tier, whatever `ssd.path` is.
-    """
+    """The configuration to check. `given`: False for the defaults with a sample model. `directory`: the SSD tier's
+    directory to check, in place of `ssd.path`."""
 
     config: Config
     given: bool = True
@@ -25,27 +23,23 @@ class Asked:
 
     @property
     def stripes(self) -> tuple[Path, ...]:
-        """The further directories of the SSD tier; none where another directory is looked at."""
+        """The SSD tier's further directories; none if `directory` replaces `ssd.path`."""
         return self.config.ssd.stripes if self.given and self.config.ssd and self.directory is None else ()
 
     @property
     def ssd_directory(self) -> Path | None:
-        """The directory of the SSD tier, if any was given."""
         return self.directory or (self.config.ssd.path if self.config.ssd else None)
 
 
 def defaults() -> Asked:
-    """Every default, and a CPU tier."""
     model = {"name": "sample", "layers": 1, "kv_heads": 8, "head_dim": 128}
     return Asked(Config.from_dict({"model": model, "cpu": {}}), given=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NvidiaDriver:
-    """The NVIDIA driver: the newest CUDA version that it runs (13000 is 13.0), its own version where that is known.
-
-    `cause`: why it finds no GPU.
-    """
+    """`cuda`: the newest CUDA version that the driver runs (13000 is 13.0). `version`: the driver's own, if known.
+    `cause`: the reason why it finds no GPU."""
 
     cuda: int
     version: str = ""
@@ -54,7 +48,7 @@ class NvidiaDriver:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as torch sees it."""
+    """A GPU as torch reports it."""
 
     name: str
     capability: tuple[int, int]
@@ -65,7 +59,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """A calibration. `cached`: it was there already; `kept`: it is there for the next time."""
+    """A calibration. `cached`: read from disk; `kept`: on disk for the next start."""
 
     calibration: Calibration
     file: str
@@ -75,11 +69,9 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Directory:
-    """A directory of an SSD tier. `place`: itself, or the nearest parent that exists, which is what was looked at.
-
-    `user` and `mode` are those of `place`; `holder`: the engine that uses it now; `problem`: why it cannot be used.
-    `format`: the format version of the cache that is there, where that can be told without its log.
-    """
+    """A directory of an SSD tier. `place`: the directory, or its nearest existing parent. `user` and `mode` are those
+    of `place`. `holder`: the engine that uses the directory now. `problem`: the cause that makes it unusable. `format`:
+    the cache's format version, if known without its log."""
 
     path: str
     exists: bool
@@ -94,7 +86,7 @@ class Directory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """Bytes that this user may still write, free inodes (None: not counted), bytes of the slab that is there now."""
+    """Bytes that this user may still write, free inodes (None: not counted), bytes of the existing slab."""
 
     free: int
     inodes: int | None
@@ -103,7 +95,7 @@ class FreeSpace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mount:
-    """`device`: `major:minor`; `source`: what is mounted."""
+    """`device`: `major:minor`; `source`: the mounted device."""
 
     file_system: str
     source: str
@@ -113,8 +105,8 @@ class Mount:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """A directory and what is below it. `disks`: what is to be said of them. `direct_io`: why O_DIRECT does not work,
-    empty where it does. `chosen`: what `ssd.transport` comes to there. None is what was not tried."""
+    """A directory, its mount and disks. `direct_io`: the cause why O_DIRECT fails; empty if it works. `chosen`: the
+    result of `ssd.transport` there. None: not tried."""
 
     directory: Directory
     space: Found[FreeSpace]
@@ -126,8 +118,8 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ssd:
-    """The directories of an SSD tier, `ssd.path` first. `kernel`: what is to be said of GPUDirect Storage; `packages`:
-    libcufile, kvikio and nixl; `trials`: by transport; `route`: what `ssd.route` comes to."""
+    """The SSD tier's directories, `ssd.path` first. `kernel`: GPUDirect Storage in the kernel. `packages`: libcufile,
+    kvikio, nixl. `trials`: by transport. `route`: the result of `ssd.route`."""
 
     places: tuple[Place, ...]
     kernel: tuple[Row, ...]
@@ -138,12 +130,11 @@ class Ssd:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything; None is what was not tried.
+    """All facts; None: not tried.
 
-    `torch_cuda`: the CUDA version that torch was built with. `device`: what `gpu.device` means here. `compiler`: name
-    and version of what compiles kernels. `built`: seconds
-    that the kernels took. `mover`: what an engine would copy pages with, and why not with something faster. `pinned`:
-    seconds that page-locking 64 MiB took. `engines`: what is to be said of inference engines.
+    `torch_cuda`: the CUDA version of torch's build. `device`: the result of `gpu.device`. `compiler`: name and version
+    of the kernel compiler. `built`: seconds of the kernel build. `mover`: the page copier that an engine would use, and
+    the reason against a faster one. `pinned`: seconds to page-lock 64 MiB. `engines`: rows of inference engines.
     """
 
     torch: str
@@ -163,5 +154,5 @@ class Facts:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether torch can use a GPU; where it cannot, what needs one is no defect."""
+        """Whether torch can use a GPU. Without one, missing GPU parts are no defect."""
         return bool(self.devices.value)

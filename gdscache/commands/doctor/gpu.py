@@ -1,4 +1,4 @@
-"""Is there a GPU, does torch see it, and is it the one that the configuration names?"""
+"""The GPU: the driver, torch's devices, and the device of `gpu.device`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
 def find_driver() -> NvidiaDriver:
-    """The NVIDIA driver. Raises `DeviceError` where there is none."""
+    """Raises `DeviceError` without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -38,7 +38,7 @@ def find_driver() -> NvidiaDriver:
 
 
 def find_devices() -> tuple[Gpu, ...]:
-    """The GPUs as torch sees them, at least one. Raises `DeviceError` with the cause where it sees none."""
+    """The GPUs that torch sees, at least one. Raises `DeviceError` with the cause."""
     if torch.version.cuda is None:
         raise DeviceError(f"torch {torch.__version__} was built without CUDA", "install a build of torch with CUDA")
     try:
@@ -55,7 +55,7 @@ def find_devices() -> tuple[Gpu, ...]:
 
 
 def gpu_to_look_at(devices: Found[tuple[Gpu, ...]], device: Found[str]) -> torch.device | None:
-    """The GPU that an engine would use, else the first one; None where torch sees none."""
+    """The GPU that an engine would use, else the first one; None without a GPU."""
     if not devices.value:
         return None
     wanted = torch.device(device.value or "cuda:0")
@@ -63,9 +63,8 @@ def gpu_to_look_at(devices: Found[tuple[Gpu, ...]], device: Found[str]) -> torch
 
 
 def gpu_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """Torch, driver, GPUs; `gpu.device`."""
     driver = facts.driver.value
-    lack: Verdict = "warn" if driver else "info"  # where there is a driver there should be a GPU
+    lack: Verdict = "warn" if driver else "info"  # a driver implies a GPU
     data = {"version": facts.torch, "cuda": facts.torch_cuda}
     if facts.torch_cuda:
         yield Row("torch", f"{facts.torch}, CUDA {facts.torch_cuda}", "ok", data=data)

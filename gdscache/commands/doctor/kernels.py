@@ -1,4 +1,4 @@
-"""Can the CUDA kernels be built, and what would an engine copy pages with?"""
+"""The CUDA kernels' compiler and build, and the page copier that an engine would use."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from gdscache.pages.planes import PagedPlanes
 
 
 def nvrtc_version(compiler: Compiler) -> str:
-    """Raises what the compiler's library raises where there is no NVRTC."""
+    """Raises the error of the compiler's library without NVRTC."""
     return ".".join(map(str, compiler.nvrtc()))
 
 
 def build_seconds(gpu: torch.device) -> float:
-    """Build the kernels and see how long it takes: far less where they are on disk."""
+    """Seconds to build the kernels: far fewer if they are on disk."""
     began = time.perf_counter()
     jit.build(SOURCE, FORMS, gpu, VECTOR=16)
     return time.perf_counter() - began
 
 
 def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
-    """What an engine would copy this model's pages with, and why not with something faster: it is opened for a moment,
-    for a pool of one page."""
+    """The page copier that an engine would use for this model, and the reason against a faster one. Opens it for a pool
+    of one page."""
     planes = PagedPlanes.allocate(asked.config.model.layout(), 1, device)
     with contextlib.closing(open_copies(planes, asked.config.gpu)) as copies:
         found = copies.describe()
@@ -39,7 +39,6 @@ def find_mover(asked: Asked, device: torch.device) -> tuple[str, str]:
 
 
 def kernel_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """The compiler, NVRTC, the build; `gpu.kernels`."""
     lack: Verdict = "warn" if facts.has_gpu else "info"
     major = (facts.torch_cuda or "").partition(".")[0]
     extra = f"install gdscache[cuda{major}]" if major else "install gdscache[cuda13] or gdscache[cuda12]"
@@ -47,7 +46,7 @@ def kernel_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     yield from answer("NVRTC", facts.nvrtc, lack, "install NVRTC (nvidia-cuda-nvrtc) for the compiler's CUDA version")
     yield from answer("kernels", facts.built, lack, show=lambda seconds: f"built in {seconds:.2f} s")
     name, wanted = "gpu.kernels", asked.config.gpu.kernels
-    if facts.mover is None:  # there is no device, and `gpu.device` has failed already
+    if facts.mover is None:  # without a device: the row of `gpu.device` has failed already
         yield Row(name, f"{wanted}: not tried", "fail" if wanted == "on" else "info", "see gpu.device")
     elif facts.mover.value is None:
         hint = facts.mover.hint or "an engine would not open here now: see the cause"

@@ -1,4 +1,4 @@
-"""What a check answers: rows with a verdict, in sections; and how they are shown."""
+"""Checks' results: rows with a verdict, in sections, and their tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPECTED = (ImportError, OSError, MemoryError, RuntimeError, torch.cuda.Deferre
 
 @dataclasses.dataclass(frozen=True)
 class Found(Generic[T]):
-    """A fact; or None, the cause, and what to do about it."""
+    """A fact's value; or None, with the cause and a hint."""
 
     value: T | None
     cause: str = ""
@@ -28,7 +28,7 @@ class Found(Generic[T]):
 
 
 def attempt(find: Callable[[], T]) -> Found[T]:
-    """What `find` returns, or why it could not: errors of gdscache, imports, the system, and CUDA in torch and cupy."""
+    """The result of `find`, or its error: gdscache's, of imports, of the system, of CUDA in torch and cupy."""
     try:
         return Found(find())
     except GdsCacheError as error:
@@ -40,7 +40,7 @@ def attempt(find: Callable[[], T]) -> Found[T]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One answer. `fail`: the configuration would not get what it asks for; `data` is `value` for programs (JSON)."""
+    """`fail`: a setting of the configuration does not take effect. `data`: `value` for programs (JSON)."""
 
     name: str
     value: str
@@ -52,7 +52,7 @@ class Row:
 def answer(
     name: str, found: Found[T] | None, lack: Verdict, hint: str = "", show: Callable[[T], str] = str
 ) -> Iterator[Row]:
-    """A row for a fact: `ok`; or `lack` with the cause, and what to do where the lack is a defect. None for what was
+    """A fact's row: `ok`, or `lack` with the cause, and the hint if the lack is a defect. No row for a fact that was
     not tried."""
     if found is not None and found.value is not None:
         yield Row(name, show(found.value), "ok", data=found.value)
@@ -61,27 +61,24 @@ def answer(
 
 
 def comes_to(wanted: str, found: str) -> str:
-    """A setting and what it comes to, which is said once where it is the same."""
+    """A setting and its result; one word if they are equal."""
     return found if wanted == found else f"{wanted}: {found}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """The rows of one check."""
-
     title: str
     rows: tuple[Row, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """All sections, in the order in which they are shown."""
+    """All sections, in display order."""
 
     sections: tuple[Section, ...]
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """The rows whose verdict is `fail`."""
         return tuple(row for section in self.sections for row in section.rows if row.verdict == "fail")
 
     def describe(self) -> dict[str, Any]:
@@ -90,7 +87,7 @@ class Report:
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """A table a section; what to do next stands below the row that it is for."""
+    """One table a section. A row's next step stands below the row."""
     for section in report.sections:
         table = Table(section.title)
         for row in section.rows:

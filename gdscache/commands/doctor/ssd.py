@@ -1,4 +1,4 @@
-"""What is to be said of the SSD tier's directory, its disk, GPUDirect Storage and the transports."""
+"""The check of the SSD tier: directories, disks, GPUDirect Storage, transports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdsche
 
 
 def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
-    """The directories, their file systems and disks, GPUDirect Storage, the transports; the keys of `ssd`."""
+    """Rows for directories, file systems, disks, GPUDirect Storage, transports and the keys of `ssd`."""
     found, ssd = facts.ssd, asked.config.ssd if asked.given else None
     if found is None:
         yield Row("directory", "not looked at: none was given (--dir DIR, or ssd.path of --config)")
@@ -52,7 +52,7 @@ def _of_stripe(row: Row, number: int) -> Row:
 
 
 def _place_rows(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
-    """The directory, what is below it, and whether O_DIRECT works there."""
+    """Rows for the directory, its mount, disks, free space and O_DIRECT."""
     yield _directory_row(found)
     yield from _mount_row(found)
     yield from found.disks
@@ -99,7 +99,7 @@ def _mount_row(found: Place) -> Iterator[Row]:
 
 
 def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> Iterator[Row]:
-    """Whether the slab's part fits; what lies on one file system must fit there together. Parts differ by 4 MiB."""
+    """Whether the slab's part fits. Parts on one file system must fit together. Parts differ by 4 MiB."""
     space = found.space.value
     if space is None:
         yield from answer("free space", found.space, "warn", "see the system log for the device")
@@ -144,7 +144,7 @@ def _trial_row(name: str, trial: Found[Moved], has_gpu: bool) -> Row:
 
 
 def _key_rows(found: Place, ssd: SsdConfig) -> Iterator[Row]:
-    """`ssd.transport`, `ssd.gds`: what each comes to with the transport that would be used."""
+    """`ssd.transport`, `ssd.gds`: their results with the chosen transport."""
     assert found.chosen is not None, "a transport was tried"
     chosen = found.chosen.value
     if chosen is None:

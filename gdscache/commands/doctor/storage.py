@@ -1,4 +1,4 @@
-"""The SSD tier's directory: can it be used, what is below it, and how fast does each transport move bytes there?"""
+"""The SSD tier's directories: whether they are usable, their disks, and each transport's speed."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Trials = dict[str, Found[Moved]]
 
 
 def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool, deadline_s: float = DEADLINE_S) -> Ssd:
-    """Look at a directory and those of `ssd.stripes`, and move bytes in them; leaves nothing there.
+    """Examine a directory and those of `ssd.stripes`, and move bytes in them. Removes its files.
 
-    Each transport is tried in `directory`, the one that would be used in all of them. `device`: `cpu`, `cuda:N`. Where
-    a directory does not exist, its nearest parent is looked at and written to instead.
+    Every transport is tried in `directory`, the chosen one in all directories. `device`: `cpu`, `cuda:N`. A missing
+    directory's nearest existing parent is examined and written to instead.
     """
     packages = {"libcufile": attempt(find_cufile)} | {name: find_package(name) for name in ("kvikio", "nixl")}
     ready = {name: packages[name].value is not None for name in ("kvikio", "nixl")}
@@ -50,7 +50,7 @@ def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool, deadl
     ssd = asked.config.ssd if asked.given else None
     used = ssd.transport if ssd else ""
     first = find_place(asked, directory, 0, wanted, used, device, trials, deadline_s)
-    if used == "auto" and first.chosen and first.chosen.value:  # an engine chooses in ssd.path, for all directories
+    if used == "auto" and first.chosen and first.chosen.value:  # an engine chooses by ssd.path, for all directories
         used = first.chosen.value.name
     more = [
         find_place(asked, path, number, (), used, device, {}, deadline_s)
@@ -64,7 +64,7 @@ def find_ssd(asked: Asked, directory: Path, device: str, *, has_gpu: bool, deadl
 
 
 def find_route(asked: Asked, chosen: Moved, device: str) -> str:
-    """What `ssd.route` comes to. Raises `TransportUnavailableError` where it cannot be had."""
+    """The result of `ssd.route`. Raises `TransportUnavailableError`."""
     assert asked.config.ssd is not None, "the configuration asks for an SSD tier"
     keep = asked.config.cpu is not None
     choice = routes.decided(asked.config.ssd.route, chosen.kinds, torch.device(device), keep=keep)
@@ -83,10 +83,8 @@ def find_place(
     trials: Trials,
     deadline_s: float,
 ) -> Place:
-    """Look at directory `number` of a slab. What became of each of `transports` there goes into `trials`.
-
-    `used`: the transport that would be used there; empty for none.
-    """
+    """Examine directory `number` of a slab. Adds the result of each of `transports` there to `trials`. `used`: the
+    transport chosen for the directory; empty for none."""
     place = nearest(directory)
     found = find_directory(directory, place)
     mount = attempt(lambda: disk.find_mount(place.resolve()))
@@ -105,8 +103,8 @@ def find_place(
 
 
 def find_trial(asked: Asked, transport: str, inside: Path, device: str, deadline_s: float) -> Found[Moved]:
-    """A trial in a directory of its own there. `gds` is off where the configuration has it off, else auto: that it is
-    on is checked on what came out."""
+    """A trial in a scratch directory in `inside`. `gds` is off if the configuration says off, else auto: the check
+    compares "on" with the result."""
     ssd = asked.config.ssd if asked.given else None
     gds: Switch = "off" if ssd and ssd.gds == "off" else "auto"
     with scratch(inside) as own:
@@ -115,13 +113,13 @@ def find_trial(asked: Asked, transport: str, inside: Path, device: str, deadline
 
 
 def nearest(directory: Path) -> Path:
-    """The directory, or the nearest parent that exists (which may be no directory)."""
+    """The directory, or the nearest existing parent (which may be no directory)."""
     directory = Path(os.path.abspath(directory))
     return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
 
 
 def find_directory(directory: Path, place: Path) -> Directory:
-    """Whether it can be used; found out by making a directory in `place`, which goes at once."""
+    """Whether the directory is usable: makes and removes a directory in `place`."""
     problem = hint = user = mode = holder = ""
     try:
         status = place.stat()
@@ -154,10 +152,8 @@ def _user_name(number: int) -> str:
 
 @contextlib.contextmanager
 def scratch(place: Path) -> Iterator[Path]:
-    """A directory of our own in `place`, removed at the end with all that is in it.
-
-    Raises `DirectoryNotWritableError` with the cause where `place` takes none.
-    """
+    """A temporary directory in `place`, removed at the end with its content. Raises `DirectoryNotWritableError` with
+    the cause."""
     try:
         inside = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=place))
     except OSError as error:
@@ -172,7 +168,7 @@ def scratch(place: Path) -> Iterator[Path]:
 
 
 def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
-    """Free space for this user, and what the files of slabs hold in directory `number`. Raises `OSError`."""
+    """Free space for this user, and bytes of the slab files in directory `number`. Raises `OSError`."""
     system = os.statvfs(place)
     slab = 0
     for path in [directory / slab_name(number), *directory.glob(f"slab-{number}.*.*.bin")]:
@@ -182,7 +178,7 @@ def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
 
 
 def find_package(name: str) -> Found[str]:
-    """The version of a Python package that is installed; the trial of its transport says whether it works."""
+    """An installed package's version. Only the trial of its transport shows whether it works."""
     if importlib.util.find_spec(name) is None:
         return Found(None, f"{name} is not installed")
     names = importlib.metadata.packages_distributions().get(name, [])
@@ -190,7 +186,7 @@ def find_package(name: str) -> Found[str]:
 
 
 def find_gpu_node(device: str) -> int | None:
-    """The NUMA node of `cuda:N`, where torch and the kernel tell it."""
+    """The NUMA node of `cuda:N`, if torch and the kernel know it."""
     if not device.startswith("cuda"):
         return None
     return numa.gpu_numa_node(numa.gpu_address(torch.device(device)))

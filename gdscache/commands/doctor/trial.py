@@ -1,4 +1,4 @@
-"""A transport's trial: some MiB written and read back in the real directory, in a child process with a deadline."""
+"""A transport's trial: a child process with a deadline writes and reads back some MiB in the real directory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gdscache.storage.probe import gds_operations
 from gdscache.storage.trial import write_and_read
 
 TRIAL_BYTES = 32 * MIB
-DEADLINE_S = 60.0  # opening may itself wait for two probes of 20 s
+DEADLINE_S = 60.0  # opening may wait for two probes of 20 s
 FILE_NAME = "trial.bin"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trial:
-    """What to try: the arguments of `open_transport`, and the bytes to move (a multiple of 1 MiB)."""
+    """A trial's arguments: those of `open_transport`, and the bytes to move (a multiple of 1 MiB)."""
 
     transport: str
     directory: str
@@ -35,11 +35,9 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """A transport wrote and read `nbytes`, the same bytes; `seconds` of the write with its flush, and of the read.
-
+    """A transport wrote `nbytes` and read the same bytes. `seconds`: of the write with its flush, and of the read.
     `word`: `gds` only if nvidia-fs counted these reads and writes, `compat` for GPU memory without that proof, `host`
-    for host memory. `reason`: why this transport. `kinds`: the memory that it moves.
-    """
+    for host memory. `reason`: why this transport. `kinds`: its memory kinds."""
 
     name: str
     memory: Literal["host", "cuda"]
@@ -53,7 +51,7 @@ class Moved:
 
 
 def try_transport(trial: Trial, deadline_s: float = DEADLINE_S) -> Found[Moved]:
-    """Run a trial in a child, which is killed after `deadline_s` seconds with all that it started."""
+    """Run a trial in a child. After `deadline_s` seconds the child and its descendants are killed."""
     try:
         answer = measure.child("trial", "tried", dataclasses.asdict(trial), deadline_s=deadline_s, package="doctor")
     except measure.ChildDiedError as error:
@@ -65,7 +63,7 @@ def try_transport(trial: Trial, deadline_s: float = DEADLINE_S) -> Found[Moved]:
 
 
 def tried(fields: dict[str, Any]) -> dict[str, Any]:
-    """In the child: what came of a trial. Raises as `carry_out` does; `IOFailedError` in place of `OSError`."""
+    """In the child: a trial's result. Raises as `carry_out` does; `IOFailedError` for `OSError`."""
     trial = Trial(**fields)
     try:
         return dataclasses.asdict(carry_out(trial))
@@ -76,8 +74,8 @@ def tried(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def carry_out(trial: Trial) -> Moved:
-    """Make `trial.bin` in the directory, write and read it. Raises what `open_transport` and `write_and_read` raise.
-    The file stays."""
+    """Write and read `trial.bin` in the directory. The file stays. Raises as `open_transport` and `write_and_read`
+    do."""
     directory = Path(trial.directory)
     transport, reason = choose_and_open(trial.transport, directory, trial.device, trial.threads, "auto", trial.gds)
     with transport:
@@ -93,8 +91,8 @@ def carry_out(trial: Trial) -> Moved:
 
 
 def word_for(kind: str, described: dict[str, object], *, counted: bool) -> Literal["gds", "compat", "host"]:
-    """`host` for host memory; `gds` where nvidia-fs `counted` reads and writes meanwhile, unless the transport's
-    `describe()` says that it stays off cuFile: then they were somebody else's."""
+    """`host` for host memory. `gds` if nvidia-fs `counted` reads and writes meanwhile, unless the transport's
+    `describe()` says that it stays off cuFile: another process did these."""
     if kind == "host":
         return "host"
     off = described.get("compat") == "on" or described.get("gds") is False

@@ -1,6 +1,6 @@
-"""Looking into the directory of an SSD tier without an engine: `gdscache inspect` and `gdscache verify`.
+"""Examine the directory of an SSD tier without an engine: `gdscache inspect` and `gdscache verify`.
 
-Neither changes anything there, and neither trusts a value that it finds.
+Neither changes the directory, and neither trusts a value in it.
 """
 
 from __future__ import annotations

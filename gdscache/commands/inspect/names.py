@@ -1,4 +1,4 @@
-"""What a namespace is made of, a line each, and the lines in which two namespaces differ."""
+"""A namespace's facts, a line each, and the differing lines of two namespaces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ COMPARE_SCHEMA = "gdscache.compare/1"
 
 
 def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The lines of a namespace: name → value. A group of layers, and what was put into a salt as JSON, has a line a
-    name."""
+    """A namespace's lines: name → value. A group of layers, and a salt in JSON, have a line for each of their names."""
     lines: dict[str, str] = {}
     for name, value in fields.items():
         if name == "planes":
@@ -31,8 +30,8 @@ def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
 def compare(report: Mapping[str, Any], one: str, other: str) -> dict[str, Any]:
     """Two namespaces of an `inspect` report, by the first digits of their digests.
 
-    `lines`: each line of either, `differs` first; None where one has no such line. Raises `InvalidValueError` where
-    digits name no namespace, or several, or one that was never described.
+    `lines`: each line of either, `differs` first; None if one has no such line. Raises `InvalidValueError` if digits
+    name no namespace, several, or one without a description.
     """
     a, b = (_named(report["namespaces"] or [], digits, report["path"]) for digits in (one, other))
     names = sorted({*a["made_of"], *b["made_of"]})
@@ -72,7 +71,7 @@ def _facts(salt: object) -> dict[str, Any] | None:
 
 
 def _planes(planes: Any) -> str:
-    """Planes of the layers; layers in a row that are equal stand once."""
+    """The layers' planes; equal successive layers are written once."""
     try:
         layers = [", ".join(f"{name} {list(shape)} {dtype}" for name, shape, dtype in layer) for layer in planes]
     except (TypeError, ValueError):
@@ -81,7 +80,7 @@ def _planes(planes: Any) -> str:
 
 
 def kept_by(group: Any) -> str:
-    """What the layers of a namespace's `group` keep, in words: `full: all tokens`, `window: the last 1,024`."""
+    """The tokens that the layers of a namespace's `group` keep: `full: all tokens`, `window: the last 1,024`."""
     try:
         span = f"{group['span']:,}"
         kept = {"all": "all tokens", "window": f"the last {span}", "chunk": f"chunks of {span}", "state": "a state"}

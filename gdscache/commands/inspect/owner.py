@@ -1,4 +1,4 @@
-"""Who owns a cache directory, found without taking its lock."""
+"""The owner of a cache directory, without taking its lock."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ State = Literal["in use", "free", "unknown"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a directory: `state`, the holder's `pid` while it is in use, and what its lock file says of it.
-
-    `unknown`: the kernel's table of locks cannot be read here, or the last holder belongs to another host (or another
-    container, whose locks are not shown here) and has not closed the catalogue.
-    """
+    """The holder of a directory: `state`, the holder's `pid` while the directory is in use, and the fields of its lock
+    file. `unknown`: the kernel's table of locks is unreadable; or the last holder belongs to another host (or to a
+    container with hidden locks) and has not closed the catalogue."""
 
     state: State
     pid: int | None = None
@@ -37,7 +35,7 @@ class Owner:
 
 
 def find_owner(directory: Path, *, catalog_open: bool, locks: Path = LOCKS) -> Owner:
-    """The owner, from the kernel's table of locks. `catalog_open`: the catalogue has a log, so nobody closed it."""
+    """The owner, from the kernel's table of locks. `catalog_open`: the catalogue has a log, so it was not closed."""
     path = directory / LOCK_NAME
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -55,7 +53,7 @@ def find_owner(directory: Path, *, catalog_open: bool, locks: Path = LOCKS) -> O
     except OSError:
         return Owner("unknown")
     pid = _holder(table, status, named.get("pid"))
-    if pid is None:  # an owner whose lock file lost its name still has the slab's
+    if pid is None:  # an owner with a deleted lock file still holds the slab's lock
         with contextlib.suppress(OSError):
             pid = _holder(table, os.lstat(directory / slab_name(0)), named.get("pid"))
     if pid is not None:
@@ -66,21 +64,21 @@ def find_owner(directory: Path, *, catalog_open: bool, locks: Path = LOCKS) -> O
 
 
 def _holder(table: str, status: os.stat_result, named: object) -> int | None:
-    """Pid of the holder of a `flock`, from lines like `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`."""
+    """The pid of a `flock`'s holder, from lines like `1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF`."""
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     for line in table.splitlines():
         fields = line.split()
         if len(fields) < 6 or fields[1] != "FLOCK" or not fields[4].isdecimal():
             continue
         where, _, inode = fields[5].rpartition(":")
-        # Some file systems (btrfs, overlays) have another device number there than in stat: then the pid must agree.
+        # Some file systems (btrfs, overlays) show another device number than stat does: then the pid must agree.
         if inode == str(status.st_ino) and (where == device or int(fields[4]) == named):
             return int(fields[4])
     return None
 
 
 def _named(content: bytes) -> dict[str, Any]:
-    """What a lock file says of its last holder; nothing when it is not whole."""
+    """A lock file's fields; empty if the file is incomplete."""
     try:
         owner = json.loads(content)
         return {"pid": int(owner["pid"]), **{name: str(owner[name]) for name in ("host", "started", "command")}}

@@ -1,8 +1,8 @@
-"""The catalogue and the slab of a cache directory, read without changing a byte there.
+"""A cache directory's catalogue and slab, read without changing a byte.
 
-A catalogue and its log are copied to a temporary file, and the engine's own recovery says which of its rows it would
-keep. When either changes meanwhile, the reader begins again. Of a directory that is in use `inspect` reads nothing: see
-`status_page`; `explain` reads what was committed last.
+The catalogue and its log are copied to a temporary file, and the engine's own recovery selects the rows. The reader
+starts again when either changes meanwhile. In a directory in use `inspect` reads only the status page (see
+`status_page`); `explain` reads the last commits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from gdscache.errors import GdsCacheError, IOFailedError, NotADirectoryPathError
 from gdscache.pages.keys import namespace_digest
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 
-ATTEMPTS = 20  # to read a catalogue that is being opened or closed at this moment
+ATTEMPTS = 20  # of reading a catalogue that an engine opens or closes
 PAUSE = 0.05  # seconds between two attempts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Namespace:
-    """What is kept of a namespace. `fields` and `layout` are None where no description was kept that has this digest
-    (or, for `layout`, none of pages of this directory's size)."""
+    """A namespace's facts. `fields` and `layout` are None without a description with this digest (`layout`: without one
+    for this directory's page size)."""
 
     fields: dict[str, Any] | None = None
     layout: PageLayout | None = None
@@ -47,11 +47,11 @@ class Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What the catalogue says, and the slab as it is on disk.
+    """The catalogue's content and the slab's state on disk.
 
-    `pages`: those that the next engine would find, and the causes why it would delete others; `order`: their positions
-    in the order of slots. `slab.slots` counts the leading slots that its files, of all shards, have as a whole;
-    `slab_bytes` are the bytes of each file. `names`: the namespaces, by their digests.
+    `pages`: the pages that the next engine would find, and the causes for which it would delete others. `order`: their
+    positions in slot order. `slab.slots`: the leading slots that the files of all shards have in full. `slab_bytes`:
+    the bytes of each file. `names`: the namespaces by digest.
     """
 
     version: int
@@ -66,10 +66,8 @@ class Contents:
 
 
 def directories_of(directory: Path) -> list[Path]:
-    """`directory`, or those below it that the pools of a hybrid model's groups have; all of them where it has both.
-
-    Each is looked into by itself, as `existing` says of one that is none.
-    """
+    """The cache directories: `directory` itself, and those of a hybrid model's pools below it, if they have a
+    catalogue. A directory without any is returned as it is, and `existing` raises for it."""
     try:
         below = sorted(path for path in directory.glob(f"{POOL_PREFIX}*") if (path / CATALOG_NAME).exists())
     except OSError:
@@ -89,7 +87,7 @@ def existing(directory: Path) -> Path:
 
 
 def regular_file(path: Path) -> os.stat_result:
-    """Status of a file that the cache keeps. Raises `NotARegularFileError`, `IOFailedError`."""
+    """The status of a cache file. Raises `NotARegularFileError`, `IOFailedError`."""
     with os_errors(path):
         status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -98,7 +96,7 @@ def regular_file(path: Path) -> os.stat_result:
 
 
 def slab_directories(directory: Path) -> tuple[Path, ...]:
-    """`directory` and the others that its slab lies over. Raises `StripeError`, `IOFailedError`."""
+    """`directory` and the slab's other directories. Raises `StripeError`, `IOFailedError`."""
     first = stripes.read(directory)
     if first is None:
         return (directory,)
@@ -134,10 +132,8 @@ def os_errors(path: Path) -> Iterator[None]:
 
 
 def read_once(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
-    """What a directory has that nobody uses; None where it changed meanwhile, or is damaged and may be changing.
-
-    `last`: what is damaged is an error. `progress`: `open_catalog`.
-    """
+    """The contents of a directory without an owner. None if it changed meanwhile, or if it is damaged and may be
+    changing. `last`: damage raises. `progress`: see `open_catalog`."""
     before = _version(directory)
     try:
         with open_catalog(directory, progress) as connection:
@@ -150,11 +146,11 @@ def read_once(directory: Path, progress: Progress, *, last: bool = True) -> Cont
 
 
 def read_beside(directory: Path, progress: Progress, *, last: bool = True) -> Contents | None:
-    """What a directory has by its last commits, also while an engine commits more; None where the copy may be torn.
+    """The contents as of the last commits, also while an engine commits more. None if the copy may be torn.
 
-    An engine changes the database itself only when it folds the log in, and what it folds in stays in the log until the
-    log begins anew, with another header. So a copy of both is whole if the log has the header at its end that it had
-    before. Parameters are those of `read_once`.
+    An engine changes the database itself only when it checkpoints the log. The checkpointed rows stay in the log until
+    the log restarts with another header. So a copy of both is whole if the log's header is the same before and after.
+    Parameters as in `read_once`.
     """
     before = _log_header(directory)
     if before is None:
@@ -171,7 +167,7 @@ def read_beside(directory: Path, progress: Progress, *, last: bool = True) -> Co
 
 
 def _log_header(directory: Path) -> tuple[int, bytes] | None:
-    """The inode of the catalogue, and the bytes that a log begins with; None without a log that has any."""
+    """The catalogue's inode and the log's header; None without a log or for an empty one."""
     path = directory / CATALOG_NAME
     try:
         fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -186,7 +182,7 @@ def _log_header(directory: Path) -> tuple[int, bytes] | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Version:
-    """Inode, size and time of the last change of the catalogue and of its log, if it has one."""
+    """Inode, size and modification time of the catalogue and of its log, if any."""
 
     catalog: tuple[int, int, int]
     log: tuple[int, int, int] | None
@@ -206,17 +202,17 @@ def _of(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def has_log(directory: Path) -> bool:
-    """Whether the catalogue has a log: somebody has it open, or was killed."""
+    """Whether the catalogue has a log: it is open, or its owner was killed."""
     return os.path.lexists(directory / f"{CATALOG_NAME}-wal")
 
 
 @contextlib.contextmanager
 def open_catalog(directory: Path, progress: Progress) -> Iterator[sqlite3.Connection]:
-    """A reader of a copy of the checked catalogue, with all tables of this version, or views of those of the one
-    before; from several threads in turn.
+    """A connection to a copy of the checked catalogue, for several threads in turn. The previous version's tables are
+    shown as views of this version's.
 
-    `progress(done, total, text)` counts its bytes. Raises `CatalogVersionError`, `NotARegularFileError`,
-    `IOFailedError` (a corrupt catalogue too).
+    `progress(done, total, text)` counts the catalogue's bytes. Raises `CatalogVersionError`, `NotARegularFileError`,
+    `IOFailedError` (also for a corrupt catalogue).
     """
     path = directory / CATALOG_NAME
     size = regular_file(path).st_size
@@ -244,7 +240,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
-    """Everything but the checksums. Raises `IOFailedError`, `NotARegularFileError`."""
+    """All contents except the checksums. Raises `IOFailedError`, `NotARegularFileError`."""
     path = directory / CATALOG_NAME
     with _readable(path):
         version, (extent, shards) = catalog_file.check(connection, path, None)

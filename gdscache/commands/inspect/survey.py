@@ -1,4 +1,4 @@
-"""`gdscache inspect`: what lies in a cache directory, whether somebody uses it or not."""
+"""`gdscache inspect`: the contents of a cache directory, in use or not."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ _SAID = (
     *("free_slots", "unusable_rows", "retention", "namespaces"),
 )
 _NEVER = -(1 << 63)  # below any use
-LOG_NAME = f"{CATALOG_NAME}-wal"  # what a running or killed engine committed and has not folded in
+LOG_NAME = f"{CATALOG_NAME}-wal"  # an engine's commits since its last checkpoint
 
 
 def inspect(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
-    """What the catalogue and the slab of `directory` say, as plain data; sizes in bytes.
+    """The contents of `directory`'s catalogue and slab, as plain data; sizes in bytes.
 
-    Takes no lock of the directory and writes nothing. Of a directory in use it says what the owner's status page says
-    (`live`; where that page is of another format, only which: `status_format`), and which namespaces were described
-    last. What these do not have is None then: `bytes`, `unusable_rows`, `retention`, `created`, and the `pages` and
-    `bytes` of a namespace. `made_of` has a line for each of its facts.
-    `progress(done, total, text)` counts the catalogue's bytes.
-    Raises `NotADirectoryPathError`, `NotARegularFileError`, `CatalogVersionError`, `IOFailedError` (missing, unreadable
-    or corrupt files, or files that change all the time).
+    Takes no lock and writes nothing. A directory in use is described by its owner's status page (`live`; for a page of
+    another format only `status_format`) and by the last namespace descriptions. Then these are None: `bytes`,
+    `unusable_rows`, `retention`, `created`, and a namespace's `pages` and `bytes`. `made_of` has a line for each fact.
+
+    `progress(done, total, text)` counts the catalogue's bytes. Raises `NotADirectoryPathError`, `NotARegularFileError`,
+    `CatalogVersionError`, `IOFailedError` (missing, unreadable, corrupt or steadily changing files).
     """
     directory = existing(directory)
     for attempt in range(ATTEMPTS):
@@ -65,7 +64,7 @@ def inspect(directory: Path, progress: Progress = lambda done, total, text: None
 
 
 def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]]) -> dict[str, Any]:
-    """What is known of any directory; what only one that nobody uses says, or only its owner, is None."""
+    """The facts of any directory. Facts only of a directory in use, or only of one without an owner, are None."""
     nothing = dict.fromkeys(_SAID)
     files = [(file.name, size) for file, size in slab_files[:1]]
     files += [(name, _size(directory / name)) for name in (CATALOG_NAME, LOG_NAME) if (directory / name).exists()]
@@ -83,7 +82,7 @@ def _common(directory: Path, owner: Owner, slab_files: Sequence[tuple[Path, int]
 
 
 def _live(directory: Path, owner: Owner, status: Status | OtherFormat | None) -> dict[str, Any]:
-    """What the status page says; the sizes of files, which need no owner."""
+    """The status page's content, and the sizes of files, which need no owner."""
     shards = status.figures.shards if isinstance(status, Status) else 1
     files = slab_files(slab_directories(directory), range(shards))
     common = _common(directory, owner, [(file, _size(file)) for file in files])
@@ -130,7 +129,6 @@ def _told(status: Status) -> dict[str, Any]:
 
 
 def _by_group(status: Status) -> dict[str, dict[str, int]]:
-    """The causes of each group, the most frequent first."""
     groups: dict[str, dict[str, int]] = {group: {} for group in status_page.CAUSED}
     for (group, cause), count in status.causes.items():
         groups.setdefault(group, {})[cause] = count
@@ -138,7 +136,7 @@ def _by_group(status: Status) -> dict[str, dict[str, int]]:
 
 
 def _set_aside(directory: Path) -> list[dict[str, Any]]:
-    """The catalogues that were set aside as corrupt, the oldest first, with their logs' bytes."""
+    """The corrupt catalogues that were set aside, the oldest first, with their logs' bytes."""
     with os_errors(directory):
         return [
             {"name": path.name, "bytes": sum(_size(Path(f"{path}{suffix}")) for suffix in ("", *SIDECARS))}
@@ -154,7 +152,7 @@ def _size(path: Path) -> int:
 
 
 def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
-    """What the catalogue says of a directory that nobody uses."""
+    """The catalogue's content, for a directory without an owner."""
     slab, pages = contents.slab, contents.pages
     return _common(directory, owner, list(zip(slab.files, contents.slab_bytes, strict=True))) | {
         "format_version": contents.version,
@@ -173,7 +171,7 @@ def _still(directory: Path, owner: Owner, contents: Contents) -> dict[str, Any]:
 
 
 def _retention(pages: Recovered) -> dict[str, Any]:
-    """Pages by priority, how many of them expire, and how many have: the next engine drops those."""
+    """Pages by priority, the pages with an expiry, and the expired ones, which the next engine drops."""
     priorities = Counter(pages.priorities.tolist())
     priorities[0] += len(pages) - len(pages.retained)
     return {

@@ -15,12 +15,11 @@ NAMESPACES_SHOWN = 40
 MADE_SHOWN = 2
 FINDINGS_SHOWN = 40
 DIGITS = 16
-SHOWN = 14  # characters of a name, so that a row may fit
-LATE_S = 5.0  # seconds after which a status page that is not rewritten is worth a word
+SHOWN = 14  # characters of a name in a row
+LATE_S = 5.0  # age in seconds from which a status page is reported as old
 
 
 def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `inspect`."""
     table = Table()
     table.add_row("directory", str(report["path"]))
     table.add_row("owner", _owner(report["owner"]))
@@ -46,7 +45,7 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
 
 
 def _add_status(table: Table, report: Mapping[str, Any]) -> None:
-    """Of a directory in use: what its owner says."""
+    """A directory in use: its owner's status page."""
     live = report["live"]
     if live is None and report["status_format"] is not None:
         said = f"a page of format {report['status_format']}; this gdscache reads {PAGE_FORMAT}"
@@ -85,7 +84,7 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
 
 
 def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
-    """Of a directory that nobody uses: what its catalogue says."""
+    """A directory without an owner: its catalogue."""
     version = f"{report['format_version']}, made {report['created'] or 'at unknown time'!s}"
     if report["format_version"] != FORMAT_VERSION:
         version += f"; the next engine makes it {FORMAT_VERSION}, and keeps its pages"
@@ -105,7 +104,6 @@ def _add_contents(table: Table, report: Mapping[str, Any]) -> None:
 
 
 def verify_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `verify`."""
     table = Table()
     table.add_row("directory", str(report["path"]))
     table.add_row("pages", f"{report['pages']:,}")
@@ -143,7 +141,7 @@ def _namespaces(namespaces: list[dict[str, Any]]) -> Table:
 
 
 def _made_of(namespaces: list[dict[str, Any]]) -> list[Table]:
-    """What the namespaces used last are made of."""
+    """The lines of the last used namespaces."""
     known = [namespace for namespace in namespaces if namespace["made_of"] is not None]
     tables = []
     for namespace in known[:MADE_SHOWN]:
@@ -157,7 +155,7 @@ def _made_of(namespaces: list[dict[str, Any]]) -> list[Table]:
 
 
 def compare_tables(report: Mapping[str, Any]) -> list[Table]:
-    """The report of `inspect --compare`: lines that differ first, and marked."""
+    """The report of `inspect --compare`: differing lines first, marked."""
     table = Table("", "", "line", report["a"][:DIGITS], report["b"][:DIGITS])
     for line in report["lines"]:
         texts = ["(no such line)" if line[side] is None else str(line[side]) for side in ("a", "b")]

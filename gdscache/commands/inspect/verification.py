@@ -1,4 +1,4 @@
-"""`gdscache verify`: every committed page of a directory that nobody uses, read and held against its checksums."""
+"""`gdscache verify`: every committed page of a directory without an owner, compared with its checksums."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ from gdscache.pages.checksum import Checksums, first_bad_layer, unbound
 from gdscache.pages.layout import PageLayout
 
 SCHEMA = "gdscache.verify/2"
-PIECE_BYTES = 8 << 20  # of neighbouring extents that are read at once; a larger extent is read alone
+PIECE_BYTES = 8 << 20  # of neighbouring extents in one read; a larger extent is read alone
 THREADS = 4
-REFRESH = 0.1  # seconds between two reports of progress
-KEY_DIGITS = 16  # of a key, as hexadecimal, that name a page
+REFRESH = 0.1  # seconds between progress reports
+KEY_DIGITS = 16  # hexadecimal digits of a key in a report
 UNCHECKED = "no_description"
 _LATER = "verify it when that engine is closed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """A page that is not known to be good. `shard` is the first bad one, where the cause is in the bytes of one;
-    `layer` the first bad one there, where the cause is `checksum`.
+    """A page that is not known to be good. `shard`: the first bad one, if the cause is in one shard's bytes. `layer`:
+    the first bad one there, if the cause is `checksum`.
 
     `cause`: `checksum`, `no_checksums` (missing, or not one a layer in each shard), `io_error`, `short_read`;
-    `no_description`, where nothing says where the layers of a page lie, so that it could not be checked; or a cause of
-    `Recovered.dropped`.
+    `no_description` for a page without a known layout, which cannot be checked; or a cause of `Recovered.dropped`.
     """
 
     slot: int
@@ -63,11 +62,11 @@ class Finding:
 
 
 def verify(directory: Path, progress: Progress = lambda done, total, text: None) -> dict[str, Any]:
-    """Read every committed page of `directory` and check it; a report as plain data. Changes only the lock file.
+    """Read and check every committed page of `directory`; a report as plain data. Changes only the lock file.
 
-    Owns the directory meanwhile, and gives way to an engine that wants it: `DirectoryInUseError`, as where an engine
-    has it. `progress(done, total, text)` counts the catalogue's bytes, then pages. Raises that, and what
-    `inspect` raises. A page that cannot be read is a finding, not an error.
+    Owns the directory meanwhile. If an engine has or wants the directory, raises `DirectoryInUseError`. Raises also as
+    `inspect` does. `progress(done, total, text)` counts the catalogue's bytes, then pages. An unreadable page is a
+    finding, not an error.
     """
     directory = existing(directory)
 
@@ -110,7 +109,7 @@ def _own(directories: Sequence[Path]) -> CacheDirectories:
     try:
         with contextlib.ExitStack() as undo:
             owned = undo.enter_context(CacheDirectories.open(directories, engine=False))
-            owned.hold_slabs()  # an engine that has lost its lock still has these
+            owned.hold_slabs()  # an engine that has lost its lock file still holds these locks
             undo.pop_all()
             return owned
     except DirectoryInUseError as error:
@@ -122,7 +121,7 @@ def _own(directories: Sequence[Path]) -> CacheDirectories:
 
 
 def _name(connection: sqlite3.Connection, slot: int) -> tuple[str, str]:
-    """Key prefix and namespace prefix of the row of a slot; empty where the row is not whole."""
+    """Key prefix and namespace prefix of a slot's row; empty if the row is incomplete."""
     joined = f"pages LEFT JOIN namespaces ON namespace = id AND {NAMED}"
     select = f"SELECT key, digest FROM {joined} WHERE place = ? AND {WHOLE_ROW}"
     key, digest = connection.execute(select, (slot,)).fetchone() or (b"", b"")
@@ -130,7 +129,7 @@ def _name(connection: sqlite3.Connection, slot: int) -> tuple[str, str]:
 
 
 class _Check:
-    """The reading threads of one verification, which take pieces in the order of the slab."""
+    """A verification's reading threads. They take pieces in slab order."""
 
     def __init__(self, directory: Path, contents: Contents, connection: sqlite3.Connection) -> None:
         self.bytes_read = 0
@@ -143,7 +142,7 @@ class _Check:
         layouts = [n.layout for n in contents.names.values() if n.layout is not None]
         self._layouts = list(dict.fromkeys(layouts))
         self._pieces = _pieces(contents, max(1, PIECE_BYTES // self._extent))
-        self._lock = threading.Lock()  # guards the connection and what follows
+        self._lock = threading.Lock()  # guards the connection and the fields below
         self._files: list[int] = []  # descriptors of the slab files
         self._next = 0
         self._done = 0
@@ -158,7 +157,7 @@ class _Check:
                 with os_errors(path):
                     slab = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 files.callback(os.close, slab)
-                os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read beyond what is asked for
+                os.posix_fadvise(slab, 0, 0, os.POSIX_FADV_RANDOM)  # no readahead
                 self._files.append(slab)
             with ThreadPoolExecutor(THREADS, "gdscache-verify") as pool:
                 try:
@@ -196,7 +195,7 @@ class _Check:
                 self.bytes_read += nbytes
 
     def _piece(self, buffer: memoryview, rows: range, sums: list[Checksums | None]) -> tuple[list[Finding], int]:
-        """What is wrong with the pages of neighbouring rows, and the bytes that were read, of all shards."""
+        """The findings in neighbouring rows, and the bytes read, over all shards."""
         found: dict[int, Finding] = {}
         nbytes = 0
         for shard in range(self._shards):
@@ -208,14 +207,14 @@ class _Check:
     def _part(
         self, buffer: memoryview, rows: range, sums: list[Checksums | None], shard: int
     ) -> tuple[list[Finding], int]:
-        """The same, of one shard."""
+        """As `_piece`, for one shard."""
         extent, first = self._extent, int(self._slots[rows.start])
         number, offset = self._contents.slab.locate(first)
         try:
             file = self._files[shard * self._contents.slab.directories + number]
             got = _read(file, buffer[: len(rows) * extent], offset)
         except OSError:
-            if len(rows) > 1:  # once more, one by one: only pages that cannot be read are bad
+            if len(rows) > 1:  # each alone: only unreadable pages are bad
                 parts = [self._part(buffer, rows[i : i + 1], sums[i : i + 1], shard) for i in range(len(rows))]
                 return [finding for findings, _ in parts for finding in findings], sum(nbytes for _, nbytes in parts)
             return [self._finding(rows.start, "io_error", None, shard)], 0
@@ -227,7 +226,7 @@ class _Check:
         return found, got
 
     def _fault(self, row: int, data: memoryview, stored: Checksums | None, shard: int) -> tuple[str, int | None] | None:
-        """Cause and layer, or None for a page whose part is good."""
+        """Cause and layer, or None if the page's part in this shard is good."""
         if len(data) < self._extent:
             return "short_read", None
         if stored is None or len(stored) % self._shards:
@@ -235,7 +234,7 @@ class _Check:
         sums = stored.reshape(self._shards, -1)[shard]
         pages, at = self._contents.pages, self._contents.order[row]
         layout = self._contents.names[pages.digests[pages.namespaces[at]]].layout
-        if layout is None:  # the bytes of a known layout that match 64 bits a layer have that layout
+        if layout is None:  # bytes of a known layout that match 64 bits a layer have that layout
             return None if any(_matches(data, other, sums) for other in self._layouts) else (UNCHECKED, None)
         if len(sums) != layout.n_layers:
             return "no_checksums", None
@@ -268,7 +267,6 @@ class _Check:
 
 
 def _sums(stored: bytes | None, key: bytes) -> Checksums | None:
-    """The checksums of the bytes of a page with this key."""
     return None if stored is None else unbound(np.frombuffer(stored, "<u8")[None], [key])[0]
 
 
@@ -277,7 +275,7 @@ def _matches(data: memoryview, layout: PageLayout, sums: Checksums) -> bool:
 
 
 def _pieces(contents: Contents, most: int) -> list[range]:
-    """Runs of at most `most` slots that are neighbours in a file, as ranges of positions in `contents.order`."""
+    """Runs of at most `most` slots adjacent in a file, as ranges of positions in `contents.order`."""
     slots = contents.pages.slots[contents.order]
     if not len(slots):
         return []
@@ -291,7 +289,7 @@ def _pieces(contents: Contents, most: int) -> list[range]:
 
 
 def _read(slab: int, memory: memoryview, offset: int) -> int:
-    """Fill `memory` from the slab and drop it from the page cache; fewer bytes only at the end of the file."""
+    """Fill `memory` from the slab and drop it from the page cache. Returns fewer bytes only at the end of the file."""
     done = 0
     try:
         while done < len(memory):

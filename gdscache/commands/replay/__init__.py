@@ -1,1 +1,1 @@
-"""Replaying request traces on the index and the policies of a tier. Behind `gdscache replay`."""
+"""Replay request traces on the index and policies of tiers. Behind `gdscache replay`."""

@@ -1,7 +1,7 @@
-"""What a replay is compared with: infinite tiers, plain LRU, and the most hits that any policy can have.
+"""A replay's references: infinite tiers, plain LRU, and the optimum of all policies.
 
-A request is one step: its lookup, which counts as hits the consecutive pages from the first on that are there; then its
-store. A page's place may be taken only after the lookup, and never by a page of the same request.
+A request is one step: its lookup, whose hits are the leading consecutive cached pages; then its store. A page's slot
+may be taken only after the lookup, and never by a page of the same request.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _NEVER = 1 << 62
 
 @dataclass
 class Counts:
-    """What happened. Pages looked up are `hits + cold + absent`; `cold + absent` are the misses."""
+    """Pages by outcome. Pages looked up are `hits + cold + absent`; `cold + absent` are the misses."""
 
     hits: int = 0
-    cold: int = 0  # never seen before
-    absent: int = 0  # seen before: evicted since then, or not stored
+    cold: int = 0  # first use
+    absent: int = 0  # used before: evicted since then, or not stored
     written: int = 0  # pages
     evictions: int = 0
 
 
 def infinite(workload: Workload) -> Counts:
-    """A tier that keeps everything."""
+    """A tier of infinite size."""
     counts = Counts()
     seen = bytearray(len(workload.names))
     for pages, _ in workload.prompts:
@@ -42,10 +42,10 @@ def infinite(workload: Workload) -> Counts:
 
 
 def plain_lru(workload: Workload, capacity: int) -> Counts:
-    """The textbook's LRU, page reference by page reference, blind to prefixes: the baseline of published figures.
+    """Textbook LRU, page reference by page reference, blind to prefixes: the baseline of published figures.
 
-    Each reference hits or takes the place of the page that was used least recently, in the middle of a prompt too; a
-    page behind a missing one counts as a hit.
+    Each reference hits, or replaces the least recently used page, also in the middle of a prompt. A page behind a
+    missing one counts as a hit.
     """
     _check(capacity)
     counts = Counts()
@@ -69,20 +69,20 @@ def plain_lru(workload: Workload, capacity: int) -> Counts:
 
 
 def optimum(workload: Workload, capacity: int) -> Counts:
-    """The most hits that any policy can have, knowing the future: Belady's rule, one request a step. Exact.
+    """The most hits of any policy, with the future known: Belady's rule, one request a step. Exact.
 
-    After a request the tier keeps, of what it had and of the request's pages, the `capacity` pages that are needed
-    soonest; of those needed by the same request, the ones nearest to its start. It need not store a page at all, so
-    admission filters are bounded too. A page is never needed before its parent, so a parent is kept wherever its child
-    is: the same hits count whether or not a hit must be consecutive. Source: L. A. Belady, A study of replacement
-    algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966.
+    After a request the tier keeps, of its pages and the request's, the `capacity` pages with the soonest next use;
+    among pages of the same next request, those nearest to its start. It may leave a page unstored, so it bounds
+    admission filters too. A page's next use is never before its parent's, so the parent of a kept page is kept: hits
+    are equal whether or not they must be consecutive. Source: L. A. Belady, A study of replacement algorithms for a
+    virtual-storage computer, IBM Systems Journal 5(2), 1966.
     """
     _check(capacity)
     counts = Counts()
     following = _next_uses(workload)
     seen = bytearray(len(workload.names))
-    kept: dict[int, tuple[int, int]] = {}  # page -> (request that needs it next, its place there), both negative
-    heap: list[tuple[int, int, int]] = []  # the one needed last first; some are outdated
+    kept: dict[int, tuple[int, int]] = {}  # page -> (next request with it, its place there), both negative
+    heap: list[tuple[int, int, int]] = []  # the latest next use first; some entries are outdated
     for (pages, _), needs in zip(workload.prompts, following, strict=True):
         hits = next((i for i, page in enumerate(pages) if page not in kept), len(pages))
         counts.hits += hits
@@ -112,7 +112,7 @@ def optimum(workload: Workload, capacity: int) -> Counts:
 
 
 def _next_uses(workload: Workload) -> list[list[int]]:
-    """For each page of each prompt, the request that needs it next."""
+    """For each page of each prompt, the next request with it."""
     last = [_NEVER] * len(workload.names)
     found = []
     for at in range(len(workload.prompts) - 1, -1, -1):

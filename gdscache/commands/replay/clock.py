@@ -1,6 +1,6 @@
-"""Virtual time: events in order, processes that wait for them, and the machine whose time it is. No threads.
+"""Virtual time: ordered events, processes that wait for events, and the machine's model. No threads.
 
-A process is a generator that yields what it waits for, a `Done`. It goes on when that has happened, at that time.
+A process is a generator that yields a `Done` to wait for. It continues at the time when the `Done` fires.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from gdscache.errors import InvalidValueError
 
-# With both waiting, so many bytes are read for each one written: what writes get of the native library at least.
+# Bytes read for each byte written while both wait: the native library gives writes at least this share.
 READS_PER_WRITE = 8
 
 Process = Generator["Done", None, None]
 
 
 class Done:
-    """Something that happens once."""
+    """An event that fires once."""
 
     __slots__ = ("_clock", "happened", "waiting")
 
@@ -32,7 +32,7 @@ class Done:
         self.waiting: list[Process] = []
 
     def fire(self) -> None:
-        """It happens now. Whoever waits goes on at this time."""
+        """Fire now. Waiting processes continue at this time."""
         self.happened = True
         if self.waiting:
             self._clock.ready.extend(self.waiting)
@@ -40,27 +40,27 @@ class Done:
 
 
 class Clock:
-    """Seconds since the begin of the simulation."""
+    """Seconds since the simulation's start."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.ready: deque[Process] = deque()  # to go on now
-        self.past = Done(self)  # what has happened already
+        self.ready: deque[Process] = deque()  # to continue now
+        self.past = Done(self)  # fired already
         self.past.happened = True
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = 0
 
     def time(self) -> float:
-        """For whatever takes a clock."""
+        """The time, as a clock function."""
         return self.now
 
     def call(self, at: float, action: Callable[[], None]) -> None:
-        """`action` at a time that is not past; actions of one time in the order of the calls."""
+        """Call `action` at time `at` (the past counts as now). Actions of one time run in call order."""
         self._numbers += 1
         heapq.heappush(self._events, (at if at > self.now else self.now, self._numbers, action))
 
     def wait(self, seconds: float) -> Done:
-        """What happens in so many seconds."""
+        """An event that fires after `seconds`."""
         if seconds <= 0:
             return self.past
         done = Done(self)
@@ -68,14 +68,14 @@ class Clock:
         return done
 
     def start(self, process: Process) -> None:
-        """Run a process up to its first wait."""
+        """Run a process up to its next wait."""
         for done in process:
             if not done.happened:
                 done.waiting.append(process)
                 return
 
     def run(self, until: float = math.inf) -> None:
-        """Let everything happen up to a time, that included, or until nothing is left to happen."""
+        """Run all events up to and including time `until`, or until no event is left."""
         ready, events = self.ready, self._events
         while True:
             while ready:
@@ -90,11 +90,11 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class MachineModel:
-    """What the simulated machine does in a second. Bytes and tokens a second (infinite: takes no time), seconds.
+    """Speeds of the simulated machine: bytes and tokens a second (infinite: takes no time), seconds.
 
-    `link`: host memory to GPU memory, and as much the other way at the same time. `latency`: of each read or write of
-    the SSD. `prefill`: tokens that are computed in a second, for each request as if it were alone. `overlap`: the
-    prefill runs while the cached pages are loaded.
+    `link`: host memory to GPU memory, and the same rate in reverse at the same time. `latency`: of each SSD read or
+    write. `prefill`: tokens computed in a second by each request, as if it were alone. `overlap`: the prefill runs
+    while the cached pages are loaded.
     """
 
     ssd_read: float = math.inf
@@ -112,17 +112,17 @@ class MachineModel:
             raise InvalidValueError(f"latency is {self.latency}", "it is seconds, 0 or more")
 
     def describe(self) -> dict[str, Any]:
-        """JSON knows no infinity: what takes no time is None."""
+        """Plain data. None for infinity, which JSON lacks."""
         return {k: None if v == math.inf else v for k, v in dataclasses.asdict(self).items()}
 
 
 class Pipe:
-    """Moves bytes in the order in which they come, at one rate."""
+    """Moves bytes in order of arrival, at one rate."""
 
     def __init__(self, clock: Clock, rate: float) -> None:
         self._clock = clock
         self._rate = rate
-        self._free = 0.0  # when the last one is through
+        self._free = 0.0  # time when the last bytes are through
 
     def move(self, nbytes: int) -> Done:
         now = self._clock.now
@@ -139,16 +139,16 @@ class _Transfer:
 
 
 class DiskModel:
-    """An SSD that reads and writes in turn, each in the order in which they come.
+    """An SSD that reads and writes in turn, each kind in order of arrival.
 
-    While only one kind waits it has the whole device. While both do, `READS_PER_WRITE` bytes are read for each byte
-    written, so that reads go first and writes never starve.
+    A kind that waits alone has the whole device. While both wait, `READS_PER_WRITE` bytes are read for each byte
+    written: reads go first and writes never starve.
     """
 
     def __init__(self, clock: Clock, read: float, write: float, latency: float = 0.0) -> None:
         self._clock = clock
         self._latency = latency
-        cycle = READS_PER_WRITE / read + 1 / write  # seconds for so many bytes read and one written
+        cycle = READS_PER_WRITE / read + 1 / write  # seconds to read READS_PER_WRITE bytes and write one
         self._alone = (read, write)
         self._shared = (READS_PER_WRITE / cycle, 1 / cycle) if cycle else (math.inf, math.inf)
         self._queues: tuple[deque[_Transfer], deque[_Transfer]] = (deque(), deque())
@@ -169,7 +169,7 @@ class DiskModel:
             return self._clock.wait(self._latency)
         done = Done(self._clock)
         queue = self._queues[kind]
-        if queue:  # what ends next, and when, stays as it is
+        if queue:  # the next end stays as planned
             queue.append(_Transfer(nbytes, done))
             return done
         self._progress()
@@ -178,7 +178,7 @@ class DiskModel:
         return done
 
     def _progress(self) -> None:
-        """Bring what is left of the first of each queue up to now."""
+        """Bring the remaining bytes of each queue's first move up to now."""
         seconds = self._clock.now - self._since
         self._since = self._clock.now
         if seconds:
@@ -189,7 +189,7 @@ class DiskModel:
                 writes[0].left = max(0.0, writes[0].left - seconds * write)
 
     def _schedule(self) -> None:
-        """Plan the next end by what is queued now."""
+        """Plan the next end from the queued moves."""
         self._plan += 1
         (reads, writes), (read, write) = self._queues, self._rates()
         if reads or writes:

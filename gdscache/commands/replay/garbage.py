@@ -1,4 +1,4 @@
-"""When the garbage collector does not run."""
+"""Pauses of the garbage collector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """For what makes many objects that stay, or go with their last reference: a collection would look at all of them,
-    again and again, and find nothing. What refers to itself stays, until somebody collects it."""
+    """Pause the collector for code that makes many lasting objects, or objects freed by their last reference. A
+    collection would search all of them and free none. Reference cycles stay until a later collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:

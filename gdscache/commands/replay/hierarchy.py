@@ -1,7 +1,7 @@
-"""All tiers of an engine with virtual time: its real index, policies, stores and writer, moved by a model of a machine.
+"""An engine's tiers in virtual time: its real index, policies, stores and writer, moved by a machine's model.
 
-What is decided here is decided by the engine's own code (`TierManager`, `StorePlanner`, `Storer`, `TierWriter`,
-`LoadPlanner`, `LoadRun`, ...), whose moves a `VirtualExecutor` carries out.
+The engine's own code decides (`TierManager`, `StorePlanner`, `Storer`, `TierWriter`, `LoadPlanner`, `LoadRun`, ...). A
+`VirtualExecutor` carries out its moves.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """What became of the pages of all stores: a receipt, as the storer wants one. `gathered` is called when the blocks
-    of a store are not read any more."""
+    """The outcome of every stored page: a receipt for the storer. `gathered` is called when a store no longer reads its
+    blocks."""
 
     def __init__(self, gathered: Callable[[], None] = lambda: None) -> None:
         self._gathered = gathered
@@ -62,32 +62,32 @@ class Ledger:
             self.dropped[cause] += len(pages)
 
     def reading(self, lands: Callable[[float], Landed | None]) -> None:
-        """In virtual time a gather has read when it has ended."""
+        """A virtual gather has read its blocks when it ends."""
 
     def read(self, event: Event) -> None:
         self._gathered()
 
 
 class Moved:
-    """Pages that moved, by tier: read (by loads, and by writes of a page that lies in the CPU tier) and written."""
+    """Moved pages by tier: read (by loads, and by writes of pages in the CPU tier) and written."""
 
     def __init__(self, executor: VirtualExecutor) -> None:
         self._executor = executor
         self.read, self.written = executor.read, executor.written
-        self.demoted = 0  # from the CPU tier on to the SSD, without a store
+        self.demoted = 0  # from the CPU tier to the SSD, without a store
         self.to_ssd = 0  # handed to the writer
-        self.not_written: Counter[str] = Counter()  # ... and dropped there, by cause
-        self.most_queued = 0  # pages accepted and not finished, those on their way to the SSD left out
-        self.most_to_ssd = 0  # pages on their way to the SSD
+        self.not_written: Counter[str] = Counter()  # dropped by the writer, by cause
+        self.most_queued = 0  # most pages accepted and unfinished, except those on their way to the SSD
+        self.most_to_ssd = 0  # most pages on their way to the SSD
 
     @property
     def promoted(self) -> int:
-        """Pages that loads brought from the SSD into the CPU tier."""
+        """Pages that loads moved from the SSD into the CPU tier."""
         return self._executor.promoted
 
 
 class _Handle:
-    """A load that nobody waits for layer by layer."""
+    """A load without a waiting engine."""
 
     number = 0
 
@@ -95,17 +95,17 @@ class _Handle:
         self.parts = parts
 
     def carried_by(self, moving: Moving, *, last: bool) -> None:
-        """Nobody cancels it."""
+        """Not cancelled here."""
 
     def signal(self, layer: int, event: Event) -> None:
-        """Nobody waits for it."""
+        """No layer is awaited."""
 
     def released(self) -> None:
-        """Nobody has the blocks."""
+        """No engine has the blocks."""
 
 
 class _Planner(StorePlanner):
-    """Counts what is queued, what goes to the SSD without a store, and what the writer drops."""
+    """Counts queued pages, demotions to the SSD without a store, and the writer's drops."""
 
     def __init__(self, moved: Moved, *args: Any, **options: Any) -> None:
         self._moved = moved
@@ -128,7 +128,7 @@ class _Planner(StorePlanner):
 
 
 class _Writer(TierWriter):
-    """Counts the pages that are handed to it. `planner`: knows those on their way."""
+    """Counts the pages handed to it. `planner` knows those on their way."""
 
     def __init__(self, moved: Moved, planner: StorePlanner, *args: Any) -> None:
         self._moved, self._planner = moved, planner
@@ -141,7 +141,7 @@ class _Writer(TierWriter):
 
 
 def open_pools(config: Config, machine: MachineModel, clock: Clock, *, own_pool: bool = False) -> list[Hierarchy]:
-    """The tiers of each pool of a model's groups, as `pool_parts` has them; of the model itself without groups."""
+    """The tiers of each pool of a model's groups, as in `pool_parts`; without groups, those of the model."""
     configs = [part.config for part in pool_parts(config)] or [config]
     return [Hierarchy(one, machine, clock, own_pool=own_pool) for one in configs]
 
@@ -151,10 +151,8 @@ def _nothing() -> None:
 
 
 class Hierarchy:
-    """The tiers of `config`. `own_pool`: the engine has a GPU pool (`sequence`); else its planes are attached.
-
-    The SSD's route is through host memory, unless the config says `direct`. `limits`: of the engine.
-    """
+    """The tiers of `config`. `own_pool`: the engine has a GPU pool (`sequence`); else its planes are attached. The
+    SSD's route is through host memory, unless the config says `direct`. `limits`: the engine's limits."""
 
     def __init__(
         self,
@@ -207,19 +205,20 @@ class Hierarchy:
         self.storer = Storer(*parts, config.store, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, self.lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
-        self.gathered: Callable[[], None] = _nothing  # the GPU pages of a store are not read any more
+        self.gathered: Callable[[], None] = _nothing  # a store no longer reads its GPU pages
         self.ledger = Ledger(lambda: self.gathered())
-        self._idle = limits.load_threads  # loads that may begin at once
-        self._waiting: deque[Done] = deque()  # ... and those that may not
+        self._idle = limits.load_threads  # free load threads
+        self._waiting: deque[Done] = deque()  # loads that wait for a thread
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def plan_load(self, pages: Sequence[Page]) -> LoadPlan:
-        """Lease what a load will move; `load` moves it."""
+        """Lease the pages of a load; `load` moves them."""
         return self.loads.plan([pages], "load", keep=self._keep)
 
     def load(self, plan: LoadPlan) -> Process:
-        """Move the pages of a plan and end it. As many loads move at once as in an engine, the first planned first."""
+        """Move the pages of a plan and end it. At most as many loads move at once as in an engine, the first planned
+        first."""
         if self._idle:
             self._idle -= 1
         else:
@@ -239,7 +238,7 @@ class Hierarchy:
     # -- stores ------------------------------------------------------------------------------------------------------
 
     def store(self, pages: Sequence[Page], sources: Lease | None = None) -> None:
-        """Accept pages for the tiers below, as an engine does."""
+        """Accept pages for the lower tiers, as an engine does."""
         self.ledger.offered += len(pages)
         epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
         blocks = np.empty((len(pages), 0), dtype=np.int64)
@@ -248,7 +247,7 @@ class Hierarchy:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def problems(self) -> list[str]:
-        """What does not add up, once everything that was accepted is done."""
+        """Inconsistencies after all accepted pages are done."""
         manager, moved, ledger = self.manager, self.moved, self.ledger
         found = manager.check()
         found += [f"a lease of {lease['pages']} pages is left: {lease['owner']}" for lease in manager.stats()["leases"]]

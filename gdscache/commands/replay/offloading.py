@@ -1,8 +1,8 @@
-"""What a replay of a model with states is compared with: vLLM's own offloading, under rules that say which states stay.
+"""The reference for a replay of a model with states: vLLM's own offloading, by rules that select the kept states.
 
-As vLLM 0.32 has it: pages and states in host memory alone, in one order of last use, the end of a prompt first. `ends`
-is what it does by default for prompts that part in no place that its GPU still has; `ends and junctions` what it does
-where the GPU has all of them; `chunks` what it does with `prefix_cache_retention_interval: None`.
+As in vLLM 0.32: pages and states are in host memory alone, in one order of last use, the end of a prompt first. `ends`:
+its default for prompts that part at no place in its GPU cache. `ends and junctions`: its default when the GPU has all
+of these places. `chunks`: with `prefix_cache_retention_interval: None`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.groups.pools import pools_of
 
-CHUNK_TOKENS = 8192  # of a step of vLLM's, by default
-Rule = Callable[[int, int, int, int], set[int]]  # (pages of the prompt, of them hit, of them there, of a chunk)
+CHUNK_TOKENS = 8192  # of a step of vLLM, by default
+Rule = Callable[[int, int, int, int], set[int]]  # (pages of the prompt, hit pages, stored pages, pages of a chunk)
 
 RULES: dict[str, Rule] = {
     "ends": lambda pages, hit, there, chunk: {pages},
@@ -25,8 +25,8 @@ RULES: dict[str, Rule] = {
 
 
 def offloading(workload: Workload, config: Config) -> dict[str, float]:
-    """The part of all tokens that each rule finds in a CPU tier of the configuration's; none for a model without
-    states, or where there is no such tier."""
+    """The share of all tokens that each rule finds in a CPU tier of the configuration's size. Empty for a model without
+    states, or without a CPU tier."""
     groups = config.model.layer_groups()
     page = state = 0
     for pool, layout in zip(pools_of(groups), config.model.pool_layouts(), strict=False):
@@ -38,7 +38,7 @@ def offloading(workload: Workload, config: Config) -> dict[str, float]:
 
 
 def _found(workload: Workload, capacity: int, page: int, state: int, rule: Rule) -> float:
-    order: OrderedDict[tuple[int, bool], int] = OrderedDict()  # pages, and the states behind them: bytes
+    order: OrderedDict[tuple[int, bool], int] = OrderedDict()  # pages, and the states after them: bytes
     size, used, hits = workload.page_tokens, 0, 0
     for pages, tokens in workload.prompts:
         there = next((n for n, one in enumerate(pages) if (one, False) not in order), len(pages))

@@ -1,4 +1,4 @@
-"""What `gdscache replay` and `gdscache plan` share on the command line: options, lists, and a run under a bar."""
+"""Shared by `gdscache replay` and `gdscache plan`: options, lists, and a run with a progress bar."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ Prefill = Annotated[
 
 
 def check_named(traces: list[Path] | None) -> None:
-    """Raises `InvalidValueError` where no trace is named."""
+    """Raises `InvalidValueError` without a trace."""
     if not traces:
         raise InvalidValueError("no trace is named", "name a file of requests; docs/replay.md has its format")
 
 
 def listed(texts: list[str] | None) -> tuple[str, ...]:
-    """Values of an option given several times, with commas, or both; each once."""
+    """The distinct values of an option given several times, with commas, or both."""
     return tuple(dict.fromkeys(part.strip() for text in texts or () for part in text.split(",")))
 
 
 def watched(work: Callable[[Progress], dict[str, Any]], lost: str) -> dict[str, Any]:
-    """Done under a progress bar; Ctrl-C ends it, and says what is `lost`."""
+    """Run under a progress bar. Ctrl-C ends the run and reports the part that is `lost`."""
     try:
         with progress_bar() as progress, _quiet_stores():
             progress(0, 1, "reading the trace")
@@ -94,7 +94,7 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 
 def end(problems: Sequence[str]) -> None:
-    """Say what does not add up, and fail where anything does not."""
+    """Print the inconsistencies, and exit with `EXIT_FAILED` if there are any."""
     for problem in problems:
         typer.echo(f"does not add up: {problem}", err=True)
     if problems:
@@ -103,7 +103,7 @@ def end(problems: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _quiet_stores() -> Iterator[None]:
-    """A run would say once for each tier what its report counts."""
+    """Silence the store's warnings: a run would log one for each tier, and its report has the counts."""
     log = logging.getLogger("gdscache.store")
     level = log.level
     log.setLevel(logging.ERROR)

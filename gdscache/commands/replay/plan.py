@@ -1,4 +1,4 @@
-"""How big the tiers should be: pairs of sizes, each replayed through all tiers, and a rule that picks one."""
+"""Tier sizes: a grid of size pairs, each replayed through all tiers, and a rule that selects one."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
 
 SCHEMA = "gdscache.plan/3"
-POINTS = 6  # sizes of each tier in the grid, each twice the one before
-WITHIN = 0.05  # the mean TTFT may be so much above the best
-HOST_PRICE = 20.0  # what a byte of host memory costs, in bytes of the SSD
-_NEAR = 1.15  # sizes that differ by less are not told apart
+POINTS = 6  # sizes of each tier in the grid, each twice its predecessor
+WITHIN = 0.05  # greatest excess of the mean TTFT over the best, as a share
+HOST_PRICE = 20.0  # price of a byte of host memory, in bytes of the SSD
+_NEAR = 1.15  # sizes with a smaller ratio count as equal
 _REFINED = 3  # runs for each tier, after the grid
-_SOME = 0.01  # share of the pages that find no room, which is worth a word
-DRIVE_WRITES = 3  # a day, for five years: what drives for servers are rated at
+_SOME = 0.01  # share of rejected pages from which a warning is shown
+DRIVE_WRITES = 3  # rated drive writes a day over five years, for server drives
 
 Row = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to; None is no limit. Bytes of the tiers; bytes `written` to the SSD a day.
-
-    `first_token`: seconds, the mean of all requests; it takes the place of `WITHIN`.
-    """
+    """A plan's limits; None: unlimited. Tier sizes in bytes; bytes `written` to the SSD a day. `first_token`: mean
+    seconds over all requests, in place of `WITHIN`."""
 
     cpu: int | None = None
     ssd: int | None = None
@@ -46,7 +44,7 @@ class Limits:
     first_token: float | None = None
 
     def check(self, page_bytes: int) -> None:
-        """Raises `CapacityError` for a budget that holds no page, and `InvalidValueError` for a limit that is none."""
+        """Raises `CapacityError` for a budget below one page, and `InvalidValueError` for a limit out of range."""
         for size, option in ((self.cpu, "--cpu-budget"), (self.ssd, "--ssd-budget")):
             if size is not None and size < page_bytes and (size or option == "--cpu-budget"):
                 raise CapacityError(
@@ -70,8 +68,8 @@ def plan(
 ) -> dict[str, Any]:
     """The report of `gdscache plan` for a workload of full pages.
 
-    `asked`: model, policies and keys; its capacities are not read. Raises `CapacityError` for a budget that holds no
-    page and `InvalidValueError` for a workload without pages, and for a limit of wear on a trace that takes no time.
+    `asked`: model, policies and keys; its capacities are not read. Raises `CapacityError` for a budget below one page,
+    and `InvalidValueError` for a workload without pages, and for a wear limit with a trace of zero seconds.
     """
     report.check(workload)
     begun = time.process_time()
@@ -80,7 +78,7 @@ def plan(
     extent, unique = config.model.layout().extent_bytes, len(workload.names)
     limits.check(extent)
     cpu = grid(unique, points, None if limits.cpu is None else limits.cpu // extent)
-    # An SSD of so many pages has its reserve, an eighth of it at most, beside them.
+    # An SSD for `n` pages needs its reserve, at most an eighth of it, in addition.
     wanted = [n + min(LIMITS.ssd_reserve, n // 7 + 1) for n in grid(unique, points, None)]
     most = wanted[-1] if limits.ssd is None else limits.ssd // extent
     ssd = sorted({min(n, most) for n in wanted} - {0})
@@ -116,13 +114,13 @@ def plan(
 
 
 def grid(most: int, points: int, budget: int | None) -> list[int]:
-    """`most`, its half, ... down to `points` sizes; where the budget is less, it and those below it. Ascending."""
+    """`most`, its half, ... down to `points` sizes, ascending. A smaller `budget` caps them."""
     sizes = {max(1, most >> i) for i in range(points)}
     return sorted(sizes if budget is None else {min(size, budget) for size in sizes} - {0})
 
 
 def mean_of(row: Row) -> float:
-    """Seconds to the first token."""
+    """Mean seconds to the first token."""
     return float(row["first_token_seconds"]["mean"])
 
 
@@ -131,7 +129,7 @@ def cost(row: Row) -> float:
 
 
 class _Search:
-    """The grid, the choice, and smaller sizes near it."""
+    """The grid, the choice, and smaller sizes near the choice."""
 
     def __init__(
         self,
@@ -150,7 +148,7 @@ class _Search:
         self.rows: list[dict[str, Any]] = []
 
     def configs(self, cpu: int, ssd: int) -> list[Setup]:
-        """One for each setting that is searched at these sizes: every admission where wear is limited."""
+        """A setup for each searched setting at these sizes: with a wear limit, one for every admission policy."""
         fixed = self.limits.written is None or any(text.startswith("store.admission=") for text in self._asked.sets)
         sets = [text for text in self._asked.sets if ssd or not text.startswith("ssd.")]
         sets += [f"store.admission={name}" for name in (() if fixed or not ssd else ADMISSIONS)]
@@ -169,10 +167,10 @@ class _Search:
         return self._known[cpu, ssd]
 
     def _row(self, cpu: int, ssd: int, setup: Setup, progress: Progress) -> dict[str, Any]:
-        """What a pair of tiers gives."""
+        """The result of a pair of tiers."""
         with uncollected():
             found = report.tiers(self._work, self._times, setup, self.machine, progress=progress)
-        gc.collect()  # the tiers refer to themselves
+        gc.collect()  # the tiers have reference cycles
         self.without = found["first_token_seconds_no_cache"]
         config, wear = setup.config, found["ssd"] or {}
         extent = config.model.layout().extent_bytes
@@ -230,14 +228,15 @@ class _Search:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The row that costs least, of those within the limits that reach the target."""
+        """The cheapest row within the limits that reaches the target."""
         return min(self._reaching(self.allowed), key=lambda row: (cost(row), mean_of(row)))
 
     def _reaching(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return [row for row in rows if row["within_limits"] and mean_of(row) <= self.target]
 
     def _smaller(self, sizes: Sequence[tuple[int, int]], high: tuple[int, int]) -> tuple[int, int]:
-        """The least pair that reaches the target, between `high`, which does, and the next one below it in the grid."""
+        """The smallest pair that reaches the target, between `high`, which reaches it, and the grid's next smaller
+        pair."""
         low = max((pair for pair in sizes if pair < high), default=high)
         for _ in range(_REFINED):
             middle = round(math.sqrt(low[0] * high[0])), round(math.sqrt(low[1] * high[1]))
@@ -249,7 +248,7 @@ class _Search:
 
 
 def _warnings(chosen: Row) -> list[str]:
-    """What somebody who follows the recommendation would regret."""
+    """Risks of the recommendation."""
     a_day = chosen["drive_writes_per_day"]
     if a_day is None or a_day <= DRIVE_WRITES:
         return []
@@ -261,7 +260,7 @@ def _warnings(chosen: Row) -> list[str]:
 
 
 def _binds(search: _Search, token_bytes: float) -> list[str]:
-    """What keeps the chosen tiers from giving more, the limits first."""
+    """The causes that hold the chosen tiers back, limits first."""
     chosen, limits = search.chosen, search.limits
     found = []
     if not search.met:

@@ -17,7 +17,7 @@ from gdscache.errors import InvalidValueError
 from gdscache.sizes import about, parse_size
 
 _LIMITS = "Limits"
-_BINDS = {  # what `binds` of the report means
+_BINDS = {  # meanings of the report's `binds`
     "cpu_budget": "--cpu-budget",
     "ssd_budget": "--ssd-budget",
     "wear": "--writes-a-day",
@@ -61,7 +61,7 @@ def plan_tiers(
     options.check_named(traces)
     if prefill is None:
         raise InvalidValueError(
-            "nothing is known of the prefill, so nothing of TTFT",
+            "the speed of the prefill is unknown, and so is the TTFT",
             "give --prefill-tokens-per-second: tokens that the model computes in a second, for one request",
         )
     machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, 100e-6, prefill)
@@ -93,7 +93,7 @@ def _size(text: str | None, option: str) -> int | None:
 
 
 def _table(report: Mapping[str, Any]) -> Table:
-    """What is recommended, and what it gives."""
+    """The recommendation and its result."""
     chosen, forever, w = (report[name] for name in ("recommended", "infinite", "workload"))
     pages = f"{w['pages']:,} full pages of {w['page_tokens']} tokens, {w['unique_pages']:,} unique"
     plan = Table(f"{w['requests']:,} requests in {w['seconds']:,.0f} s, {pages} ({about(forever['bytes'])})")

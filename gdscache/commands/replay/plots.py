@@ -1,4 +1,4 @@
-"""The plots of `gdscache replay`. matplotlib is imported when a plot is asked for."""
+"""The plots of `gdscache replay`. matplotlib is imported on demand."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from gdscache.commands.console import require_matplotlib
 
 Row = Mapping[str, Any]
-_SIZES = ("cpu", "ssd")  # what capacities are varied by
+_SIZES = ("cpu", "ssd")  # the varied capacities
 _GB = 1e9
 
 
 def replay_plot(report: Row, path: Path) -> None:
-    """Draw the pages hit over the capacity: a line a policy, the optimum on top, what cannot be passed above. With an
-    SSD, beside it the pages hit over the bytes written, a point a run; the line is the frontier. Of a model with
-    states: the tokens hit over the CPU tier, beside vLLM's own offloading.
+    """Plot the hit pages over the capacity: a line for each policy, the optimum, and an infinite cache as the limit.
+    With an SSD, a second plot has the hit pages over the bytes written, a point for each run; the line is the
+    frontier. For a model with states: the hit tokens over the CPU tier, beside vLLM's own offloading.
 
-    Raises `MissingPackageError` without matplotlib and `InvalidValueError` for a file name of unknown kind.
+    Raises `MissingPackageError` without matplotlib and `InvalidValueError` for an unknown file name suffix.
     """
     matplotlib = require_matplotlib(path)
     written = [run for run in report["runs"] if run.get("ssd")]
@@ -105,7 +105,7 @@ def _written(run: Row) -> tuple[float, float]:
 
 
 def _apart(values: list[float]) -> list[float]:
-    """Those of ascending values that have room for a label on an axis of logarithms that ends with them."""
+    """A selection of ascending values with room for their labels on a logarithmic axis that ends at the last one."""
     found: list[float] = []
     for value in values:
         if not found or value >= found[-1] * (values[-1] / values[0]) ** 0.06:

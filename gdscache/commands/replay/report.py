@@ -1,4 +1,4 @@
-"""Runs of a trace beside what they are compared with, as plain data. Behind `gdscache replay` and `plan`."""
+"""Runs of a trace and their references, as plain data. Behind `gdscache replay` and `plan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gdscache.config import Config
 from gdscache.errors import InvalidValueError
 
 SCHEMA = "gdscache.replay/4"
-_STEP = 1000  # of the progress of one run
+_STEP = 1000  # progress steps of a run
 _DAY = 86_400.0
 
 
@@ -39,12 +39,12 @@ def replay(
     own_pool: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """A run of each setup, as `tiers` has it, beside infinite tiers, the optimum and plain LRU of one tier as large as
-    all of the run's.
+    """A run of each setup, as by `tiers`, and its references: infinite tiers, and the optimum and plain LRU of one tier
+    with the size of all the run's tiers.
 
-    `progress(done, total, text)` is called now and then. Of the runs with an SSD, `frontier` says that no other one of
-    as many pages, with the same order of eviction, writes less at its hits or more. Raises `InvalidValueError` for a
-    workload without a page, and for a setup without a tier.
+    `progress(done, total, text)` is called at intervals. `frontier` of a run with an SSD: no other run with the same
+    number of pages and eviction order has as many hits with fewer writes. Raises `InvalidValueError` for a workload
+    without pages, and for a setup without a tier.
     """
     check(workload)
     pages = [slots(setup.config, own_pool=own_pool) for setup in setups]
@@ -62,7 +62,7 @@ def replay(
 
         found = tiers(workload, times, setup, machine, serial=serial, own_pool=own_pool, progress=step)
         del found["found"]
-        gc.collect()  # its tiers refer to themselves
+        gc.collect()  # the tiers have reference cycles
         best, base = (counts.hits for counts in bounds[size])
         hits = found["hit_pages"]
         compared = {
@@ -73,7 +73,7 @@ def replay(
         }
         return {**found, **_size(workload, size), **compared}
 
-    gc.freeze()  # the names and prompts: a collection need not look at what stays
+    gc.freeze()  # names and prompts: collections skip lasting objects
     try:
         rows = [row(number, setup, size) for number, (setup, size) in enumerate(zip(setups, pages, strict=True))]
     finally:
@@ -94,7 +94,7 @@ def replay(
 
 
 def check(workload: Workload) -> None:
-    """Raises `InvalidValueError` for a workload without a page."""
+    """Raises `InvalidValueError` for a workload without pages."""
     if not workload.references:
         raise InvalidValueError(
             f"no prompt of the trace has a full page of {workload.page_tokens} tokens", "use smaller pages"
@@ -102,7 +102,7 @@ def check(workload: Workload) -> None:
 
 
 def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
-    """Set `frontier` of each row, None without an SSD."""
+    """Set `frontier` of each row; None without an SSD."""
 
     def group(row: Mapping[str, Any]) -> tuple[Any, ...]:
         settings = row["settings"]
@@ -117,7 +117,7 @@ def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def slots(config: Config, *, own_pool: bool) -> int:
-    """Pages that all tiers hold together, each page counted in one of them."""
+    """The capacity of all tiers together, in pages."""
     lower = [tier.capacity // unit_bytes(config.model) for tier in (config.cpu, config.ssd) if tier is not None]
     found = sum(lower) + (config.gpu.capacity // config.model.layout().page_bytes if own_pool else 0)
     if not found:
@@ -135,10 +135,8 @@ def tiers(
     own_pool: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """One run through all tiers. `times`: of the requests, in seconds, ascending; `found`: by request.
-
-    `problems`: what does not add up afterwards: nothing, or there is a defect.
-    """
+    """A run through all tiers. `times`: of the requests, in seconds, ascending; `found`: by request. `problems`:
+    inconsistencies after the run; any is a defect."""
     begun = time.process_time()
     pools = open_pools(setup.config, machine, Clock(), own_pool=own_pool)
     traffic = Traffic(workload, pools[0], machine, times, serial=serial, whole=setup.config, others=pools[1:])
@@ -175,7 +173,7 @@ def tiers(
 
 
 def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) -> dict[str, Any]:
-    """A tier of all pools. `hit_tokens`: of one group."""
+    """A tier over all pools. `hit_tokens`: of one group."""
     rows = []
     for pool in pools:
         tier, moved = pool.manager.tiers[name], pool.moved
@@ -225,7 +223,7 @@ def _summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def totals(run: Mapping[str, Any]) -> list[str]:
-    """What does not add up in a run's figures."""
+    """Inconsistencies in a run's figures."""
     found = []
     if run["lookup_pages"] != run["hit_pages"] + sum(run["miss_pages"].values()):
         found.append("lookups are not hits and misses")
@@ -260,7 +258,7 @@ def describe_workload(workload: Workload, times: Sequence[float]) -> dict[str, A
 
 
 def describe_config(config: Config) -> dict[str, Any]:
-    """What of a configuration decides what is simulated."""
+    """The settings that the simulation depends on."""
     cpu, ssd = config.cpu, config.ssd
     return {
         "extent_bytes": unit_bytes(config.model),

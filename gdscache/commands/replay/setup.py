@@ -1,4 +1,4 @@
-"""From options to configurations: which tiers are simulated, of which sizes, with which policies."""
+"""Configurations from options: the simulated tiers, their sizes and policies."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from gdscache.errors import InvalidValueError
 from gdscache.groups.pools import pools_of
 from gdscache.sizes import GIB, MIB, parse_size
 
-TOKEN_BYTES = {  # of the KV cache of a whole model in bfloat16
+TOKEN_BYTES = {  # of a whole model's KV cache in bfloat16
     "llama-3-8b": 2 * 2 * 32 * 8 * 128,
     "llama-3-70b": 2 * 2 * 80 * 8 * 128,
     "qwen3-32b": 2 * 2 * 64 * 8 * 128,
     "deepseek-v3": 2 * 61 * (512 + 64),
 }
-# Hybrid models, cut into groups of as many layers as vLLM cuts them into: (layers of a group, bytes of a token in a
-# layer, groups that keep all tokens, groups with a window, the window).
+# Hybrid models, in groups with vLLM's number of layers: (layers of a group, bytes of a token in a layer, groups that
+# keep all tokens, groups with a window, the window).
 HYBRIDS = {"gemma-3-4b": (5, 2 * 2 * 4 * 256, 1, 6, 1024), "gpt-oss-20b": (12, 2 * 2 * 8 * 64, 1, 1, 128)}
-# Models with states, cut likewise: (bytes of a token in all layers that keep all tokens, groups of states, bytes of a
-# state of a group).
+# Models with states, in the same groups: (bytes of a token in all layers that keep all tokens, groups of states, bytes
+# of a group's state).
 STATEFUL = {
     "qwen3-next-80b": (12 * 2 * 2 * 2 * 256, 3, 12 * 2_146_304),
     "lfm2-1.2b": (6 * 2 * 2 * 8 * 64, 2, 5 * 8_192),
 }
 MODELS = (*TOKEN_BYTES, *HYBRIDS, *STATEFUL)
-_MOST_PAGES = 10**15  # of 4 KiB they are half of what a file can have
+_MOST_PAGES = 10**15  # 4 KiB pages: half of the largest file
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One run: a configuration, and those of its settings that the runs of a report differ in."""
+    """A run's configuration, and the settings in which the runs of a report differ."""
 
     config: Config
     varied: Mapping[str, str]
@@ -50,10 +50,10 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the options ask for. Capacities are texts: `4GiB`, pages (`5000`), percent of the unique pages (`10%`).
+    """The options' values. Capacities are texts: `4GiB`, pages (`5000`), percent of the unique pages (`10%`).
 
-    A tier's tuple is empty where nothing was said of it; `none` is no such tier. `sets`: keys of the config, with
-    values as in YAML (`store.queue=8GiB`); a key that is given several times is varied.
+    A tier's tuple is empty without its option; `none` means no such tier. `sets`: keys of the config, with values as in
+    YAML (`store.queue=8GiB`); a repeated key is varied.
     """
 
     config: Path | None = None
@@ -66,14 +66,14 @@ class Asked:
     sets: tuple[str, ...] = ()
 
     def base(self) -> dict[str, Any]:
-        """The config that everything else is set in."""
+        """The config before the other options."""
         if self.config is not None:
             return dict(read_mapping(self.config.expanduser()))
         return _by_hand(self.model, self.page_bytes, self.page_tokens)
 
 
 def page_tokens_of(asked: Asked) -> int:
-    """Tokens of a page of the config that is asked for. Raises a `ConfigError`."""
+    """The page's tokens in the config. Raises a `ConfigError`."""
     model = asked.base().get("model")
     if asked.config is None or not isinstance(model, Mapping):
         return asked.page_tokens
@@ -81,11 +81,8 @@ def page_tokens_of(asked: Asked) -> int:
 
 
 def setups(asked: Asked, unique: int) -> list[Setup]:
-    """All runs that are asked for: every combination of what is given several times.
-
-    `unique`: pages of the trace that differ. Raises a `ConfigError` for a config that an engine would refuse, and
-    `InvalidValueError`.
-    """
+    """All runs: every combination of the repeated options. `unique`: distinct pages of the trace. Raises a
+    `ConfigError` for a config that an engine would reject, and `InvalidValueError`."""
     base = asked.base()
     given: dict[str, tuple[str, ...]] = {"cpu": asked.cpu, "ssd": asked.ssd}
     for text in asked.sets:
@@ -129,13 +126,13 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
 
 
 def _model(section: object, source: str) -> ModelConfig:
-    """The model section by itself, in whatever room it needs."""
+    """The model section alone, with buffers large enough for its pages."""
     return Config.from_dict({"model": section, **_roomy(1 << 40)}, source=source).model
 
 
 def unit_bytes(model: ModelConfig) -> int:
-    """Bytes that a page takes, which capacities are counted in: of the layers that keep all tokens, where some do not,
-    and these have planes of their own."""
+    """Bytes of a page, the unit of capacities. If only some layers keep all tokens and these have their own planes, a
+    page of these layers."""
     groups, layouts = model.layer_groups(), model.pool_layouts()
     whole = [any(groups[g].keeps == "all" for g in pool.groups) for pool in pools_of(groups)]
     return next(
@@ -152,9 +149,8 @@ def _set(fields: dict[str, Any], key: str, value: object) -> None:
 
 
 def pages_of(text: str, unique: int, extent: int, option: str) -> int:
-    """Pages that a capacity means: `5000`, `12.5%` of `unique` pages (rounded down), or, of pages of `extent` bytes,
-    `4GiB`; at least one. Raises `InvalidValueError`.
-    """
+    """Pages of a capacity: `5000`, `12.5%` of `unique` pages (rounded down), or `4GiB` in pages of `extent` bytes. At
+    least one. Raises `InvalidValueError`."""
     digits, pages = text.strip(), 0
     percent = digits.endswith("%")
     try:
@@ -174,7 +170,7 @@ def pages_of(text: str, unique: int, extent: int, option: str) -> int:
 
 
 def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, Any]:
-    """A config of one plane whose pages have the bytes that are asked for."""
+    """A config of one plane with pages of the given bytes."""
     groups: list[dict[str, Any]] = []
     planes: list[dict[str, Any]] = []
     if page_bytes is None and model in STATEFUL:
@@ -208,7 +204,7 @@ def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, 
 
 
 def _roomy(extent: int) -> dict[str, Any]:
-    """Buffers and a queue that hold a few pages at least, however large they are."""
+    """Buffers and a queue with room for a few pages, however large."""
     return {
         "gpu": {"device": "cpu", "capacity": max(GIB, extent), "staging": max(256 * MIB, 8 * extent)},
         "host_buffer": max(64 * MIB, 8 * extent),

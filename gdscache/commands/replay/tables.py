@@ -1,4 +1,4 @@
-"""Reports of `gdscache replay` for people."""
+"""Tables of `gdscache replay`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 
 def tables(report: Row) -> list[Table | str]:
-    """What was replayed beside what it is compared with."""
+    """The runs and their references."""
     runs = report["runs"]
     return [_runs(report), *map(_details, runs if len(runs) == 1 else ()), *_notes(report)]
 
@@ -24,7 +24,7 @@ def _title(report: Row) -> str:
 
 
 def _compared(report: Row) -> Iterator[tuple[str, Row]]:
-    """The rows of a report, each run behind what it is compared with."""
+    """The rows of a report, each run after its references."""
     yield "infinite", report["infinite"]
     for best, plain in zip(report["optimum"], report["plain_lru"], strict=True):
         yield "optimum", best

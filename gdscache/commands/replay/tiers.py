@@ -1,4 +1,4 @@
-"""Tiers without bytes: the real index, the real order of decisions, nothing that moves."""
+"""Tiers without bytes: the real index, the real order of decisions, no data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
 
 
 class ModelTier(Tier):
-    """A tier of `slots` pages of `extent_bytes`: what a CPU tier decides. `private`: others' slots, without a page."""
+    """A CPU tier's decisions: `slots` pages of `extent_bytes`. `private`: the engine's slots, without a page."""
 
     kind: Literal["planes", "memory", "files"] = "memory"
 
@@ -37,34 +37,30 @@ class ModelTier(Tier):
         with lock:
             return self.index.check(elsewhere=list(self.private))
 
-    def close(self) -> None:
-        """There is nothing to give back."""
+    def close(self) -> None: ...
 
 
 class ModelGpu(ModelTier):
-    """The pool that an engine owns: see `gdscache.tiers.gpu.GpuTier`."""
+    """The engine's own pool: see `gdscache.tiers.gpu.GpuTier`."""
 
     kind = "planes"
 
     def take(self, n: int) -> list[int] | None:
-        """`n` private slots, evicting as needed, or None and nothing changed."""
+        """`n` private slots, with evictions as needed; or None without a change."""
         slots = self.index.allocate(n) if n > 0 else []
         if slots is not None:
             self.private.update(slots)
         return slots
 
     def give(self, slots: Iterable[int]) -> None:
-        """Give private slots back."""
         slots = list(slots)
         self.private.difference_update(slots)
         self.index.free(slots)
 
 
 class ModelSsd(ModelTier, DurableTier):
-    """What `gdscache.tiers.ssd.SsdTier` decides, whose deleted pages give their slots back at a later commit.
-
-    Here they do at once: it counts such slots as if they were free already, so the same pages go.
-    """
+    """The decisions of `gdscache.tiers.ssd.SsdTier`. Its deleted pages free their slots at a later commit; here they do
+    at once. It counts such slots as free already, so the same pages are evicted."""
 
     kind = "files"
 
@@ -74,11 +70,11 @@ class ModelSsd(ModelTier, DurableTier):
 
     @property
     def spare_slots(self) -> int:
-        """Slots for pages that need not push others out."""
+        """Slots for pages without evictions."""
         return self.index.free_slots - self._reserve
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
-        """Reserve and lease slots for the first of `pages`, as many as find room."""
+        """Reserve and lease slots for the leading `pages` that find room."""
         index = self.index
         index.make_room(pages, self._reserve)
         fresh = [pages[i] for i in index.lacking(pages)]
@@ -86,9 +82,8 @@ class ModelSsd(ModelTier, DurableTier):
         return index.insert_all(fresh, index.take_free(len(fresh)), PageState.PENDING, kept, leases=1)
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
-        """Make written pages visible."""
         self.index.commit_all(entries)
         return [not entry.dropped for entry in entries]
 
     def checksums(self, entries: Sequence[Entry]) -> None:
-        """There are no bytes."""
+        """None: the tier has no bytes."""

@@ -1,8 +1,8 @@
-"""Reading request traces in the open Mooncake format: JSON lines, plain or gzip, in one file or several.
+"""Request traces in the open Mooncake format: JSON lines, plain or gzip, in one or several files.
 
 A line is one request: `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, one id for each
-block of 512 tokens of the input, the last of which may be partial. Equal ids mean equal prefixes: an id stands for its
-block and for everything before it. Keys of other names are ignored.
+block of 512 tokens of the input; the last block may be partial. Equal ids mean equal prefixes: an id stands for its
+block and all blocks before it. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gdscache.errors import GdsCacheError
 
 BLOCK_TOKENS = 512
 MAX_LINE_BYTES = 16 << 20  # 512 such blocks a KiB: far beyond any prompt
-MAX_TRACE_BYTES = 1 << 30  # of a file, unpacked: what is endless is a device or a pipe
+MAX_TRACE_BYTES = 1 << 30  # of an unpacked file: an endless one is a device or a pipe
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 class TraceError(GdsCacheError):
-    """A trace that cannot be read. The message names the file, and the line where there is one."""
+    """An unreadable trace. The message names the file, and the line if known."""
 
 
 class Request(NamedTuple):
-    """One request: its time in ms, the tokens of its input and output, and the ids of the input's blocks."""
+    """A request's time in ms, input and output tokens, and ids of the input's blocks."""
 
     timestamp: float
     input_tokens: int
@@ -38,13 +38,13 @@ class Request(NamedTuple):
 
 @uncollected()
 def read_trace(paths: Sequence[Path]) -> list[Request]:
-    """The requests of all files in the order of their timestamps; equal ones as the files have them.
+    """The requests of all files by timestamp; equal timestamps in file order.
 
-    Several files are parts of one trace: equal ids mean equal prefixes across them. Raises `TraceError` for a file that
-    cannot be read, a line that is no request, an id that follows different blocks in different places, and for files
-    that hold no block at all.
+    Several files are parts of one trace: equal ids mean equal prefixes across them. Raises `TraceError` for an
+    unreadable file, an invalid line, an id that follows different blocks in different places, and for files without any
+    block.
     """
-    before: dict[int, int | None] = {}  # the block that each block follows
+    before: dict[int, int | None] = {}  # each block's predecessor
     requests: list[Request] = []
     for path in paths:
         for number, line in _lines(path):
@@ -72,7 +72,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = total = 0
     try:
         with path.open("rb") as raw:
-            packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)  # a pipe cannot go back
+            packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)  # a pipe cannot seek
             with gzip.GzipFile(fileobj=raw) if packed else raw as file:
                 while line := file.readline(MAX_LINE_BYTES + 1):
                     number += 1

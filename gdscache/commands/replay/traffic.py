@@ -1,4 +1,4 @@
-"""A trace through all tiers: what each request finds, loads, computes and stores, and when."""
+"""A trace through all tiers: each request's hits, loads, computation and stores, with their times."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gdscache.pages.keys import Page, namespace_digest
 from gdscache.tiers.base import Lease
 
 TIERS = ("gpu", "cpu", "ssd")
-_REPORT_EVERY = 64  # requests between two reports of progress
+_REPORT_EVERY = 64  # requests between progress reports
 
 
 class Found(NamedTuple):
-    """Pages that a request's lookup found, by tier, and how many of them it got."""
+    """A request's hit pages by tier, and the number of them that it received."""
 
     gpu: int
     cpu: int
@@ -37,37 +37,36 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass
 class Outcome:
-    """What happened in a run. Pages looked up are the hits of all tiers and the misses of all causes.
+    """A run's result. Pages looked up are the hits of all tiers and the misses of all causes.
 
-    Misses: `cold` (never seen before), `behind` (in a tier, behind a page that is in none), `absent` (in no tier any
-    more, or never stored). `found[i]` is of request `i`, None where its prompt did not fit the GPU pool, which is
-    counted in `refused`. Times to the first token in seconds, by request.
+    Misses: `cold` (first use), `behind` (in a tier, after a page that is in none), `absent` (no longer in any tier, or
+    never stored). `found[i]` is of request `i`; None if its prompt did not fit the GPU pool, which `refused` counts.
+    Times to the first token in seconds, by request.
     """
 
     found: list[Found | None]
-    hit_tokens: int = 0  # of all requests; `found` counts the pages of all groups, where layers keep different tokens
+    hit_tokens: int = 0  # over all requests; `found` counts the pages of all groups
     misses: Counter[str] = dataclasses.field(default_factory=Counter)
-    loaded_from_ssd: int = 0  # different pages
-    refused: int = 0  # requests: the GPU pool is smaller than their prompt
-    waited: int = 0  # times that a request waited for the GPU pool
+    loaded_from_ssd: int = 0  # distinct pages
+    refused: int = 0  # requests with a prompt larger than the GPU pool
+    waited: int = 0  # waits of requests for the GPU pool
     first_token: list[float] = dataclasses.field(default_factory=list)
     uncached: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # of virtual time, from the first request to the end of the last one
 
     def hits(self, tier: str) -> int:
-        """Pages that lookups found first in this tier."""
+        """Pages found first in this tier."""
         at = TIERS.index(tier)
         return sum(found[at] for found in self.found if found is not None)
 
 
 class Traffic:
-    """Requests of a workload on a hierarchy. `run` once.
+    """A workload's requests on a hierarchy. `run` once.
 
-    Pages that a lookup found are loaded, the others computed and then stored, from the first one on. With a GPU pool of
-    its own (`own_pool`) a request does what `gdscache.engine.sequence` does; it leaves when its prompt is computed.
-
-    `serial`: a request ends entirely, writes included, before the next one begins; what a lookup sends on to the SSD is
-    there before the load. Else requests come at their time, `speed` times as fast.
+    A request loads its hit pages, computes the others and then stores them, in order. With the engine's own GPU pool
+    (`own_pool`) a request does as `gdscache.engine.sequence`; it leaves when its prompt is computed. `serial`: a
+    request ends completely, including writes, before the next one begins; demotions by a lookup end before the load.
+    Else requests arrive at their times, `speed` times as fast.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class Traffic:
         whole: Config | None = None,
         others: Sequence[Hierarchy] = (),
     ) -> None:
-        """`times`: of the requests, in seconds, ascending. Where groups have several pools, `hierarchy` is of the first
-        one, `others` are of the rest, and `whole` is the configuration of all."""
+        """`times`: of the requests, in seconds, ascending. If groups have several pools, `hierarchy` has the first one,
+        `others` the rest, and `whole` the configuration of all."""
         self._work = workload
         self._tiers = hierarchy
         self._manager = hierarchy.manager
@@ -92,7 +91,7 @@ class Traffic:
         self._serial = serial
         self._seen = bytearray(len(workload.names))
         self._from_ssd = bytearray(len(workload.names))
-        self._line: deque[Done] = deque()  # requests that wait for the GPU pool, each for its turn
+        self._line: deque[Done] = deque()  # requests that wait for the GPU pool
         hierarchy.gathered = self._next_in_line
         config = whole or hierarchy.config
         self._pools = (hierarchy, *others)
@@ -103,7 +102,7 @@ class Traffic:
         self.outcome = Outcome([None] * len(workload.prompts))
 
     def run(self, progress: Progress = silent) -> Outcome:
-        """All requests, to the end of the last one and of everything that was stored."""
+        """Run all requests, until the last one and all stores end."""
         clock, outcome, total = self._clock, self.outcome, len(self._work.prompts)
         outcome.first_token = [0.0] * total
         outcome.uncached = [0.0] * total
@@ -124,7 +123,7 @@ class Traffic:
         return outcome
 
     def _one(self, i: int) -> None:
-        """A request by itself: whatever it begins ends before its next step."""
+        """A request alone: each step ends with all its moves before the next one."""
         for done in self._request(i):
             self._clock.run()
             assert done.happened, "a request waits for what nobody does"
@@ -156,8 +155,8 @@ class Traffic:
             self._tiers.store(pages[loaded:])
 
     def _grouped(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
-        """As `_attached`, where groups of layers keep different tokens: a hit is a length at which all have their
-        part, and of windows and states those pages are stored that such a length needs."""
+        """As `_attached`, for groups that keep different tokens. A hit is a length at which all groups have their part.
+        Groups with windows and states store the pages that such a length needs."""
         groups, pools, size, arrival = self._groups, self._pools, self._work.page_tokens, self._clock.now
         names = GroupNames(groups, self._namespaces, size, self._in_pools)
         names.extend([page.key for page in pages])
@@ -185,8 +184,7 @@ class Traffic:
                 pool.store(chain.pages)
 
     def _load_and_compute(self, plans: Sequence[LoadPlan], tokens: int, cached: int) -> Process:
-        """Load the plan of each pool, then compute what is not `cached` of the prompt, a token at least; or both at
-        once."""
+        """Load the plan of each pool, then compute the tokens that are not `cached`, at least one; or both at once."""
         begun = self._clock.now
         for pool, plan in zip(self._pools, plans, strict=True):
             if plan.pages:
@@ -199,7 +197,7 @@ class Traffic:
         if seconds > 0:
             yield self._clock.wait(seconds)
 
-    # -- an engine whose pool is ours --------------------------------------------------------------------------------
+    # -- an engine with our pool -------------------------------------------------------------------------------------
 
     def _sequence(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
         gpu, manager, clock = self._tiers.gpu, self._manager, self._clock
@@ -247,7 +245,7 @@ class Traffic:
         self._next_in_line()
 
     def _stand_in_line(self, *, first: bool = False) -> Done:
-        """Until somebody has left the pool and it is one's turn."""
+        """Wait until a request leaves the pool and it is this one's turn."""
         self.outcome.waited += 1
         turn = Done(self._clock)
         if first:
@@ -257,12 +255,12 @@ class Traffic:
         return turn
 
     def _next_in_line(self) -> None:
-        """Slots may be free: let the first one that waits try."""
+        """Slots may be free: the first waiting request tries again."""
         if self._line:
             self._line.popleft().fire()
 
     def _publish(self, pages: Sequence[Page], entries: list[Entry | None], slots: Sequence[int], lease: Lease) -> Lease:
-        """Every full page is in the pool, and pinned until it is stored. As `gdscache.engine.sequence`."""
+        """Put every full page into the pool, pinned until it is stored. As `gdscache.engine.sequence`."""
         gpu, manager = self._tiers.gpu, self._manager
         assert gpu is not None, "no pool"
         sources = manager.lease("store")
@@ -281,7 +279,7 @@ class Traffic:
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def _missed(self, i: int, pages: Sequence[Page], hits: int) -> None:
-        """Why the pages behind the first `hits` were not found. From now on all pages of the prompt have been seen."""
+        """Count the causes of the misses after the first `hits`. Mark all pages of the prompt as used."""
         numbers, seen, misses, cold = self._work.prompts[i].pages, self._seen, self.outcome.misses, 0
         for number, page in zip(numbers[hits : len(pages)], pages[hits:], strict=True):
             if not seen[number]:
@@ -295,7 +293,7 @@ class Traffic:
             seen[number] = 1
 
     def _found(self, i: int, found: Sequence[str], plan: LoadPlan, shared: int = 0) -> int:
-        """Note what a request found, and got: the pages that it does not compute."""
+        """Record a request's hits. Returns the number of received pages, which it does not compute."""
         got = shared + len(plan)
         self.outcome.found[i] = Found(found.count("gpu"), found.count("cpu"), found.count("ssd"), got)
         numbers = self._work.prompts[i].pages

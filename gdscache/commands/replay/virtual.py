@@ -1,4 +1,4 @@
-"""The executor of a replay: moves take the time that a model of the machine says, and no byte is moved."""
+"""The replay's executor: moves take the time of a machine's model, and no byte is moved."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 PASSED = (PLANES, "bounce")  # spaces that are no tiers
 FILES = ("ssd",)  # spaces on the disk
-CHUNK_BYTES = 32 << 20  # of the disk, that go on to the planes while the next are read
+CHUNK_BYTES = 32 << 20  # of the disk, in one read; it moves on to the planes while the next chunk is read
 
 
 class VirtualExecutor:
-    """Moves in virtual time. `read` and `written` count the pages that were, by space; `promoted` those that loads left
+    """Moves in virtual time. `read` and `written` count moved pages by space; `promoted` counts pages that loads left
     in memory."""
 
     def __init__(self, clock: Clock, machine: MachineModel, page_bytes: int, extent_bytes: int) -> None:
@@ -42,23 +42,23 @@ class VirtualExecutor:
 
     @property
     def orders(self) -> None:
-        """Nobody else carries its moves out."""
+        """None: it carries out its own moves."""
         return None
 
     def behind(self, after: object) -> Event:
-        """There are no streams."""
+        """None: it has no streams."""
         return None
 
     mark = behind
 
     def passed(self, mark: Event) -> None:
-        """There is nothing to keep."""
+        """Keeps nothing."""
 
     def lane(self, priority: Priority, rest: Callable[[], object], threads: int = 1) -> VirtualLane:
         return VirtualLane(self.clock, threads, at_once=priority is not Priority.DEMOTION)
 
     def finish(self, steps: Steps[_T]) -> _T:
-        """As a process; time passes until nothing is left to happen."""
+        """Run the steps as a process, until no event is left."""
         ended: list[_T] = []
 
         def process() -> Process:
@@ -76,7 +76,7 @@ class VirtualExecutor:
         return _Moving(self, move, self.disk.write(len(move) * self.extent_bytes))
 
     def count(self, ways: Iterable[Way]) -> None:
-        """A move has ended: count what it read and wrote in tiers."""
+        """Count an ended move's reads and writes by tier."""
         for way in ways:
             pages = len(way)
             if way.through:
@@ -91,7 +91,7 @@ class VirtualExecutor:
         return pool.freed
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Done:
-        """Nothing hangs here, so that no time is too long."""
+        """No timeout: virtual moves do not hang."""
         assert isinstance(condition, VirtualCondition), "a condition that nobody in virtual time can wait for"
         return condition.once(over)
 
@@ -99,13 +99,13 @@ class VirtualExecutor:
         return self.clock.now
 
     def reads_queued(self) -> None:
-        """Nothing is queued: a gather that has ended has read."""
+        """Nothing to do: a gather that has ended has read."""
 
     def happened(self, event: Event) -> Done:
         return self.clock.past
 
     def pause(self, changed: Flag, seconds: float) -> None:
-        """Whatever was begun ends."""
+        """Run until all moves end."""
         self.clock.run()
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
@@ -113,7 +113,7 @@ class VirtualExecutor:
 
 
 class VirtualPool(SlotPool):
-    """A pool that steps in virtual time may wait for. `freed` happens when slots come back."""
+    """A pool that virtual steps can wait for. `freed` fires when slots come back."""
 
     def __init__(self, clock: Clock, slots: range) -> None:
         super().__init__(slots)
@@ -127,7 +127,7 @@ class VirtualPool(SlotPool):
 
 
 class VirtualCondition(threading.Condition):
-    """A condition that steps in virtual time may wait for."""
+    """A condition that virtual steps can wait for."""
 
     def __init__(self, clock: Clock, lock: threading.RLock) -> None:
         super().__init__(lock)
@@ -135,7 +135,7 @@ class VirtualCondition(threading.Condition):
         self._watched: list[tuple[Callable[[], bool], Done]] = []
 
     def once(self, over: Callable[[], bool]) -> Done:
-        """That `over()` holds, which is looked at whenever somebody notifies."""
+        """An event that fires when `over()` holds, tested at each notify."""
         if over():
             return self._clock.past
         done = Done(self._clock)
@@ -150,10 +150,8 @@ class VirtualCondition(threading.Condition):
 
 
 class VirtualLane:
-    """Steps, `threads` of them at a time. They begin at the time of the call.
-
-    `at_once`: in the call; else behind whoever calls, who may be in the middle of a decision.
-    """
+    """Steps in virtual time, at most `threads` at once. `at_once`: they begin within the call; else after the caller,
+    which may be in the middle of a decision."""
 
     def __init__(self, clock: Clock, threads: int, *, at_once: bool) -> None:
         self._clock = clock
@@ -162,7 +160,7 @@ class VirtualLane:
         self._idle = threads
 
     def start(self, steps: Steps[None], lost: Callable[[], Steps[None]] | None = None) -> None:
-        """As `Lane.start`, but what steps raise comes out of `Clock.run`."""
+        """As `Lane.start`, but `Clock.run` raises the steps' errors."""
         self._waiting.append(steps)
         if self._idle:
             self._idle -= 1
@@ -180,11 +178,11 @@ class VirtualLane:
         self._idle += 1
 
     def close(self) -> None:
-        """Time is over when nothing is left to happen."""
+        """Nothing to close."""
 
 
 class _Moving:
-    """A move that ends all at once. Its pages are late when that is too late: nothing hangs for ever here."""
+    """A move whose pages end together. They are late if the end is: no move hangs here."""
 
     lands: Callable[[int, float], Landed | None] | None = None
 
@@ -205,14 +203,14 @@ class _Moving:
         raise AssertionError("a store is begun as a whole")
 
     def cancel(self) -> None:
-        """It goes on."""
+        """The move continues."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         _call(callback, range(len(self._move)))
 
 
 class _Load:
-    """A load, chunk by chunk; the verdicts come with its last byte."""
+    """A load by chunks. The verdicts come with its last byte."""
 
     lands: Callable[[int, float], Landed | None] | None = None
 
@@ -220,7 +218,7 @@ class _Load:
         self._executor = executor
         self._listener = listener
         self._ways: list[Way] = []
-        self._reads: list[tuple[int, Done]] = []  # pages, and when they are there
+        self._reads: list[tuple[int, Done]] = []  # pages, and the end of their read
         self._up = executor.clock.past
         self.extend(move.ways, last=not move.open)
 
@@ -246,7 +244,7 @@ class _Load:
         return End()
 
     def cancel(self) -> None:
-        """It goes on."""
+        """The load continues."""
 
     def on_end(self, callback: Callable[[int], None]) -> None:
         _call(callback, range(self._pages))

@@ -1,4 +1,4 @@
-"""A trace as the cache sees it: for each request, the pages of its prompt."""
+"""A trace from the cache's view: the pages of each request's prompt."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gdscache.pages.keys import Page, namespace_digest
 
 
 class Prompt(NamedTuple):
-    """One request: the numbers of its pages, first page first, and the tokens of its input."""
+    """A request: its pages' numbers in order, and its input tokens."""
 
     pages: list[int]
     tokens: int
 
 
 class Workload(NamedTuple):
-    """Prompts in the order of their arrival. Page `i` is named `names[i]`, in the order of first use."""
+    """Prompts in order of arrival. Page `i` has the name `names[i]`, in order of first use."""
 
     page_tokens: int
     prompts: list[Prompt]
@@ -40,10 +40,10 @@ class Workload(NamedTuple):
 
 @uncollected()
 def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS) -> Workload:
-    """The full pages of `page_tokens` tokens of every request: those that an engine stores.
+    """Every request's full pages of `page_tokens` tokens: the pages that an engine stores.
 
-    The key of a page is BLAKE2b-256 of the key before it, the block's id and the page's place in the block: it names
-    the whole prefix, as keys of tokens do. Raises `InvalidValueError` for a `page_tokens` that does not divide a block.
+    A page's key is BLAKE2b-256 of the previous key, the block's id and the page's place in the block: like keys of
+    tokens, it names the whole prefix. Raises `InvalidValueError` for a `page_tokens` that does not divide a block.
     """
     if page_tokens < 1 or BLOCK_TOKENS % page_tokens:
         raise InvalidValueError(
@@ -51,9 +51,9 @@ def expand(requests: Sequence[Request], page_tokens: int = BLOCK_TOKENS) -> Work
             "set --page-tokens to 1, 2, 4, ... 512",
         )
     namespace = namespace_digest({"replay": "mooncake", "page_tokens": page_tokens})
-    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy of it costs half as much as another one
+    keyed = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace)  # a copy costs half of a new one
     names: list[Page] = []
-    numbers: dict[int, list[int]] = {}  # block -> its pages, as far as they were needed
+    numbers: dict[int, list[int]] = {}  # block -> its pages used so far
     prompts = []
     for request in requests:
         pages: list[int] = []

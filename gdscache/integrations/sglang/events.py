@@ -45,7 +45,6 @@ class SglangEvents:
         self._match([(hash_str_to_int64(one), key) for one, key in zip(hashes, keys, strict=True)], [])
 
     def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A tree has got a linker."""
         tree, *rest = args
         if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
             tree.take_events = self._with_ours(tree.take_events)
@@ -61,7 +60,6 @@ class SglangEvents:
         return taken
 
     def _named(self, event: Any) -> list[BlockName]:
-        """The blocks of an event; none if a token is a pair (EAGLE)."""
         size, tokens = self._size, event.token_ids
         if event.block_size != size or len(tokens) != size * len(event.block_hashes) or isinstance(tokens[0], tuple):
             return []

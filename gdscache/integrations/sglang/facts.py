@@ -1,8 +1,5 @@
 """The settings of SGLang that decide its keys' and values' bytes, as plain facts by name; `fields.toml` lists them with
-reasons.
-
-Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SGLang is imported.
-"""
+reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ def resolved(server: Any) -> Any:
 
 @functools.cache
 def table() -> FieldTable:
-    """The known fields of SGLang."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations.sglang") / "fields.toml")
 
 

@@ -1,5 +1,4 @@
-"""SGLang's pools of hybrid models as planes: layers with a sliding window, or a state, beside full attention. Nothing
-of SGLang is imported.
+"""SGLang's pools of hybrid models as planes: layers with a sliding window, or a state, beside full attention.
 
 Each kind of layer has a pool, and a component in the tree: FULL, SWA, MAMBA. All pages have the same tokens; a state
 has a slot in a pool of its own, as wide as its tensors.

@@ -72,7 +72,6 @@ class HostPages:
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
-        """The engine under the empty name."""
         return {"": self.engine}
 
     def lengths(
@@ -130,7 +129,6 @@ class HostPages:
                 self.engine.invalidate(*self.engine.namespaces(before))
 
     def flushed(self) -> None:
-        """SGLang's cache is empty: later pages are of the new weights."""
         self._used = self._held = False
 
     def named(self, hashes: Sequence[bytes], parent: bytes | None, epoch: int) -> Sequence[Page]:

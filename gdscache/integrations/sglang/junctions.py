@@ -42,7 +42,6 @@ class Junctions:
         self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
 
     def close(self) -> None:
-        """Watch no more trees. Repeated calls are fine."""
         self._watch.close()
 
     def offered(self, transfers: Sequence[PoolTransfer]) -> None:
@@ -58,7 +57,6 @@ class Junctions:
         self._last.clear()
 
     def _linked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A tree has got a linker."""
         tree, *rest = args
         if (rest[0] if rest else kwargs["cache_linker"]) is self._linker:
             tree.match_prefix = self._with_branches(tree, tree.match_prefix)

@@ -5,8 +5,8 @@
       '{"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker",
       "linker_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/sglang.md says what works and what is refused. The state of requests is in `loads.py`, the moves are in `moves.py`;
-this class passes SGLang's calls on.
+docs/sglang.md lists supported and refused settings. The state of requests is in `loads.py`, the moves are in
+`moves.py`; this class passes SGLang's calls on.
 """
 
 from __future__ import annotations
@@ -218,7 +218,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._table.load(rid, _of_kv(transfers).keys or [], lambda: self._blocks_of(transfers))
 
     def start_layer_wise_loading(self) -> int:
-        """SGLang begins a batch of prompts, with loads or without."""
         self._used = True
         queued = self._table.take()
         number = self.layer_done_counter.queue(queued)
@@ -291,7 +290,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._outdated = self._outdated or self._used
 
     def _end_transfers(self) -> None:
-        """End this rank's transfers."""
         self._table.reset()
         self.layer_done_counter.reset()
         self._offloads.reset()
@@ -314,7 +312,6 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._blocks.begin(_of_kv(transfers).device_indices)
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
-        """Whether our tiers have these pages of a hybrid model's pool."""
         assert self._hybrid is not None, "a hybrid model's rank is alone"
         assert self._lead is not None, "who is alone leads"
         return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)

@@ -1,7 +1,7 @@
 """The linker if SGLang spreads a model over several ranks of one host, each with a scheduler process of its own.
 
-Nothing of SGLang is imported. All ranks call their linkers alike, in the same order. Rank 0's process leads: its engine
-has the index, decides the promised pages, and plans loads and stores. Every rank has its part of the bytes (`Rank`).
+All ranks call their linkers alike, in the same order. Rank 0's process leads: its engine has the index, decides the
+promised pages, and plans loads and stores. Every rank has its part of the bytes (`Rank`).
 
 * SGLang intersects the ranks' answers of `lookup`. So the other ranks answer every length, and the leader's answer
   decides, without a message or a wait.

@@ -1,8 +1,8 @@
 """The linker's requests, from SGLang's lookup to its load. Plain state over a `Cache`, without bytes or threads.
 
-Nothing of SGLang is imported. At a request's first lookup its pages begin to come to the CPU tier, are checked there,
-and stay pinned. Only pages in the CPU tier are promised to SGLang. A lookup waits for pages on their way, for at most
-`wait` seconds, and only while no other request runs. Pins outlast promises, so that a load has its pages.
+At a request's first lookup its pages begin to come to the CPU tier, are checked there, and stay pinned. Only pages in
+the CPU tier are promised to SGLang. A lookup waits for pages on their way, for at most `wait` seconds, and only while
+no other request runs. Pins outlast promises, so that a load has its pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class _Sought:
     batch: int
 
     def place(self, keys: Sequence[str]) -> int | None:
-        """The place of these keys among the request's own; None for others."""
         try:
             first = self.keys.index(keys[0])
         except ValueError:
@@ -93,7 +92,6 @@ class LoadTable:
         self.counts: Counter[str] = Counter() if counts is None else counts
 
     def __len__(self) -> int:
-        """Requests with held pages."""
         return len(self._sought) + len(self._queued)
 
     def lookup(self, rid: str, keys: Sequence[str]) -> int:
@@ -144,7 +142,6 @@ class LoadTable:
         return queued is not None
 
     def take(self) -> list[QueuedLoad]:
-        """Take the loads of the batch that begins."""
         queued, self._queued, self._until = list(self._queued.values()), {}, None
         self._batch += 1
         return queued
@@ -159,7 +156,6 @@ class LoadTable:
             self._sought.pop(rid).fetch.release()
 
     def reset(self) -> None:
-        """Release all requests."""
         for sought in self._sought.values():
             sought.fetch.release()
         self._sought.clear()
@@ -173,7 +169,6 @@ class LoadTable:
         return self._until - now
 
     def _soon(self, pages: int) -> bool:
-        """Whether `pages` pages should come in time."""
         expected, left = self._seconds(pages), self._left()
         return left > 0 and self._alone() and (expected is None or expected <= left)
 

@@ -1,8 +1,7 @@
 """The engine's metrics among SGLang's own, as `sglang:gdscache_*`, if it runs with --enable-metrics.
 
 SGLang's scheduler process has the engine, and another process answers scrapes: they share Prometheus' files of
-counters, gauges and histograms. A thread updates these once a second, so that no step of the scheduler waits. Nothing
-of SGLang is imported.
+counters, gauges and histograms. A thread updates these once a second, so that no step of the scheduler waits.
 """
 
 from __future__ import annotations

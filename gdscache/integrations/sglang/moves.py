@@ -1,4 +1,4 @@
-"""Moves between the tiers and SGLang's device pools: loads by layers, and offloads. Nothing of SGLang is imported.
+"""Moves between the tiers and SGLang's device pools: loads by layers, and offloads.
 
 A load brings pages that were checked and are pinned in the CPU tier, so only a device error makes it fail. An offload
 is over when its pages have been read: until then SGLang does not evict them.
@@ -133,7 +133,6 @@ class LayerLoads:
         return landed
 
     def reset(self) -> None:
-        """Wait for all batches, and forget them."""
         for index in list(self._batches):
             self.finish(index)
         self.consumer_index = -1
@@ -205,7 +204,6 @@ class Offloads:
         self._thread = StoreThread("gdscache-offloads")
 
     def __len__(self) -> int:
-        """Offloads begun and not forgotten."""
         return len(self._offloads)
 
     def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Any], salt: str, after: Event) -> None:

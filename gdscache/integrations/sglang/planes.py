@@ -1,4 +1,4 @@
-"""SGLang's pools as planes of gdscache: rows of opaque bytes over the pools' own memory. Nothing of SGLang is imported.
+"""SGLang's pools as planes of gdscache: rows of opaque bytes over the pools' own memory.
 
 A device pool has a plane for K and one for V in each layer (MLA: one), with a row a token slot. A host pool has all
 layers of a page side by side, K and V apart: one layer with two planes (MLA: one), whose pages are one run each.

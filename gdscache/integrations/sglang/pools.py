@@ -1,7 +1,6 @@
 """HiCache's host pools of hybrid models below one storage: a pool of windows, or of states, beside that of all tokens.
 
-SGLang addresses each pool by its name, and asks for the lengths at which all pools have their part of a prefix. Nothing
-of SGLang is imported.
+SGLang addresses each pool by its name, and asks for the lengths at which all pools have their part of a prefix.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class PoolPages:
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
-        """The engines by the names of their pools."""
         return self.engine.by_groups
 
     def lengths(
@@ -132,7 +130,6 @@ class PoolPages:
             pool.weights_changed(ends=ends)
 
     def flushed(self) -> None:
-        """SGLang's cache is empty."""
         for pool in self.pools.values():
             pool.flushed()
 

@@ -2,7 +2,7 @@
 
 SGLang asks each rank and takes the least answer. Ranks with parts of the heads keep them in directories of their own.
 If all ranks have the same bytes (MLA), the first one keeps them, and the others read them in its directory
-(`BorrowedPages`). Nothing of SGLang is imported.
+(`BorrowedPages`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class RankPlace(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether it has a directory."""
         return self.rank == 0 or not self.equal
 
     def described(self) -> dict[str, object]:

@@ -1,7 +1,4 @@
-"""Settings that the SGLang integrations refuse at SGLang's start, each by its name.
-
-Reads SGLang's `ServerArgs` and `ModelConfig` by their attributes; nothing of SGLang is imported.
-"""
+"""Settings that the SGLang integrations refuse at SGLang's start, each by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid models under SGLang's linker: a device pool for each kind of layer. Nothing of SGLang is imported.
+"""Hybrid models under SGLang's linker: a device pool for each kind of layer.
 
 A linker is called with a transfer for each component of SGLang's tree: pages from the first that the device lacks (KV),
 the last `ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Each names its pages by the
@@ -78,7 +78,6 @@ class SeveralPools:
         return LinkedStore(handles)
 
     def has(self, name: str, digests: Sequence[bytes], salt: str) -> bool:
-        """Whether the tiers have these pages of a group."""
         names = self.engine.group_names(salt, self.engine.alignment)
         names.extend(digests)
         chains = names.chain([range(len(digests) * (group.name == name)) for group in self.engine.groups])
@@ -134,18 +133,15 @@ class LinkedCache:
         self._cache, self._engine = cache, engine
 
     def fetch(self, hashes: PageHashes, pages: int) -> LinkedFetch:
-        """See `Cache`; all pages of the longest hit, or none."""
         names, start = _named(self._engine, hashes, self._cache.salt)
         end = start + pages * self._engine.alignment
         return LinkedFetch(self._engine, names, end, names.tokens, self._cache.pin_seconds, start)
 
     def cached(self, hashes: PageHashes) -> int:
-        """See `Cache`: of the longest hit."""
         names, start = _named(self._engine, hashes, self._cache.salt)
         return (self._engine.reach(names, names.tokens, start)[0] - start) // self._engine.alignment
 
     def keys(self, hashes: PageHashes) -> Sequence[bytes]:
-        """See `Cache`: of the first group."""
         names, start = _named(self._engine, hashes, self._cache.salt)
         first = start // self._engine.alignment
         return names.keys(0, first, first + len(hashes))

@@ -1,7 +1,4 @@
-"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable.
-
-Reads SGLang's `ServerArgs` by its attributes; nothing of SGLang is imported.
-"""
+"""The setup of SGLang: the integrations' options, and the facts that make two servers' bytes interchangeable."""
 
 from __future__ import annotations
 

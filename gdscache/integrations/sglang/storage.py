@@ -5,7 +5,7 @@
       "module_path": "gdscache.integrations.sglang.storage", "class_name": "GdsCacheStorage", "interface_v1": 1,
       "hicache_storage_pass_prefix_keys": true, "config": "gdscache.yaml"}'
 
-docs/sglang.md says what works and what is refused. This class passes SGLang's calls on to `host.py`.
+docs/sglang.md lists supported and refused settings. This class passes SGLang's calls on to `host.py`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return pages.lend() if isinstance(pages, HostPages) and self._place.equal else ""
 
     def _planes(self) -> PoolPlanes:
-        """The planes of all host pools."""
         pools = {KV: self.mem_pool_host} | {str(name): pool for name, pool in self._registered.items()}
         if self._place.equal and len(pools) > 1:
             raise CacheGroupsUnsupportedError(

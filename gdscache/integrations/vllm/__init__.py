@@ -1,5 +1,7 @@
-"""vLLM: `GdsCacheConnector` is the KV connector that its command line names. vLLM is imported with the class, not
-before."""
+"""vLLM: `GdsCacheConnector` is the KV connector that its command line names. vLLM is imported with it, not before.
+
+`connector`, `events` and `metrics` import vLLM; the other modules read its objects by their attributes.
+"""
 
 from __future__ import annotations
 

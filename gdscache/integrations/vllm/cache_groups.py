@@ -1,7 +1,4 @@
-"""The groups of layers of vLLM's KV cache: the tokens that each keeps, and the supported kinds.
-
-Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
-"""
+"""The groups of layers of vLLM's KV cache: the tokens that each keeps, and the supported kinds."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
       "kv_connector_module_path": "gdscache.integrations.vllm", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/vllm.md says what works and what is refused. vLLM makes an object of this class beside its scheduler and one in
+docs/vllm.md lists supported and refused settings. vLLM makes an object of this class beside its scheduler and one in
 each worker. With one worker in the same process they share an engine (`session.py`). Otherwise the scheduler's object
 has the engine, and each worker's is a rank of it (`ranks.py`). The state is in `requests.py` and `worker.py`; this
 class passes vLLM's calls on.

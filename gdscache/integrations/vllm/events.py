@@ -47,7 +47,6 @@ class VllmEvents:
         self._of_group.get(group, self._events[0]).name(keys, names)
 
     def take(self) -> Iterator[KVCacheEvent]:
-        """The events since the last call."""
         for stored, medium, blocks in itertools.chain(*(events.take() for events in self._events)):
             hashes, group = [maybe_convert_block_hash(block.digest) for block in blocks], blocks[0].group
             if not stored:

@@ -1,8 +1,5 @@
 """The settings of vLLM that decide its keys' and values' bytes, as plain facts by name; `fields.toml` lists them with
-reasons.
-
-Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
-"""
+reasons."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ _PREFIXES = ("VLLM_",)
 
 @functools.cache
 def table() -> FieldTable:
-    """The known fields of vLLM."""
     return FieldTable.read(importlib.resources.files("gdscache.integrations.vllm") / "fields.toml")
 
 
@@ -126,7 +122,6 @@ def _quantisation(config: Any) -> object:
 
 
 def _code(model: Any) -> str:
-    """A digest of the Python code that comes with the model."""
     try:
         files = sorted(_directory(model).glob("*.py"))
     except WeightsNotFoundError:

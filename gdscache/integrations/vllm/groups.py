@@ -1,9 +1,9 @@
 """The scheduler's side of the vLLM connector for hybrid models: requests whose layers keep different tokens.
 
 vLLM has a block table a group; block 0 stands for a page that the group's layers do not keep. All groups draw their
-blocks from one pool, and a block is a page of its group. Nothing of vLLM is imported.
+blocks from one pool, and a block is a page of its group.
 
-All pages of full attention are stored. Of a window, those that a hit can need are stored: at the prompt's end, in
+All pages of full attention are stored. Of a window, the pages that a hit can need are stored: at the prompt's end, in
 generated tokens, every `every` tokens, and where the prompt parted from others (its full pages go on past its hit).
 States are stored at the same tokens, if vLLM has one there: it offers states in the step that writes them, and makes
 one where a prompt parted if it is told to.
@@ -37,7 +37,6 @@ class GroupStoreOrder:
     pool: int = 0
 
     def pages(self, namespace: bytes) -> Sequence[Page]:
-        """The pages' names, each in the namespace of its group."""
         return self.named
 
 

@@ -49,7 +49,6 @@ class GdsCacheStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The figures of the log line."""
         return {name: round(value, 6) for name, value in self.data.items() if value and name != ENGINE}
 
     def is_empty(self) -> bool:
@@ -84,7 +83,6 @@ class GdsCacheProm(KVConnectorPromMetrics):  # type: ignore[misc]
                 counter.labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add the counts of a step."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             if name == ENGINE:

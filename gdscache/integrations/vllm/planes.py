@@ -2,8 +2,7 @@
 
 The order of heads and tokens in a block's bytes is vLLM's affair: here the bytes only move. So the layout's name, and
 the shape, strides and type of each layer, go into the namespace. vLLM pads a state to the size of the other layers'
-blocks. So layers with states have planes of their own over the same memory, of the state's bytes alone. Nothing of vLLM
-is imported.
+blocks. So layers with states have planes of their own over the same memory, of the state's bytes alone.
 """
 
 from __future__ import annotations

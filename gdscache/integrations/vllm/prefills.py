@@ -1,7 +1,4 @@
-"""Times of vLLM's prefills, for the engine's gate: measured around steps, without waiting for them.
-
-Nothing of vLLM is imported.
-"""
+"""Times of vLLM's prefills, for the engine's gate: measured around steps, without waiting for them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """vLLM's workers as processes of their own, for tensor parallelism: the scheduler's process has the engine and decides
 (`Lead`); the workers have the planes and carry out (`RankWorker`).
 
-Nothing of vLLM is imported. A step's metadata brings plain data to the ranks: the orders of loads, and a mark. Ranks
-come to the mark when the step's forward pass was submitted; stores of the step's pages come behind it, however much
-later the engine begins them.
+A step's metadata brings plain data to the ranks: the orders of loads, and a mark. Ranks come to the mark when the
+step's forward pass was submitted; stores of the step's pages come behind it, however much later the engine begins them.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ class Lead:
         self._untold: list[LoadBatch] = []  # batches whose orders have not come
 
     def busy(self) -> bool:
-        """Whether loads between steps are under way."""
         return self._loads.under_way
 
     def step(
@@ -200,7 +198,6 @@ class RankWorker:
         self.prefills.end()
 
     def take_observed(self) -> list[Observed]:
-        """Times of prefills since the last call."""
         observed, self._observed = self._observed, []
         return observed
 

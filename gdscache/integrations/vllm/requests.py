@@ -1,7 +1,7 @@
 """The scheduler's side of the vLLM connector: the state of each request, and the loads and stores of a step.
 
-Plain state over a `Cache`, without bytes or threads; nothing of vLLM is imported. A request is any object with vLLM's
-names: `request_id`, `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
+Plain state over a `Cache`, without bytes or threads. A request is any object with vLLM's names: `request_id`,
+`block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
 
 A request begins to *fetch* when it arrives: its pages come to the CPU tier, are checked there, and stay pinned. When
 the scheduler asks for the request's hit, the table answers "not yet" while they come, for at most `wait` seconds, and
@@ -120,7 +120,6 @@ class RequestTable:
         return len(self._known)
 
     def add(self, request: Any) -> None:
-        """A request has arrived: begin to fetch."""
         self.finish(request.request_id)
         why = "weights" if self.stale else self._refuses(request) or ("reads_nothing" if _skips(request) else "")
         self.alone.update([why] if why else [])
@@ -223,7 +222,6 @@ class RequestTable:
             order.fetch.release()
 
     def take_loads(self) -> list[LoadOrder]:
-        """Take the loads of this step."""
         loads, self._loads = self._loads, []
         return loads
 
@@ -233,7 +231,6 @@ class RequestTable:
         return fresh
 
     def take_deferred(self) -> int:
-        """The number of "not yet" answers since the last call."""
         deferred, self._deferred = self._deferred, 0
         return deferred
 
@@ -279,7 +276,6 @@ class RequestTable:
         return self._cache.cached(known.hashes) > fetch.cached
 
     def _say_unused(self, known: Known, fetch: Fetch, first: int) -> None:
-        """Report cached pages from number `first` on that the request computes."""
         why = "late" if known.late else "no room in the CPU tier" if fetch.crowded() else "not loaded"
         self.unused(known.request.request_id, fetch, first, why)
 
@@ -291,7 +287,6 @@ class RequestTable:
         return min(there, cached)
 
     def _name(self, known: Known) -> None:
-        """Name the pages that have got a hash since the last call."""
         have, hashes = len(known.hashes), known.request.block_hashes
         if len(hashes) > have:
             known.hashes.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])

@@ -74,7 +74,6 @@ class VllmSession(PinningCache):
             engine.observe_prefill(tokens, cached, seconds)
 
     def close(self) -> None:
-        """Close the engine, after its accepted stores."""
         (self.hybrid or self.engine).close()
 
     def busy(self) -> bool:

@@ -1,7 +1,4 @@
-"""The setup of vLLM: the connector's options, refused settings, and requests to leave alone.
-
-Reads vLLM's configuration objects by their attributes; nothing of vLLM is imported.
-"""
+"""The setup of vLLM: the connector's options, refused settings, and requests to leave alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The worker's side of the vLLM connector: moves between the engine's tiers and vLLM's blocks in a step.
 
-Nothing of vLLM is imported. If workers are processes of their own, `Loads` is in each of them and beside the scheduler,
-and `Stores` beside the scheduler (`ranks.py`).
+If workers are processes of their own, `Loads` is in each of them and beside the scheduler, and `Stores` beside the
+scheduler (`ranks.py`).
 
 A load within the step brings pages that were checked and are pinned. A load between steps may meet a bad page; its
 blocks are reported, and vLLM computes them. A store reads its blocks after the steps submitted before its flush; until
@@ -109,7 +109,6 @@ class LoadBatch:
         return set().union(*(one.bad_blocks() for one in self.pools))
 
     def requests(self) -> set[str]:
-        """The requests of its pages."""
         return {place.request_id for one in self.pools for place in one.places}
 
 
@@ -183,7 +182,7 @@ _PAGES, _STEPS = 16, 8  # waiting single pages and steps until a flush while req
 
 
 class Stores:
-    """Waiting stores, and those that still read blocks of vLLM's. A thread passes them to the engine.
+    """Waiting stores, and stores that still read blocks of vLLM's. A thread passes them to the engine.
 
     Passing on costs some 0.1 ms of Python, for any number of pages. So single pages wait for others: their blocks keep
     their bytes until a step is about to write them.
@@ -343,7 +342,6 @@ class Loads:
 
     @property
     def under_way(self) -> bool:
-        """Whether loads between steps have not ended."""
         return bool(self._between)
 
     @property
@@ -357,7 +355,6 @@ class Loads:
         return self._step - self._unproven[0][0] if self._unproven else 0
 
     def begin(self, batches: Sequence[LoadBatch]) -> None:
-        """Add the loads of the step that begins."""
         for batch in batches:
             if batch.between:
                 self._between.append(batch)
@@ -371,7 +368,6 @@ class Loads:
             self._now.wait(layer)
 
     def wait_all(self) -> None:
-        """Order the current stream after all layers."""
         for layer in range(self._layers if self._now is not None else 0):
             self.wait(layer)
 
@@ -411,7 +407,6 @@ class Loads:
         return failed
 
     def take_bad(self) -> set[int]:
-        """Blocks that were not loaded, since the last call."""
         bad, self._bad = self._bad, set()
         return bad
 

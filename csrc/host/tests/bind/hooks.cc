@@ -1,5 +1,5 @@
-// What the tests' build gives to Python besides, as `gdscache._native.hooks`: executors and disks that fail on order,
-// executors that are stepped by hand, and parts of the library that only tests call by themselves.
+// Additions of the tests' build for Python, as `gdscache._native.hooks`: executors and disks that fail on order,
+// executors that are stepped by hand, and parts of the library that only tests call alone.
 
 #include <atomic>
 #include <cstring>
@@ -19,7 +19,7 @@ namespace {
 
 std::atomic<bool> faulty_disks{false};
 
-// Disks that fail, of executors that were told so: known until they end, also while a close waits for what hangs.
+// The faulty disks of executors, known until they end, also while a close waits for hanging I/O.
 std::mutex lock;
 std::map<const OpenExecutor*, FaultyDisk*> faulty;
 
@@ -71,7 +71,7 @@ public:
 
 namespace {
 
-// A part of a job as Python has it: plain numbers, and the names of spaces.
+// A part of a job for Python: plain numbers, and the names of spaces.
 struct Job {
     int64_t number, move;
     int kind;  // of a copy: 0 scatter, 1 gather, 2 look; of I/O: 0 read, 1 write
@@ -93,7 +93,7 @@ nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("
 
 }  // namespace
 
-// The I/O of disks that are null, foreign copies without a GPU, and time, as a test has them happen.
+// Steps of a test in place of a null disk's I/O, a GPU's foreign copies, and time.
 class ExecutorHooks {
 public:
     static void fail(const OpenExecutor& self, const Int64s& faults) {
@@ -187,7 +187,7 @@ private:
     }
 };
 
-// --- checksums, and requests that are cut
+// --- checksums, and cut requests
 
 namespace {
 
@@ -210,7 +210,7 @@ uint64_t sum_of(const Array<const std::byte>& data, const Text& arm) {
     return xxh3(data.data(), static_cast<size_t>(data.bytes()), of);
 }
 
-// Of chunks that follow each other, through the stream; copied to `out` on the way.
+// Of consecutive chunks, through the stream; copied to `out` on the way.
 uint64_t sum_of_chunks(const Array<const std::byte>& data, const Int64s& sizes, const Array<std::byte>& out,
                        bool stream, const Text& arm) {
     const Arm& of = arm_of(arm);
