@@ -6,31 +6,16 @@ A prefetch moves in *chunks*, requests in turn. While a load is under way none b
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+
+from gdscache.moves import PrefetchEnd
 
 MOST = 1024  # prefetches that are under way or wait
 DEMAND_PAUSE_S = 0.1  # while loads are under way, one chunk begins in so much time
 PARKED_S = 0.002  # a request that waits for somebody else's page is looked at again after this
 SWEPT = 1024  # pages that one turn looks for in the tier, to find out which were evicted
-
-
-class PrefetchEnd(enum.Enum):
-    """Why a prefetch has ended. The first cause counts."""
-
-    COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
-    STOPPED = "stopped"  # the time that `wait` was given was up
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"  # `wait(None)` gave up after `deadline`, or the time of its pins was up
-    QUOTA = "quota"  # prefetched pages that nobody has used hold their share of the CPU tier
-    QUEUE_FULL = "queue_full"  # there were `MOST` prefetches already
-    NO_ROOM = "no_room"  # no slot of the CPU tier can be had: what is there is leased, or of this prefix; or pins hold
-    # as much of the tier as they may
-    MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
-    ERROR = "error"  # a page could not be read, or was not what was stored
-    CLOSED = "closed"  # the engine was
 
 
 class PrefetchedPages:
