@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     )
     from gdscache.load.handle import Gap, LayerwiseLoad
     from gdscache.load.report import LoadReport
-    from gdscache.moves.base import PageStatus
+    from gdscache.moves.base import PageStatus, PrefetchEnd
     from gdscache.pages.hit import Hit
     from gdscache.pages.keys import PageHashes
     from gdscache.prefetch.handle import Prefetch, PrefetchReport
-    from gdscache.prefetch.queue import PrefetchEnd
     from gdscache.ranks.address import RankAddress
     from gdscache.ranks.rank import Rank
     from gdscache.store.handle import StoreHandle, StoreReport
@@ -56,7 +55,7 @@ _HOMES = {
     "Pin": "tiers.pins",
     "PoolFullError": "errors",
     "Prefetch": "prefetch.handle",
-    "PrefetchEnd": "prefetch.queue",
+    "PrefetchEnd": "moves.base",
     "PrefetchReport": "prefetch.handle",
     "Rank": "ranks.rank",
     "RankAddress": "ranks.address",

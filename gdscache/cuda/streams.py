@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, Union
 
 import torch
@@ -209,3 +209,13 @@ def come_after(event: Event) -> None:
 
 def _late(waited: float) -> DeadlineError:
     return DeadlineError(f"not ready after {waited:.1f} s", "raise deadline, or see stats() for what hangs")
+
+
+def events_of(after: Sequence[Event]) -> list[int]:
+    """The CUevents of some events. An event that was never recorded has none, and counts as happened."""
+    found = []
+    for event in after:
+        if event is not None:
+            assert isinstance(event, torch.cuda.Event), "copies follow events of torch's"
+            found.append(int(event.cuda_event))
+    return [event for event in found if event]

@@ -10,8 +10,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.disk.slab import Slab
-from gdscache.moves.machine import Descriptors, Files
-from gdscache.storage.base import Transport
+from gdscache.storage.base import Descriptors, Files, Transport
 from gdscache.storage.native import NativeTransport
 
 if TYPE_CHECKING:

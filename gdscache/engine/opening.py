@@ -21,6 +21,7 @@ from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
+from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
@@ -30,7 +31,6 @@ from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
-from gdscache.gate.costs_file import CostsFile
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.loader import Loader

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gdscache.errors import GdsCacheError, LoadOrderError
 from gdscache.integrations.weights import fresh_salt
+from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import PageHashes
 from gdscache.pages.reasons import joined, words
-from gdscache.prefetch.queue import PrefetchEnd
 from gdscache.runtime.threads import log_failure
 
 if TYPE_CHECKING:

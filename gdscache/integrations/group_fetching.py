@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from gdscache.errors import LoadOrderError
 from gdscache.groups.names import Chain, GroupNames
 from gdscache.integrations.fetching import Pinned
+from gdscache.moves import PrefetchEnd
 from gdscache.pages.hit import Hit
-from gdscache.prefetch.queue import PrefetchEnd
 
 if TYPE_CHECKING:
     from gdscache.engine.hybrid import HybridEngine

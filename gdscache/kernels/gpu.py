@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gdscache.arrays import Int64Array, integers
+from gdscache.cuda.streams import events_of
 from gdscache.errors import DeviceError
 from gdscache.native import Gpu
 
@@ -169,13 +170,3 @@ class NativeGpu(Gpu):
 
     def point(self, number: int) -> StreamPoint:
         return StreamPoint(self, number)
-
-
-def events_of(after: Sequence[Event]) -> list[int]:
-    """The CUevents of some events. An event that was never recorded has none, and counts as happened."""
-    found = []
-    for event in after:
-        if event is not None:
-            assert isinstance(event, torch.cuda.Event), "copies follow events of torch's"
-            found.append(int(event.cuda_event))
-    return [event for event in found if event]

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 from gdscache.histograms import AGES, ERRORS, SECONDS, Buckets
-from gdscache.moves import PageStatus
+from gdscache.moves import PageStatus, PrefetchEnd
 from gdscache.policies.admission import ADMISSIONS
-from gdscache.prefetch.queue import PrefetchEnd
 
 Stats = Mapping[str, Any]
 Labels = tuple[str, ...]

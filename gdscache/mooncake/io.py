@@ -25,13 +25,12 @@ from gdscache.errors import IOFailedError, PageBytesError, PageGoneError, Storag
 from gdscache.limits import KEY_BYTES
 from gdscache.mooncake.calls import Lines
 from gdscache.mooncake.client import CODES, DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, Client
-from gdscache.moves.machine import Descriptors
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import Checksums, bound, unbound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.runtime.threads import log_failure
-from gdscache.storage.base import Memory, Transport, address_of
+from gdscache.storage.base import Descriptors, Memory, Transport, address_of
 
 TRAILER_BYTES = 4096
 _HEAD = struct.Struct(f"<8sII{KEY_BYTES}s{KEY_BYTES}sQ")  # magic, layers, page bytes, key, namespace, its own hash

@@ -50,6 +50,21 @@ class PageStatus(enum.Enum):
     RANK_LOST = "rank_lost"  # a rank has ended
 
 
+class PrefetchEnd(enum.Enum):
+    """The first cause that ended a prefetch."""
+
+    COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
+    STOPPED = "stopped"  # the time of a `wait` was up
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # `wait(None)` gave up after `deadline`, or the time of its pins was up
+    QUOTA = "quota"  # unused prefetched pages hold their share of the CPU tier
+    QUEUE_FULL = "queue_full"  # too many prefetches were under way or waited (`prefetch.queue.MOST`)
+    NO_ROOM = "no_room"  # every slot of the CPU tier is leased, or of this prefix; or pins hold their share of the tier
+    MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
+    ERROR = "error"  # a page could not be read, or was not what was stored
+    CLOSED = "closed"  # the engine was closed
+
+
 class Priority(enum.IntEnum):
     """The purpose of a move. The smaller number goes first where two moves wait for the same device."""
 

@@ -17,10 +17,10 @@ from gdscache.pages.layout import DTYPE_BYTES
 from gdscache.pages.planes import PagedPlanes
 
 if TYPE_CHECKING:
-    from gdscache.moves.machine import Descriptors
     from gdscache.native import Gpu
     from gdscache.pages.checksum import Checksums
     from gdscache.pages.layout import PageLayout
+    from gdscache.storage.base import Descriptors
 
 SCATTER, GATHER, DIGEST = range(3)
 SPAN_KINDS = (  # a library thread's spans

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from gdscache.moves.base import PageStatus
 from gdscache.tracing import OFF, Timeline
@@ -12,39 +12,7 @@ from gdscache.tracing import OFF, Timeline
 if TYPE_CHECKING:
     from gdscache.extents.base import Extents
     from gdscache.kernels.copies import PageCopies
-    from gdscache.native import CuFiles
-    from gdscache.pages.checksum import Checksums
-    from gdscache.storage.base import Transport
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Descriptors:
-    """Files that the library reads and writes. Slots are striped over `files`, `stretch` slots at a time.
-
-    `threads`: of the kernel with `uring`, else of the library. `cufile`: reads and writes go by cuFile, which reaches a
-    GPU's memory. `transport`: reads and writes call this, with its handles for `files`. Both None: system calls, which
-    reach only host memory. `sums`: uint64 (slots, layers), for files that come with their checksums: `read` compares
-    each slot with them, and writes the checksums of the bytes read here before it returns.
-    """
-
-    files: Sequence[int]
-    stretch: int
-    threads: int
-    uring: bool = False
-    cufile: CuFiles | None = None
-    transport: Transport | None = None
-    sums: Checksums | None = None
-
-    @property
-    def means(self) -> tuple[object, object]:
-        """Files with equal means share one disk of an executor."""
-        return self.cufile, self.transport
-
-
-class Files(Protocol):
-    """The files of a tier."""
-
-    def hand_over(self) -> Descriptors: ...
+    from gdscache.storage.base import Files
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -16,18 +16,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.cuda.streams import Event, Landed, given
+from gdscache.cuda.streams import Event, Landed, events_of, given
 from gdscache.errors import NativeCallError
-from gdscache.kernels.gpu import events_of
 from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
 from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, NativePool, Space, until
-from gdscache.moves.machine import Descriptors, Machine
+from gdscache.moves.machine import Machine
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import failure_of, log_failure, start
-from gdscache.storage.base import memory_of
+from gdscache.storage.base import Descriptors, memory_of
 from gdscache.tracing import OFF
 
 _T = TypeVar("_T")

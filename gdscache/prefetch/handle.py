@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 from gdscache import arguments
 from gdscache.errors import DeadlineError, EngineClosedError, ForkedProcessError, InvalidValueError, TokensError
 from gdscache.load.plan import PrefetchPlan
-from gdscache.moves import PageStatus
+from gdscache.moves import PageStatus, PrefetchEnd
 from gdscache.pages.hit import Hit
 from gdscache.pages.keys import Page
-from gdscache.prefetch.queue import PrefetchEnd, PrefetchRequest
+from gdscache.prefetch.queue import PrefetchRequest
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from gdscache.errors import EngineClosedError
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
 from gdscache.load.plan import PrefetchPlan
-from gdscache.moves import PageStatus, Priority, Steps, failure
+from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.prefetch.handle import Prefetch, PrefetchWork
-from gdscache.prefetch.queue import MOST, SWEPT, PrefetchedPages, PrefetchEnd, PrefetchQueue, PrefetchRequest
+from gdscache.prefetch.queue import MOST, SWEPT, PrefetchedPages, PrefetchQueue, PrefetchRequest
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 
 if TYPE_CHECKING:

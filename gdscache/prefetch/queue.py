@@ -6,31 +6,16 @@ so that endless loads cannot starve prefetches. The clock is the caller's.
 
 from __future__ import annotations
 
-import enum
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-MOST = 1024
+from gdscache.moves import PrefetchEnd
+
+MOST = 1024  # prefetches that are under way or wait
 DEMAND_PAUSE_S = 0.1  # seconds from one chunk to the next while loads are under way
 PARKED_S = 0.002  # a request that waits for a page of another plan is tried again after this
 SWEPT = 1024  # pages that one turn looks up in the tier, to find evicted ones
-
-
-class PrefetchEnd(enum.Enum):
-    """Why a prefetch has ended. The first cause counts."""
-
-    COMPLETE = "complete"  # all pages that the lookup found are in the CPU tier or faster
-    STOPPED = "stopped"  # the seconds given to `wait` are over
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"  # `wait(None)` gave up after `deadline`, or the time of its pins was up
-    QUOTA = "quota"  # unused prefetched pages fill their share of the CPU tier
-    QUEUE_FULL = "queue_full"  # `MOST` prefetches exist already
-    NO_ROOM = "no_room"  # no slot of the CPU tier is free: all are leased, or of this prefix
-    # or pins hold their share of the tier
-    MISSING = "missing"  # the next page left the SSD meanwhile, or hanging I/O hides it
-    ERROR = "error"  # a page could not be read, or was bad
-    CLOSED = "closed"
 
 
 class PrefetchedPages:

@@ -11,10 +11,10 @@ import torch
 
 from gdscache.config import SsdConfig
 from gdscache.disk.slab import Slab, stretch_slots
-from gdscache.moves.machine import Descriptors
 from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import BlockTables
 from gdscache.ranks.leader import RankSet
+from gdscache.storage.base import Descriptors
 
 FLUSH_S = 60.0  # seconds for a flush of the files
 

@@ -9,8 +9,9 @@ import abc
 import ctypes
 import dataclasses
 import enum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from gdscache.errors import InvalidValueError, IOFailedError
 if TYPE_CHECKING:
     import torch
 
+    from gdscache.native import CuFiles
+    from gdscache.pages.checksum import Checksums
 
 Switch = Literal["auto", "on", "off"]
 GDS = ("cufile", "kvikio", "nixl")  # transports that may use GPUDirect Storage
@@ -128,6 +131,36 @@ class Transport(abc.ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Descriptors:
+    """Files that the library reads and writes. Slots are striped over `files`, `stretch` slots at a time.
+
+    `threads`: of the kernel with `uring`, else of the library. `cufile`: reads and writes go by cuFile, which reaches a
+    GPU's memory. `transport`: reads and writes call this, with its handles for `files`. Both None: system calls, which
+    reach only host memory. `sums`: uint64 (slots, layers), for files that come with their checksums: `read` compares
+    each slot with them, and writes the checksums of the bytes read here before it returns.
+    """
+
+    files: Sequence[int]
+    stretch: int
+    threads: int
+    uring: bool = False
+    cufile: CuFiles | None = None
+    transport: Transport | None = None
+    sums: Checksums | None = None
+
+    @property
+    def means(self) -> tuple[object, object]:
+        """Files with equal means share one disk of an executor."""
+        return self.cufile, self.transport
+
+
+class Files(Protocol):
+    """The files of a tier."""
+
+    def hand_over(self) -> Descriptors: ...
 
 
 class EitherWay(Transport):

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from gdscache.config import TierConfig
-    from gdscache.moves.machine import Files
     from gdscache.pages.layout import PageLayout
+    from gdscache.storage.base import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
 _TAKEN = ("gpu", "cpu", "ssd", "planes", "bounce")

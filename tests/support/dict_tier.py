@@ -12,11 +12,10 @@ import numpy as np
 from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import Entry, PageState
-from gdscache.moves.machine import Descriptors
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
-from gdscache.storage.base import Memory, Transport
+from gdscache.storage.base import Descriptors, Memory, Transport
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from tests.support import fuzz_base
 
 UNDER_TEST = (
-    *("gdscache.disk", "gdscache.gate.costs", "gdscache.gate.costs_file", "gdscache.gate.fit", "gdscache.mooncake.io"),
+    *("gdscache.disk", "gdscache.gate.costs", "gdscache.disk.costs_file", "gdscache.gate.fit", "gdscache.mooncake.io"),
     *("gdscache.pages.checksum", "gdscache.pages.columns", "gdscache.pages.keys"),
 )
 TRACED = tuple(f"/{name.replace('.', '/')}" for name in (*UNDER_TEST, fuzz_base.__name__))

@@ -29,10 +29,10 @@ import xxhash
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.disk import catalog_file, directory, history_file, json_file, namespaces_file, status_page, stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
+from gdscache.disk.costs_file import COSTS_NAME, CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.errors import GdsCacheError
 from gdscache.gate.costs import Costs, Prices
-from gdscache.gate.costs_file import COSTS_NAME, CostsFile
 from gdscache.index.index import PageIndex
 from gdscache.mooncake.io import TRAILER_BYTES, is_stored, trailer
 from gdscache.pages.checksum import bound, layer_checksums

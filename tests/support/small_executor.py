@@ -13,10 +13,11 @@ from gdscache.arrays import integers
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies
 from gdscache.moves import PLANES, Move, Priority, Way
-from gdscache.moves.machine import Descriptors, Machine
+from gdscache.moves.machine import Machine
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.planes import PagedPlanes
+from gdscache.storage.base import Descriptors
 from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support.helpers import MHA, WAIT, layout_of

@@ -29,36 +29,37 @@ TOOLS = ("commands",)  # nothing imports them
 MAY_IMPORT = {
     "_native": "",  # the library
     "native": "_native",
-    "pages": "native",
     "tracing": "",
     "runtime": "",
+    "gate": "",
+    "pages": "native",
     "policies": "native runtime",
-    "groups": "native pages",
-    "config": "groups pages",
     "cuda": "runtime",
+    "groups": "native pages",
+    "events": "pages runtime",
     "index": "pages policies",
     "extents": "cuda pages runtime",
-    "kernels": "cuda extents native pages runtime",
-    "kvcacheio": "cuda kernels",
     "storage": "cuda native pages runtime",
-    "moves": "cuda kernels native pages runtime storage tracing",
-    "disk": "moves pages policies runtime storage",
-    "events": "pages runtime",
-    "gate": "disk",
+    "testing": "cuda pages storage",
+    "config": "groups pages",
+    "kernels": "cuda extents native pages runtime",
+    "disk": "gate pages policies runtime storage",
+    "moves": "cuda native pages runtime storage tracing",
+    "kvcacheio": "cuda kernels",
     "tiers": "config cuda disk extents gate index moves native pages policies runtime storage tracing",
-    "mooncake": "cuda index moves native pages runtime storage tiers",
+    "metrics": "moves policies tiers",
+    "mooncake": "cuda index native pages runtime storage tiers",
     "load": "config cuda index moves native pages runtime tiers tracing",
+    "store": "cuda index moves native pages runtime tiers",
     "prefetch": "load moves pages runtime",
     "ranks": "config cuda disk extents kernels load moves native pages runtime storage tiers",
-    "store": "cuda index moves native pages runtime tiers",
-    "metrics": "moves policies prefetch tiers",
     "engine": (
         "config cuda disk events extents gate groups index kernels load metrics moves pages policies prefetch ranks "
         "runtime store tiers tracing"
     ),
-    "integrations": ("config cuda disk engine events groups load metrics moves pages prefetch ranks runtime store"),
-    "testing": "cuda pages storage",
+    "integrations": "config cuda disk engine events groups load metrics moves pages ranks runtime store",
 }
+FLOORS = 10  # of packages, the commands' among them
 
 # The same of the rooms of csrc/host. Its tests include any of them.
 MAY_INCLUDE = {
@@ -150,14 +151,28 @@ def test_a_room_of_the_library_includes_what_the_table_allows(room: str) -> None
     assert used - {room} == set(MAY_INCLUDE[room].split())
 
 
-def test_no_modules_import_each_other() -> None:
-    """Also not inside a package, and not by way of others. The commands, which `cli` names, are the next test's."""
-    graph = {name: others for name, others in imported().items() if package(name) not in TOOLS}
+def test_no_files_import_each_other() -> None:
+    """Not inside a package either, and not by way of other files."""
+    graph = dict(imported())
     while graph:
         free = [name for name, others in graph.items() if not others & graph.keys() - {name}]
         assert free, f"these import each other: {', '.join(sorted(graph))}"
         for name in free:
             del graph[name]
+
+
+def test_packages_stand_on_ten_floors() -> None:
+    """A package stands one floor above the highest package that it imports. Files of the root are on no floor."""
+    below: dict[str, set[str]] = {}
+    for module, others in imported().items():
+        below.setdefault(package(module), set()).update(package(other) for other in others)
+    packages = {name for name in below if (ROOT / name).is_dir()}
+    floors: dict[str, int] = {}
+    while packages - floors.keys():
+        for name in packages - floors.keys():
+            if (others := below[name] & packages - {name}) <= floors.keys():
+                floors[name] = 1 + max((floors[other] for other in others), default=0)
+    assert max(floors.values()) <= FLOORS, sorted((floor, name) for name, floor in floors.items())
 
 
 def test_nothing_of_the_engine_imports_a_command() -> None:

@@ -23,7 +23,7 @@ from gdscache.mooncake import calls as pool_calls
 from gdscache.mooncake import link as pool_link
 from gdscache.mooncake.io import SIDE_BY_SIDE, TRAILER_BYTES
 from gdscache.mooncake.tier import MooncakeTier
-from gdscache.prefetch.queue import PrefetchEnd
+from gdscache.moves import PrefetchEnd
 from gdscache.tiers.manager import WATCH_S
 from tests.support.fake_pool import EXTENT, POOLS, FakePool, pool_entry
 from tests.support.helpers import WAIT, Host, OpenHost, drop_from, make_config, prompt, quiet, settle, until

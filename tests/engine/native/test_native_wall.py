@@ -16,8 +16,8 @@ from gdscache.arrays import integers
 from gdscache.errors import DeviceError, InvalidValueError, NativeCallError
 from gdscache.moves import Way
 from gdscache.moves.library import MoveLimits, Space
-from gdscache.moves.machine import Descriptors
 from gdscache.native import SHORT, CuFiles, Executor, Gpu, Pool, put_rows, take_rows, take_unbound
+from gdscache.storage.base import Descriptors
 from tests.support.hooks import hooks
 
 HUGE = [(1 << 63) - 1, -(1 << 63), 1 << 62, 1 << 48, 1 << 32, 1 << 31, -1, -(1 << 31)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gdscache.gate.costs_file import COSTS_NAME
+from gdscache.disk.costs_file import COSTS_NAME
 from gdscache.gate.fit import ENOUGH
 from gdscache.prefetch import trial
 from gdscache.storage.base import Op

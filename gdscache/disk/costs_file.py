@@ -19,7 +19,7 @@ from gdscache.limits import MAX_SECONDS
 COSTS_NAME = "costs.json"
 _VERSION = 1
 _MOST, _SHORTEST_S = 1 << 50, 1e-9  # most bytes or tokens, and fewest seconds, of an observation
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("gdscache.disk.costs_file")
 
 
 class CostsFile:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gdscache.disk.costs_file import COSTS_NAME, CostsFile
 from gdscache.gate.costs import Costs
-from gdscache.gate.costs_file import COSTS_NAME, CostsFile
 from tests.support.helpers import drop_from, kept
 
 ABOUT = {"model": "m", "device": "d"}
