@@ -31,10 +31,12 @@ EXAMPLES = {
     "model.kv_heads": "8",
     "model.head_dim": "64",
     "ssd.path": "~/.cache/gdscache",
+    "status.path": "/run/gdscache",
 }
 COMMENTED = (
     "events",
     "metrics",
+    "status",
 )  # sections that mean something just by being there, and that are not shown as they are
 HEAD = """\
 # Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.

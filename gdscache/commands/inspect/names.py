@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.errors import InvalidValueError
+from gdscache.groups.base import Group
 
 COMPARE_SCHEMA = "gdscache.compare/1"
 
@@ -81,11 +82,9 @@ def _planes(planes: Any) -> str:
 
 
 def kept_by(group: Any) -> str:
-    """What the layers of a namespace's `group` keep, in words: `full: all tokens`, `window: the last 1,024`."""
+    """What the layers of a namespace's `group` keep, in words (`Group.words`)."""
     try:
-        span = f"{group['span']:,}"
-        kept = {"all": "all tokens", "window": f"the last {span}", "chunk": f"chunks of {span}", "state": "a state"}
-        return f"{group['name']}: {kept[group['keeps']]}"
+        return Group(group["name"], (), 0, group["keeps"], group["span"]).words
     except (KeyError, TypeError, ValueError):
         return _text(group)
 

@@ -96,7 +96,7 @@ def _live(directory: Path, owner: Owner, status: Status | OtherFormat | None) ->
     told = status.figures
     names = ("format_version", "extent_bytes", "shards", "slots", "pages", "free_slots")
     figures = {name: getattr(told, name) for name in names}
-    return common | {"live": _told(status), "status_format": status_page.PAGE_FORMAT, **figures}
+    return common | {"live": _told(status), "status_format": status.format, **figures}
 
 
 def _told(status: Status) -> dict[str, Any]:
