@@ -318,6 +318,10 @@ class Config(ConfigSection):
         default=None, description="status page of an engine without an SSD; null or absent means it has none"
     )
 
+    traces: bool = Field(
+        default=False, description="a span of OpenTelemetry for each load, in the trace of its caller; true or false"
+    )
+
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "<dict>") -> Self:
         """Check plain data like a file. `source` names it in messages. Raises a `ConfigError` subclass."""
