@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ WINDOW_S = 5.0  # seconds that a rate is measured over
 SECOND_PAGE_S = 2.5  # seconds that --once waits for a second page, without which there are no rates
 _COLUMN, _GAP, _BETWEEN = 38, "  ", " │ "  # least width of a column; between columns; between directories
 _PLAIN = 80  # columns of a pipe
-_BAR = 8  # characters
+_BAR, _EIGHTHS = 12, "▏▎▍▌▋▊▉"
 _CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
 _TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
 
@@ -92,19 +93,23 @@ def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[
 
 
 def _rates(first: Status, last: Status) -> dict[str, Any]:
-    """A second, between two pages. Hit rates are shares of the pages that were looked up; None if there were none."""
+    """A second, between two pages. A hit rate is a share of the pages looked up, None without any. Tiers that the page
+    does not count by name have evictions alone."""
     seconds, then, now = last.written - first.written, first.figures.counts, last.figures.counts
 
     def rate(group: str, name: str) -> float:
-        return max(0, now.get((group, name), 0) - then.get((group, name), 0)) / seconds
+        return max(0, now[group, name] - then[group, name]) / seconds
+
+    def of_tier(group: str, tier: str, factor: float) -> float | None:
+        return rate(group, tier) * factor if (group, tier) in now else None
 
     nbytes, asked = last.figures.extent_bytes * last.figures.shards, rate("lookups", "pages")
     evicted = {tier.name: tier.evictions for tier in _tiers(first)}
     tiers = {
         tier.name: {
-            "hit_rate": rate("hits", tier.name) / asked if asked else None,
-            "loaded_bytes": rate("loaded", tier.name) * nbytes,
-            "stored_bytes": rate("stored", tier.name) * nbytes,
+            "hit_rate": of_tier("hits", tier.name, 1 / asked) if asked else None,
+            "loaded_bytes": of_tier("loaded", tier.name, nbytes),
+            "stored_bytes": of_tier("stored", tier.name, nbytes),
             "evicted_pages": max(0, tier.evictions - evicted.get(tier.name, tier.evictions)) / seconds,
         }
         for tier in _tiers(last)
@@ -117,7 +122,7 @@ def _rates(first: Status, last: Status) -> dict[str, Any]:
         "lookups": rate("lookups", "requests"),
         "lookup_pages": asked,
         "stores": rate("stores", "requests"),
-        "hit_rate": sum(rate("hits", name) for name in tiers) / asked if asked else None,
+        "hit_rate": sum(one["hit_rate"] or 0.0 for one in tiers.values()) if asked else None,
         "tiers": tiers,
         "causes": causes,
     }
@@ -150,7 +155,9 @@ def _directory(report: Report, room: int) -> list[Text]:
     """The lines of one directory: what it is, and sections in as many columns as there is room for."""
     columns = (room + len(_GAP)) // (_COLUMN + len(_GAP)) or 1
     width = (room + len(_GAP)) // columns - len(_GAP)
-    head = _lines(_head(report), room)
+    path = report["path"] if len(report["path"]) <= room else f"…{report['path'][1 - room :]}"
+    about = [(line, style) for text, style in _about(report) for line in textwrap.wrap(text, room) or [""]]
+    head = _lines([(path, _TITLE), *about], room)
     if "pid" not in report:
         return head
     sections = [_tier_rows(report, width), _flows(report, width), _latencies(report, width)]
@@ -174,6 +181,7 @@ def _lines(section: Section, width: int) -> list[Text]:
 
     lines = [Text(printable(text), style) for text, style in section]
     for line in lines:
+        line.highlight_regex(f"[{_EIGHTHS}█]+", "cyan")
         line.truncate(width, overflow="ellipsis", pad=True)
     return lines
 
@@ -181,17 +189,18 @@ def _lines(section: Section, width: int) -> list[Text]:
 def _row(width: int, first: str, *cells: str, sizes: Sequence[int]) -> str:
     """Cells at the right, each with its size; the first takes what is left."""
     rest = "".join(cell.rjust(size) for cell, size in zip(cells, sizes, strict=True))
-    return f"{first:<{width - len(rest)}}{rest}"
+    room = width - len(rest)
+    return (first if len(first) <= room else f"{first[: room - 1]}…").ljust(room) + rest
 
 
-def _head(report: Report) -> Section:
+def _about(report: Report) -> Section:
     state, good = report["state"], report["state"] == "running" and not report["late"]
     if "pid" not in report:
         why = "no engine has it open" if state == "no status page" else "look with the gdscache that has it open"
-        return [(report["path"], _TITLE), (f"{state}: {why}", _WARNING)]
+        return [(f"{state}: {why}", _WARNING)]
     age = f"page {report['age_seconds']:.1f} s old"
-    said = f"{age}: the engine's process, or the device, hangs" if report["late"] else f"{state}, {age}"
-    lines = [(report["path"], _TITLE), (said, "green" if good else _WARNING)]
+    said = f"{age}: its process, or the device, hangs" if report["late"] else f"{state.replace('_', ' ')}, {age}"
+    lines = [(said, "green" if good else _WARNING)]
     lines += [(report["stopped"], _WARNING)] if report["stopped"] else []
     lines += [(f"{report['late_requests']:,} requests are late", _WARNING)] if report["late_requests"] else []
     lines += [(report["groups"], _NOTE)] if report["groups"] else []
@@ -200,12 +209,12 @@ def _head(report: Report) -> Section:
 
 
 def _tier_rows(report: Report, width: int) -> Section:
-    sizes = (_BAR, 8, 12)
-    rows = [(_row(width, "TIER", "", "full", "of", sizes=sizes), _TITLE)]
+    sizes = (8, 12)
+    rows = [(_row(width, "TIER", "full", "of", sizes=sizes), _TITLE)]
     for tier in report["tiers"]:
         share = tier["pages"] / (tier["slots"] or 1)
-        cells = _bar(share), _share(share), _bytes(tier["slots"] * report["extent_bytes"])
-        rows.append((_row(width, tier["name"], *cells, sizes=sizes), ""))
+        cells = _share(share), _bytes(tier["slots"] * report["extent_bytes"])
+        rows.append((_row(width, f"{tier['name']:<5}{_bar(share)}", *cells, sizes=sizes), ""))
     return rows
 
 
@@ -224,8 +233,8 @@ def _flows(report: Report, width: int) -> Section:
 
 
 def _latencies(report: Report, width: int) -> Section:
-    sizes = (9, 9, 7)
-    rows = [(_row(width, "TAKES", "median", "99 %", "last", sizes=sizes), _TITLE)]
+    sizes = (9, 9, 9)
+    rows = [(_row(width, "TAKES", "median", "99 %", "samples", sizes=sizes), _TITLE)]
     for what, took in report["latencies"].items():
         if took["samples"]:
             times = duration(took["median_seconds"]), duration(took["p99_seconds"])
@@ -245,7 +254,7 @@ def _slowest(report: Report, width: int) -> Section:
 
 def _causes(report: Report, width: int) -> Section:
     """Why pages were not found or not stored; of each group the most frequent causes now come first."""
-    sizes, rates = (10, 12), report["rates"]
+    sizes, rates = (8, 10), report["rates"]
     rows = [(_row(width, "CAUSES", "pages/s", "in all", sizes=sizes), _TITLE)]
     found = [
         (0.0 if rates is None else rates["causes"][group].get(cause, 0.0), pages, f"{group} {cause}")
@@ -270,7 +279,7 @@ def _ranks(report: Report) -> Section:
 def _bar(share: float) -> str:
     eighths = round(min(1.0, share) * _BAR * 8)
     whole, part = divmod(eighths, 8)
-    return ("█" * whole + " ▏▎▍▌▋▊▉"[part]).strip().ljust(_BAR)
+    return "█" * whole + _EIGHTHS[part - 1 : part]
 
 
 def _share(share: float | None) -> str:
@@ -281,13 +290,15 @@ def _number(value: float) -> str:
     return significant(value) if value >= 1 or not value else f"{value:.1g}"
 
 
-def _bytes(nbytes: float) -> str:
+def _bytes(nbytes: float | None) -> str:
     """With three digits and a unit: `0.98 MiB`."""
+    if not nbytes:
+        return "-" if nbytes is None else "0"
     units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
     while nbytes >= 1000 and (larger := next(units, "")):
         nbytes, unit = nbytes / 1024, larger
-    return "0" if not nbytes else f"{significant(nbytes)} {unit}"
+    return f"{significant(nbytes)} {unit}"
 
 
 def _ago(seconds: float) -> str:
