@@ -31,10 +31,12 @@ EXAMPLES = {
     "model.kv_heads": "8",
     "model.head_dim": "64",
     "ssd.path": "~/.cache/gdscache",
+    "status.path": "/run/gdscache",
 }
 COMMENTED = (
     "events",
     "metrics",
+    "status",
 )  # sections that have an effect by their presence, and are shown commented out
 HEAD = """\
 # Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.

@@ -18,6 +18,7 @@ from gdscache.commands.config_init import init, print_shipped
 from gdscache.commands.console import App, Table, progress_bar, show
 from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.plan_commands import plan_tiers
+from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import pool_parts
 from gdscache.pages.keys import namespace_digest
@@ -35,6 +36,7 @@ config_app.command("print")(print_shipped)
 app.add_typer(bench_app, name="bench")
 app.command("replay")(replay)
 app.command("plan")(plan_tiers)
+app.command("top")(top)
 
 
 def _show_version(wanted: bool) -> None:

@@ -253,6 +253,14 @@ class MetricsConfig(ConfigSection):
     host: str = Field(default="127.0.0.1", min_length=1, description="address of this machine that it is opened on")
 
 
+class StatusConfig(ConfigSection):
+    """The status page of an engine without an SSD, for `gdscache top`; one with an SSD has its page in `ssd.path`."""
+
+    path: Directory = Field(
+        description="directory of the page, of this engine alone; ~ and $VARS are replaced as in ssd.path"
+    )
+
+
 class LogConfig(ConfigSection):
     """Lines that an engine writes to Python's `logging` at INFO."""
 
@@ -271,7 +279,7 @@ class LogConfig(ConfigSection):
 
 
 class Config(ConfigSection):
-    """One engine. `cpu`, `ssd`, `events` and `metrics` are None if their sections are absent."""
+    """One engine. `cpu`, `ssd`, `events`, `metrics` and `status` are None if their sections are absent."""
 
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
@@ -305,6 +313,13 @@ class Config(ConfigSection):
     log: LogConfig = Field(default=LogConfig(), description="lines of the log at INFO")
     metrics: MetricsConfig | None = Field(
         default=None, description="Prometheus metrics, served; null or absent means they are not"
+    )
+    status: StatusConfig | None = Field(
+        default=None, description="status page of an engine without an SSD; null or absent means it has none"
+    )
+
+    traces: bool = Field(
+        default=False, description="a span of OpenTelemetry for each load, in the trace of its caller; true or false"
     )
 
     @classmethod
@@ -377,7 +392,8 @@ def _figures(size: int) -> str:
 _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
-_VARIED = {"ssd": ("path", "stripes"), "events": ("endpoint", "replay")}  # differ between replicas of a server
+# What differs between replicas of a server.
+_VARIED = {"ssd": ("path", "stripes"), "events": ("endpoint", "replay"), "status": ("path",)}
 _LABELS = ("name", "weights")  # keys that a file may have for a model that the inference engine describes
 
 

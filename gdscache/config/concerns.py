@@ -21,7 +21,10 @@ def concerns(config: Config, gpu_pages: int, *, on_gpu: bool) -> list[str]:
 
     `gpu_pages`: pages that the planes hold, attached or owned. `on_gpu`: they lie on a GPU, not in host memory.
     """
-    return [*_pools(config, gpu_pages), *_buffers(config, on_gpu), *_policies(config)]
+    found = [*_pools(config, gpu_pages), *_buffers(config, on_gpu), *_policies(config)]
+    if config.ssd is not None and config.status is not None:
+        found.append(f"status.path has no effect: the status page is in {config.ssd.path}. Take status out")
+    return found
 
 
 def _pools(config: Config, gpu_pages: int) -> Iterator[str]:

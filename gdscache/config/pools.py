@@ -17,7 +17,7 @@ from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
 from gdscache.sizes import format_size
 
-POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path`; the numbers of its groups follow
+POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path` and `status.path`; the numbers of its groups follow
 
 # Sizes that pools share, and the number of pages that a pool's share must hold.
 _SHARED = {
@@ -48,8 +48,8 @@ def pool_parts(config: Config) -> list[PoolPart]:
     """The parts of a configuration, in the order of the pools; none if the model has no groups. None has `metrics`:
     their common owner serves these.
 
-    A single pool has the configuration itself. Several have directories of their own below `ssd.path` and
-    `ssd.stripes`. Raises `CapacityError` if the share of a size holds no page, and `InvalidValueError` if several
+    A single pool has the configuration itself. Several have directories of their own below `ssd.path`, `ssd.stripes`
+    and `status.path`. Raises `CapacityError` if the share of a size holds no page, and `InvalidValueError` if several
     engines would bind `events.endpoint`.
     """
     groups = config.model.layer_groups()
@@ -133,8 +133,10 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
         for key in path[:-1]:
             section = section[key]
         section[path[-1]] = int(size * share)
+    below = POOL_PREFIX + "-".join(map(str, pool.groups))
+    if config.status is not None:
+        data["status"]["path"] = str(config.status.path / below)
     if config.ssd is not None:
-        below = POOL_PREFIX + "-".join(map(str, pool.groups))
         data["ssd"]["path"] = str(config.ssd.path / below)
         data["ssd"]["stripes"] = [str(path / below) for path in config.ssd.stripes]
     return data

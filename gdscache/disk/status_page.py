@@ -1,7 +1,7 @@
 """The status page of a cache directory in use: 4 KiB that its owner rewrites every second.
 
-A thread writes it that takes no lock of the engine, so that a hanging engine can be inspected; `gdscache inspect` reads
-it. docs/format.md has it byte by byte.
+A thread writes it that takes no lock of the engine, so that a hanging engine can be inspected; `gdscache inspect` and
+`gdscache top` read it. docs/format.md has it byte by byte.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
 from gdscache.disk.catalog_file import MOST_SHARDS, own_file
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
-from gdscache.runtime.latencies import NOTHING, Summary
+from gdscache.runtime.latencies import NOTHING, SlowLoad, Summary
 from gdscache.runtime.threads import start
 
 STATUS_NAME = "status"
@@ -34,7 +34,8 @@ _SAVED_EVERY = 60  # pages
 FRESH_S = 5.0  # a page written within this time has a living owner
 FILE_MODE = 0o600
 MAGIC = b"gdscstat"
-PAGE_FORMAT = 2
+PAGE_FORMAT = 3
+_READ = (2, PAGE_FORMAT)  # what format 3 added is 0 in a page of format 2
 STATES = ("running", "switched_off", "stopped")
 # An engine's counts, by group and name; `misses`, `dropped` and `refused` over all causes.
 COUNTS = (
@@ -50,14 +51,20 @@ COUNTS = (
 CAUSED = ("misses", "dropped", "refused", "lost")  # groups with a count for each cause, the most frequent first
 CAUSES = 48
 RANKS = 16
-LATENCIES = ("read", "write", "commit")
+LATENCIES = ("read", "write", "commit", "load_cpu", "load_ssd")
+TIERS = 5
+SLOWEST = 8  # loads
 _HEAD = struct.Struct("<8sQ")
 _BODY = struct.Struct(f"<II qQQQ II 8Q {len(COUNTS)}Q II")
 _TEXTS = struct.Struct("<64s512s256s")
 _RANK = struct.Struct("<qII")
 _LATENCY = struct.Struct("<3Q")
 _CAUSE = struct.Struct("<32sQ")
-_TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 384, 1216, 1472, 1600
+_TIER = struct.Struct("<16s3Q")
+_LOAD = struct.Struct("<16s3Q")
+_GROUPS = struct.Struct("<128s")
+_GROUPS_AT, _TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 256, 384, 1216, 1472, 1600
+_TIERS_AT, _LOADS_AT = 3520, 3720
 _MOST_NS = (1 << 64) - 1
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
 _CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
@@ -71,6 +78,15 @@ class RankState(NamedTuple):
     state: str
 
 
+class TierState(NamedTuple):
+    """A tier. `evictions`: pages, since it was opened."""
+
+    name: str
+    slots: int
+    pages: int
+    evictions: int
+
+
 class OtherFormat(NamedTuple):
     """A whole page of a format that this version does not read."""
 
@@ -80,7 +96,9 @@ class OtherFormat(NamedTuple):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
     """An engine's own figures. `counts`: by (group, name), as `TierManager.counts`, and in the group `lost` the pages
-    dropped at open. `stopped`: why, or "". `latencies`: the known ones of `LATENCIES`."""
+    dropped at open. `stopped`: why, or "". `latencies`: the known ones of `LATENCIES`. `tiers`: the fastest first.
+    `slowest`: the slowest loads of the last minutes. `groups`: the tokens that the layers keep, in words, or "".
+    The sizes and counts up to `evictions` are the SSD's, and 0 without one."""
 
     format_version: int
     directories: int
@@ -96,6 +114,9 @@ class Figures:
     shards: int = 1
     ranks: Sequence[RankState] = ()
     latencies: Mapping[str, Summary] = dataclasses.field(default_factory=dict)
+    tiers: Sequence[TierState] = ()
+    slowest: Sequence[SlowLoad] = ()
+    groups: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +134,7 @@ class Status:
     catalog_bytes: int
     log_bytes: int
     figures: Figures
+    format: int = PAGE_FORMAT
     causes: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -139,6 +161,12 @@ def pack(status: Status) -> bytes:
         samples, *seconds = f.latencies.get(what, NOTHING)
         nanoseconds = (min(int(s * 1e9), _MOST_NS) for s in seconds)
         _LATENCY.pack_into(page, _LATENCIES_AT + at * _LATENCY.size, samples, *nanoseconds)
+    _GROUPS.pack_into(page, _GROUPS_AT, _text(f.groups, 128))
+    for at, tier in enumerate(f.tiers[:TIERS]):
+        _TIER.pack_into(page, _TIERS_AT + at * _TIER.size, _text(tier.name, 16), *tier[1:])
+    for at, load in enumerate(f.slowest[:SLOWEST]):
+        ended, took = int(load.ended * 1000), min(int(load.seconds * 1e9), _MOST_NS)
+        _LOAD.pack_into(page, _LOADS_AT + at * _LOAD.size, _text(load.tier, 16), ended, took, load.nbytes)
     for at, (name, count) in enumerate(_causes(f.counts)):
         _CAUSE.pack_into(page, _CAUSES_AT + at * _CAUSE.size, _text(name, 32), count)
     _HEAD.pack_into(page, 0, MAGIC, xxhash.xxh3_64_intdigest(memoryview(page)[_HEAD.size :]))
@@ -150,7 +178,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
     if len(page) != PAGE_BYTES or _HEAD.unpack_from(page) != (MAGIC, xxhash.xxh3_64_intdigest(page[_HEAD.size :])):
         return None
     format_, version, pid, opened, written, number, state, directories, *rest = _BODY.unpack_from(page, _HEAD.size)
-    if format_ != PAGE_FORMAT:
+    if format_ not in _READ:
         return OtherFormat(format_)
     extent, slots, pages, free, evictions, late, catalog, log, *rest = rest
     shards, count = rest[len(COUNTS) :]
@@ -172,6 +200,11 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
         group, dot, cause = _read_text(name).partition(".")
         if dot:
             causes[group, cause] = times
+    tiers = [TierState(_read_text(name), *sizes) for name, *sizes in _entries(_TIER, page, _TIERS_AT, TIERS)]
+    slowest = [
+        SlowLoad(_read_text(tier), ended / 1000, took / 1e9, nbytes)
+        for tier, ended, took, nbytes in _entries(_LOAD, page, _LOADS_AT, SLOWEST)
+    ]
     figures = Figures(
         format_version=version,
         directories=directories,
@@ -187,8 +220,11 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
         shards=shards,
         ranks=tuple(RankState(number, STATES[code]) for number, code, _ in told),
         latencies=latencies,
+        tiers=tuple(tiers),
+        slowest=tuple(slowest),
+        groups=_read_text(*_GROUPS.unpack_from(page, _GROUPS_AT)),
     )
-    return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, causes)
+    return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, format_, causes)
 
 
 def read(directory: Path) -> Status | OtherFormat | None:
@@ -211,7 +247,7 @@ def read(directory: Path) -> Status | OtherFormat | None:
 
 
 class StatusWriter:
-    """Rewrites the status page of an owned directory until `close`.
+    """Rewrites the status page of an owned directory until `close`, which then calls `released`.
 
     `figures` must take no lock. `save` is called every minute and at the end, to write files for after a kill; `beside`
     with every page, to write files for readers of a directory in use. Raises `NotARegularFileError` (the page is a
@@ -225,12 +261,14 @@ class StatusWriter:
         figures: Callable[[], Figures],
         save: Callable[[], object] = lambda: None,
         beside: Callable[[], object] = lambda: None,
+        released: Callable[[], object] = lambda: None,
     ) -> None:
         self._path = path = directory / STATUS_NAME
         self._files = (catalog, Path(f"{catalog}-wal"))
         self._figures = figures
         self._save = save
         self._beside = beside
+        self._released = released
         self._about = (os.getpid(), socket.gethostname(), shlex.join(sys.orig_argv))
         self._opened = time.time()
         self._number = 0
@@ -270,6 +308,7 @@ class StatusWriter:
             if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino):
                 self._path.unlink()
         os.close(self._descriptor)
+        self._released()
 
     def _run(self) -> None:
         while not self._end.wait(PERIOD_S):
@@ -310,6 +349,14 @@ def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
     """`group.cause` and count of the most frequent causes."""
     found = [(f"{group}.{name}", n) for (group, name), n in counts.items() if n > 0 and group in CAUSED]
     return sorted(found, key=lambda one: (-one[1], one[0]))[:CAUSES]
+
+
+def _entries(entry: struct.Struct, page: bytes, at: int, most: int) -> Iterator[tuple[Any, ...]]:
+    """Those of a list of entries that have a name, which comes first."""
+    for number in range(most):
+        found = entry.unpack_from(page, at + number * entry.size)
+        if found[0].rstrip(b"\0"):
+            yield found
 
 
 def _read_text(text: bytes) -> str:

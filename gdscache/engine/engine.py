@@ -55,7 +55,7 @@ from gdscache.tiers.base import Lease
 from gdscache.tiers.gpu import GpuTier
 from gdscache.tiers.manager import TierManager
 from gdscache.tiers.pins import Pin
-from gdscache.tracing import Timeline, timeline_from_environment
+from gdscache.tracing import OtelTimeline, Timeline, timeline_from_environment
 
 _SALTS_KEPT = 4096
 
@@ -95,8 +95,8 @@ class CacheEngine:
         limits: EngineLimits = LIMITS,
     ) -> None:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
-        `timeline` is told what happens when; None: NVTX ranges where a profiler is attached, else nothing. `limits`:
-        what no key sets, for trials of small tiers."""
+        `timeline` is told what happens when; None: OpenTelemetry with the key `traces`, else NVTX ranges where a
+        profiler is attached, else nothing. `limits`: what no key sets, for trials of small tiers."""
         if not isinstance(config, Config):
             raise ConfigError(
                 f"a configuration was given as {type(config).__name__}", "use CacheEngine.from_config, or pass a Config"
@@ -104,7 +104,9 @@ class CacheEngine:
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
         self.config = config
-        self.timeline = timeline_from_environment() if timeline is None else timeline
+        if timeline is None:
+            timeline = OtelTimeline() if config.traces else timeline_from_environment()
+        self.timeline = timeline
         self.calls = calls = Calls()
         self.groups: tuple[Group, ...] = config.model.layer_groups()
         if self.groups and ranks is None and planes is None:

@@ -11,6 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -20,13 +21,14 @@ from gdscache.config.concerns import concerns
 from gdscache.cuda.host_memory import Pin
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
-from gdscache.disk.catalog_file import FORMAT_VERSION, last_written
+from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written
 from gdscache.disk.costs_file import CostsFile
+from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
-from gdscache.disk.status_page import LATENCIES, RANKS, Figures, RankState, StatusWriter
-from gdscache.errors import InvalidValueError, IOFailedError, TierUnavailableError
+from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, RankState, StatusWriter, TierState
+from gdscache.errors import InvalidValueError, IOFailedError, StorageError, TierUnavailableError
 from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, PoolMemory
 from gdscache.extents.device import DeviceExtents
@@ -195,10 +197,15 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         status = history = None
+        figures = functools.partial(_figures, config, pool, manager, journal)
         if below.ssd is not None:
             history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
             history.restore()
-            status = _open_status(config, pool, below.ssd, manager, journal, history)
+            status = _open_status(config, pool, below.ssd, manager, history, figures)
+        elif config.status is not None:
+            status = _open_page(config.status.path, figures)
+        if status is not None:
+            undo.callback(status.close)
         events = None
         if config.events is not None:
             events = _open_events(config.events, layout.page_tokens)
@@ -291,15 +298,32 @@ def _open_below(
 
 
 def _open_status(
-    config: Config, pool: _Pool, ssd: SsdTier, manager: TierManager, journal: Journal, history: HistoryFile
+    config: Config,
+    pool: _Pool,
+    ssd: SsdTier,
+    manager: TierManager,
+    history: HistoryFile,
+    figures: Callable[[], Figures],
 ) -> StatusWriter:
     """What writes the small files beside the SSD's catalogue."""
     costs = CostsFile(ssd.path, manager.costs, _about(config, pool.layout, pool.planes.device))
     costs.restore()
-    figures = functools.partial(_figures, manager, ssd, pool.ranks, journal)
     names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=pool.layout.shards))
     save, beside = functools.partial(_save, costs, history, ssd), functools.partial(_describe, names, ssd)
     return StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
+
+
+def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
+    """What writes the status page of an engine without an SSD, into a directory of its own."""
+    try:
+        directory = CacheDirectory.open(path)
+    except StorageError as error:
+        raise type(error)(error.message, error.hint.replace("ssd.path", "status.path")) from error
+    with contextlib.ExitStack() as undo:
+        undo.callback(directory.close)
+        writer = StatusWriter(path, path / CATALOG_NAME, figures, released=directory.close)
+        undo.pop_all()
+    return writer
 
 
 def _clock(config: Config) -> Callable[[], float]:
@@ -369,30 +393,53 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _figures(manager: TierManager, ssd: SsdTier, ranks: RankSet | None, journal: Journal) -> Figures:
+def _figures(config: Config, pool: _Pool, manager: TierManager, journal: Journal) -> Figures:
     """For the status page: without the manager's lock, so that they need not agree to the page. Once a second a line
     that waits is left to a thread that may wait for a log."""
     if journal.due:
         manager.calls.post(journal.tick)
-    quarantine, index = manager.quarantine, ssd.index
-    stopped = quarantine.stopped or ssd.lock_lost()
-    state = "stopped" if stopped else "switched_off" if quarantine.refuses(ssd.name) else "running"
-    return Figures(
+    quarantine, ssd = manager.quarantine, manager.ssd
+    stopped = quarantine.stopped or ("" if ssd is None else ssd.lock_lost())
+    off = ssd is not None and quarantine.refuses(ssd.name)
+    state = "stopped" if stopped else "switched_off" if off else "running"
+    told = Figures(
+        format_version=0,
+        directories=0,
+        extent_bytes=pool.layout.extent_bytes,
+        slots=0,
+        pages=0,
+        free_slots=0,
+        evictions=0,
+        late_requests=quarantine.requests,
+        state=state,
+        stopped=stopped,
+        counts=dict(manager.counts),
+        shards=pool.layout.shards,
+        ranks=_ranks_told(pool.ranks, state),
+        latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
+        tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in manager.tiers.items()],
+        slowest=manager.latencies.slowest(SLOWEST),
+        groups=", ".join(group.words for group in config.model.layer_groups()),
+    )
+    if ssd is None:
+        return told
+    index = ssd.index
+    return dataclasses.replace(
+        told,
         format_version=FORMAT_VERSION,
         directories=ssd.io.slab.directories,
-        extent_bytes=ssd.layout.extent_bytes,
         slots=index.slots,
         pages=len(index),
         free_slots=index.free_slots,
         evictions=index.evictions,
-        late_requests=quarantine.requests,
-        state=state,
-        stopped=stopped,
-        counts=dict(manager.counts) | {("lost", cause): n for cause, n in ssd.lost.items()},
-        shards=ssd.layout.shards,
-        ranks=_ranks_told(ranks, state),
-        latencies={what: manager.latencies.summary(what, ssd.name) for what in LATENCIES},
+        counts={**told.counts, **{("lost", cause): n for cause, n in ssd.lost.items()}},
     )
+
+
+def _work(latency: str) -> tuple[str, str]:
+    """What is done, and in which tier, of a latency of the status page: `load_cpu`, or `read`, of the SSD."""
+    what, _, tier = latency.partition("_")
+    return what, tier or SsdTier.name
 
 
 def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:

@@ -42,6 +42,13 @@ class Group:
             return max(0, tokens // self.page_tokens - 1)
         return 0
 
+    @property
+    def words(self) -> str:
+        """What the layers keep: `full: all tokens`, `window: the last 1,024`."""
+        span = f"{self.span:,}"
+        kept = {"all": "all tokens", "window": f"the last {span}", "chunk": f"chunks of {span}", "state": "a state"}
+        return f"{self.name}: {kept[self.keeps]}"
+
     def describe(self) -> dict[str, object]:
         """The facts that tell one group's pages from another's, as plain data."""
         return {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,11 +19,12 @@ from gdscache.load.plan import LoadPlan
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.load.run import LoadRun
-from gdscache.moves import Executor, Priority, Steps, failure
+from gdscache.moves import Executor, PageStatus, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import GroupSizes, PageLayout
 from gdscache.pages.planes import Blocks
 from gdscache.runtime.threads import log_failure
+from gdscache.tracing import OFF
 
 FIRST_PAGES = 16  # pages of a large load's first part, or more, up to `FIRST_BYTES`
 FIRST_BYTES = 64 << 20
@@ -201,8 +204,11 @@ class Loader:
         return LoadRun(*parts, load, plan, tables, after, self.sizes, checked=checked)
 
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
-        with self.manager.timeline.span(kind, load=load.number, pages=sum(part.pages for part in load.parts)):
+        timeline = self.manager.timeline
+        with timeline.span(kind, load=load.number, pages=sum(part.pages for part in load.parts)) as span:
             yield from run.steps()
+            if timeline is not OFF:
+                span.add(**_moved(load.parts))
 
     def _carry_out(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         error = yield from failure(self._timed("load", load, run))
@@ -227,3 +233,14 @@ class Loader:
         with self.order, self.manager.lock:
             self._closed = True
         self._lane.close()
+
+
+def _moved(parts: Iterable[LoadPart]) -> dict[str, Any]:
+    """What a timeline is told of a load that is over."""
+    tiers: Counter[str] = Counter()
+    bad = 0
+    for part in parts:
+        if part.report is not None:
+            tiers.update(part.report.bytes_by_tier)
+            bad += sum(status is not PageStatus.LOADED for status in part.report.pages)
+    return {"bytes": tiers.total(), "tiers": dict(tiers), "bad_pages": bad}

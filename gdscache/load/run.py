@@ -406,7 +406,10 @@ class LoadRun:
         if not found:
             return
         slowest = [name for name in manager.tiers if name in found][-1]
-        manager.measures.loaded(slowest, sum(found.values()) * self._layout.page_bytes, seconds)
+        nbytes = sum(found.values()) * self._layout.page_bytes
+        manager.measures.loaded(slowest, nbytes, seconds)
+        if self._blocks is not None:
+            manager.latencies.loaded(slowest, nbytes, seconds)
         landed: dict[str, int] = {}
         if landing is not None and plan.targets.count(None) < len(plan.targets):
             there = zip(good, plan.targets, strict=True)

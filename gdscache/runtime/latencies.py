@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+import time
 from collections import deque
 from typing import NamedTuple
 
 KEPT = 512  # durations of a kind
+SLOW_S = 600.0  # seconds for which a slow load is told of
 
 
 class Summary(NamedTuple):
@@ -16,6 +19,15 @@ class Summary(NamedTuple):
     slow: float
 
 
+class SlowLoad(NamedTuple):
+    """A load, by the slowest tier that it read. `ended`: seconds since 1970-01-01 UTC, at its verdict."""
+
+    tier: str
+    ended: float
+    seconds: float
+    nbytes: int
+
+
 NOTHING = Summary(0, 0.0, 0.0)
 
 
@@ -24,12 +36,23 @@ class Latencies:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[str, str], deque[float]] = {}
+        self._loads: deque[SlowLoad] = deque(maxlen=KEPT)
 
     def note(self, what: str, tier: str, seconds: float) -> None:
         kept = self._noted.get((what, tier))
         if kept is None:
             kept = self._noted.setdefault((what, tier), deque(maxlen=KEPT))
         kept.append(seconds)
+
+    def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
+        """A load of `nbytes` took `seconds` from its begin to its verdict. `tier`: the slowest of its pages."""
+        self.note("load", tier, seconds)
+        self._loads.append(SlowLoad(tier, time.time(), seconds, nbytes))
+
+    def slowest(self, most: int) -> list[SlowLoad]:
+        """The slowest of the last loads, the slowest first."""
+        since = time.time() - SLOW_S
+        return heapq.nlargest(most, (load for load in list(self._loads) if load.ended > since), key=lambda one: one[2])
 
     def summary(self, what: str, tier: str) -> Summary:
         found = sorted(self._noted.get((what, tier), ()))

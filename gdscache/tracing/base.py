@@ -20,6 +20,9 @@ class Span:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def add(self, /, **about: Any) -> None:
+        """More of what it is about: of a load, `bytes`, those by `tiers`, and `bad_pages`."""
+
 
 _NOTHING = Span()
 

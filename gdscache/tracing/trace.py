@@ -35,6 +35,9 @@ class _Recorded(Span):
         self.track = track
         self.about = about
 
+    def add(self, /, **about: Any) -> None:
+        self.about.update(about)
+
     def __enter__(self) -> _Recorded:
         self._timeline.stack.append(self.about)
         self._timeline.begin(self)

@@ -45,6 +45,7 @@ def test_nothing_is_said_of_a_roomy_configuration(tmp_path: Path) -> None:
             "",
         ),
         ({"ssd": None, "store": {"write_policy": "write_back"}}, "store.write_policy is write_back", "Add ssd"),
+        ({"status": {"path": "/page"}}, "status.path has no effect", "Take status out"),
         ({"ssd": None, "store": {"admission": "tinylfu"}}, "store.admission is tinylfu", "Add ssd"),
         (
             {"ssd": 6400, "ssd_options": {"endurance": 8 * EXTENT}},

@@ -39,7 +39,7 @@ from gdscache.pages.checksum import bound, layer_checksums
 from gdscache.pages.keys import Page, namespace_digest
 from gdscache.policies import new_policy
 from gdscache.policies.sketch import RecentCounter
-from gdscache.runtime.latencies import Summary
+from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.tiers.fates import LEAST, PageFates
 from gdscache.tiers.ssd import _retentions
 from tests.support.disk_parts import opened, served, store
@@ -289,7 +289,7 @@ def _status(data: bytes, folder: Path) -> None:
     require(len(page) >= status_page.PAGE_BYTES, "a page that is cut")
     require(sealed or page[: status_page.PAGE_BYTES] == whole, "a page with another checksum")
     if isinstance(found, status_page.OtherFormat):
-        require(found.format != status_page.PAGE_FORMAT, "a page of this format that is not read")
+        require(found.format not in status_page._READ, "a page of this format that is not read")
         return
     told = found.figures
     states = {told.state, *(rank.state for rank in told.ranks)}
@@ -297,6 +297,7 @@ def _status(data: bytes, folder: Path) -> None:
     require(1 <= len(told.ranks) + 1 <= status_page.RANKS + 1, "more ranks than there can be")
     json.dumps([found.pid, found.host, found.command, found.opened, found.written, found.age, told.stopped])
     json.dumps([told.ranks, told.latencies, list(found.causes.items())], allow_nan=False)
+    json.dumps([told.tiers, told.slowest, told.groups], allow_nan=False)
 
 
 @functools.cache
@@ -306,7 +307,10 @@ def _status_page() -> bytes:
     ranks = [status_page.RankState(123 + n, status_page.STATES[n % 3]) for n in range(status_page.RANKS)]
     times = {what: Summary(9, 1e-3, 2e-2) for what in status_page.LATENCIES}
     sizes = 6, 1, EXTENT, 100, 60, 40, 7, 0
-    figures = status_page.Figures(*sizes, "switched_off", "the disk failed", counts, 16, ranks, times)
+    tiers = [status_page.TierState(name, 9, 8, 7) for name in ("gpu", "cpu", "ssd", "fourth", "fifth")]
+    slow = [SlowLoad("ssd", NOW, 1.5, 1 << 30)] * status_page.SLOWEST
+    told = "switched_off", "the disk failed", counts, 16, ranks, times, tiers, slow, "full: all tokens"
+    figures = status_page.Figures(*sizes, *told)
     return status_page.pack(status_page.Status(123, "host", "python serve.py", NOW, NOW + 60, 60, 1 << 20, 0, figures))
 
 

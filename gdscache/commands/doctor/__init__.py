@@ -16,7 +16,6 @@ from gdscache.commands.doctor.facts import Asked, Facts, defaults
 from gdscache.commands.doctor.report import Found, Report, Row, Section, attempt, tables
 from gdscache.commands.doctor.ssd import ssd_rows
 from gdscache.commands.doctor.storage import find_ssd
-from gdscache.commands.inspect.names import kept_by
 from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
@@ -34,7 +33,7 @@ def group_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
     if parts.value is None:
         yield Row("shares", parts.cause, "fail", parts.hint)
     for part in parts.value or ():
-        kept = ", ".join(kept_by(group.describe()) for group in part.groups)
+        kept = ", ".join(group.words for group in part.groups)
         yield Row(part.names, f"{kept}; {part.share:.1%} of each size", "ok", data=part.share)
 
 

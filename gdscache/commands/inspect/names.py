@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.errors import InvalidValueError
+from gdscache.groups.base import Group
 
 COMPARE_SCHEMA = "gdscache.compare/1"
 
@@ -80,11 +81,9 @@ def _planes(planes: Any) -> str:
 
 
 def kept_by(group: Any) -> str:
-    """The tokens that the layers of a namespace's `group` keep: `full: all tokens`, `window: the last 1,024`."""
+    """The tokens that the layers of a namespace's `group` keep (`Group.words`)."""
     try:
-        span = f"{group['span']:,}"
-        kept = {"all": "all tokens", "window": f"the last {span}", "chunk": f"chunks of {span}", "state": "a state"}
-        return f"{group['name']}: {kept[group['keeps']]}"
+        return Group(group["name"], (), 0, group["keeps"], group["span"]).words
     except (KeyError, TypeError, ValueError):
         return _text(group)
 

@@ -92,13 +92,14 @@ def _live(directory: Path, owner: Owner, status: Status | OtherFormat | None) ->
         return common
     if isinstance(status, OtherFormat):
         return common | {"status_format": status.format}
-    told = status.figures
+    page = status.figures
     names = ("format_version", "extent_bytes", "shards", "slots", "pages", "free_slots")
-    figures = {name: getattr(told, name) for name in names}
-    return common | {"live": _told(status), "status_format": status_page.PAGE_FORMAT, **figures}
+    figures = {name: getattr(page, name) for name in names}
+    return common | {"live": told(status), "status_format": status.format, **figures}
 
 
-def _told(status: Status) -> dict[str, Any]:
+def told(status: Status) -> dict[str, Any]:
+    """A status page as plain data. Counts are totals since the engine was opened."""
     figures = status.figures
     counts: dict[str, Any] = {}
     for (group, name), n in figures.counts.items():
@@ -124,6 +125,9 @@ def _told(status: Status) -> dict[str, Any]:
             what: {"samples": found.samples, "median_seconds": found.median, "p99_seconds": found.slow}
             for what, found in figures.latencies.items()
         },
+        "groups": figures.groups or None,
+        "tiers": [tier._asdict() for tier in figures.tiers],
+        "slowest_loads": [load._asdict() for load in figures.slowest],
         "ranks": [{"rank": number, "pid": rank.pid, "state": rank.state} for number, rank in enumerate(figures.ranks)],
     }
 

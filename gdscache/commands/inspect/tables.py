@@ -80,7 +80,7 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
     for what, found in live["latencies"].items():
         if found["samples"]:
             times = f"median {duration(found['median_seconds'])}, 99 % within {duration(found['p99_seconds'])}"
-            table.add_row(f"a {what} takes", f"{times}, of the last {found['samples']:,}")
+            table.add_row(f"a {what.replace('_', ' from ')} takes", f"{times}, of the last {found['samples']:,}")
 
 
 def _add_contents(table: Table, report: Mapping[str, Any]) -> None:

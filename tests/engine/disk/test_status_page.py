@@ -17,8 +17,8 @@ from gdscache.commands import cli
 from gdscache.commands.inspect import inspect, tables
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
-from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
-from gdscache.runtime.latencies import Summary
+from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
+from gdscache.runtime.latencies import SlowLoad, Summary
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 
 
@@ -62,7 +62,7 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert page[:8] == b"gdscstat"
     kind, version, pid, opened, written, _, state, directories = struct.unpack_from("<IIqQQQII", page, 16)
     meta = version == FORMAT_VERSION
-    assert (kind, meta, pid, state, directories) == (2, True, os.getpid(), 0, 1)
+    assert (kind, meta, pid, state, directories) == (3, True, os.getpid(), 0, 1)
     assert time.time() - 60 < opened / 1000 <= written / 1000 <= time.time()
     extent, slots, pages, free, evictions, late, catalog, log = struct.unpack_from("<8Q", page, 64)
     assert (extent, slots, pages, free, evictions, late) == (host.layout.extent_bytes, 12, 3, 9, 0, 0)
@@ -81,9 +81,20 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
         samples, median, slow = struct.unpack_from("<3Q", page, at)
         assert samples == (0 if at == 1472 else 1), "the load came from the CPU tier"
         assert samples <= median <= slow < 60e9
-    assert page[1544:1600] == bytes(56)
+    for at, loads in ((1544, 1), (1568, 0)):  # from the CPU tier, and from the SSD
+        samples, median, slow = struct.unpack_from("<3Q", page, at)
+        assert samples == loads <= median + 1 <= slow + 1 < 60e9
+    assert page[1592:1600] == bytes(8)
     assert page[1600:1640] == b"misses.absent".ljust(32, b"\0") + (1).to_bytes(8, "little")
-    assert page[1640:] == bytes(4096 - 1640)
+    assert page[1640:3520] == bytes(3520 - 1640)
+    tiers = [struct.unpack_from("<16s3Q", page, at) for at in (3520, 3560)]
+    assert tiers == [(b"cpu".ljust(16, b"\0"), 8, 3, 0), (b"ssd".ljust(16, b"\0"), 12, 3, 0)]
+    assert page[3600:3720] == bytes(120)
+    name, ended, took, nbytes = struct.unpack_from("<16s3Q", page, 3720)
+    assert (name, nbytes) == (b"cpu".ljust(16, b"\0"), 3 * host.layout.page_bytes)
+    assert opened <= ended <= written
+    assert took == struct.unpack_from("<3Q", page, 1544)[1]
+    assert page[3760:] == bytes(4096 - 3760)
 
 
 def test_it_is_private_and_goes_with_its_owner(host: Host, tmp_path: Path) -> None:
@@ -129,7 +140,18 @@ def test_a_page_that_is_not_whole_or_not_ours_is_none(host: Host, tmp_path: Path
     states = len(status_page.STATES)
     for at, value in ((56, states), (1224, states), (248, 257), (252, 17)):  # of another version, and whole
         assert status_page.unpack(sealed(page, at, value)) is None
-    assert status_page.unpack(sealed(page, 16, 3)) == status_page.OtherFormat(3)
+    assert status_page.unpack(sealed(page, 16, 4)) == status_page.OtherFormat(4)
+
+
+def test_a_page_of_format_2_is_read(host: Host, tmp_path: Path) -> None:
+    """It has zeros where format 3 has tiers, slow loads and the model's groups."""
+    page = bytearray(page_of(tmp_path / "cache"))
+    for first, stop in ((256, 384), (1544, 1600), (3520, 4096)):
+        page[first:stop] = bytes(stop - first)
+    found = status_page.unpack(sealed(bytes(page), 16, 2))
+    assert isinstance(found, status_page.Status)
+    assert (found.format, found.figures.slots, found.figures.groups) == (2, 12, "")
+    assert (found.figures.tiers, found.figures.slowest) == ((), ())
 
 
 def sealed(page: bytes, at: int, value: int) -> bytes:
@@ -162,7 +184,11 @@ def test_all_that_a_page_can_say_comes_back() -> None:
     ranks = [status_page.RankState(1000 + n, status_page.STATES[n % 3]) for n in range(20)]
     counts = {("misses", f"cause_{n:02}"): 1000 - n for n in range(60)} | {("lost", "slot"): 5, ("hits", "ssd"): 3}
     times = {what: Summary(n, n / 1000, n / 100) for n, what in enumerate(status_page.LATENCIES, 1)}
-    figures = status_page.Figures(6, 2, 8192, 9, 8, 1, 0, 0, "stopped", "gone", counts, 16, ranks, times)
+    tiers = [status_page.TierState(f"tier {n}", n + 2, n + 1, n) for n in range(7)]
+    slow = [SlowLoad("ssd", 1e9 + n, 9 - n, n << 20) for n in range(9)]
+    figures = status_page.Figures(
+        *(6, 2, 8192, 9, 8, 1, 0, 0, "stopped", "gone", counts, 16, ranks, times, tiers, slow, "full: all tokens" * 20)
+    )
     page = status_page.pack(status_page.Status(1, "host", "command", 5.0, 6.0, 7, 8, 9, figures))
     found = status_page.unpack(page)
     assert isinstance(found, status_page.Status)
@@ -170,19 +196,22 @@ def test_all_that_a_page_can_say_comes_back() -> None:
     assert found.figures.latencies == times
     assert list(found.causes.items()) == [(("misses", f"cause_{n:02}"), 1000 - n) for n in range(48)]
     assert found.figures.counts["misses", ""] == sum(range(941, 1001))
-    assert page[3520:] == bytes(576)
+    assert found.figures.tiers == tuple(tiers[:5])
+    assert found.figures.slowest == tuple(slow[:8])
+    assert found.figures.groups == "full: all tokens" * 8
+    assert page[4040:] == bytes(56)
 
 
 def test_a_page_of_another_format_is_named(host: Host, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As beside an engine of the next version."""
     path, page = tmp_path / "cache", page_of(tmp_path / "cache")
     (path / "status").unlink()
-    (path / "status").write_bytes(sealed(page, 16, 3))
+    (path / "status").write_bytes(sealed(page, 16, 4))
     report = inspect(path)
-    assert (report["live"], report["status_format"]) == (None, 3)
+    assert (report["live"], report["status_format"]) == (None, 4)
     with pytest.raises(SystemExit):
         cli.app(["inspect", str(path)])
-    assert "a page of format 3; this gdscache reads 2" in " ".join(capfd.readouterr().out.split())
+    assert "a page of format 4; this gdscache reads 3" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize("what", ["nothing", "garbage", "directory"])
@@ -251,3 +280,36 @@ def test_a_write_that_hangs_keeps_its_descriptor_and_holds_up_no_close(
     assert "a write of the status page hangs" in caplog.text
     assert os.readlink(f"/proc/self/fd/{written_to[0]}").endswith("status"), "another file may have its number"
     over.set()
+
+
+def test_an_engine_without_an_ssd_has_a_page_where_the_configuration_names_one(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    host = Host(make_config(cpu=8, status={"path": str(path)}))
+    try:
+        host.keep(prompt(1, 3)).result(WAIT)
+        assert host.load(prompt(1, 3)).tokens == 12
+        number = number_of(path)
+        until(lambda: number_of(path) >= number + 2, "it is written again")
+        told = status_page.read(path)
+        assert isinstance(told, status_page.Status)
+        assert (told.figures.format_version, told.figures.slots, told.catalog_bytes) == (0, 0, 0)
+        assert told.figures.tiers == (("cpu", 8, 3, 0),)
+        assert told.figures.counts["loaded", "cpu"] == 3
+        assert sorted(file.name for file in path.iterdir()) == ["lock", "status"]
+        with pytest.raises(DirectoryInUseError, match=r"give each engine its own status\.path"):
+            Host(make_config(cpu=8, status={"path": str(path)}))
+    finally:
+        host.engine.close()
+    assert [file.name for file in path.iterdir()] == ["lock"]
+    Host(make_config(cpu=8, status={"path": str(path)})).engine.close()
+
+
+def test_a_page_that_cannot_be_made_leaves_nothing_open(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    path.mkdir()
+    (path / "status").mkdir()
+    for _ in range(2):
+        with pytest.raises(NotARegularFileError):
+            Host(make_config(cpu=8, status={"path": str(path)}))
+    (path / "status").rmdir()
+    Host(make_config(cpu=8, status={"path": str(path)})).engine.close()

@@ -96,9 +96,9 @@ def test_default_yaml_has_every_key_with_its_default_and_a_comment(tmp_path: Pat
     examples = {"model.kv_heads", "model.head_dim"}  # the model's own sizes, which have no default
     text = path.read_text(encoding="utf-8")
     whole = tmp_path / "whole.yaml"  # with the sections that are there as comments
-    whole.write_text(re.sub(r"(?m)^# (?=events:|metrics:|  )", "", text), encoding="utf-8")
+    whole.write_text(re.sub(r"(?m)^# (?=events:|metrics:|status:|  )", "", text), encoding="utf-8")
     raw = read_mapping(whole)
-    assert raw.keys() - read_mapping(path).keys() == {"events", "metrics"}
+    assert raw.keys() - read_mapping(path).keys() == {"events", "metrics", "status"}
     seen = []
     for key, field in known_keys(Config):
         if "[]" in key:
@@ -340,7 +340,7 @@ def test_every_key_misspelt_is_recognised() -> None:
             continue
         section, _, name = key.rpartition(".")
         wrong = name + "x"
-        data: dict[str, Any] = {"model": MHA, "cpu": {}, "ssd": {"path": "x"}}
+        data: dict[str, Any] = {"model": MHA, "cpu": {}, "ssd": {"path": "x"}, "status": {"path": "x"}}
         inside = data.setdefault(section, {}) if section else data
         if section == "model":
             inside = data["model"] = dict(MHA)

@@ -88,9 +88,10 @@ def test_planes_go_with_their_layers_and_layers_count_from_0() -> None:
 def test_parts_have_directories_and_events_of_their_own() -> None:
     groups = [{"name": "a", "layers": [1]}, {"name": "b", "layers": [0]}, {"name": "c", "layers": [1], "chunk": 64}]
     ssd = {"path": "/cache", "stripes": ["/more"]}
-    first, second = parts_of(groups, 2, ssd=ssd, events={})
+    first, second = parts_of(groups, 2, ssd=ssd, events={}, status={"path": "/page"})
     assert [str(part.config.ssd.path) for part in (first, second)] == ["/cache/groups-0-2", "/cache/groups-1"]
     assert [str(path) for path in second.config.ssd.stripes] == ["/more/groups-1"]
+    assert [str(part.config.status.path) for part in (first, second)] == ["/page/groups-0-2", "/page/groups-1"]
 
 
 @given(

@@ -1,0 +1,377 @@
+"""`gdscache top`: the rates of running engines, from their status pages.
+
+It reads a page of 4 KiB of each directory, takes no lock and writes nothing, so an engine that hangs can be watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import sys
+import textwrap
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gdscache.commands import EXIT_FAILED
+from gdscache.commands.console import duration
+from gdscache.config.pools import POOL_PREFIX
+from gdscache.disk import status_page
+from gdscache.disk.status_page import CAUSED, FRESH_S, STATUS_NAME, Status, TierState
+from gdscache.errors import NotADirectoryPathError, printable
+from gdscache.sizes import significant
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+SCHEMA = "gdscache.top/1"
+WINDOW_S = 5.0  # seconds that a rate is measured over
+SECOND_PAGE_S = 2.5  # seconds that --once waits for a second page, without which there are no rates
+_COLUMN, _GAP, _BETWEEN = 38, "  ", " │ "  # least width of a column; between columns; between directories
+_PLAIN = 80  # columns of a pipe
+_BAR, _EIGHTHS = 12, "▏▎▍▌▋▊▉"
+_CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
+_TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
+
+Report = Mapping[str, Any]
+Section = list[tuple[str, str]]  # lines, each with its style
+
+
+# -- the figures -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Watched:
+    """A directory, and the pages that its engine wrote within `WINDOW_S`."""
+
+    path: Path
+    pages: deque[Status] = dataclasses.field(default_factory=deque)
+
+    def look(self) -> dict[str, Any]:
+        """Read the page. The report is plain data; `rates` is None without a second page, and if the last is late."""
+        from gdscache.commands.inspect.survey import told
+
+        found, pages = status_page.read(self.path), self.pages
+        if not isinstance(found, Status):
+            pages.clear()
+            state = "no status page" if found is None else f"a status page of format {found.format}"
+            return {"path": str(self.path), "state": state, "late": False, "rates": None}
+        if pages and (pages[-1].pid, pages[-1].opened) != (found.pid, found.opened):
+            pages.clear()
+        if not pages or pages[-1].number != found.number:
+            pages.append(found)
+        while len(pages) > 2 and found.written - pages[1].written >= WINDOW_S:
+            pages.popleft()
+        late, first = found.age > FRESH_S, pages[0]
+        rates = None if late or found.written <= first.written else _rates(first, found)
+        sizes = {"extent_bytes": found.figures.extent_bytes * found.figures.shards}
+        tiers = [tier._asdict() for tier in _tiers(found)]
+        return {"path": str(self.path), **told(found), **sizes, "tiers": tiers, "late": late, "rates": rates}
+
+
+def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[Watched]:
+    """Each directory, or those below it that the pools of a hybrid model have; of `known`, if they are there already.
+
+    Raises `NotADirectoryPathError`.
+    """
+    paths: list[Path] = []
+    for directory in directories:
+        if not directory.is_dir():
+            raise NotADirectoryPathError(f"{directory} is not a directory", "name ssd.path or status.path of a config")
+        below = sorted(path for path in directory.glob(f"{POOL_PREFIX}*") if path.is_dir())
+        paths += below if below and not (directory / STATUS_NAME).exists() else [directory, *below]
+    by_path = {one.path: one for one in known}
+    return [by_path.get(path) or Watched(path) for path in dict.fromkeys(paths)]
+
+
+def _rates(first: Status, last: Status) -> dict[str, Any]:
+    """A second, between two pages. A hit rate is a share of the pages looked up, None without any. Tiers that the page
+    does not count by name have evictions alone."""
+    seconds, then, now = last.written - first.written, first.figures.counts, last.figures.counts
+
+    def rate(group: str, name: str) -> float:
+        return max(0, now[group, name] - then[group, name]) / seconds
+
+    def of_tier(group: str, tier: str, factor: float) -> float | None:
+        return rate(group, tier) * factor if (group, tier) in now else None
+
+    nbytes, asked = last.figures.extent_bytes * last.figures.shards, rate("lookups", "pages")
+    evicted = {tier.name: tier.evictions for tier in _tiers(first)}
+    tiers = {
+        tier.name: {
+            "hit_rate": of_tier("hits", tier.name, 1 / asked) if asked else None,
+            "loaded_bytes": of_tier("loaded", tier.name, nbytes),
+            "stored_bytes": of_tier("stored", tier.name, nbytes),
+            "evicted_pages": max(0, tier.evictions - evicted.get(tier.name, tier.evictions)) / seconds,
+        }
+        for tier in _tiers(last)
+    }
+    causes: dict[str, dict[str, float]] = {group: {} for group in CAUSED}
+    for (group, cause), pages in last.causes.items():
+        causes.setdefault(group, {})[cause] = max(0, pages - first.causes.get((group, cause), 0)) / seconds
+    return {
+        "over_seconds": seconds,
+        "lookups": rate("lookups", "requests"),
+        "lookup_pages": asked,
+        "stores": rate("stores", "requests"),
+        "hit_rate": sum(one["hit_rate"] or 0.0 for one in tiers.values()) if asked else None,
+        "tiers": tiers,
+        "causes": causes,
+    }
+
+
+def _tiers(status: Status) -> Sequence[TierState]:
+    """The tiers; of a page of format 2 the SSD alone."""
+    told = status.figures
+    return told.tiers or (TierState("ssd", told.slots, told.pages, told.evictions),)
+
+
+# -- the screen --------------------------------------------------------------------------------------------------------
+
+
+def screen(reports: Sequence[Report], width: int) -> Text:
+    """Directories beside each other as far as `width` allows, the others below them."""
+    from rich.text import Text
+
+    beside = max(1, min(len(reports), (width + len(_BETWEEN)) // (_COLUMN + len(_BETWEEN))))
+    room = (width + len(_BETWEEN)) // beside - len(_BETWEEN)
+    lines: list[Text] = []
+    for at in range(0, len(reports), beside):
+        blocks = [_directory(report, room) for report in reports[at : at + beside]]
+        lines += [Text()] if lines else []
+        lines += _side_by_side(blocks, room, _BETWEEN)
+    return Text("\n", no_wrap=True, end="").join(lines)
+
+
+def _directory(report: Report, room: int) -> list[Text]:
+    """The lines of one directory: what it is, and sections in as many columns as there is room for."""
+    columns = (room + len(_GAP)) // (_COLUMN + len(_GAP)) or 1
+    width = (room + len(_GAP)) // columns - len(_GAP)
+    path = report["path"] if len(report["path"]) <= room else f"…{report['path'][1 - room :]}"
+    about = [(line, style) for text, style in _about(report) for line in textwrap.wrap(text, room) or [""]]
+    head = _lines([(path, _TITLE), *about], room)
+    if "pid" not in report:
+        return head
+    sections = [_tier_rows(report, width), _flows(report, width), _latencies(report, width)]
+    sections += [_slowest(report, width), _causes(report, width), _ranks(report)]
+    filled: list[Section] = [[] for _ in range(columns)]
+    for section in filter(None, sections):
+        least = min(filled, key=len)
+        least += [("", ""), *section] if least else section
+    return head + _side_by_side([_lines(column, width) for column in filled], width, _GAP)
+
+
+def _side_by_side(blocks: Sequence[Sequence[Text]], width: int, gap: str) -> list[Text]:
+    from rich.text import Text
+
+    empty = Text(" " * width)
+    return [Text(gap, style=_NOTE).join(row) for row in itertools.zip_longest(*blocks, fillvalue=empty)]
+
+
+def _lines(section: Section, width: int) -> list[Text]:
+    from rich.text import Text
+
+    lines = [Text(printable(text), style) for text, style in section]
+    for line in lines:
+        line.highlight_regex(f"[{_EIGHTHS}█]+", "cyan")
+        line.truncate(width, overflow="ellipsis", pad=True)
+    return lines
+
+
+def _row(width: int, first: str, *cells: str, sizes: Sequence[int]) -> str:
+    """Cells at the right, each with its size; the first takes what is left."""
+    rest = "".join(cell.rjust(size) for cell, size in zip(cells, sizes, strict=True))
+    room = width - len(rest)
+    return (first if len(first) <= room else f"{first[: room - 1]}…").ljust(room) + rest
+
+
+def _about(report: Report) -> Section:
+    state, good = report["state"], report["state"] == "running" and not report["late"]
+    if "pid" not in report:
+        why = "no engine has it open" if state == "no status page" else "look with the gdscache that has it open"
+        return [(f"{state}: {why}", _WARNING)]
+    age = f"page {report['age_seconds']:.1f} s old"
+    said = f"{age}: its process, or the device, hangs" if report["late"] else f"{state.replace('_', ' ')}, {age}"
+    lines = [(said, "green" if good else _WARNING)]
+    lines += [(report["stopped"], _WARNING)] if report["stopped"] else []
+    lines += [(f"{report['late_requests']:,} requests are late", _WARNING)] if report["late_requests"] else []
+    lines += [(report["groups"], _NOTE)] if report["groups"] else []
+    up = _ago(time.time() - report["opened"])
+    return [*lines, (f"process {report['pid']} on {report['host']}, up {up}", _NOTE), ("", "")]
+
+
+def _tier_rows(report: Report, width: int) -> Section:
+    sizes = (8, 12)
+    rows = [(_row(width, "TIER", "full", "of", sizes=sizes), _TITLE)]
+    for tier in report["tiers"]:
+        share = tier["pages"] / (tier["slots"] or 1)
+        cells = _share(share), _bytes(tier["slots"] * report["extent_bytes"])
+        rows.append((_row(width, f"{tier['name']:<5}{_bar(share)}", *cells, sizes=sizes), ""))
+    return rows
+
+
+def _flows(report: Report, width: int) -> Section:
+    """Rates by tier, and those of lookups and stores."""
+    rates, sizes = report["rates"], (8, 9, 9, 8)
+    if rates is None:
+        return [] if report["late"] else [("no rates yet: they need two pages", _NOTE)]
+    rows = [(_row(width, "FLOW", "hits", "load/s", "store/s", "evict/s", sizes=sizes), _TITLE)]
+    for name, of in rates["tiers"].items():
+        cells = _share(of["hit_rate"]), _bytes(of["loaded_bytes"]), _bytes(of["stored_bytes"])
+        rows.append((_row(width, name, *cells, _number(of["evicted_pages"]), sizes=sizes), ""))
+    rows.append((_row(width, "all", _share(rates["hit_rate"]), "", "", "", sizes=sizes), ""))
+    asked = f"{_number(rates['lookups'])} lookups/s of {_number(rates['lookup_pages'])} pages/s"
+    return [*rows, (asked, ""), (f"{_number(rates['stores'])} stores/s", "")]
+
+
+def _latencies(report: Report, width: int) -> Section:
+    sizes = (9, 9, 9)
+    rows = [(_row(width, "TAKES", "median", "99 %", "samples", sizes=sizes), _TITLE)]
+    for what, took in report["latencies"].items():
+        if took["samples"]:
+            times = duration(took["median_seconds"]), duration(took["p99_seconds"])
+            rows.append((_row(width, what.replace("_", " "), *times, str(took["samples"]), sizes=sizes), ""))
+    return rows if len(rows) > 1 else []
+
+
+def _slowest(report: Report, width: int) -> Section:
+    sizes = (5, 11, 9)
+    rows = [(_row(width, "SLOWEST LOADS", "", "", "ago", sizes=sizes), _TITLE)]
+    for load in report["slowest_loads"][:_LOADS]:
+        ago = _ago(report["written"] - load["ended"])
+        cells = load["tier"], _bytes(load["nbytes"]), ago
+        rows.append((_row(width, duration(load["seconds"]), *cells, sizes=sizes), ""))
+    return rows if len(rows) > 1 else []
+
+
+def _causes(report: Report, width: int) -> Section:
+    """Why pages were not found or not stored; of each group the most frequent causes now come first."""
+    sizes, rates = (8, 10), report["rates"]
+    rows = [(_row(width, "CAUSES", "pages/s", "in all", sizes=sizes), _TITLE)]
+    found = [
+        (0.0 if rates is None else rates["causes"][group].get(cause, 0.0), pages, f"{group} {cause}")
+        for group, causes in report["causes"].items()
+        for cause, pages in causes.items()
+    ]
+    for rate, pages, name in sorted(found, key=lambda one: one[:2], reverse=True)[:_CAUSES]:
+        rows.append((_row(width, name, "" if rates is None else _number(rate), f"{pages:,}", sizes=sizes), ""))
+    return rows if len(rows) > 1 else []
+
+
+def _ranks(report: Report) -> Section:
+    """How many ranks run, and those that do not."""
+    ranks = report["ranks"]
+    if len(ranks) < 2:
+        return []
+    bad = [rank for rank in ranks if rank["state"] != "running"]
+    rows = [("RANKS", _TITLE), (f"{len(ranks) - len(bad)} of {len(ranks)} run", "" if bad else "green")]
+    return rows + [(f"rank {r['rank']}, process {r['pid']}: {r['state']}", _WARNING) for r in bad[:_RANKS]]
+
+
+def _bar(share: float) -> str:
+    eighths = round(min(1.0, share) * _BAR * 8)
+    whole, part = divmod(eighths, 8)
+    return "█" * whole + _EIGHTHS[part - 1 : part]
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _number(value: float) -> str:
+    return significant(value) if value >= 1 or not value else f"{value:.1g}"
+
+
+def _bytes(nbytes: float | None) -> str:
+    """With three digits and a unit: `0.98 MiB`."""
+    if not nbytes:
+        return "-" if nbytes is None else "0"
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while nbytes >= 1000 and (larger := next(units, "")):
+        nbytes, unit = nbytes / 1024, larger
+    return f"{significant(nbytes)} {unit}"
+
+
+def _ago(seconds: float) -> str:
+    """A time in its largest whole unit: `12 s`, `3 min`, `5 h`, `2 d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def top(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="The ssd.path or status.path of a configuration, or several.")
+    ],
+    every: Annotated[
+        float, typer.Option("--every", min=0.1, max=3600, help="Seconds from one look to the next.")
+    ] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Look once and exit. Waits a second for rates.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each look.")] = False,
+) -> None:
+    """Watch engines: rates, tiers, latencies, the slowest loads, and why pages are refused. Ctrl-C ends it.
+
+    It reads the status pages alone, so it costs an engine nothing, and shows one that hangs. Engines rewrite their page
+    every second; an engine without an SSD has one if the configuration names a status.path.
+
+    With --once the exit status is 1 if an engine does not run, or its page is missing or late.
+    """
+    engines = watched(directories)
+    if once:
+        reports = _once(engines)
+        _print(reports, as_json=as_json)
+        if any(report["state"] != "running" or report["late"] for report in reports):
+            raise typer.Exit(EXIT_FAILED)
+        return
+    with contextlib.suppress(KeyboardInterrupt), _shown(as_json=as_json) as show:
+        while True:
+            show([one.look() for one in engines])
+            time.sleep(every)
+            engines = watched(directories, engines)
+
+
+def _once(engines: Sequence[Watched]) -> list[dict[str, Any]]:
+    """A look at each, after a second page where one comes."""
+    end = time.monotonic() + SECOND_PAGE_S
+    while True:
+        reports = [one.look() for one in engines]
+        wait = any("pid" in report and not report["late"] and report["rates"] is None for report in reports)
+        if not wait or time.monotonic() >= end:
+            return reports
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _shown(*, as_json: bool) -> Iterator[Callable[[Sequence[Report]], None]]:
+    """What shows a frame: in place on a terminal, one behind the other elsewhere."""
+    if as_json or not sys.stdout.isatty():
+        yield functools.partial(_print, as_json=as_json)
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        yield lambda reports: live.update(screen(reports, console.width), refresh=True)
+
+
+def _print(reports: Sequence[Report], *, as_json: bool) -> None:
+    if as_json:
+        text = json.dumps({"schema": SCHEMA, "time": time.time(), "engines": reports})
+    else:
+        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else _PLAIN
+        text = "\n".join(line.rstrip() for line in screen(reports, width).plain.splitlines())
+    print(text, flush=True)

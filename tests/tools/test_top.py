@@ -1,0 +1,242 @@
+"""`gdscache top`: its rates are those of the engine, it changes nothing, and a screen of any width says all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gdscache.commands import top
+from gdscache.disk import status_page
+from gdscache.disk.status_page import RankState, TierState
+from gdscache.runtime.latencies import SlowLoad, Summary
+from tests.support.helpers import WAIT, Host, make_config, prompt, until
+from tests.support.terminal import on_terminal
+
+BYTES = 8192  # of an extent of the tests' models
+Gdscache = Any
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_page, "PERIOD_S", 0.1)
+
+
+@pytest.fixture(params=["ssd", "no ssd"])
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
+    path, sections = tmp_path / "cache", {}
+    if request.param == "no ssd":
+        sections = {"status": {"path": str(path)}}
+    opened = Host(make_config(None if sections else path, cpu=8, ssd=None if sections else 12, **sections))
+    yield opened
+    opened.engine.close()
+
+
+def written(folder: Path, number: int, written: float, times: int = 1, **changes: Any) -> None:
+    """A page that tells of everything, with `times` the counts."""
+    counts = {name: 0 for name in status_page.COUNTS if name[1]}
+    counts |= {("lookups", "requests"): 10 * times, ("lookups", "pages"): 100 * times, ("hits", "cpu"): 40 * times}
+    counts |= {("hits", "ssd"): 10 * times, ("loaded", "ssd"): 10 * times, ("stored", "cpu"): 20 * times}
+    counts |= {("misses", "absent"): 50 * times, ("misses", "checksum"): 7, ("refused", "second_offer"): 30 * times}
+    ranks = [RankState(4000 + n, "stopped" if n == 2 else "running") for n in range(4)]
+    tiers = [TierState("cpu", 8, 6, 5 * times), TierState("ssd", 12, 3, 0), TierState("archive", 50, 5, 0)]
+    told: dict[str, Any] = {
+        "format_version": 6, "directories": 1, "extent_bytes": BYTES, "slots": 12, "pages": 3, "free_slots": 9,
+        "evictions": 0, "late_requests": 0, "state": "running", "stopped": "", "counts": counts, "ranks": ranks,
+        "latencies": {what: Summary(9, 0.0125, 0.25) for what in status_page.LATENCIES}, "tiers": tiers,
+        "slowest": [SlowLoad("ssd", written - 60, 1.5, 3 << 30)], "groups": "full: all tokens, window: the last 1,024",
+    } | changes  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    figures = status_page.Figures(**told)
+    page = status_page.Status(4711, "host", "vllm serve", 1.7e9, written, number, 0, 0, figures)
+    (folder / "status").write_bytes(status_page.pack(page))
+
+
+def two_looks(folders: Sequence[Path], **changes: Any) -> list[dict[str, Any]]:
+    """What is said of pages that were written two seconds after one another."""
+    now, engines = time.time(), top.watched([])
+    for number in (1, 2):
+        for folder in folders:
+            written(folder, number, now - 4 + 2 * number, number, **changes)
+        engines = engines or top.watched(folders)
+        reports = [one.look() for one in engines]
+    return reports
+
+
+def test_rates_are_those_of_the_engine(host: Host, tmp_path: Path) -> None:
+    [one] = top.watched([tmp_path / "cache"])
+    until(lambda: "pid" in one.look(), "there is a page")
+    host.keep(prompt(1, 3)).result(WAIT)
+    host.engine.lookup(prompt(2, 2))
+    assert host.load(prompt(1, 3)).tokens == 12
+
+    def done() -> bool:
+        found = one.look()
+        return found["counts"]["loaded"]["cpu"] == 3 and found["rates"] is not None
+
+    until(done, "the page has it")
+    found = one.look()
+    rates, seconds = found["rates"], found["rates"]["over_seconds"]
+    assert rates["lookups"] * seconds == pytest.approx(2)
+    assert rates["lookup_pages"] * seconds == pytest.approx(5)
+    assert rates["stores"] * seconds == pytest.approx(1)
+    assert rates["hit_rate"] == pytest.approx(3 / 5)
+    assert rates["tiers"]["cpu"]["loaded_bytes"] * seconds == pytest.approx(3 * BYTES)
+    assert rates["tiers"]["cpu"]["stored_bytes"] * seconds == pytest.approx(3 * BYTES)
+    assert rates["causes"]["misses"]["absent"] * seconds == pytest.approx(2)
+    assert found["tiers"][0] == {"name": "cpu", "slots": 8, "pages": 3, "evictions": 0}
+    assert [load["tier"] for load in found["slowest_loads"]] == ["cpu"]
+    assert found["ranks"] == [{"rank": 0, "pid": os.getpid(), "state": "running"}]
+
+
+def test_rates_are_of_the_last_seconds_and_begin_anew_with_another_engine(tmp_path: Path) -> None:
+    now = time.time()
+    [one] = top.watched([tmp_path])
+    for number in range(1, 20):
+        written(tmp_path, number, now - 20 + number, number * number)
+        found = one.look()
+    assert found["rates"]["over_seconds"] == pytest.approx(5, abs=0.01)
+    assert found["rates"]["lookups"] == pytest.approx(10 * (19 * 19 - 14 * 14) / 5, rel=0.01)
+    written(tmp_path, 1, now, 1)
+    page = bytearray((tmp_path / "status").read_bytes())
+    page[24:32] = (4712).to_bytes(8, "little")
+    page[8:16] = status_page.xxhash.xxh3_64_intdigest(bytes(page[16:])).to_bytes(8, "little")
+    (tmp_path / "status").write_bytes(page)
+    assert (one.look()["pid"], one.look()["rates"]) == (4712, None)
+
+
+def test_a_page_that_is_late_gives_its_age_and_no_rates(tmp_path: Path, gdscache: Gdscache) -> None:
+    now = time.time()
+    [one] = top.watched([tmp_path])
+    for number in (1, 2):
+        written(tmp_path, number, now - 64 + 2 * number, number)
+        found = one.look()
+    assert (found["late"], found["rates"]) == (True, None)
+    start = time.monotonic()
+    status, said, _ = gdscache("top", tmp_path, "--once")
+    assert time.monotonic() - start < top.SECOND_PAGE_S, "it waits for a page that does not come"
+    assert status == 1
+    assert "page 60." in said
+    assert "hangs" in said
+    assert "archive" in said
+
+
+def test_an_engine_that_hangs_is_watched(tmp_path: Path) -> None:
+    opened = Host(make_config(tmp_path / "cache", cpu=8, ssd=12))
+    manager = opened.engine.manager
+    try:
+        with manager.lock, opened.engine.loader.order, manager.ssd._commit_lock:
+            [one] = top.watched([tmp_path / "cache"])
+            until(lambda: one.look()["rates"] is not None, "two pages come")
+            assert one.look()["state"] == "running"
+    finally:
+        opened.engine.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"state": "switched_off", "late_requests": 3}, {"state": "stopped", "stopped": "lock is gone"}]
+)
+def test_trouble_is_said_and_is_the_exit_status(tmp_path: Path, gdscache: Gdscache, changes: dict[str, Any]) -> None:
+    written(tmp_path, 1, time.time() + 60, **changes)
+    status, said, _ = gdscache("top", tmp_path, "--once")
+    assert status == 1
+    assert changes["state"].replace("_", " ") in said
+    assert ("3 requests are late" in said) == ("late_requests" in changes)
+    assert ("lock is gone" in said) == ("stopped" in changes)
+    assert "rank 2, process 4002: stopped" in said
+
+
+def test_directories_without_a_page(tmp_path: Path, gdscache: Gdscache) -> None:
+    (tmp_path / "free").mkdir()
+    written(tmp_path / "next", 1, time.time())
+    page = bytearray((tmp_path / "next" / "status").read_bytes())
+    page[16:20] = (9).to_bytes(4, "little")
+    page[8:16] = status_page.xxhash.xxh3_64_intdigest(bytes(page[16:])).to_bytes(8, "little")
+    (tmp_path / "next" / "status").write_bytes(page)
+    status, said, _ = gdscache("top", tmp_path / "free", tmp_path / "next", "--once")
+    words = " ".join(said.replace("│", " ").split())
+    assert status == 1
+    assert "no engine has it open" in words
+    assert "format 9" in words
+    status, _, error = gdscache("top", tmp_path / "nowhere", "--once")
+    assert status == 2
+    assert "nowhere is not a directory" in error
+
+
+def test_groups_with_directories_of_their_own_stand_beside_each_other(tmp_path: Path) -> None:
+    (tmp_path / "groups-1").mkdir()
+    assert [one.path.name for one in top.watched([tmp_path])] == ["groups-1"]
+    reports = two_looks([tmp_path / "groups-0", tmp_path / "groups-1"])
+    engines = top.watched([tmp_path, tmp_path / "groups-0"])
+    assert [one.path.name for one in engines] == ["groups-0", "groups-1"]
+    assert top.watched([tmp_path], engines) == engines
+    assert [report["groups"] for report in reports] == ["full: all tokens, window: the last 1,024"] * 2
+
+
+@pytest.mark.parametrize("width", [38, 80, 100, 120, 200])
+@pytest.mark.parametrize("directories", [1, 2, 3, 5])
+def test_a_screen_has_everything_at_any_width(tmp_path: Path, width: int, directories: int) -> None:
+    reports = two_looks([tmp_path / f"d{n}" for n in range(directories)])
+    lines = top.screen(reports, width).plain.splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).replace("│", " ").split())
+    for n in range(directories):
+        assert f"d{n}" in text
+    said = ["75.0 %", "64.0 KiB", "50.0 %", "5.00 lookups/s of 50.0 pages/s", "12.5 ms", "250 ms", "1.50 s", "3.00 GiB"]
+    said += ["1 min", "misses checksum", "refused second_offer", "3 of 4 run", "rank 2, process 4002: stopped"]
+    for what in said:
+        assert text.count(what) >= directories, what
+
+
+def test_a_pipe_gets_plain_text_and_json_a_line_for_each_look(tmp_path: Path) -> None:
+    written(tmp_path, 1, time.time() + 60)
+    command = [sys.executable, "-m", "gdscache", "top", str(tmp_path), "--every", "0.1"]
+    for options, marker in (([], str(tmp_path)), (["--json"], '{"schema": "gdscache.top/1"')):
+        child = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        seen: list[str] = []
+        while sum(line.startswith(marker) for line in seen) < 3:
+            seen.append(child.stdout.readline())
+        child.send_signal(signal.SIGINT)
+        rest = child.communicate(timeout=WAIT)[0]
+        assert child.returncode == 0
+        assert "\x1b" not in "".join(seen) + rest
+        if options:
+            assert [engine["pid"] for engine in json.loads(seen[0])["engines"]] == [4711]
+
+
+def test_on_a_terminal_frames_replace_each_other(tmp_path: Path) -> None:
+    written(tmp_path, 1, time.time() + 60)
+    code = (
+        "import os, signal, sys; from gdscache.commands import main, top\n"
+        "look, left = top.Watched.look, [4]\n"
+        "def counted(one):\n"
+        "    left[0] -= 1\n"
+        "    left[0] or os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return look(one)\n"
+        f"top.Watched.look = counted; sys.argv = ['gdscache', 'top', {str(tmp_path)!r}, '--every', '0.1']; main.main()"
+    )
+    status, text = on_terminal(["-c", code], 80)
+    assert status == 0
+    assert text.count("running, page") >= 3
+
+
+def test_it_changes_nothing(tmp_path: Path, gdscache: Gdscache) -> None:
+    written(tmp_path, 1, time.time() + 60)
+
+    def state() -> list[tuple[str, int, bytes]]:
+        return [(path.name, path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(tmp_path.iterdir())]
+
+    before = state()
+    with contextlib.chdir(tmp_path):
+        gdscache("top", ".", "--once", "--json")
+    assert state() == before
