@@ -21,6 +21,8 @@ from gdscache.runtime.calls import Caller, Direct
 from gdscache.runtime.threads import Flag
 from gdscache.tracing import OFF, Timeline
 
+_VERDICT_S = 1.0  # from the deadline, at which reads are given up, to the verdict of a busy machine
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gap:
@@ -63,7 +65,7 @@ class LayerwiseLoad:
         self._layout = layout
         self.deadline = deadline
         self.checked = checked
-        self._patience = None if checked else deadline
+        self._patience = None if checked else deadline + _VERDICT_S
         self._layers = LayerFences(layout.n_layers if layered else 0)
         self.cancelled = False
         self._moving: Moving | None = None
@@ -88,8 +90,8 @@ class LayerwiseLoad:
     def wait(self, layer: int, seconds: float | None = None) -> None:
         """Order the current stream after this layer's copies; without a GPU, wait for the bytes.
 
-        The thread waits until the copies are queued, for `deadline` by default (without limit for a load of checked
-        hits). Then it raises `DeadlineError`.
+        The thread waits until the copies are queued: by default a second longer than `deadline`, and without limit for
+        a load of checked hits. Then it raises `DeadlineError`.
         """
         self._calls.check()
         layer = arguments.whole(layer, "layer", 0, len(self._layers) - 1)
