@@ -185,7 +185,7 @@ class LayerwiseLoad:
         return self._orders is None or self._begun.is_set()
 
     def done(self) -> bool:
-        """True when the verdict is known; never waits."""
+        """Whether the verdict is known; never waits."""
         return self._over.is_set()
 
     def signal(self, layer: int, event: Event) -> None:

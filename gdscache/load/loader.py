@@ -134,7 +134,6 @@ class Loader:
         return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after), checked=checked)
 
     def _first_part(self, pages: int) -> int | None:
-        """Pages to plan before the first of them moves; None: all pages at once."""
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
         return first if pages > 2 * first else None
 
@@ -166,7 +165,6 @@ class Loader:
             load.broken_off(error)
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        """Plan the pages that are left, and hand the load to a thread of the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
         if load.tokens and not load.checked:

@@ -61,8 +61,8 @@ class PrefetchEnd(enum.Enum):
     QUEUE_FULL = "queue_full"  # too many prefetches were under way or waited (`prefetch.queue.MOST`)
     NO_ROOM = "no_room"  # every slot of the CPU tier is leased, or of this prefix; or pins hold their share of the tier
     MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
-    ERROR = "error"  # a page could not be read, or was not what was stored
-    CLOSED = "closed"  # the engine was closed
+    ERROR = "error"  # a page could not be read, or was bad
+    CLOSED = "closed"
 
 
 class Priority(enum.IntEnum):
@@ -202,9 +202,7 @@ class Lane(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Wait until all queued steps have ended. May be called again."""
-        ...
+    def close(self) -> None: ...
 
 
 Orders = Callable[[Sequence[Any], Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
@@ -246,9 +244,7 @@ class Executor(Protocol):
 
     def happened(self, event: Event) -> Wait: ...
 
-    def pause(self, changed: Flag, seconds: float) -> None:
-        """Wait for `changed`, up to `seconds`: for calls that wait until steps have ended."""
-        ...
+    def pause(self, changed: Flag, seconds: float) -> None: ...
 
     def behind(self, after: object) -> Event:
         """The event that a load's copies wait for. `after` None: the current stream's work. Raises
@@ -259,9 +255,7 @@ class Executor(Protocol):
         """`behind` for a store, or a mark that stands for the event."""
         ...
 
-    def passed(self, mark: Event) -> None:
-        """No move waits for this mark any more."""
-        ...
+    def passed(self, mark: Event) -> None: ...
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         """The checksums of a memory's slots, uint64 of shape (slots, layers), a copy."""
@@ -269,7 +263,6 @@ class Executor(Protocol):
 
 
 def failure(steps: Steps[object]) -> Steps[BaseException | None]:
-    """Run steps and return the exception that they raise, or None."""
     try:
         yield from steps
     except GeneratorExit:

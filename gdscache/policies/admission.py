@@ -209,7 +209,6 @@ class Admission:
 
     @property
     def admits_all(self) -> bool:
-        """True while every page with room may go in, and no refused page is remembered."""
         return not self.refuses and not self._lately
 
     def admit_all(self, pages: int) -> None:
@@ -254,7 +253,7 @@ class Admission:
             return (
                 "the SSD writes more slowly than pages are stored, and as many are on their way as store.queue allows, "
                 "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
-                "let store.admission choose what is written"
+                "let store.admission choose the pages that are written"
             )
         return self._policy.explain(page.key, victim)
 

@@ -188,8 +188,6 @@ class Quarantine:
                 "held_slots": {name: self._held(name) for name in self._slots},
             }
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _end(self, request: Late) -> None:
         with self._lock:
             request.give_back()
@@ -216,7 +214,6 @@ class Quarantine:
             threading.Thread(target=self._finish, name="gdscache-late-close", daemon=True).start()
 
     def _finish(self) -> None:
-        """Run the postponed actions, each even if others raise."""
         while True:
             with self._lock:
                 actions, self._afterwards = self._afterwards, []
@@ -231,5 +228,4 @@ class Quarantine:
         return self._holds[pool]() if pool in self._holds else self._requests[pool]
 
     def _fullest(self, parts: int) -> str | None:
-        """A pool of which late requests hold more than 1 / `parts`."""
         return next((name for name, slots in self._slots.items() if self._held(name) * parts > slots), None)
