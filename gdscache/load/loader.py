@@ -25,7 +25,7 @@ from gdscache.runtime.threads import log_failure
 
 FIRST_PAGES = 16  # pages of a large load's first part, or more, up to `FIRST_BYTES`
 FIRST_BYTES = 64 << 20
-PLANNED_BYTES = 1 << 20  # the bus takes 20 us for these, and more than one page is planned in 20 us
+PLANNED_BYTES = 1 << 20  # a page of this size takes 20 us on the bus, and planning one takes less
 _Request = tuple[Sequence[Page], Blocks, int]
 
 
@@ -58,7 +58,8 @@ class Loader:
         self.keep = keep
         self.sizes = sizes
         self._device = device
-        self._running: set[LayerwiseLoad] = set()  # running, or waiting for a thread; the manager's lock guards it
+        # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
+        self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
         self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
         self._closed = False
@@ -66,7 +67,7 @@ class Loader:
 
     @property
     def loads(self) -> int:
-        """Loads that run or wait for a thread and may read files. The manager's lock is held."""
+        """Loads in the lane that may read files. The manager's lock is held."""
         return len(self._running)
 
     def start(
@@ -165,6 +166,7 @@ class Loader:
             load.broken_off(error)
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
+        """Plan the pages that are left, and queue the load in the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
         if load.tokens and not load.checked:
@@ -210,6 +212,7 @@ class Loader:
         self._end(load, error)
 
     def _lost(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
+        """Ends a load whose begin or thread failed. `LayerwiseLoad.begun` raises the begin's error."""
         yield from run.abort()
         self._end(load, None)
 
