@@ -518,8 +518,7 @@ class CacheEngine:
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:
         """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
 
-        A shared pool, which lookups do not see, is asked for the pages that no tier here has. No page comes before the
-        pool has answered (`Prefetch.asking`).
+        A shared pool, which lookups do not see, is asked first for the pages that no tier here has (`Prefetch.asking`).
 
         Prefetches move chunk by chunk, in turn, behind loads. A prefetch ends by itself or by its handle: cancel it
         when its request is cancelled. Pages that no load has used hold half of the CPU tier at most. Instead of tokens
@@ -528,9 +527,8 @@ class CacheEngine:
         `pin`: seconds, for attached planes. Pages that the prefetch brings, or finds in the CPU tier, are kept there
         for that long at most, or until the handle releases them. `handle.verified` is the number of verified tokens,
         and `handle.hit()` is a hit for `load`. Room is reserved now: all pins together hold half of the CPU tier, first
-        come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Pages of such a
-        prefetch do not count as unused ones. Raises `InvalidValueError` for an impossible number of seconds or without
-        a CPU tier.
+        come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Pinned pages do not
+        count as unused ones. Raises `InvalidValueError` for an impossible number of seconds or without a CPU tier.
         """
         with self.calls:
             return self._prefetch(tokens, start, salt, pin)

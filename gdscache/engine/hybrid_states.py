@@ -1,8 +1,7 @@
 """A state leaves with the page that it stands behind: without that page no hit needs the state.
 
-Pools evict by themselves, and learn the lifetimes of their pages from their uses. A state is worth as much as the full
-pages before it, of which there are more to learn from. So a state goes when no tier has the last of these pages any
-more, and makes room for states whose pages stay.
+Pools evict by themselves, and learn the lifetimes of their pages from uses. A state is worth as much as the full pages
+before it, of which there are more to learn from. So a state goes when no tier has the last of these pages any more.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ class Loader:
         return part * max(2, self.layout.page_bytes // PLANNED_BYTES)
 
     def _begin(self, load: LayerwiseLoad, run: LoadRun, part: int | None) -> None:
-        """Begin the load in this thread. A large load begins part by part, each part larger than the one before it, so
-        that the next is planned while the bus carries the last. A thread of the lane does the rest, and ends the load
-        if this fails."""
+        """Begin the load in this thread. A large load begins part by part, each larger than the one before, so that the
+        next is planned while the bus carries the last. A thread of the lane does the rest, and ends the load if this
+        fails."""
         try:
             run.begin()
             while part is not None and not run.plan.whole:

@@ -74,12 +74,12 @@ class LoadPlanner:
         checked: bool = False,
         most: int | None = None,
     ) -> LoadPlan:
-        """In one step, lease the consecutive pages of each request that the tiers hold, and reserve slots of the
-        landing tier for pages of slower tiers.
+        """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
+        pages of slower tiers, in one step.
 
-        Pages that get no such slot (without `keep`, all pages) pass through the bounce reserve. Never waits. `checked`:
-        plan only pages that are complete in the landing tier, up to the first that is not. `most`: plan a first part of
-        this many pages; `go_on` plans the next.
+        Pages without such a slot (without `keep`, all pages) pass through the bounce reserve. Never waits. `checked`:
+        only pages that are complete in the landing tier, up to the first that is not. `most`: plan this many pages at
+        first; `go_on` plans the next.
         """
         with self.manager.lock:
             plan = LoadPlan(LoadRequest(requests, owner, keep, checked))

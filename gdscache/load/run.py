@@ -1,7 +1,7 @@
-"""One load as steps: begin its moves, wait for them, give each page its verdict.
+"""One load as steps: begin its moves, wait for them, give each page its verdict before `result()` returns.
 
-Every page has a verdict before `result()` returns. The only pages published are verified copies in the landing tier.
-Pages that another load brings come last: this load waits for them, then copies them from the landing tier.
+Only verified copies in the landing tier are published. Pages that another load brings come last: this load waits for
+them, then copies them from the landing tier.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ class LoadRun:
     def _time(self) -> None:
         """Measure the speed of the slowest tier.
 
-        A memory tier is not measured while the blocks are still in use, for example by a forward pass that the GPU has
-        not begun: the pages then wait for the blocks, not for the tier, and do not hold up other loads. Ranks say at
-        the load's end when they came to it, and whether it waited.
+        Not of a memory tier while the blocks are in use, for example by a forward pass that the GPU has not begun: the
+        pages then wait for the blocks, not for the tier, and do not hold up other loads. Ranks report at the load's end
+        when they came to it, and whether it waited.
         """
         waits = self._by_ranks or any(event is not None and not event.query() for event in self._after)
         if waits:

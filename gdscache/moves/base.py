@@ -1,12 +1,11 @@
 """The contract of moves. A move says, as plain data, which bytes go where; an executor carries it out.
 
 Code that decides (a store's plan, the writer to the SSD) is written as *steps*: a generator that begins moves and
-yields waits. Steps know no thread, no clock and no transport. Threads drive them in an engine, virtual time in a
-replay.
+yields waits. It knows no thread, clock or transport. Threads drive it in an engine, virtual time in a replay.
 
 A move names the spaces of its bytes: `planes` (the GPU pool, or attached planes), a memory of extents (`cpu`,
-`bounce`), or the files of a tier (`ssd`). The caller pins both ends of every page until the move's end, and both ends
-of a late page until `Moving.on_end` says that nothing touches them any more.
+`bounce`), or the files of a tier (`ssd`). The caller pins both ends of every page until the move's end, and of a late
+page until `Moving.on_end` calls back.
 """
 
 from __future__ import annotations
@@ -168,9 +167,8 @@ class Listener(Protocol):
 class Moving(Protocol):
     """A move that has begun.
 
-    `lands(layer, seconds)` waits until a load's copies of a layer are queued, or never will be; it returns None after
-    `seconds`. For a store it waits until the reads of the planes are queued. None where only the listener or the move's
-    end tells this.
+    `lands(layer, seconds)` waits until a load's copies of a layer, or a store's reads of the planes, are queued or
+    never will be; None after `seconds`. It is None where only the listener or the move's end tells this.
     """
 
     lands: Callable[[int, float], Landed | None] | None

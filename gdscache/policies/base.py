@@ -103,8 +103,8 @@ class LRU(Undeferred):
     """Least recently used first. Callers touch a prefix tail first, so that heads outlive tails.
 
     Restored keys enter the order little by little: a million at once take more than a second. Until then they are in
-    `_cold`, `_cold_from <= i < _cold_to`, the first to evict first; keys used meanwhile are in `_order` too, and
-    removed ones in `_gone`.
+    `_cold[_cold_from:_cold_to]`, the first to evict first; keys used meanwhile are in `_order` too, removed ones in
+    `_gone`.
     """
 
     __slots__ = ("_cold", "_cold_from", "_cold_to", "_gone", "_keys", "_order")

@@ -41,7 +41,7 @@ class Late:
 
 
 class Unended(Protocol):
-    """A move with late pages."""
+    """A move with late pages: see `Moving.on_end`."""
 
     def on_end(self, callback: Callable[[int], None]) -> None: ...
 
@@ -65,9 +65,9 @@ class Quarantine:
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
-        # pools with a count of their own of slots that late requests hold
+        # pools that count the slots of late requests themselves
         self._holds: dict[str, Callable[[], int]] = {}
-        self._requests: Counter[str] = Counter()  # late requests by pool; in the other pools each holds a slot
+        self._requests: Counter[str] = Counter()  # late requests by pool; each holds a slot where `_holds` has no count
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
         self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
