@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Where the names are, each imported when somebody asks for it (PEP 562): the engine takes torch in, which takes longer
-# than most commands.
+# Name -> module; imported on first use (PEP 562): the engine imports torch, which takes longer than most commands.
 _HOMES = {
     "CacheEngine": "engine.engine",
     "CapacityError": "errors",

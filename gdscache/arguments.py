@@ -1,4 +1,4 @@
-"""What callers pass to public calls, checked: a wrong value is an error that names the argument. Nothing heavy here."""
+"""Checks of arguments of public calls: a wrong value is an error that names the argument. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from gdscache.limits import MAX_SECONDS
 
 
 def seconds(value: Any, name: str = "seconds") -> float | None:
-    """How long a call may wait; None: as long as it takes. Less than nothing is nothing: a remainder may have run out.
+    """How long a call may wait; None: without limit. A negative number counts as 0: a remainder may have run out.
 
-    Raises `InvalidValueError` for what is no number, and for one that no wait takes: NaN, infinity, too large.
+    Raises `InvalidValueError` for anything but a number that a wait can take: NaN, infinity and too large ones are
+    refused.
     """
     if value is None:
         return None
@@ -25,7 +26,7 @@ def seconds(value: Any, name: str = "seconds") -> float | None:
 
 
 def span(value: Any, name: str, most: int, least: float = 0.0) -> float:
-    """A time that something lasts: more than `least` seconds, `most` of them at most. Raises `InvalidValueError`."""
+    """A duration: more than `least` seconds, and at most `most`. Raises `InvalidValueError`."""
     number = _number(value)
     if number is None or not least < number <= most:
         hint = f"pass a number of seconds, more than {least:g}, at most {most:,}"
@@ -42,7 +43,7 @@ def whole(value: Any, name: str, least: int, most: int) -> int:
 
 
 def start_page(start: Any, page_tokens: int) -> int:
-    """The page that begins with token `start`. Raises `TokensError` where none does."""
+    """The page that begins with token `start`. Raises `TokensError` if none does."""
     number = _integer(start)
     if number is None or not 0 <= number < 1 << 63 or number % page_tokens:
         raise TokensError(
@@ -59,7 +60,7 @@ def text(value: Any, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message: its kind where it is large."""
+    """A value for a message; of a large one its kind."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length():,} bits"
     if isinstance(value, (int, float, str, bytes, bool, type(None))):

@@ -1,5 +1,4 @@
-"""Names of numpy's array types, and what the library is handed of arrays. What an array's elements count is said where
-it is taken."""
+"""Names of numpy's array types, and conversions for the native library."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where a contiguous array's bytes begin; the caller keeps it alive. Five times as fast as numpy's own way where
-    the array may be written to."""
+    """The address of a contiguous array's bytes; the caller keeps it alive. For writable arrays five times as fast as
+    numpy's own way."""
     if array.flags.writeable and array.size:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     return int(array.ctypes.data)
 
 
 def integers(values: Any) -> Int64Array:
-    """Anything as a contiguous int64 array, copied only where it is not one."""
+    """Any values as a contiguous int64 array, copied only if needed."""
     return np.ascontiguousarray(values, np.int64)

@@ -9,7 +9,7 @@ _LONGEST = 4000  # characters of a message, or of a hint
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """A text without what a terminal would obey; `lines`: but for the ends of lines."""
+    """The text with control characters written out; `lines`: except line ends."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or (lines and c == "\n") else ascii(c)[1:-1] for c in text)
@@ -22,9 +22,9 @@ def _told(text: str) -> str:
 
 
 class GdsCacheError(Exception):
-    """Base of all errors. `message` says what happened, with the values; `hint` says what to change.
+    """Base of all errors. `message` tells the failure, with its values; `hint` names the setting to change.
 
-    What comes from outside is in them: both are cut to 4,000 characters, and control characters are written out.
+    Both may quote outside text: they are cut to 4,000 characters, and control characters are written out.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -108,11 +108,11 @@ class TransportUnavailableError(StorageError):
 
 
 class TierUnavailableError(StorageError):
-    """A tier that the configuration names by its class cannot be had."""
+    """A tier that the configuration names by its class cannot be opened."""
 
 
 class TierAnswerError(StorageError):
-    """A tier of the user's own, or the client of a pool, answers what no such thing can answer."""
+    """A tier of the user's own, or the client of a pool, returns an impossible answer."""
 
 
 class ShortIOError(StorageError):
@@ -128,19 +128,20 @@ class IOFailedError(StorageError):
 
 
 class PageGoneError(StorageError):
-    """A page is not where its tier keeps it: a shared pool has removed the object, say. Its tier forgets the page."""
+    """A page is not where its tier keeps it, for example because a shared pool has removed the object. Its tier forgets
+    the page."""
 
 
 class PageBytesError(StorageError):
-    """What came in place of a page is not what was stored. Its tier forgets the page."""
+    """A page's bytes differ from the stored ones. Its tier forgets the page."""
 
 
 class LockLostError(IOFailedError):
-    """The directory is not the engine's alone any more: a lock, or a file that it locks, lost its name."""
+    """Another process may use the directory: a lock, or a file that it locks, lost its name."""
 
 
 class DeviceError(GdsCacheError):
-    """The configured device does not exist here, or does not fit what was given."""
+    """The configured device does not exist here, or does not fit the arguments."""
 
 
 class NoMemoryError(GdsCacheError):
@@ -160,7 +161,7 @@ class NativeLibraryError(GdsCacheError):
 
 
 class NativeMissingError(NativeLibraryError):
-    """The native library is not there, or the system cannot load it."""
+    """The native library is missing, or the system cannot load it."""
 
 
 class NativeCallError(NativeLibraryError):
@@ -213,7 +214,8 @@ class LoadFailedError(GdsCacheError):
 
 
 class DeadlineError(GdsCacheError):
-    """Something was not ready within its deadline. It may still become ready; what it uses is reserved until then."""
+    """A result was not ready within its deadline. It may still become ready; its memory and slots are reserved until
+    then."""
 
 
 class EngineClosedError(GdsCacheError):
@@ -237,11 +239,11 @@ class IntegrationError(GdsCacheError):
 
 
 class ParallelismUnsupportedError(IntegrationError):
-    """The inference engine spreads a model over ranks in a way that the integration does not serve."""
+    """The integration does not serve the way in which the inference engine spreads a model over ranks."""
 
 
 class CacheGroupsUnsupportedError(IntegrationError):
-    """The model's KV cache is of several groups, or of a kind that is not one page of every token."""
+    """The model's KV cache has several groups, or is of a kind that is not one page of every token."""
 
 
 class CacheLayoutUnsupportedError(IntegrationError):
@@ -285,8 +287,8 @@ class EmbeddingsUnsupportedError(IntegrationError):
 
 
 class RopeByLengthError(GeometryError, IntegrationError):
-    """The model rotates keys by the length of a request, or of what runs beside it, and nothing keeps requests to one
-    side of the length at which that changes."""
+    """The model rotates keys by the length of a request, or of a request in the same batch, and no setting keeps
+    requests to one side of the length at which that changes."""
 
 
 class MediaUnsupportedError(IntegrationError):
@@ -298,7 +300,7 @@ class AttentionUnsupportedError(IntegrationError):
 
 
 class InterfaceUnsupportedError(IntegrationError):
-    """The inference engine is set to hand pages over in a way that the integration does not serve."""
+    """The integration does not serve the way in which the inference engine is set to hand pages over."""
 
 
 class LayerHooksError(IntegrationError):
@@ -318,11 +320,11 @@ class MissingPackageError(GdsCacheError):
 
 
 class WeightsNotFoundError(GdsCacheError):
-    """No files of weights are where a model should be, or they cannot be looked at."""
+    """A model's place has no files of weights, or they cannot be read."""
 
 
 class ForkedProcessError(GdsCacheError):
-    """A forked child uses an engine of the process that it was forked off. `owner` is the pid of that process."""
+    """A forked child uses an engine of its parent process. `owner` is the pid of that process."""
 
     def __init__(self, message: str, hint: str = "", owner: int = 0) -> None:
         super().__init__(message, hint)
@@ -330,7 +332,7 @@ class ForkedProcessError(GdsCacheError):
 
 
 class RankError(GdsCacheError):
-    """A rank cannot be reached, or cannot do what its leader asks for."""
+    """A rank cannot be reached, or cannot do its leader's request."""
 
 
 class RankMismatchError(RankError):
@@ -342,7 +344,7 @@ class RankLostError(RankError):
 
 
 class RankProtocolError(RankError):
-    """What came over a connection between a leader and a rank is no message, or of another user."""
+    """A connection between a leader and a rank carries invalid bytes, or belongs to another user."""
 
 
 class MetricsAddressError(GdsCacheError):

@@ -1,4 +1,4 @@
-"""What the native library gives. Its build is `gdscache._native`, whose stub says what each of these does."""
+"""The names of the native library, `gdscache._native`, whose stub documents them."""
 
 import errno
 
@@ -69,5 +69,6 @@ __all__ = [
 
 
 def error_of(code: int) -> OSError:
-    """What an error of I/O means: an errno, or one of cuFile's own, which are above `CUFILE_ERRORS`."""
+    """The error of a failed read or write: `code` is an errno, or one of cuFile's own, which are above
+    `CUFILE_ERRORS`."""
     return OSError(code if code < CUFILE_ERRORS else errno.EIO, error_text(code))

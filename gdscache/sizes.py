@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, WithJsonSchema
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-MAX_SIZE = (1 << 63) - 1  # what a file offset can hold
+MAX_SIZE = (1 << 63) - 1  # the largest file offset
 
 UNITS = {
     "": 1,

@@ -230,7 +230,6 @@ class Catalog:
         return found, values.reshape(len(whole), count)
 
     def _checksum_blobs(self, slots: Sequence[int]) -> list[tuple[int, bytes]]:
-        """(slot, possible checksums). Slots in a row are read with one query, many of the others with one."""
         rows: list[tuple[int, bytes]] = []
         ordered = np.asarray(slots, dtype=np.int64)
         if (np.diff(ordered) <= 0).any():
@@ -248,7 +247,6 @@ class Catalog:
         return rows
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, object]) -> None:
-        """Keep a namespace's description, as JSON, for people who inspect the directory."""
         text = json.dumps(description, sort_keys=True)
         with self._write_lock, self._in_use("written"):
             with self._transaction() as writer:

@@ -113,7 +113,9 @@ def sqlite_errors(path: Path, what: str) -> Iterator[None]:
         if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG):
             raise CorruptCatalogError(f"{path} is corrupt: {error}") from error
         number = {sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO}.get(primary)
-        hint = "free space there" if number == errno.ENOSPC else "check the device, and who else uses this file"
+        hint = (
+            "free space there" if number == errno.ENOSPC else "check the device, and other processes that use this file"
+        )
         raise IOFailedError(f"{path} cannot be {what}: {error}", hint, number) from error
 
 
@@ -185,7 +187,6 @@ def lacking_room(directory: Path, slots: int, sums: int) -> int:
 
 
 def last_written(directory: Path) -> float:
-    """Seconds since the epoch at which a catalogue there was last written; 0 without one."""
     times = [0.0]
     for name in (CATALOG_NAME, f"{CATALOG_NAME}-wal"):
         with contextlib.suppress(OSError):
@@ -221,7 +222,9 @@ def empty_log(writer: sqlite3.Connection, path: Path) -> None:
     read meanwhile. Raises SQLite's errors, and `IOFailedError`."""
     busy = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     if busy:
-        raise IOFailedError(f"{path}: the log cannot be emptied: it is in use", "see who else uses this file")
+        raise IOFailedError(
+            f"{path}: the log cannot be emptied: it is in use", "end other processes that use this file"
+        )
 
 
 def is_corrupt(path: Path, judge: Callable[[sqlite3.Connection], object]) -> bool:
@@ -263,7 +266,6 @@ def set_aside(path: Path) -> Path:
 
 
 def mark_suspect(path: Path) -> None:
-    """Note for the next open that this catalogue was found corrupt in use."""
     try:
         os.close(os.open(path.with_name(SUSPECT_NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
     except OSError as error:

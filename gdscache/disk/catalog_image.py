@@ -56,7 +56,6 @@ def open_copy(path: Path, progress: Progress = lambda done, total, text: None) -
 
 
 def _copy(path: Path, copy: int, progress: Progress) -> None:
-    """Write the database at `path` and its log's commits to the empty file `copy`. Raises as `open_copy`."""
     with _reading(path) as database:
         total, done = os.fstat(database).st_size, 0
         while piece := os.pread(database, PIECE, done):
@@ -127,7 +126,6 @@ def _apply(copy: int, log: int) -> None:
 
 
 def _committed(log: int, size: int, order: str, salts: list[int], state: tuple[int, int]) -> tuple[int, int]:
-    """The frames up to the last commit, and the database's pages after it."""
     whole = pages = 0
     weights = _weights((8 + size) // 4)
     for first, frames in _frames(log, size):
@@ -185,7 +183,6 @@ def _weights(words: int) -> Words:
 
 
 def _checksum(rows: Words, weights: Words, state: tuple[int, int]) -> list[tuple[int, int]]:
-    """SQLite's running checksum after each row, beginning with `state`."""
     (a, b), (_, d) = weights[-2:].tolist()
     told = []
     for x, y in (rows @ weights[:-2]).tolist():

@@ -1,9 +1,8 @@
 """Catalogues of the previous format: reading them, and converting them to this one.
 
-One transaction does everything but the expiries, and touches no row: tables get columns and new names, and their rows
-keep their keys. After it, expiries are lifetimes from the epoch on. Steps of bounded size then count them from the time
-of an open instead, so that a clock that is set back cannot extend them (docs/format.md). After a kill the next open
-does the remaining steps.
+One transaction does everything but the expiries, and touches no row: tables get columns and new names. After it,
+expiries are lifetimes from the epoch on. Steps of bounded size then count them from the time of an open instead, so
+that a clock that is set back cannot extend them (docs/format.md). After a kill the next open does the remaining steps.
 """
 
 from __future__ import annotations

@@ -71,12 +71,11 @@ class CostsFile:
             _log.warning("%s is left out: %s", self._path, error)
             return None
         if not isinstance(found, dict) or found.get("version") != _VERSION:
-            _log.warning("%s is left out: not what this version writes", self._path)
+            _log.warning("%s is left out: it is of another version", self._path)
             return None
         return found
 
     def _disk(self) -> int:
-        """The device of the directory: another disk has another speed."""
         return self._path.parent.stat().st_dev
 
 

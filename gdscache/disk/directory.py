@@ -108,7 +108,6 @@ class CacheDirectory:
         return "" if self.closed else self._watch.lost(thorough=thorough)
 
     def close(self) -> None:
-        """Release the directory; may be called twice. A forked child only closes its own copy."""
         self._watch.close()
 
     def __enter__(self) -> CacheDirectory:
@@ -143,7 +142,6 @@ class CacheDirectories:
         self._owned[0].watch_catalog()
 
     def lost(self, *, thorough: bool = False) -> str:
-        """Why another process may use one of the directories; "" while none may."""
         return next(filter(None, (d.lost(thorough=thorough) for d in self._owned)), "")
 
     def close(self) -> None:
@@ -183,7 +181,6 @@ def _make_directory(path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove the probe files of a killed owner."""
     try:
         for name in os.listdir(path):
             if name.startswith(PROBE_PREFIX):
@@ -198,8 +195,8 @@ def _refuse_foreign_writers(path: Path) -> None:
     if mode & FOREIGN_WRITE:
         who = "everybody" if mode & stat.S_IWOTH else "its group"
         raise DirectoryPermissionsError(
-            f"{path} has mode {mode:04o}: {who} may write there, and so replace the cache's files and locks, and what "
-            "is loaded from it",
+            f"{path} has mode {mode:04o}: {who} may write there, and so replace the cache's files and locks, and "
+            "the bytes that are loaded",
             f"chmod go-w {path}, or set ssd.path to a directory that only this user may write",
         )
 
@@ -232,7 +229,6 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
 
 @contextlib.contextmanager
 def _asked_for(directory: Path) -> Iterator[None]:
-    """Ask a verification of the directory to give way meanwhile."""
     try:
         lock = FileLock.open(directory / WANTED_NAME, create=True)
     except (OSError, StorageError):  # another engine asks already, or asking is impossible
@@ -288,7 +284,6 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
 
 
 def _owner(path: Path) -> dict[str, Any]:
-    """The holder's own entry in the lock file; empty if it has none yet."""
     try:
         owner = json.loads(_content(path / LOCK_NAME))
     except (OSError, ValueError, RecursionError):

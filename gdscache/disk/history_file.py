@@ -138,7 +138,6 @@ def unpack(data: bytes) -> History:
 
 
 def read(directory: Path) -> History | None:
-    """The history of a directory; None if it is missing, or of another version."""
     path = directory / HISTORY_NAME
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:

@@ -37,7 +37,6 @@ def read(path: Path) -> Any:
 
 
 def write(path: Path, content: object) -> None:
-    """Replace the file, which only its owner may read. Raises `OSError`."""
     new = new_name(path)
     new.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

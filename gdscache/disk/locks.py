@@ -60,7 +60,7 @@ class FileLock:
         try:
             found = os.fstat(self.descriptor)
             if (found.st_dev, found.st_ino) != self._file:
-                return f"the descriptor of {self.path} was closed by somebody else"
+                return f"the descriptor of {self.path} was closed by other code"
             # takes the lock again if another owner of the descriptor dropped it
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,7 +70,6 @@ class FileLock:
         return ""
 
     def close(self) -> None:
-        """Release the lock. A forked child only closes its own copy."""
         try:
             found = os.fstat(self.descriptor)
             if (found.st_dev, found.st_ino) != self._file:
@@ -131,7 +130,6 @@ class DirectoryWatch:
         return ""
 
     def close(self) -> None:
-        """Release the locks, the first one last; may be called twice."""
         locks, self.locks = self.locks, []
         self._files = []
         with contextlib.ExitStack() as last_to_first:

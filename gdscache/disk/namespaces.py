@@ -43,7 +43,6 @@ def tidy(writer: sqlite3.Connection, used: Collection[int]) -> None:
 
 
 def prune(writer: sqlite3.Connection, used: Collection[int]) -> None:
-    """Delete up to `PRUNED` namespaces that are not `used`, within the caller's transaction."""
     ids = (name for (name,) in writer.execute("SELECT id FROM namespaces"))
     unused = list(itertools.islice((name for name in ids if name not in used), PRUNED))
     writer.executemany("DELETE FROM namespaces WHERE id = ?", [(name,) for name in unused])

@@ -301,7 +301,6 @@ def circular(above: Int64Array) -> Int64Array:
 
 
 def _repeated(columns: _Columns) -> Int64Array:
-    """Positions of rows whose key a more recent row has too."""
     if not len(columns.keys):
         return NO_INTEGERS
     # Keys are digests: if their first eight bytes all differ, no two keys are equal.

@@ -107,7 +107,6 @@ class Slab:
         return cls(files, extent_bytes, slots, valid, stretch, inodes, len(opened))
 
     def of(self, index: int) -> Slab:
-        """Opened shard number `index`, as a slab of its own. Raises `IndexError`."""
         if not 0 <= index < self.shards:
             raise IndexError(f"shard {index} of {self.shards}")
         count = self.directories
@@ -134,13 +133,11 @@ class Slab:
         return self._place(slot)
 
     def locate_all(self, slots: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """`locate` of many slots at once. Raises `SlotRangeError`."""
         for slot in (slots.min(), slots.max()) if len(slots) else ():
             self.locate(int(slot))
         return self._place(slots)
 
     def _place(self, slots: Any) -> tuple[Any, Any]:
-        """`locate` without its check, of one slot or of an array."""
         number, within = divmod(slots, self.stretch)
         count = self.directories
         return number % count, (number // count * self.stretch + within) * self.extent_bytes

@@ -29,11 +29,9 @@ class SlabFiles(Files, Protocol):
 
     def lengthen(self) -> None: ...
 
-    def flush(self) -> None:
-        """Make ended writes survive a loss of power. Raises `IOFailedError`."""
+    def flush(self) -> None: ...
 
-    def describe(self) -> dict[str, object]:
-        """The transport, in plain data."""
+    def describe(self) -> dict[str, object]: ...
 
     def close(self) -> None:
         """Close the files, after all I/O on them; may be called twice."""

@@ -143,7 +143,6 @@ class Status:
 
 
 def pack(status: Status) -> bytes:
-    """The page, `PAGE_BYTES` long."""
     f = status.figures
     sizes = (f.extent_bytes, f.slots, f.pages, f.free_slots, f.evictions, f.late_requests)
     files = (status.catalog_bytes, status.log_bytes)
@@ -228,7 +227,6 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
 
 
 def read(directory: Path) -> Status | OtherFormat | None:
-    """The status page of a directory; None without a whole one."""
     for _ in range(_TRIES):
         try:
             fd = os.open(directory / STATUS_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -346,7 +344,6 @@ def _count(counts: Mapping[tuple[str, str], int], group: str, name: str) -> int:
 
 
 def _causes(counts: Mapping[tuple[str, str], int]) -> list[tuple[str, int]]:
-    """`group.cause` and count of the most frequent causes."""
     found = [(f"{group}.{name}", n) for (group, name), n in counts.items() if n > 0 and group in CAUSED]
     return sorted(found, key=lambda one: (-one[1], one[0]))[:CAUSES]
 
@@ -364,5 +361,4 @@ def _read_text(text: bytes) -> str:
 
 
 def _text(text: str, most: int) -> bytes:
-    """The first `most` bytes of a text in UTF-8, no character cut."""
     return text.encode(errors="replace")[:most].decode(errors="ignore").encode()

@@ -78,7 +78,6 @@ def claim(directories: Sequence[Path]) -> None:
 
 
 def read(directory: Path) -> Stripe | None:
-    """The identity of a directory; None without one. Raises `StripeError`, `NotARegularFileError`."""
     path = directory / STRIPE_NAME
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

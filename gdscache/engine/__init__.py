@@ -1,1 +1,1 @@
-"""The engine: the public calls, and the engines that several engines make."""
+"""The engine: the public calls, and hybrid engines made of several engines."""

@@ -1,6 +1,6 @@
-"""The end of an engine: once, in order, whoever brings it about: `close`, the last who knew the engine, or the process.
+"""The end of an engine, once and in order: by `close`, by the last reference, or by the end of the process.
 
-Nothing here knows the engine itself, so that one that nobody has any more is found out.
+Nothing here refers to the engine itself, so that an engine without references is noticed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from gdscache.engine.engine import CacheEngine
     from gdscache.metrics.server import MetricsServer
 
-EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for what was stored
+EXIT_S = 30.0  # seconds that a process which ends, or drops an engine, waits for accepted stores
 _log = logging.getLogger("gdscache")
 
 
 class EngineClosing:
-    """Closes an engine's parts."""
-
     def __init__(self, parts: Parts, calls: Calls, deadline: float) -> None:
         self.begun = False
-        self._patience = deadline + EXIT_S  # for the end of an engine whose call was broken off
+        self._patience = deadline + EXIT_S  # for the end of an engine after an interrupted call
         self._parts = parts
         self._calls = calls
         self._server: MetricsServer | None = None
@@ -41,16 +39,15 @@ class EngineClosing:
         self._over = Flag()
 
     def serve(self, engine: CacheEngine, at: MetricsConfig) -> None:
-        """Serve the engine's metrics until it is closed. Raises `MetricsAddressError`."""
         from gdscache.metrics.server import MetricsServer
 
         self._server = MetricsServer(engine, at.host, at.port)
 
     def close(self, *, drain: bool) -> None:
-        """Close, or wait for who does; returns when everything is given back.
+        """Close, or wait for the thread that closes; returns when all is freed.
 
-        Locks that an interrupted call held were let go when its `with` blocks ended. Two that a debugger's interrupt
-        may have left this thread are let go here; should another be left, the end is not waited for without limit.
+        Locks of an interrupted call were released when its `with` blocks ended. Two that a debugger's interrupt may
+        have left to this thread are released here; in case another is left, the wait has a limit.
         """
         if self._calls.here:
             self.run(drain)
@@ -68,7 +65,7 @@ class EngineClosing:
             )
 
     def run(self, drain: bool) -> None:
-        """What `close` does, in the thread for calls, which nothing interrupts."""
+        """The work of `close`, in the thread for calls, which is never interrupted."""
         with self._turn:
             if self._over.is_set():
                 return
@@ -82,9 +79,9 @@ class EngineClosing:
                     last_to_first.callback(self._server.close)
 
     def forgotten(self, ending: bool = False) -> None:
-        """Nobody has the engine any more, or the process is `ending`: finish what was accepted, within `EXIT_S`.
+        """The engine has no references any more, or the process is `ending`: finish accepted stores, within `EXIT_S`.
 
-        This may run in any thread, in the middle of anything. Nothing is waited for where that would be for ourselves.
+        May run in any thread, at any point. It does not wait if the wait would be for its own thread.
         """
         if self._calls.forked or (self.begun and not self._calls.broken_by):
             return
@@ -101,8 +98,8 @@ _DROPPED = "an engine was dropped without close(): it is closed now"
 
 
 def at_exit_of_child(action: Callable[[], None]) -> Callable[[], Any]:
-    """Have `action` done at the end of a process that `multiprocessing` started, which skips `atexit`; what takes that
-    back. In other processes nothing is needed."""
+    """Run `action` at the end of a process that `multiprocessing` started, which skips `atexit`. Returns a function
+    that cancels this. Other processes need nothing."""
     if parent_process() is None:
         return lambda: None
     return util.Finalize(None, action, exitpriority=0).cancel

@@ -1,4 +1,4 @@
-"""CacheEngine: the one door of gdscache."""
+"""CacheEngine: the entry point of gdscache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _SALTS_KEPT = 4096
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """What `check` found: `problems` in words, and whether they were mended."""
+    """The findings of `check`: `problems` in words, and whether they were mended."""
 
     problems: tuple[str, ...]
     fixed: bool
@@ -78,11 +78,11 @@ class CacheEngine:
     `planes` attaches an engine's own paged tensors, `planes[layer][plane]` of shape `(blocks, block_tokens, *row)`.
     Then `lookup`, `load` and `store` take slots of those tensors. Without `planes` the engine owns a pool, and requests
     are `sequence`s. `tokens` are token ids everywhere; `lookup`, `store`, `prefetch`, `pin` and `pages` take
-    `PageHashes` too. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names what
-    cannot be opened.
+    `PageHashes` too. All methods may be called from many threads. Raises a subclass of `GdsCacheError` that names the
+    part that cannot be opened.
 
-    Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does
-    whatever else a signal's handler raises. A handler does not call the engine, except `close`.
+    Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does any
+    other exception of a signal's handler. A handler must not call the engine, except `close`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class CacheEngine:
         limits: EngineLimits = LIMITS,
     ) -> None:
         """`ranks`: addresses of the processes that have the planes (`Rank`); this one decides, and needs no device.
-        `timeline` is told what happens when; None: OpenTelemetry with the key `traces`, else NVTX ranges where a
-        profiler is attached, else nothing. `limits`: what no key sets, for trials of small tiers."""
+        `timeline` records events; None: OpenTelemetry with the key `traces`, else NVTX ranges if a profiler is
+        attached, else nothing. `limits`: constants without a setting, for trials of small tiers."""
         if not isinstance(config, Config):
             raise ConfigError(
                 f"a configuration was given as {type(config).__name__}", "use CacheEngine.from_config, or pass a Config"
@@ -158,19 +158,16 @@ class CacheEngine:
 
     @property
     def manager(self) -> TierManager:
-        """The tiers and their bookkeeping."""
         self._check_open()
         return self._parts.manager
 
     @property
     def loader(self) -> Loader:
-        """What runs loads."""
         self._check_open()
         return self._parts.loader
 
     @property
     def executor(self) -> NativeExecutor | RanksExecutor:
-        """What moves bytes."""
         self._check_open()
         return self._parts.executor
 
@@ -184,17 +181,15 @@ class CacheEngine:
 
     @property
     def tiers(self) -> dict[str, str]:
-        """What the tiers keep pages in, by their names, the fastest first: `planes`, `memory` or `files`."""
+        """Name -> `planes`, `memory` or `files` of each tier, the fastest first."""
         return {name: tier.kind for name, tier in self.manager.tiers.items()}
 
     @property
     def blocks(self) -> int:
-        """Blocks of the planes."""
         return self._parts.planes.blocks
 
     @property
     def blocks_per_page(self) -> int:
-        """Blocks of the planes that make a page."""
         return self._parts.planes.blocks_per_page
 
     def block_table(self, slots: Any) -> Blocks:
@@ -202,7 +197,7 @@ class CacheEngine:
         return self._parts.planes.block_table(slots)
 
     def check_blocks(self, blocks: Blocks) -> None:
-        """Raises `SlotRangeError` for what is no block of the planes, or is named twice."""
+        """Raises `SlotRangeError` for a number that is no block of the planes, or is named twice."""
         self._parts.planes.check_blocks(blocks)
 
     def namespace(self, salt: str = "", group: Group | None = None) -> bytes:
@@ -231,7 +226,6 @@ class CacheEngine:
         return self._named(tokens, salt)[0]
 
     def _named(self, tokens: Any, salt: str) -> tuple[list[Page], int]:
-        """The names of all full pages, and the tokens of the whole request."""
         if self.groups:
             names = ", ".join(group.name for group in self.groups)
             raise InvalidValueError(
@@ -275,7 +269,7 @@ class CacheEngine:
             kept, declined = tuple(found[:keep]), (len(found) - keep) * page_tokens
             names, size = tuple(pages[first : first + keep]), keep * page_tokens
             why = None
-            if first + keep < len(pages):  # nothing of these knows the engine, which may be forgotten
+            if first + keep < len(pages):  # none of these refers to the engine, which may be dropped
                 why = functools.partial(manager.missing, pages, first + keep, len(found) - keep, 0, page_tokens)
             hit = Hit(start, size, kept, seconds, names, computing, worth * page_tokens, declined, why=why)
             if why is not None:
@@ -283,7 +277,7 @@ class CacheEngine:
             return hit
 
     def lookup_pages(self, pages: Sequence[Page]) -> Hit:
-        """`lookup`, of pages that are named already, without a gate: the first of them that are cached."""
+        """`lookup` of pages with known names, without a gate: the leading ones that are cached."""
         with self.calls:
             manager = self.manager
             manager.have_watched()
@@ -295,9 +289,9 @@ class CacheEngine:
         return self.manager.visible([page.key for page in pages])
 
     def lend(self, named: Named) -> Lender:
-        """Lend pages of the SSD to other processes of this host, whose planes have the same bytes, from now on, until
-        the `Lender` is closed, before this engine is. `named`: see `Lender`. Raises `TierUnavailableError` where there
-        is no SSD, and what the `Lender` raises."""
+        """Lend pages of the SSD to other processes of this host, whose planes have the same bytes, until the `Lender`
+        is closed; close it before this engine. `named`: see `Lender`. Raises `TierUnavailableError` without an SSD, and
+        the errors of `Lender`."""
         ssd, section = self.manager.ssd, self.config.ssd
         if ssd is None or section is None:
             raise TierUnavailableError("this engine has no SSD whose pages it could lend", "add a section ssd")
@@ -305,13 +299,13 @@ class CacheEngine:
         return Lender(self.manager, self.layout, ssd.io.slab, reading, self.namespace(), named)
 
     def peek(self, tokens: Any, salt: str = "") -> int:
-        """How many tokens of the full pages of `tokens` are cached, from the first on. Unlike `lookup` it counts
-        nothing, not even a use."""
+        """The cached tokens in the leading full pages of `tokens`. Unlike `lookup` it counts nothing, not even a
+        use."""
         with self.calls:
             return len(self.manager.peek(self.pages(tokens, salt))) * self.layout.page_tokens
 
     def told(self, pages: Sequence[Page]) -> list[Told]:
-        """What is known of pages: where each is, or what became of it. Counts nothing."""
+        """The state of each page: its tier, or why it is in none. Counts nothing."""
         return self.manager.told([page.key for page in pages])
 
     def asks(self, pages: Sequence[Page]) -> bool:
@@ -321,7 +315,7 @@ class CacheEngine:
 
     @contextlib.contextmanager
     def telling(self, request: str) -> Iterator[None]:
-        """A block in which a request is looked up: a line of the log on pages that it misses says its name."""
+        """A block in which a request is looked up: the log's line on its missing pages names it."""
         manager = self.manager
         before = manager.sample
         try:
@@ -332,7 +326,7 @@ class CacheEngine:
                 manager.sample = lambda: f"request {request}, {sample()}"
 
     def tell(self, words: Callable[[], str]) -> None:
-        """Have the next line of the log on missing pages say this, in place of what the last lookup missed."""
+        """Have the log's next line on missing pages say this instead of the last lookup's misses."""
         self.manager.sample = words
 
     def observe_prefill(
@@ -341,8 +335,8 @@ class CacheEngine:
         """Tell the gate (`load.gate`) that a prefill of `tokens` tokens behind `cached_tokens` others took `seconds`.
 
         One request, or one chunk of it, measured until the device was done (by events, not by syncs). If the prefill
-        ran while its load was under way, give the load's time as `load_seconds` (`load.result().seconds`): that teaches
-        how much the two overlap, and nothing about prefills. Raises `InvalidValueError` for impossible numbers.
+        ran during its load, give the load's time as `load_seconds` (`load.result().seconds`): that teaches how much the
+        two overlap, and nothing about prefills. Raises `InvalidValueError` for impossible numbers.
         """
         with self.calls:
             self.manager.costs.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
@@ -350,21 +344,20 @@ class CacheEngine:
     def judge_by(self, gate: Gate) -> None:
         """Have another gate decide from now on. Loads and prefills are measured for its `costs`.
 
-        For who runs requests in several ways that need figures of their own, such as with and without overlap.
+        For callers that run requests in several ways with figures of their own, such as with and without overlap.
         """
         with self.calls:
             self.manager.measure_for(gate.costs)
             self.gate = gate
 
     def pool_load(self, tiers: Sequence[str]) -> PoolLoad:
-        """What a gate needs to know of pages of a hit that lie here, on these tiers."""
         return PoolLoad(self.manager.costs, tiers, self.layout.page_bytes, self._parts.loader.planner.under_way)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Tell the gate that a tier (`cpu`, `ssd` or another's name) gave `nbytes` bytes in `seconds`.
 
-        The engine reports its own loads itself: this is for figures that are known before it has any. Raises
-        `InvalidValueError` for no such tier and for numbers that cannot be.
+        The engine reports its own loads itself: this is for figures known before its first load. Raises
+        `InvalidValueError` for an unknown tier and for impossible numbers.
         """
         costs, tiers = self.manager.costs, self.manager.tiers
         if arguments.text(tier, "tier") not in tiers:
@@ -375,25 +368,25 @@ class CacheEngine:
             costs.observe_load(tier, moved, took)
 
     def observe_wait(self, seconds: float) -> None:
-        """Tell the metrics that a request waited so many seconds for its pages before it ran."""
         self.manager.measures.waited("pages", seconds)
 
     def load_seconds(self, tier: str, pages: int) -> float | None:
-        """Seconds that a load of `pages` pages from a tier should take; None before there was one."""
+        """Expected seconds of a load of `pages` pages from a tier; None before one was measured."""
         price = self.manager.costs.load_price(tier)
         return None if price is None else price[0] * pages * self.layout.page_bytes + price[1]
 
     def load(self, hit: Hit, slots: Any, after: Event = None) -> LayerwiseLoad:
         """Begin copying a hit into `slots`, block indices of the attached planes, page after page; returns at once.
 
-        Loads as many pages as there are slots for. `load.tokens` says how many tokens are on their way, because the
-        keys are resolved again. The slots are written after the current stream's work so far, or after the event
+        Loads as many pages as `slots` has room for. The keys are resolved again, so read from `load.tokens` how many
+        tokens are on their way. The slots are written after the current stream's work so far, or after the event
         `after`. A hit of `Prefetch.hit` is loaded from the CPU tier alone, without checksums and without a deadline.
         """
         return self.load_many([(hit, slots)], after)
 
     def load_many(self, requests: Sequence[tuple[Hit, Any]], after: Event = None) -> LayerwiseLoad:
-        """Begin a batch of loads: one submit, and one wait a layer. `load.tokens_by_request` says what is on its way.
+        """Begin a batch of loads: one submit, and one wait a layer. `load.tokens_by_request` has the tokens on their
+        way.
 
         Raises `InvalidValueError` for hits of `lookup` and of `Prefetch.hit` together: a batch has a deadline or none.
         """
@@ -409,7 +402,8 @@ class CacheEngine:
                     )
                 batch.append((hit.pages[: len(blocks)], blocks, hit.start))
             if len(batch) > 1:
-                planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))  # no slot twice over requests
+                # no slot twice over all requests
+                planes.check_blocks(np.concatenate([blocks for _, blocks, _ in batch]))
             checked = bool(pairs) and pairs[0][0].checked
             if any(hit.checked is not checked for hit, _ in pairs):
                 raise InvalidValueError(
@@ -432,8 +426,8 @@ class CacheEngine:
     ) -> StoreHandle:
         """Begin storing the full pages of `tokens` from token `start` on, found in `slots` of the attached planes.
 
-        Returns at once. The slots are read after the current stream's work so far (or after the event `after`) and
-        must not be rewritten before `handle.release_event`. A page that finds no room is dropped and counted.
+        Returns at once. The slots are read after the current stream's work so far (or after the event `after`) and must
+        not be rewritten before `handle.release_event`. A page that finds no room is dropped and counted.
 
         `priority` (-1 to 2): every tier evicts pages of a lower priority first. `ttl`: seconds until the pages are
         misses on every tier, also after a restart; None keeps them until they are evicted. If a page is cached already,
@@ -463,7 +457,8 @@ class CacheEngine:
         ttl: float | None = None,
         epoch: int | None = None,
     ) -> StoreHandle:
-        """`store`, of pages of this salt that are named already, in this order. `epoch`: see `epoch()`; now."""
+        """`store` of pages of this salt with known names, in this order. `epoch`: of `epoch()`; by default the present
+        one."""
         with self.calls:
             self._check_attached()
             retention = Retention.of(priority, ttl, self.manager.expiry.clock)
@@ -471,13 +466,13 @@ class CacheEngine:
             return self.submit_store(pages, blocks, epoch, salt, after, retention=retention)
 
     def epoch(self, salt: str = "") -> int:
-        """What `store_pages` is given later, when pages of this salt are computed now: then none is stored that a
-        `clear` or `invalidate` between the two was to drop."""
+        """Take it when pages of this salt are computed, and pass it to `store_pages`: then no page is stored that a
+        `clear` or `invalidate` in between was to drop."""
         return self.manager.clearing.epoch(self.namespaces(salt)[0])
 
     def mark(self, after: Event = None) -> Event:
-        """A point in the order of steps, behind the current stream's work so far (or behind `after`); with ranks, one
-        that they come to. It goes to `store_pages` as `after`, or to `passed`."""
+        """A point in the order of steps, after the current stream's work so far (or after `after`); with ranks, a point
+        that they reach. Pass it to `store_pages` as `after`, or to `passed`."""
         return self._parts.executor.mark(after)
 
     def passed(self, mark: Event) -> None:
@@ -494,7 +489,7 @@ class CacheEngine:
         sources: Lease | None = None,
         retention: Retention = DEFAULT,
     ) -> StoreHandle:
-        """Hand pages to the background; what `store` and `Sequence.commit` end in. `sources` pins the blocks."""
+        """Queue a store; `store` and `Sequence.commit` end here. `sources` pins the blocks."""
         if pages and pages[0].namespace not in self._described and len(self._described) < _SALTS_KEPT:
             for number, group in enumerate(self.groups or (None,)):
                 namespace = self.namespace(salt, group)
@@ -515,7 +510,7 @@ class CacheEngine:
         return handle
 
     def tell_ranks(self, number: int, what: bytes) -> None:
-        """Have every rank hear this under a number that no earlier telling had: see `Rank.told`. Waits for none."""
+        """Send these bytes to every rank under a new number: see `Rank.told`. Does not wait."""
         self._check_open()
         if self._parts.ranks is not None:
             self._parts.ranks.tell(number, what)
@@ -525,19 +520,17 @@ class CacheEngine:
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> Prefetch:
         """Begin to bring cached pages from the SSD into the CPU tier, from token `start` on; returns at once.
 
-        A shared pool, which lookups do not see, is asked for the pages that no tier here has. No page comes before the
-        pool has answered (`Prefetch.asking`).
+        A shared pool, which lookups do not see, is asked first for the pages that no tier here has (`Prefetch.asking`).
 
         Prefetches move chunk by chunk, in turn, behind loads. A prefetch ends by itself or by its handle: cancel it
-        when its request is cancelled. Pages that no load has used hold half of the CPU tier at most. In place of tokens
-        it takes a `Hit` of `lookup` and brings the pages of that hit; `start` and `salt` are then the hit's own, and
-        not given.
+        when its request is cancelled. Pages that no load has used hold half of the CPU tier at most. Instead of tokens
+        it takes a `Hit` of `lookup` and brings the pages of that hit; then leave `start` and `salt` out.
 
         `pin`: seconds, for attached planes. Pages that the prefetch brings, or finds in the CPU tier, are kept there
         for that long at most, or until the handle releases them. `handle.verified` is the number of verified tokens,
         and `handle.hit()` is a hit for `load`. Room is reserved now: all pins together hold half of the CPU tier, first
-        come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Such a prefetch does
-        not count to that half. Raises `InvalidValueError` for an impossible number of seconds or without a CPU tier.
+        come, first served. Pages without room are left out, and the prefetch ends with `no_room`. Pinned pages do not
+        count as unused ones. Raises `InvalidValueError` for an impossible number of seconds or without a CPU tier.
         """
         with self.calls:
             return self._prefetch(tokens, start, salt, pin)
@@ -561,18 +554,18 @@ class CacheEngine:
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.
 
-        Use it in a `with` block, or call `release`. `pin.tokens` is the number of tokens that it holds: fewer if pages
-        are not cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
+        Use it in a `with` block, or call `release`. `pin.tokens` is the number of pinned tokens: fewer if pages are not
+        cached, or if pins hold half of a tier already. Raises `InvalidValueError`.
         """
         return self.pin_pages(self.pages(tokens, salt), seconds)
 
     def pin_pages(self, pages: Sequence[Page], seconds: float) -> Pin:
-        """`pin`, of pages that are named already, up to the first that no tier has."""
+        """`pin` of pages with known names, up to the first that no tier has."""
         with self.calls:
             return self.manager.pin(pages, seconds, self.layout.page_tokens)
 
     def on_events(self, callback: Callable[[KVEventBatch], object]) -> Callable[[], None]:
-        """Call `callback(batch)` for each batch of KV events, in a thread of the engine's; what takes that back.
+        """Call `callback(batch)` for each batch of KV events, in a thread of the engine.
 
         An event names pages that a tier has gained or lost; the pages it had when the engine opened may be told before
         this call. The callback must be quick, and must not call the engine. Returns a function that removes it. Raises
@@ -584,18 +577,18 @@ class CacheEngine:
         return self._parts.events.add(callback)
 
     def named_events(self) -> tuple[NamedEvents, Callable[[], None]]:
-        """KV events in the names that an inference engine has for its blocks; and what ends them. Raises as
-        `on_events` does."""
+        """KV events with an inference engine's own block names, and a function that ends them. Raises as `on_events`
+        does."""
         events = NamedEvents(self.manager.tiers.values(), self.manager.lock)
         return events, self.on_events(events.heard)
 
     def clear(self) -> dict[str, int]:
-        """Drop every page from every tier; the pages removed, by tier. What is being stored is dropped too."""
+        """Drop every page from every tier, and stores in progress; returns the pages removed, by tier."""
         with self.calls:
             return self.manager.clearing.clear()
 
     def invalidate(self, *namespaces: bytes) -> dict[str, int]:
-        """Drop every page of these namespaces (see `namespaces()`) from every tier; the pages removed, by tier.
+        """Drop every page of these namespaces (see `namespaces()`) from every tier; returns the pages removed, by tier.
 
         The groups of a hybrid model go together: with one of them, the others of its salt.
         """
@@ -610,20 +603,20 @@ class CacheEngine:
             return self.manager.clearing.clear(*self._with_groups(namespaces))
 
     def _with_groups(self, namespaces: Sequence[bytes]) -> set[bytes]:
-        """With those of the other groups: a store of pages of several groups goes by the epoch of one of them."""
+        """Add the namespaces of the salts' other groups: a store of several groups checks the epoch of one of them."""
         known = list(self._namespaces.items()) if self.groups else []
         salts = {salt for (salt, _), digest in known if digest in namespaces}
         return {*namespaces, *(digest for salt in salts for digest in self.namespaces(salt))}
 
     def drain(self, seconds: float | None = None) -> None:
-        """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
+        """Wait until every accepted store is on its tiers. Raises `DeadlineError` after `seconds`."""
         self._check_open()
         if not self._parts.storer.drain(arguments.seconds(seconds)):
             self._check_open()
             raise DeadlineError(f"stores are still on their way after {seconds} s", "see stats()['store_queue']")
 
     def flush(self, seconds: float | None = None) -> None:
-        """`drain`, and write what is in the CPU tier only on to the SSD, as far as `store.write_policy` writes any.
+        """`drain`, and write pages that are only in the CPU tier to the SSD, as far as `store.write_policy` writes any.
 
         Needed with `write_back`, which writes pages late, for pages that must outlive this process. Pages that the SSD
         refused are not written. Raises `DeadlineError` after `seconds`.
@@ -656,15 +649,13 @@ class CacheEngine:
         }
 
     def check(self, fix: bool = False) -> CheckReport:
-        """Hold every index against its slots, its catalogue and its bytes in the CPU tier. Meant for a quiet engine.
+        """Compare every index with its slots, its catalogue and its bytes in the CPU tier. For a quiet engine.
 
-        With `fix`, pages that disagree are dropped, and rows that name no page are deleted.
+        With `fix`, contradictory pages are dropped, and rows without a page are deleted.
         """
         with self.calls:
             problems = self.manager.check(fix)
             return CheckReport(tuple(problems), fixed=fix and not self.manager.check())
-
-    # -- end -------------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """A file descriptor for `select`, `poll` and asyncio: readable when a load, a store or a prefetch has ended.
@@ -676,14 +667,14 @@ class CacheEngine:
         return self.calls.fileno()
 
     def close(self, drain: bool = True) -> None:
-        """Finish stores (or drop them), wait for loads, give everything back. Twice is fine.
+        """Finish stores (or drop them), wait for loads, free everything. May be called twice.
 
-        In a process forked off the one that opened the engine it does nothing, because threads and locks are not
-        copied. If it is interrupted it goes on in the background, and the next `close` waits for its end. Nor does a
-        signal's handler wait that calls it in the middle of another call.
+        In a forked child of the process that opened the engine it does nothing, because threads and locks are not
+        copied. If it is interrupted it goes on in the background, and the next `close` waits for its end. A call from a
+        signal's handler inside another call does not wait either.
 
-        Behind a call that was interrupted, stores that are not on the SSD yet are dropped. Raises `DeadlineError` when
-        the engine is not closed then within its `deadline` and 30 s.
+        After an interrupted call, stores that are not on the SSD yet are dropped. Raises `DeadlineError` if the engine
+        is then not closed within its `deadline` and 30 s.
         """
         if not self.calls.forked:
             self._closing.close(drain=drain)
@@ -714,11 +705,12 @@ class CacheEngine:
 
 
 def _requests(requests: Any) -> list[tuple[Hit, Any]]:
-    """What `load_many` was given. Raises `InvalidValueError` for anything but pairs of a hit and its slots."""
     pairs = list(requests) if isinstance(requests, Sequence) else [requests]
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], Hit):
-            raise InvalidValueError("a load is asked for without a hit", "pass what lookup() returned, and its slots")
+            raise InvalidValueError(
+                "a load is asked for without a hit", "pass the hit that lookup() returned, and its slots"
+            )
     return [(hit, slots) for hit, slots in pairs]
 
 
@@ -730,7 +722,6 @@ def _opened(
     calls: Calls,
     limits: EngineLimits,
 ) -> tuple[Parts, EngineClosing]:
-    """The parts of an engine, and what closes them."""
     parts = build(config, planes, timeline=timeline, calls=calls, limits=limits, addresses=ranks)
     closing = EngineClosing(parts, calls, config.deadline)
     calls.closing = functools.partial(closing.run, False)

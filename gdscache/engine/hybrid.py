@@ -1,12 +1,13 @@
-"""HybridEngine: the door for models whose layers keep different tokens, such as sliding windows beside full attention.
+"""HybridEngine: the entry point for models whose layers keep different tokens, such as sliding windows beside full
+attention.
 
     engine = HybridEngine.from_config("gdscache.yaml", planes)     # the file has model.groups
     hit = engine.lookup(tokens)
     load = engine.load(hit, {name: my_blocks[name][pages] for name, pages in hit.pages.items()})
 
-A hit is a length at which every group has what the next token attends to: all pages where all tokens are kept, and the
-last window, or the state, elsewhere. Groups with planes of their own have a part of each tier, and a directory below
-`ssd.path`; groups in the same planes share all of it.
+A hit is a length at which every group has the pages that the next token attends to: all pages where all tokens are
+kept, and the last window, or the state, elsewhere. Groups with planes of their own have a part of each tier, and a
+directory below `ssd.path`; groups in the same planes share all of it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 Slots = Mapping[str, Any]
 _SALTS_KEPT = 4096
 _log = logging.getLogger("gdscache")
-_TRIES = 4  # pages may go while one looks for others
+_TRIES = 4  # pages may go while others are looked up
 
 
 class HybridEngine:
@@ -80,9 +81,9 @@ class HybridEngine:
 
     `planes[layer][plane]`: tensors of the model's layers, (blocks, block_tokens, *row); layers of one group have equal
     numbers of blocks. None: the engine allocates them, of `gpu.capacity` together, and `take` gives blocks of them.
-    `engines`: of each pool of groups in the same planes, a `CacheEngine`, and `names` of its groups. All methods may be
-    called from many threads, and Ctrl-C does what it does to a `CacheEngine`. Raises a subclass of `GdsCacheError` that
-    names what cannot be opened.
+    `engines`: a `CacheEngine` for each pool of groups in the same planes, and `names` of its groups. All methods may be
+    called from many threads; Ctrl-C works as for `CacheEngine`. Raises a subclass of `GdsCacheError` that names the
+    part that cannot be opened.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class HybridEngine:
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> None:
-        """`ranks`: of each pool, in the order of `pools_of`, the addresses of the processes that have its planes; loads
-        and stores are then asked of `engines`, whose handles have the orders for ranks.
+        """`ranks`: of each pool, in the order of `pools_of`, the addresses of the processes that have its planes; then
+        call `engines` for loads and stores, whose handles have the orders for ranks.
 
         `timeline` and `limits` are as for `CacheEngine`.
         """
@@ -170,7 +171,7 @@ class HybridEngine:
         timeline: Timeline | None = None,
         limits: EngineLimits = LIMITS,
     ) -> Self:
-        """Open an engine from a YAML file, a mapping of the same shape, or a `Config`."""
+        """See `CacheEngine.from_config`."""
         if isinstance(config, Mapping):
             config = Config.from_dict(config)
         elif not isinstance(config, Config):
@@ -179,14 +180,13 @@ class HybridEngine:
 
     @property
     def by_groups(self) -> dict[str, CacheEngine]:
-        """The engines by the names of their groups."""
         return {", ".join(names): engine for names, engine in zip(self.names, self.engines, strict=True)}
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Any, start: int = 0, salt: str = "") -> HybridHit:
-        """The longest cached prefix behind token `start`, a multiple of `alignment`, at which all groups have what a
-        hit needs. `tokens`: token ids, or `PageHashes` of `hash_tokens` tokens each, from the first of the request on.
+        """The longest cached prefix behind token `start`, a multiple of `alignment`, at which all groups have the pages
+        of a hit. `tokens`: token ids, or `PageHashes` of `hash_tokens` tokens each, from the first of the request on.
 
         Takes no lease and changes nothing but recency. With `load.gate: enforcing`, a hit that takes longer to load
         than to compute is left out as a whole.
@@ -195,13 +195,13 @@ class HybridEngine:
         return self.lookup_named(names, length, length, start)
 
     def lookup_named(self, names: GroupNames, most: int, tokens: int, start: int = 0) -> HybridHit:
-        """`lookup`, of a request of `tokens` tokens whose pages are named already: the longest hit that ends at token
+        """`lookup` for a request of `tokens` tokens whose pages have names already: the longest hit that ends at token
         `most` or before it. `names`: of `group_names`."""
         hit = self._find(names, most, start)
         loads = [engine.pool_load(part.tiers) for engine, part in zip(self.engines, hit.parts, strict=True)]
         decided = self.gate.decide_whole(loads, start, tokens, hit.tokens)
         most = min(most, names.tokens) // self.alignment * self.alignment
-        managers = [engine.manager for engine in self.engines]  # not the engines, which may be forgotten
+        managers = [engine.manager for engine in self.engines]  # not the engines, which may be dropped
         about = managers, self.pools, self.groups, names, start, most
         if decided.pages < sum(len(part.pages) for part in hit.parts):
             why = functools.partial(_reasons, *about, hit.tokens)
@@ -212,8 +212,8 @@ class HybridEngine:
         return dataclasses.replace(hit, seconds=decided.seconds, recompute_seconds=decided.recompute_seconds, why=why)
 
     def reach(self, names: GroupNames, most: int, start: int = 0) -> tuple[int, int]:
-        """The tokens that the longest hit behind token `start` ends at, and the full pages of all groups that keep all
-        tokens: up to token `most`. Counts as no use of the pages."""
+        """The end of the longest hit behind token `start`, and the tokens up to which all groups that keep all have
+        full pages: both in tokens, up to `most`. Counts as no use of the pages."""
         has, most = self._presence(names), min(most, names.tokens)
         whole = complete(self.groups, has, most, local=start)
         return next(lengths(self.groups, has, most, local=start, whole=whole), start), whole
@@ -222,7 +222,6 @@ class HybridEngine:
         return names.presence(*(engine.manager.visible for engine in self.engines))
 
     def _find(self, names: GroupNames, most: int, start: int) -> HybridHit:
-        """`lookup_named`, without a gate."""
         groups, engines, has = self.groups, self.engines, self._presence(names)
         for engine in engines:
             engine.manager.have_watched()
@@ -244,7 +243,7 @@ class HybridEngine:
         return dataclasses.replace(hit, parted=max(start, whole))
 
     def _used(self, names: GroupNames, start: int, found: int) -> HybridHit | None:
-        """The hit that ends at token `found`, whose pages are used now; None where one has gone since."""
+        """The hit that ends at token `found`, and a use of its pages; None if one has gone since."""
         pages = needed(self.groups, found, start)
         parts, chains = list[Hit](), names.chain(pages)
         for engine, chain in zip(self.engines, chains, strict=True):
@@ -287,7 +286,8 @@ class HybridEngine:
             known = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], HybridHit)
             if not known or len(pair[0].parts) != len(self.engines):
                 raise InvalidValueError(
-                    "a load is asked for without a hit", "pass what lookup() of this engine returned, and its slots"
+                    "a load is asked for without a hit",
+                    "pass the hit that lookup() of this engine returned, and its slots",
                 )
         batches: list[list[tuple[Hit, Blocks]]] = [[] for _ in self.engines]
         for hit, slots in pairs:
@@ -298,14 +298,14 @@ class HybridEngine:
         try:
             for engine, batch in zip(self.engines, batches, strict=True):
                 loads.append(engine.load_many(batch, after) if batch else None)
-        except BaseException:  # nobody gets its handle
+        except BaseException:  # no caller gets a handle
             for load in filter(None, loads):
                 load.cancel()
             raise
         return HybridLoad(self, [hit for hit, _ in pairs], loads)
 
     def _tables(self, hit: HybridHit, slots: Slots) -> list[Blocks]:
-        """Blocks for the pages of a hit, pool by pool, in the order in which its engine takes them."""
+        """Blocks for the pages of a hit, pool by pool, in the order of the engines' pages."""
         self._check_names(slots)
         tables: list[Blocks] = []
         for engine, order in zip(self.engines, hit.order, strict=True):
@@ -334,10 +334,10 @@ class HybridEngine:
         """Begin storing the full pages of `tokens` from token `start` on. Returns at once.
 
         `slots`: of each group by name, blocks of its pages from `start` on, page after page; -1 for the blocks of pages
-        that the group let go. Of windows and states those pages are stored that a hit of all `tokens` needs, or one at
-        each `store.window_every` tokens, or at the lengths `keep_at`. These may lie behind `tokens`, where a prompt is
-        stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises what that raises, and `InvalidValueError`
-        for `keep_at`; nothing is stored then.
+        that the group let go. Of windows and states only the pages are stored that a hit needs at the end of `tokens`,
+        at each `store.window_every` tokens, or at the lengths `keep_at`. These lengths may be behind `tokens`, if a
+        prompt is stored chunk by chunk. The rest is as for `CacheEngine.store`. Raises the errors of that, and
+        `InvalidValueError` for `keep_at`; nothing is stored then.
         """
         (names, length), start = self._request(tokens, salt), self._start(start)
         self._check_names(slots)
@@ -366,7 +366,8 @@ class HybridEngine:
         return HybridStore([group.name for group in self.groups], handles, chains)
 
     def window_ends(self, length: int, keep_at: Iterable[int]) -> set[int]:
-        """The lengths at which windows and states are kept, those behind `length` too that need a page before it."""
+        """The lengths at which windows and states are kept, including lengths behind `length` that need a page before
+        it."""
         size = self.alignment
         given = [arguments.whole(one, "keep_at", 0, MAX_COUNT) for one in keep_at]
         ends = {one // size * size for one in (length, *given)}
@@ -375,8 +376,8 @@ class HybridEngine:
 
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> HybridPrefetch:
         """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids or
-        `PageHashes`, whose longest hit it is, whatever the gate says of it; or a `HybridHit`, which has its own `start`
-        and `salt`. `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`."""
+        `PageHashes`, for their longest hit without a gate; or a `HybridHit`, which has its own `start` and `salt`.
+        `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`."""
         if isinstance(tokens, HybridHit):
             if start or salt:
                 message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
@@ -393,7 +394,7 @@ class HybridEngine:
         return HybridPrefetch(self, hit, parts)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:
-        """Keep what the longest hit needs from eviction on every tier that has it, for `seconds` at most."""
+        """Keep the pages of the longest hit from eviction on every tier that has them, for `seconds` at most."""
         names, length = self._request(tokens, salt)
         hit = self._find(names, length, 0)
         pins: list[tuple[Pin, int]] = []
@@ -407,9 +408,9 @@ class HybridEngine:
     # -- blocks of its own ---------------------------------------------------------------------------------------------
 
     def take(self, group: str, pages: int) -> list[int]:
-        """Blocks for so many pages of a group, where the engine allocated the planes.
+        """Blocks for `pages` pages of a group, if the engine allocated the planes.
 
-        Raises `PoolFullError` where fewer are free, and takes none then.
+        Raises `PoolFullError` if fewer are free, and takes none then.
         """
         pool = self._own_pool(group)
         wanted = arguments.whole(pages, "pages", 0, MAX_COUNT) * self.engines[pool].blocks_per_page
@@ -441,13 +442,11 @@ class HybridEngine:
         return self._pool_of[self._number(group)]
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The pool of a layer of the model, and its place there. Raises `InvalidValueError`."""
         return self._places[arguments.whole(layer, "layer", 0, len(self._places) - 1)]
 
     # -- all pools -----------------------------------------------------------------------------------------------------
 
     def nothing(self, start: int = 0) -> HybridHit:
-        """A hit of 0 tokens."""
         empty = {group.name: range(start // group.page_tokens, start // group.page_tokens) for group in self.groups}
         none = tuple(Hit(start, 0, (), None, ()) for _ in self.pools)
         return HybridHit(start, 0, empty, start, parts=none, order=tuple(Chain() for _ in self.pools))
@@ -455,17 +454,14 @@ class HybridEngine:
     def observe_prefill(
         self, tokens: int, cached_tokens: int, seconds: float, load_seconds: float | None = None
     ) -> None:
-        """Tell the gate what a prefill took: see `CacheEngine.observe_prefill`."""
         for engine in self.engines:
             engine.observe_prefill(tokens, cached_tokens, seconds, load_seconds)
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Tell the gate what a load took: see `CacheEngine.observe_load`."""
         for engine in self.engines:
             engine.observe_load(tier, nbytes, seconds)
 
     def judge_by(self, gate: Gate) -> None:
-        """Have another gate decide from now on, by its costs of all pools: see `CacheEngine.judge_by`."""
         for engine in self.engines:
             engine.judge_by(gate)
         self.gate = gate
@@ -473,7 +469,7 @@ class HybridEngine:
     def on_events(self, callback: Callable[[str, KVEventBatch], object]) -> Callable[[], None]:
         """Call `callback(names, batch)` for each batch of KV events: see `CacheEngine.on_events`.
 
-        `names`: those of the pool's groups, as in `by_groups`. Batches are numbered pool by pool, and a batch's
+        `names`: of the pool's groups, as in `by_groups`. Batches are numbered pool by pool, and a batch's
         `AllBlocksCleared` is of its pool. Returns a function that removes it.
         """
         with contextlib.ExitStack() as undo:
@@ -490,28 +486,24 @@ class HybridEngine:
         return [engine.fileno() for engine in self.engines]
 
     def clear(self) -> dict[str, int]:
-        """Drop every page from every tier; the pages removed, by tier."""
         return _sum(engine.clear() for engine in self.engines)
 
     def invalidate(self, salt: str = "") -> dict[str, int]:
-        """Drop every page of a request's salt from every tier; the pages removed, by tier."""
+        """Drop every page of a request's salt from every tier; returns the pages removed, by tier."""
         return _sum(engine.invalidate(*engine.namespaces(salt)) for engine in self.engines)
 
     def drain(self, seconds: float | None = None) -> None:
-        """Wait until every accepted store is on the tiers it is meant for. Raises `DeadlineError` after `seconds`."""
         left = remaining(seconds)
         for engine in self.engines:
             engine.drain(left())
 
     def flush(self, seconds: float | None = None) -> None:
-        """See `CacheEngine.flush`."""
         left = remaining(seconds)
         for engine in self.engines:
             engine.flush(left())
 
     def stats(self) -> dict[str, Any]:
-        """`pools`: under the names of its groups, what `CacheEngine.stats` says of each pool; `gate` and `tokens`: of
-        whole hits."""
+        """`pools`: `CacheEngine.stats` of each pool, by the names of its groups; `gate` and `tokens`: of whole hits."""
         return {
             "pools": {names: engine.stats() for names, engine in self.by_groups.items()},
             "gate": self.gate.stats(),
@@ -527,7 +519,7 @@ class HybridEngine:
         )
 
     def close(self, drain: bool = True) -> None:
-        """Finish stores (or drop them), wait for loads, give everything back. Twice is fine."""
+        """See `CacheEngine.close`."""
         with contextlib.ExitStack() as all_of_them:
             for engine in self.engines:
                 all_of_them.callback(engine.close, drain)
@@ -540,8 +532,6 @@ class HybridEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def namespaces(self, salt: str = "") -> list[bytes]:
         """The namespace of each group, for a request's salt."""
         of = dict[int, bytes]()
@@ -550,12 +540,11 @@ class HybridEngine:
         return [of[g] for g in range(len(self.groups))]
 
     def group_names(self, salt: str, digest_tokens: int) -> GroupNames:
-        """Names for the pages of a request, without digests yet: see `GroupNames`."""
         return GroupNames(self.groups, self.namespaces(salt), digest_tokens, [pool.groups for pool in self.pools])
 
     def _request(self, tokens: Any, salt: str) -> tuple[GroupNames, int]:
-        """What a call is about: the names of its pages, and its tokens. Raises `TokensError`, and `InvalidValueError`
-        for a salt that is no text."""
+        """The names of a request's pages, and its tokens. Raises `TokensError`, and `InvalidValueError` for a salt that
+        is no text."""
         base, size = self._base(salt), self.hash_tokens
         if isinstance(tokens, PageHashes):
             if not tokens.whole:
@@ -572,7 +561,7 @@ class HybridEngine:
         return names, length
 
     def _base(self, salt: str) -> bytes:
-        """What the digests of a request begin with: the namespace of the whole model, with all its groups."""
+        """The first link of a request's digests: the namespace of the whole model, with all its groups."""
         base = self._bases.get(arguments.text(salt, "salt"))
         if base is None:
             base = namespace_digest(self.config.model.namespace_fields(salt))
@@ -604,7 +593,6 @@ class HybridEngine:
         return slots[name]
 
     def _table(self, name: str, slots: Slots, hit: HybridHit, engine: CacheEngine) -> Blocks:
-        """Blocks for a group's pages of a hit, (pages, blocks_per_page)."""
         table, pages = engine.block_table(self._given(name, slots)), len(hit.pages[name])
         if len(table) != pages:
             raise SlotCountError(
@@ -614,14 +602,13 @@ class HybridEngine:
         return table
 
     def _rows(self, group: Group, slots: Slots, engine: CacheEngine, start: int, length: int) -> Blocks:
-        """Blocks of a group's pages from `start` on for a store, (pages, blocks_per_page), -1 for none."""
         given, each = host_indices(self._given(group.name, slots)), engine.blocks_per_page
         pages = max(0, length // group.page_tokens - start // group.page_tokens)
         if len(given) % each or len(given) // each > pages:
             raise SlotCountError(
                 f"group {group.name!r}: {len(given)} blocks, of which {each} make a page, and there are {pages} full "
                 f"pages of {group.page_tokens} tokens from token {start} on",
-                "pass the blocks of full pages only, -1 for those that were let go",
+                "pass the blocks of full pages only, -1 for pages that were let go",
             )
         return given.reshape(-1, each)
 
@@ -635,7 +622,6 @@ def _reasons(
     stop: int,
     declined: int,
 ) -> GroupReasons:
-    """Of a request from token `start` to `stop`: see `group_reasons`."""
     asked = [
         AskedGroup(groups[g], names, g, manager.told)
         for manager, pool in zip(managers, pools, strict=True)
@@ -653,7 +639,6 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _checked(config: Config, planes: Any) -> list[tuple[torch.Tensor, ...]]:
-    """Attached planes, of as many layers as the model has."""
     try:
         found = [tuple(layer) for layer in planes]
     except TypeError as error:
@@ -673,7 +658,6 @@ def _opened(
     timeline: Timeline | None,
     limits: EngineLimits,
 ) -> CacheEngine:
-    """The engine of a pool, with its planes or its ranks."""
     try:
         engine = CacheEngine(part.config, planes, ranks=ranks, timeline=timeline, limits=limits)
     except PlanesError as error:
@@ -689,7 +673,6 @@ def _opened(
 
 
 def _allocated(config: Config, parts: Sequence[PoolPart]) -> list[tuple[torch.Tensor, ...]]:
-    """Planes of each layer, as many blocks of each pool as its part of `gpu.capacity` holds."""
     device = resolve_device(config.gpu.device)
     planes: list[tuple[torch.Tensor, ...]] = [()] * config.model.layers
     for part in parts:

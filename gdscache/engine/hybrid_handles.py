@@ -1,4 +1,4 @@
-"""What a `HybridEngine` returns: hits, and the handles of loads, stores, prefetches and pins, each over all pools."""
+"""The results of a `HybridEngine`: hits, and handles of loads, stores, prefetches and pins, each over all pools."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Said = TypeVar("Said")
 
 @dataclasses.dataclass(frozen=True)
 class HybridHit:
-    """What `lookup` found: a snapshot, without a lease. `tokens` tokens from `start` on are cached in all groups.
+    """The result of `lookup`: a snapshot, without a lease. `tokens` tokens from `start` on are cached in all groups.
 
     `pages`: by group, the numbers of the pages that a load brings, counted from the request's first token. `parted`:
-    tokens up to which the groups that keep all tokens have every page. Where it is more than the hit, another prompt
-    parted there: pass it as `keep_at` to `store`, and the next one finds its windows. `seconds` and
+    tokens up to which the groups that keep all tokens have every page. If it is more than the hit, another prompt
+    parted there: pass it as `keep_at` to `store`, and the next prompt finds its windows. `seconds` and
     `recompute_seconds` are expected, None before they are known; `declined`: tokens that the gate left out. `parts` and
-    `order` are for the engine: by pool, the pages as its engine takes them, and of which group each is.
+    `order` are for the engine: by pool, the pages as its engine takes them, and the group of each.
     """
 
     start: int
@@ -50,18 +50,18 @@ class HybridHit:
     why: Callable[[], GroupReasons] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def reasons(self) -> GroupReasons:
-        """By group, where its pages from `start` on are, up to the last full `alignment`, or why they are nowhere.
+        """By group, the tiers of its pages from `start` to the last full `alignment`, or why they are in none.
 
-        It is worked out when it is asked for, and says what is known by then. Where a group keeps all tokens, a page
-        behind a missing one is `behind`. Of windows every page is told, whether the hit needs it or not: a window is
-        stored where a prompt ends (`store.window_every`).
+        Computed when called, from the present state. Where a group keeps all tokens, a page behind a missing one is
+        `behind`. Every page of a window is told, needed or not: a window is stored where a prompt ends
+        (`store.window_every`).
         """
         return dict.fromkeys(self.pages, ()) if self.why is None else self.why()
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridReport:
-    """The verdict on a load. `tokens`: those of the hit, or 0 where a page of any group is bad. `pages`: by group, of
+    """The verdict on a load. `tokens`: of the hit, or 0 if a page of any group is bad. `pages`: by group, the status of
     each page of the hit. `why` is for `reasons`."""
 
     tokens: int
@@ -71,40 +71,37 @@ class HybridReport:
     why: Callable[[], GroupReasons] = dataclasses.field(default=dict, repr=False, compare=False)
 
     def reasons(self) -> GroupReasons:
-        """By group, which tier the hit's pages came from, or why they did not come; of a batch nothing. Worked out when
-        asked for."""
+        """By group, the tiers that the hit's pages came from, or why they did not come; empty for a batch. Computed
+        when called."""
         return self.why()
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridStoreReport:
-    """What became of a store, by group, and by the number of each page that was to be stored: `tiers` that committed it
-    now, and why it was `dropped`. A page that was stored already has no tiers and no cause."""
+    """How a store ended, by group and by page number: the `tiers` that committed the page now, and why it was
+    `dropped`. A page that was stored already has no tiers and no cause."""
 
     tiers: dict[str, dict[int, tuple[str, ...]]]
     dropped: dict[str, dict[int, str]]
 
 
 class HybridLoad:
-    """The handle of a load, or of a batch of them. Made by `HybridEngine.load` and `load_many`; thread-safe."""
+    """The handle of a load, or of a batch of loads. Made by `HybridEngine.load` and `load_many`; thread-safe."""
 
     def __init__(self, engine: HybridEngine, hits: Sequence[HybridHit], loads: Sequence[LayerwiseLoad | None]) -> None:
-        """`loads`: of each pool, of those of the hits that have pages there."""
         self._engine, self._hits, self._loads = engine, hits, loads
 
     @property
     def begun(self) -> list[LayerwiseLoad]:
-        """The loads of the pools that have pages of it."""
         return [load for load in self._loads if load is not None]
 
     @property
     def tokens(self) -> int:
-        """Tokens on their way, over all requests: those of a hit, or 0 where a page of it has gone since."""
+        """Tokens on their way, over all requests; a hit with a page that has gone since counts 0."""
         return sum(self.tokens_by_request)
 
     @property
     def tokens_by_request(self) -> tuple[int, ...]:
-        """`tokens` of each request, in the order in which they were given."""
         return tuple(
             hit.tokens if all(pages in (None, len(order)) for pages, order in zip(row, hit.order, strict=True)) else 0
             for hit, row in self._by_request(lambda load: [part.pages for part in load.parts])
@@ -118,7 +115,6 @@ class HybridLoad:
             load.wait(local, seconds)
 
     def done(self) -> bool:
-        """True when the verdict is there; never waits."""
         return all(load is None or load.done() for load in self._loads)
 
     def results(self, seconds: float | None = None) -> list[HybridReport]:
@@ -127,7 +123,7 @@ class HybridLoad:
         return [self._report(hit, row) for hit, row in self._by_request(lambda load: load.results(left()))]
 
     def result(self, seconds: float | None = None) -> HybridReport:
-        """The verdict; of a batch, that on all its requests as one, whose `tokens` are the sum."""
+        """The verdict. A batch gives one report over all its requests, whose `tokens` are the sum."""
         reports = self.results(seconds)
         if len(reports) == 1:
             return reports[0]
@@ -141,7 +137,6 @@ class HybridLoad:
         return HybridReport(sum(report.tokens for report in reports), pages, dict(by_tier), took)
 
     def _by_request(self, said: Callable[[LayerwiseLoad], Sequence[Said]]) -> list[tuple[HybridHit, list[Said | None]]]:
-        """Each hit, with what the load of each pool says of it; None where it has no page there."""
         rows: list[list[Said | None]] = [[] for _ in self._hits]
         for pool, load in enumerate(self._loads):
             of_those = iter(said(load) if load is not None else ())
@@ -168,7 +163,7 @@ class HybridLoad:
         return HybridReport(hit.tokens if whole else 0, told, dict(by_tier), took, why)
 
     def __await__(self) -> Generator[Any, None, HybridReport]:
-        """`result()` in an event loop of asyncio's. The load goes on where the await is cancelled."""
+        """`result()` in asyncio's event loop. Cancelling the await does not cancel the load."""
         for load in self.begun:
             yield from load.__await__()
         return self.result()
@@ -189,15 +184,13 @@ class HybridStore:
     """The handle of a store. Made by `HybridEngine.store`; thread-safe."""
 
     def __init__(self, names: Sequence[str], handles: Sequence[StoreHandle], order: Sequence[Chain]) -> None:
-        """`names`: of the groups; `order`: the pages of each pool's store."""
         self._names, self._handles, self._order = names, handles, order
 
     def done(self) -> bool:
-        """True when every page has its outcome; never waits."""
         return all(handle.done() for handle in self._handles)
 
     def result(self, seconds: float | None = None) -> HybridStoreReport:
-        """What every tier committed. Waits up to `seconds` (None: until it is over), then raises `DeadlineError`."""
+        """The report. Waits up to `seconds` (None: without limit), then raises `DeadlineError`."""
         left = remaining(seconds)
         tiers: dict[str, dict[int, tuple[str, ...]]] = {name: {} for name in self._names}
         dropped: dict[str, dict[int, str]] = {name: {} for name in self._names}
@@ -211,7 +204,7 @@ class HybridStore:
         return HybridStoreReport(tiers, dropped)
 
     def __await__(self) -> Generator[Any, None, HybridStoreReport]:
-        """`result()` in an event loop of asyncio's. The store goes on where the await is cancelled."""
+        """`result()` in asyncio's event loop. Cancelling the await does not cancel the store."""
         for handle in self._handles:
             yield from handle.__await__()
         return self.result()
@@ -231,17 +224,17 @@ class HybridPrefetch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the hit that it has seen in the CPU tier: all of them, or 0."""
+        """Tokens of the hit that it has found in the CPU tier: all of them, or 0."""
         return self._if_all(lambda part: part.tokens)
 
     @property
     def begun(self) -> tuple[int, ...]:
-        """By pool, how many of its first pages have had their turn: see `Prefetch.begun`."""
+        """`Prefetch.begun` of each pool."""
         return tuple(0 if part is None else part.begun for part in self._parts)
 
     @property
     def verified(self) -> int:
-        """Tokens of the hit that lie in the CPU tier now, pinned, and were found good: all of them, or 0."""
+        """Tokens of the hit that are in the CPU tier now, pinned and verified: all of them, or 0."""
         return self._if_all(lambda part: part.verified)
 
     def _if_all(self, tokens: Callable[[Prefetch], int]) -> int:
@@ -252,8 +245,8 @@ class HybridPrefetch:
         return self._hit.tokens if good else 0
 
     def hit(self) -> HybridHit:
-        """The hit of pages that are verified and pinned, for a load that cannot fail but by the copy itself; one of 0
-        tokens where some are not. Raises `InvalidValueError` without pins."""
+        """The hit of verified and pinned pages, for a load in which only a copy can fail; a hit of 0 tokens if any are
+        missing. Raises `InvalidValueError` without pins."""
         parts = tuple(
             part if prefetch is None else prefetch.hit()
             for part, prefetch in zip(self._hit.parts, self._parts, strict=True)
@@ -263,11 +256,10 @@ class HybridPrefetch:
         return dataclasses.replace(self._hit, parts=parts)
 
     def done(self) -> bool:
-        """True when it has ended; never waits."""
         return all(part is None or part.done() for part in self._parts)
 
     def wait(self, seconds: float | None = 0.0) -> int:
-        """Wait up to so many seconds for its end, then stop it, and return `tokens`: see `Prefetch.wait`."""
+        """Wait up to `seconds` for its end, then stop it, and return `tokens`: see `Prefetch.wait`."""
         left = remaining(seconds)
         for part in filter(None, self._parts):
             part.wait(left())
@@ -279,13 +271,13 @@ class HybridPrefetch:
         return [part.result(left()) for part in self._parts if part is not None]
 
     def __await__(self) -> Generator[Any, None, list[PrefetchReport]]:
-        """`result()` in an event loop of asyncio's. The prefetch goes on where the await is cancelled."""
+        """`result()` in asyncio's event loop. Cancelling the await does not cancel the prefetch."""
         for part in filter(None, self._parts):
             yield from part.__await__()
         return self.result()
 
     def cancel(self) -> None:
-        """End it, and its pins. Twice is fine."""
+        """End it, and its pins. May be called twice."""
         for part in filter(None, self._parts):
             part.cancel()
 
@@ -302,16 +294,14 @@ class HybridPin:
     """The pages of a hit, kept from eviction until `release` or until its time is up."""
 
     def __init__(self, hit: HybridHit, pins: Sequence[tuple[Pin, int]]) -> None:
-        """`pins`: of each pool, with the tokens that it counts where it holds all its pages."""
         self._hit, self._pins = hit, pins
 
     @property
     def tokens(self) -> int:
-        """Tokens of the hit, all of whose pages it holds now; else 0."""
+        """Tokens of the hit if all its pages are pinned, else 0."""
         return self._hit.tokens if all(pin.tokens == whole for pin, whole in self._pins) else 0
 
     def release(self) -> None:
-        """Let the pages go; twice is fine."""
         for pin, _ in self._pins:
             pin.release()
 
@@ -328,7 +318,6 @@ def _came(
     page_tokens: Mapping[str, int],
     statuses: Mapping[str, Sequence[PageStatus]],
 ) -> GroupReasons:
-    """Why the pages of a hit came, by group; the tiers are those of the lookup."""
     tiers: dict[str, list[str]] = {name: [] for name in statuses}
     for part, order in zip(hit.parts, hit.order, strict=True):
         for g, tier in zip(order.groups, part.tiers, strict=True):
@@ -340,7 +329,6 @@ def _came(
 
 
 def remaining(seconds: float | None) -> Callable[[], float | None]:
-    """What is left of so many seconds that begin now, for one wait after another."""
     limit = arguments.seconds(seconds)
     if limit is None:
         return lambda: None

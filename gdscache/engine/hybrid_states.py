@@ -1,8 +1,7 @@
-"""States leave with the page that they stand behind: without it they are part of no hit.
+"""A state leaves with the page that it stands behind: without that page no hit needs the state.
 
-Pools evict by themselves, and learn from the uses of their own pages how long these are worth keeping. A state is as
-worth keeping as the full pages in front of it, of which there are more to learn from. So a state goes when no tier has
-the last of these any more, and makes room for one whose pages stay.
+Pools evict by themselves, and learn the lifetimes of their pages from uses. A state is worth as much as the full pages
+before it, of which there are more to learn from. So a state goes when no tier has the last of these pages any more.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from gdscache.tiers.manager import TierManager
 
 
 class StandingStates:
-    """Which states stand behind which page, of pools that have states alone. Thread-safe.
+    """The states behind each page, of pools with states alone. Thread-safe.
 
-    `managers`: one a pool. What is stored and what is hit since the engine was opened is known; a state that is not
-    known goes by its pool's own order.
+    `managers`: one a pool. Known are the states stored or hit since the engine was opened; its pool's own order evicts
+    other states.
     """
 
     def __init__(
@@ -30,8 +29,8 @@ class StandingStates:
         self._states = [(g, managers[p]) for p, pool in enumerate(pools) if keeps[p] == {"state"} for g in pool]
         whole = [(g, managers[p]) for p, pool in enumerate(pools) for g in pool if groups[g].keeps == "all"]
         self._whole = whole[:1] if self._states else []
-        self._behind: dict[bytes, list[tuple[TierManager, bytes]]] = {}  # by the key of the page
-        self._gone = deque[bytes]()  # pages that a tier has evicted
+        self._behind: dict[bytes, list[tuple[TierManager, bytes]]] = {}  # by the page's key
+        self._gone = deque[bytes]()
         self._most = sum(tier.index.slots for _, manager in self._states for tier in manager.tiers.values())
         for _, manager in self._whole:
             for tier in manager.tiers.values():
@@ -61,13 +60,11 @@ class StandingStates:
                 with manager.lock:
                     for tier in manager.tiers.values():
                         entry = tier.index.find(state)
-                        if entry is not None and not entry.leases:  # what is under way stays
+                        if entry is not None and not entry.leases:  # a leased state stays
                             tier.index.drop(entry)
                             manager.fates.evict((state,))
 
     def _told(self, before: Callable[[Collection[bytes]], object]) -> Callable[[Collection[bytes]], None]:
-        """Told of victims, under the lock of their pool: notes them."""
-
         def told(keys: Collection[bytes]) -> None:
             before(keys)
             self._gone.extend(key for key in keys if key in self._behind)

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of an engine: tiers, buffers, threads, in the order in which they are needed."""
+"""Opens the parts of an engine from a configuration: tiers, buffers and threads, in the order of their needs."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ from gdscache.tracing import OFF, Timeline
 
 _log = logging.getLogger("gdscache")
 _config_log = logging.getLogger("gdscache.config")
-_BEHIND_S = 60.0  # a clock that is so much behind is worth a line
+_BEHIND_S = 60.0  # a clock that is further behind is logged
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What an engine is made of. `concerns`: what was said of its configuration."""
+    """The parts of an engine. `concerns`: warnings about its configuration."""
 
     concerns: tuple[str, ...]
     planes: PagedPlanes | RemotePlanes
@@ -92,8 +92,8 @@ class Parts:
     history: HistoryFile | None
 
     def close(self, *, drain: bool) -> None:
-        """End prefetches, stores (those accepted are finished with `drain`, else dropped) and loads; then close the
-        tiers and give the buffers back. Each step whatever becomes of those before it."""
+        """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
+        buffers. Each step runs even if earlier ones raise."""
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self.journal.close)
             if self.bounce is not None:
@@ -113,7 +113,6 @@ class Parts:
             self.prefetcher.close()
 
     def _end_lost(self) -> None:
-        """End moves that nobody waits for. What is late of them is kept in quarantine."""
         for moving, rows in self.executor.end_lost():
             self.manager.quarantine.hold(moving, {row: Late("read", "", "", row, _nothing) for row in rows})
 
@@ -123,7 +122,7 @@ def _nothing() -> None:
 
 
 class _Pool(NamedTuple):
-    """The planes that pages are copied to and from, and whose they are: an engine's own tier's, or its ranks'."""
+    """The planes of an engine, and their owner: its GPU tier, its ranks, or the caller."""
 
     layout: PageLayout
     planes: PagedPlanes | RemotePlanes
@@ -150,8 +149,8 @@ def build(
     limits: EngineLimits = LIMITS,
     addresses: Sequence[RankAddress] | None = None,
 ) -> Parts:
-    """Open everything, or raise and leave nothing open. `addresses`: of the ranks that have the planes."""
-    # A tensor that is made in the caller's inference mode could not be written to outside of it.
+    """Open all parts, or raise and leave none open. `addresses`: of the ranks that have the planes."""
+    # A tensor made in the caller's inference mode could not be written outside of it.
     with torch.inference_mode(mode=False), contextlib.ExitStack() as placed, contextlib.ExitStack() as undo:
         lock, log, clock = threading.RLock(), LimitedLog(), _clock(config)
         quarantine = Quarantine(lock, log=log)
@@ -305,7 +304,6 @@ def _open_status(
     history: HistoryFile,
     figures: Callable[[], Figures],
 ) -> StatusWriter:
-    """What writes the small files beside the SSD's catalogue."""
     costs = CostsFile(ssd.path, manager.costs, _about(config, pool.layout, pool.planes.device))
     costs.restore()
     names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=pool.layout.shards))
@@ -327,7 +325,8 @@ def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
 
 
 def _clock(config: Config) -> Callable[[], float]:
-    """What times to live go by: not before the directory was last written, whatever the system's clock says."""
+    """The clock of times to live: it never begins before the directory's last write, even if the system's clock
+    does."""
     now = time.time()
     written = now if config.ssd is None else last_written(config.ssd.path)
     if written > now + _BEHIND_S:
@@ -340,7 +339,6 @@ def _clock(config: Config) -> Callable[[], float]:
 
 
 def _outlets(config: Config, extent: int, files: Sequence[DurableTier], offers: int, log: LimitedLog) -> list[Outlet]:
-    """The outlets to the SSD and the tiers behind it, each with its admission."""
     limit = config.store.queue // extent
     found = []
     for tier in files:
@@ -360,7 +358,6 @@ def _open_events(config: EventsConfig, page_tokens: int) -> KVEventHub:
 
 
 def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> None:
-    """Tell of which groups of a hybrid model the pages are that the SSD has already."""
     known = [(group.describe(), GroupFacts.of(n, group)) for n, group in enumerate(config.model.layer_groups())]
     if not known or ssd is None:
         return
@@ -376,7 +373,7 @@ def _name_groups(events: KVEventHub, config: Config, ssd: SsdTier | None) -> Non
 
 
 def _about(config: Config, layout: PageLayout, device: torch.device) -> dict[str, str]:
-    """By what prefills of another engine took as long as they will here."""
+    """Prefills take as long on another engine with the same model and device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {os.cpu_count()}"
     model = namespace_digest(config.model.namespace_fields(shards=layout.shards))
     return {"model": model.hex(), "device": name}
@@ -394,8 +391,8 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
 
 
 def _figures(config: Config, pool: _Pool, manager: TierManager, journal: Journal) -> Figures:
-    """For the status page: without the manager's lock, so that they need not agree to the page. Once a second a line
-    that waits is left to a thread that may wait for a log."""
+    """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log that is
+    due is left to a thread that may wait for a slow log."""
     if journal.due:
         manager.calls.post(journal.tick)
     quarantine, ssd = manager.quarantine, manager.ssd
@@ -443,7 +440,6 @@ def _work(latency: str) -> tuple[str, str]:
 
 
 def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
-    """What the status page says of each process that moves bytes."""
     if ranks is None:
         return (RankState(os.getpid(), state),)
     told = ranks.describe()[:RANKS]
@@ -453,7 +449,6 @@ def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
 def _executor(
     pool: _Pool, copies: PageCopies | None, manager: TierManager, bounce: Bounce | None
 ) -> NativeExecutor | RanksExecutor:
-    """What moves bytes between the spaces of an engine: this process, or its ranks."""
     if pool.ranks is not None:
         return _ranks_executor(pool.ranks, pool.layout, manager, bounce)
     assert copies is not None, "planes that are nowhere"
@@ -479,7 +474,8 @@ def _executor(
 
 
 def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
-    """The ranks, whose planes are the model's. Raises `RankError`, and `InvalidValueError` for what they cannot do."""
+    """The ranks, whose planes must be the model's. Raises `RankError`, and `InvalidValueError` for settings that ranks
+    cannot serve."""
     if config.tiers:
         raise InvalidValueError(
             f"tiers names {config.tiers[0].tier}, and an engine of several ranks has the CPU tier and the SSD alone",
@@ -491,7 +487,6 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
 
 
 def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
-    """What has ranks move bytes, each its part of them."""
     memories: dict[str, PoolMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
     if bounce is not None:
         memories["bounce"] = bounce.extents
@@ -502,7 +497,6 @@ def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bo
 
 
 def _memory(pool: _Pool, space: str, capacity: int) -> HostExtents | RemoteMemory:
-    """A memory of extents: here, page-locked where a GPU copies from it, or on all ranks."""
     setting = "cpu.capacity" if space == "cpu" else "host_buffer"
     if pool.ranks is None:
         return HostExtents(pool.layout, capacity, _pin(pool.planes.device), setting)
@@ -510,7 +504,6 @@ def _memory(pool: _Pool, space: str, capacity: int) -> HostExtents | RemoteMemor
 
 
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
-    """Refuse a tier of which nothing could ever come back."""
     for tier in tiers:
         if not tier.served and cpu is None:
             raise TierUnavailableError(
@@ -519,7 +512,6 @@ def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
 
 
 def _pin(device: torch.device) -> Pin:
-    """Host memory is page-locked, if that works, where a GPU copies from it and to it."""
     return "auto" if device.type == "cuda" else "off"
 
 
@@ -531,7 +523,6 @@ def _bounce(
     direct: bool,
     quarantine: Quarantine,
 ) -> Bounce | None:
-    """The bounce reserve: on the device where pages go straight there, else in host memory."""
     if not files:
         return None
     if cpu is not None and isinstance(cpu.extents, HostExtents):

@@ -1,4 +1,4 @@
-"""Sequence: one object for the life of a request, for engines that have no block manager of their own."""
+"""Sequence: one object for the life of a request, for engines without a block manager of their own."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _log = logging.getLogger("gdscache.sequence")
 
 @dataclasses.dataclass(slots=True)
 class _Held:
-    """What a sequence has of the engine, to be given back when it is left, or when nobody has it any more.
+    """A sequence's slots, lease and load, which are given back when it is left, or has no references any more.
 
-    `entries`: per slot the published page in it, None while it is private.
+    `entries`: the published page in each slot, None while it is private.
     """
 
     manager: TierManager
@@ -52,11 +52,10 @@ class _Held:
     left: bool = False
 
     def leave(self) -> None:
-        """`give_back`, once the load is over."""
         self.give_back(over=self.load_is_over())
 
     def give_back(self, *, over: bool) -> None:
-        """Give everything back, reusable after the current stream's work; again is fine. `over`: the load is."""
+        """Give all back, reusable after the current stream's work; may be called again. `over`: the load has ended."""
         if self.left:
             return
         self.left = True
@@ -69,8 +68,8 @@ class _Held:
             self.manager.end(self.lease)
 
     def load_is_over(self) -> bool:
-        """End the load. False when it still may write to our slots: then they are kept for good, and counted. Not for
-        who holds the manager's lock, which the load's thread needs."""
+        """End the load. False if it may still write to our slots: then they are kept for good, and counted. The caller
+        must not hold the manager's lock, which the load's thread needs."""
         if self.load is not None:
             self.load.cancel()
             try:
@@ -85,8 +84,8 @@ class Sequence:
     """Slots for the pages of one token sequence, and the load of its longest cached prefix, begun.
 
     Made by `CacheEngine.sequence`. `slots[i]` is the slot of page `i` in the planes, a partial tail included; the first
-    `cached_tokens // page_tokens` pages are cached, the others are the caller's to compute. Pages shared with other
-    sequences are read-only. Leaving without `commit` publishes nothing. One thread at a time.
+    `cached_tokens // page_tokens` pages are cached, the caller computes the others. Pages shared with other sequences
+    are read-only. Leaving without `commit` publishes nothing. One thread at a time.
     """
 
     def __init__(self, engine: CacheEngine, gpu: GpuTier, tokens: Any, salt: str) -> None:
@@ -101,11 +100,11 @@ class Sequence:
         self._begin()
         self._unwatch = engine.calls.watch(self, on_stream_of_caller(gpu.pool.device, self._held.leave))
 
-    # -- what the caller sees ------------------------------------------------------------------------------------------
+    # -- for the caller
+    # ---------------------------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids so far."""
         return [int(t) for t in self._tokens]
 
     def __len__(self) -> int:
@@ -118,12 +117,11 @@ class Sequence:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that need no computing: at most `len(tokens) - 1`. `verify` may lower it, nothing else changes it."""
+        """Tokens that need no computing: at most `len(tokens) - 1`. Only `verify` may lower it."""
         return self._cached * self._engine.layout.page_tokens
 
     @property
     def load(self) -> LayerwiseLoad | None:
-        """The load of the pages that were not on the GPU yet, or None."""
         return self._held.load
 
     def wait(self, layer: int, seconds: float | None = None) -> None:
@@ -137,8 +135,8 @@ class Sequence:
     def verify(self, seconds: float | None = None) -> int:
         """Wait for the verdict and lower `cached_tokens` to the good prefix, which is returned.
 
-        For callers that would rather recompute from the first bad page than start again. After this, `commit` publishes
-        all pages, also those that were recomputed.
+        For callers that recompute from the first bad page instead of starting again. After this, `commit` publishes all
+        pages, also recomputed ones.
         """
         self._check_open()
         seconds = arguments.seconds(seconds)
@@ -163,7 +161,7 @@ class Sequence:
             self._pages = self._engine.pages(grown, self._salt)
 
     def commit(self, *, priority: int = 0, ttl: float | None = None) -> StoreHandle:
-        """The verdict on the load, then every full page exists on the GPU and is on its way to the tiers below.
+        """Wait for the verdict on the load, then publish every full page on the GPU and store it to the tiers below.
 
         The caller has computed all tokens, on its current stream. Raises `LoadFailedError`, which names the first bad
         page, and publishes nothing from that page on. May be called again after `append`. `priority` and `ttl` are
@@ -190,8 +188,8 @@ class Sequence:
         return self._engine.submit_store(pages, blocks, self._epoch, self._salt, sources=sources, retention=retention)
 
     def close(self) -> None:
-        """Leave: private slots go free after the current stream's work; shared ones lose a reference."""
-        # What a forked child has of the engine is nothing, and of one that ended in a call of it.
+        """Leave: private slots are free after the current stream's work; shared ones lose a reference."""
+        # A forked child has nothing of the engine, nor has a sequence of an engine that ended inside a call.
         if not self._held.left:
             with contextlib.suppress(ForkedProcessError, EngineClosedError):
                 self._engine.calls.check_whole()
@@ -205,8 +203,6 @@ class Sequence:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._held.left:
@@ -269,7 +265,7 @@ class Sequence:
         return None if bad is None else self._shared + bad
 
     def _publish(self, pages: int, retention: Retention) -> tuple[list[Page], Lease]:
-        """Put the first `pages` pages into the GPU index; the pages that are there, under a lease on what holds them.
+        """Put the first `pages` pages into the GPU index. Returns the present pages, and a lease on them.
 
         A page that another sequence has published meanwhile is taken from its slot.
         """

@@ -58,7 +58,6 @@ class Costs:
     # -- measuring -------------------------------------------------------------------------------------------------
 
     def observe_load(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A load of `nbytes` from a tier took `seconds`. Ignored if either is 0."""
         if nbytes > 0 and 0 < seconds < math.inf:
             with self._lock:
                 fit = self.tiers.get(tier)
@@ -116,7 +115,6 @@ class Costs:
         return 0.0 if tokens <= 0 else self.prefill.seconds(_features(tokens, cached_tokens))
 
     def measured(self, tiers: Collection[str]) -> bool:
-        """Whether prefills, and loads from each of `tiers`, have enough observations to decide by."""
         return self.prefill.enough and all(tier in self._assumed or self.knows(tier) for tier in tiers)
 
     def knows(self, tier: str) -> bool:
@@ -128,7 +126,6 @@ class Costs:
         return any(fit.off < 0 for tier in tiers if (fit := self.tiers.get(tier)) is not None)
 
     def bandwidths(self) -> dict[str, float]:
-        """Bytes a second that estimates use, by tier."""
         prices = {name: fit.coefficients for name, fit in list(self.tiers.items())}
         return {name: 1.0 / found[0] for name, found in prices.items() if found is not None and found[0] > 0}
 
@@ -232,7 +229,6 @@ class Prices:
         return step + left * (per_token + per_pair * (cached + left / 2))
 
     def total(self, pages: int, beside: float = 0.0) -> float:
-        """Seconds for both, with `beside` seconds of other loads."""
         return self._together(self.load(pages) + beside, self.rest(pages))
 
     def _together(self, load: float, rest: float) -> float:

@@ -81,7 +81,6 @@ def least_absolute(rows: Float64Array, values: Float64Array, near: Float64Array 
 def _weights(
     rows: Float64Array, values: Float64Array, found: Float64Array, sizes: Float64Array
 ) -> tuple[Float64Array, Float64Array]:
-    """Weights that bring the next least squares closer to least absolute deviations, and the fit's values."""
     fit = rows @ found
     sizes = np.maximum(fit, 1e-3 * sizes)
     return 1.0 / (sizes * np.maximum(np.abs(values - fit), 1e-3 * sizes)), sizes
@@ -143,7 +142,6 @@ class Fit:
         return list(self._seen)
 
     def restore(self, seen: Sequence[tuple[tuple[float, ...], float]]) -> None:
-        """Begin with observations that another fit has kept."""
         if seen:
             self._seen.extend(seen)
             self.observations += len(seen)

@@ -90,7 +90,7 @@ def lengths(
         for group, tail in tails:
             size = group.page_tokens
             absent = tail.last_absent(max(group.first(length), local // size), length // size)
-            if absent >= 0:  # no length works whose last page comes behind that one, down to here
+            if absent >= 0:  # a shorter length that ends behind the absent page lacks it too
                 length = min(length - align, absent * size // align * align)
                 break
         else:

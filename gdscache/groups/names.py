@@ -153,12 +153,10 @@ class GroupNames:
         return [number * step + step + last for number in numbers]
 
     def _place(self, group: int, number: int) -> tuple[int, bool, int, int]:
-        """A page's place in a chain."""
         about = self.groups[group]
         return (number + 1) * about.page_tokens, about.keeps == "all", group, number
 
     def _before(self, place: tuple[int, bool, int, int], after: GroupPage | None) -> bytes | None:
-        """The key of the page that the first page of a chain follows."""
         full = self._full[place[2]]
         if not full:
             return None

@@ -34,7 +34,6 @@ class Pool:
 
 
 def pools_of(groups: Sequence[Group]) -> list[Pool]:
-    """The pools, in the order of their first groups."""
     found: list[Pool] = []
     for number, group in enumerate(groups):
         joined = [pool for pool in found if not set(pool.layers).isdisjoint(group.layers)]
@@ -111,7 +110,6 @@ def plane_pages(
 
 
 def _in_use(group: Group, tokens: int, windows: int) -> int:
-    """Pages of a group for a prompt that is used at `windows` lengths near its end."""
     if group.keeps == "state":
         return min(windows, -(-tokens // group.page_tokens))
     wanted = tokens if group.keeps == "all" else min(tokens, windows * (group.span + group.page_tokens))

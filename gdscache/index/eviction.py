@@ -31,7 +31,6 @@ class EvictablePages(PageTable):
 
     @property
     def unsettled(self) -> int:
-        """See `Orders.unsettled`."""
         return self._orders.unsettled
 
     def settle(self, most: int | None = None) -> None:
@@ -194,6 +193,5 @@ class EvictablePages(PageTable):
         return chosen
 
     def _slot_in_use(self, key: bytes) -> int | None:
-        """The slot of a page in use, if it may be evicted but for its children."""
         entry = self._entries.get(key)
         return None if entry is None or entry.leases or entry.state is PENDING else entry.slot

@@ -94,7 +94,6 @@ class Orders:
             self._forget(key)
 
     def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """Pages are evicted: see `EvictionPolicy.evict_all`."""
         self.settle()
         if not self.retained:
             self.policy.evict_all(gone)
@@ -133,7 +132,6 @@ class Orders:
                 self.policy.touch_all(keys)
 
     def _note(self, some: Sequence[Page] | Sequence[bytes]) -> None:
-        """Note changes; if too many wait, as many of the oldest enter the orders."""
         if some:
             self._changes.append(some)
             self._changed += len(some)
@@ -143,7 +141,6 @@ class Orders:
     # -- for eviction -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[bytes]:
-        """Keys, the first to evict first."""
         self.settle()
         return itertools.chain.from_iterable(self._of_priority)
 
@@ -206,7 +203,7 @@ class Orders:
         if found != [{key for key, kept in pages.items() if kept.priority == priority} for priority in PRIORITIES]:
             problems.append("the eviction order and the index name different pages")
         if self.retained != {key: kept for key, kept in pages.items() if kept != DEFAULT}:
-            problems.append("pages with a retention of their own are not those that the index names")
+            problems.append("pages with a retention of their own differ from the index")
         if self._expiries.items() != {key: kept.expires for key, kept in pages.items() if kept.expires is not None}:
-            problems.append("pages that expire are not those that the index names")
+            problems.append("pages that expire differ from the index")
         return problems

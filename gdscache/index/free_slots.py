@@ -75,7 +75,6 @@ class FreeSlots:
 
     @classmethod
     def beside(cls, used: npt.NDArray[np.bool_]) -> FreeSlots:
-        """Slot `i` is free where `used[i]` is false."""
         slots = cls(0)
         edges = np.flatnonzero(np.diff(np.concatenate(([True], used, [True]))))
         starts, ends = edges[::2], edges[1::2]
@@ -109,8 +108,6 @@ class FreeSlots:
             problems.append("the mask of the sizes of free runs is wrong")
         return problems
 
-    # -- inside ---------------------------------------------------------------------------------------------------
-
     def _file(self, start: int, length: int) -> None:
         size = _bin(length)
         self._bins[size][start] = None
@@ -140,7 +137,6 @@ class FreeSlots:
         return length
 
     def _cut(self, start: int, n: int, out: list[int]) -> None:
-        """Move up to `n` slots from the front of a run to `out`."""
         length = self._runs[start]
         taken = min(n, length)
         left = length - taken
@@ -248,7 +244,6 @@ class SlotPool:
             return [self._first + slot for slot in sorted(self._free.take(most))]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until a slot is free; False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._free), seconds)
 

@@ -40,8 +40,7 @@ class Watcher(Protocol):
 
     def removed(self, keys: Sequence[bytes]) -> None: ...
 
-    def cleared(self) -> None:
-        """All pages are gone."""
+    def cleared(self) -> None: ...
 
 
 class PageIndex(EvictablePages):
@@ -204,7 +203,6 @@ class PageIndex(EvictablePages):
                 resting[entry.key] = entry.slot
 
     def let_go(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
-        """End one lease of each page that `hold_run` leased in these slots."""
         held, leaving, in_use = self._held, self._leaving, list[Entry]()
         for page, slot in zip(pages, slots, strict=True):
             leases = held.pop(slot, 0)
@@ -219,7 +217,6 @@ class PageIndex(EvictablePages):
         return self._drop_expired(self._orders.expired(now, most))
 
     def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
-        """Drop the `pages` that have expired by `now`; returns the keys of the visible ones."""
         return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
 
     def _drop_expired(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -235,7 +232,6 @@ class PageIndex(EvictablePages):
     # -- many pages at once -------------------------------------------------------------------------------------------
 
     def drop_all(self, keys: Iterable[bytes], namespaces: Collection[bytes]) -> int:
-        """Drop the `keys` of these namespaces; returns the number of visible pages."""
         visible = 0
         for key in keys:
             slot = self.slot(key)
@@ -276,8 +272,6 @@ class PageIndex(EvictablePages):
             if forget is not None:
                 forget(slot)
             recycle(slot)
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _give_back(self, entry: Entry) -> None:
         (self._recycle or self._free.give)(entry.slot)

@@ -80,7 +80,6 @@ class Expiries:
         keys[key] = None
 
     def remove(self, key: bytes, expires: float) -> None:
-        """Forget a key, if `take` has not returned it."""
         keys = self._keys.get(expires)
         if keys is None or key not in keys:
             return

@@ -104,19 +104,16 @@ class PageTable:
         return bytes(map(self.has, keys))
 
     def present(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys whose pages are present in any state."""
         resting, entries = self._resting, self._entries
         if not entries:
             return list(filter(resting.__contains__, keys))
         return [key for key in keys if key in resting or key in entries]
 
     def lacking(self, pages: Sequence[Page]) -> list[int]:
-        """The places of the pages that are absent."""
         resting, entries = self._resting, self._entries
         return [i for i, page in enumerate(pages) if (key := page.key) not in resting and key not in entries]
 
     def slots_of(self, keys: Sequence[bytes]) -> list[int]:
-        """The slots of the present pages, in the order of the keys."""
         resting = list(map(self._resting.get, keys))
         found = list(map(self.slot, keys)) if self._entries and None in resting else resting
         return [slot for slot in found if slot is not None] if None in found else cast(list[int], found)
@@ -270,7 +267,6 @@ class PageTable:
         """For subclasses: these pages have come."""
 
     def _end_above(self, key: bytes) -> bytes:
-        """The first absent page among the parents of `key`, or the namespace."""
         while (slot := self.slot(key)) is not None:
             key = self._parent_at(slot)
         return key
@@ -361,7 +357,6 @@ class PageTable:
     # -- all of them anew ---------------------------------------------------------------------------------------------
 
     def _recount(self, pages: Collection[Entry]) -> None:
-        """Count followers anew. `pages`: all pages."""
         self._orders.settle()
         slots = {e.key: e.slot for e in pages}
         counts = Counter(self._followed(pages))
@@ -374,14 +369,12 @@ class PageTable:
                 self._orders.hasten(key)
 
     def _followed(self, pages: Collection[Entry]) -> Iterator[bytes]:
-        """The parent of each page that has one, by its row."""
         for entry in pages:
             parent = self._parent_at(entry.slot)
             if parent != self._namespaces[entry.slot]:
                 yield parent
 
     def _disagreements(self, pages: Collection[Entry]) -> list[str]:
-        """Contradictions between the columns and `pages`, all pages."""
         problems = self._orders.check({e.key: e.retention for e in pages})
         counted = {e.key: self._children[e.slot] for e in pages if self._children[e.slot]} | self._orphans
         if Counter(self._followed(pages)) != counted:

@@ -28,8 +28,8 @@ _VERDICT_S = 1.0  # from the deadline, at which reads are given up, to the verdi
 class Gap:
     """Tokens `first` to `stop` (exclusive) of a prompt that a load promised and did not bring.
 
-    `first` begins the first bad page of request number `request` (its place in `load_many`, else 0). The load ends at
-    `stop`. Tokens behind `stop` that were computed while the load ran depend on these tokens.
+    `first` begins the first bad page of request number `request` (its place in `load_many`, else 0); `stop` is the
+    load's end. Later tokens that were computed while the load ran depend on these.
     """
 
     request: int
@@ -54,9 +54,9 @@ class LayerwiseLoad:
         orders: Orders | None = None,
         waited: Callable[[str, float], object] = lambda what, seconds: None,
     ) -> None:
-        """`layered`: False for a load into the CPU tier, which has no layers to wait for. `device`: the planes' device.
-        `checked`: waits have no limit unless the caller names one. `orders` makes `order`, where ranks carry the load
-        out. `waited` is called with the seconds that a caller waited for a `layer` or for the `verdict`."""
+        """`layered`: False for a load into the CPU tier, which has no layers. `device`: the planes'. `checked`: waits
+        have no limit unless the caller names one. `orders` makes `order`. `waited("layer" or "verdict", seconds)`
+        reports each wait."""
         self.number = timeline.number()
         self._timeline = timeline
         self._device = device
@@ -141,9 +141,8 @@ class LayerwiseLoad:
         """Wait for the verdict, have the missing tokens computed, and return the report of `result()`.
 
         Call it after the forward pass, before any of its output is used. `recompute(gap)` is called in this thread for
-        each request with a bad page, in order. It computes the tokens from `gap.first` on into the same slots, which
-        belong to the caller again, and everything that the forward pass computed behind them. When `settle` returns,
-        every promised token is in its slot. Without a bad page `recompute` is not called.
+        each request with a bad page, in order. It computes the tokens from `gap.first` on, and everything behind them,
+        into the same slots, which belong to the caller again. Then every promised token is in its slot.
 
         Raises `DeadlineError` if the verdict is late: nothing was recomputed, and the slots are still being written
         (`cancel()`, and `release_event`). An exception of `recompute` is passed on; then no output may be used.
@@ -172,7 +171,7 @@ class LayerwiseLoad:
         """The bytes that each rank begins the load with (`Rank.load`), in the order of its own steps; b"" without
         ranks.
 
-        Waits until the whole load is planned. Planning is slow only where it reads checksums or waits for another load.
+        Waits until the whole load is planned, which may read checksums or wait for another load.
         """
         if self._orders is None:
             return b""
@@ -187,7 +186,7 @@ class LayerwiseLoad:
         return self._orders is None or self._begun.is_set()
 
     def done(self) -> bool:
-        """True when the verdict is known; never waits."""
+        """Whether the verdict is known; never waits."""
         return self._over.is_set()
 
     def signal(self, layer: int, event: Event) -> None:

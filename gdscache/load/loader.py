@@ -28,7 +28,7 @@ from gdscache.tracing import OFF
 
 FIRST_PAGES = 16  # pages of a large load's first part, or more, up to `FIRST_BYTES`
 FIRST_BYTES = 64 << 20
-PLANNED_BYTES = 1 << 20  # the bus takes 20 us for these, and more than one page is planned in 20 us
+PLANNED_BYTES = 1 << 20  # a page of this size takes 20 us on the bus, and planning one takes less
 _Request = tuple[Sequence[Page], Blocks, int]
 
 
@@ -61,7 +61,8 @@ class Loader:
         self.keep = keep
         self.sizes = sizes
         self._device = device
-        self._running: set[LayerwiseLoad] = set()  # running, or waiting for a thread; the manager's lock guards it
+        # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
+        self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
         self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
         self._closed = False
@@ -69,7 +70,7 @@ class Loader:
 
     @property
     def loads(self) -> int:
-        """Loads that run or wait for a thread and may read files. The manager's lock is held."""
+        """Loads in the lane that may read files. The manager's lock is held."""
         return len(self._running)
 
     def start(
@@ -137,7 +138,6 @@ class Loader:
         return load, self._run(load, plan, [blocks for _, blocks, _ in requests], tuple(after), checked=checked)
 
     def _first_part(self, pages: int) -> int | None:
-        """Pages to plan before the first of them moves; None: all pages at once."""
         first = max(FIRST_PAGES, FIRST_BYTES // self.layout.page_bytes)
         return first if pages > 2 * first else None
 
@@ -147,9 +147,9 @@ class Loader:
         return part * max(2, self.layout.page_bytes // PLANNED_BYTES)
 
     def _begin(self, load: LayerwiseLoad, run: LoadRun, part: int | None) -> None:
-        """Begin the load in this thread. A large load begins part by part, each part larger than the one before it, so
-        that the next is planned while the bus carries the last. A thread of the lane does the rest, and ends the load
-        if this fails."""
+        """Begin the load in this thread. A large load begins part by part, each larger than the one before, so that the
+        next is planned while the bus carries the last. A thread of the lane does the rest, and ends the load if this
+        fails."""
         try:
             run.begin()
             while part is not None and not run.plan.whole:
@@ -169,7 +169,7 @@ class Loader:
             load.broken_off(error)
 
     def _leave(self, load: LayerwiseLoad, run: LoadRun) -> None:
-        """Plan the pages that are left, and hand the load to a thread of the lane. The manager's lock is held."""
+        """Plan the pages that are left, and queue the load in the lane. The manager's lock is held."""
         if not run.plan.whole:
             run.grow()
         if load.tokens and not load.checked:
@@ -218,6 +218,7 @@ class Loader:
         self._end(load, error)
 
     def _lost(self, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
+        """Ends a load whose begin or thread failed. `LayerwiseLoad.begun` raises the begin's error."""
         yield from run.abort()
         self._end(load, None)
 

@@ -28,10 +28,10 @@ Behind = Literal["more", "busy", "missing", "no_room"]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TierRun:
-    """Consecutive rows of a plan whose pages are in one tier. `filling`: (plan, row) of the page of another plan that
-    brings this page into `tier`.
+    """Consecutive rows of a plan whose pages are in one tier. `filling`: (plan, row) of another plan's page that brings
+    this one into `tier`.
 
-    Not changed once made; `frozen` would take three times as long to make.
+    Never changed; `frozen` would take three times as long to make.
     """
 
     tier: Tier
@@ -145,11 +145,11 @@ class LoadPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefetchPlan:
-    """The next pages of a prefetch. `found` says of each whether it moves (True) or is in a fast tier already; `chunk`
-    is the plan of the moving pages.
+    """The next pages of a prefetch. `found`: whether each moves (else it is in a fast tier already). `chunk`: the plan
+    of the moving pages.
 
-    `then` is the state of the page behind them: `more` (it can be planned), `busy` (another plan brings it), `missing`
-    (no tier has it any more) or `no_room` (the landing tier has no slot for it).
+    `then`: the state of the page behind them: `more` (it can be planned), `busy` (another plan brings it), `missing`
+    (no tier has it any more) or `no_room` (the landing tier has no slot).
     """
 
     found: list[bool]

@@ -29,7 +29,7 @@ _FAILED = (PageStatus.IO_ERROR, PageStatus.SHORT_READ)
 _log = logging.getLogger("gdscache.load")
 # The log's words for a page that did not come.
 _SAID = {
-    PageStatus.CHECKSUM: "its bytes are not what was stored, so it is dropped",
+    PageStatus.CHECKSUM: "its bytes differ from the stored ones, so it is dropped",
     PageStatus.GONE: "it is not where its tier keeps it, so it is forgotten",
     PageStatus.IO_ERROR: "it cannot be read; it stays",
     PageStatus.SHORT_READ: "its file ends before it; it stays",
@@ -74,12 +74,12 @@ class LoadPlanner:
         checked: bool = False,
         most: int | None = None,
     ) -> LoadPlan:
-        """In one step, lease the consecutive pages of each request that the tiers hold, and reserve slots of the
-        landing tier for pages of slower tiers.
+        """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
+        pages of slower tiers, in one step.
 
-        Pages that get no such slot (without `keep`, all pages) pass through the bounce reserve. Never waits. `checked`:
-        plan only pages that are complete in the landing tier, up to the first that is not. `most`: plan a first part of
-        this many pages; `go_on` plans the next.
+        Pages without such a slot (without `keep`, all pages) pass through the bounce reserve. Never waits. `checked`:
+        only pages that are complete in the landing tier, up to the first that is not. `most`: plan this many pages at
+        first; `go_on` plans the next.
         """
         with self.manager.lock:
             plan = LoadPlan(LoadRequest(requests, owner, keep, checked))
@@ -152,7 +152,7 @@ class LoadPlanner:
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
         """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier.
         `row` is the row of the first. Returns the number of pages leased."""
-        # `behind`: the tier is slower than the landing tier, and no faster tier has a page before `stop`
+        # `behind`: slower than the landing tier. No faster tier has a page before `stop`
         behind, lacking = False, True
         for tier in self._chain:
             taken = self._take_run_of(plan, tier, pages, at, stop, row)
@@ -221,7 +221,6 @@ class LoadPlanner:
         plan.leases[-1].take(index, targets)
 
     def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
-        """Count the pages of the runs from number `first` on as under way, until the plan ends."""
         self._cover(plan)
         for run in plan.runs[first:]:
             plan.under_way[run.tier.name] += len(run.rows)
@@ -240,7 +239,6 @@ class LoadPlanner:
         plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan), b"\0")), np.uint8)
 
     def _break_off(self, plan: LoadPlan) -> None:
-        """Planning failed: the pages planned so far are the whole plan."""
         self._cover(plan)
         plan.requests += [range(len(plan), len(plan))] * (len(plan.asked.requests) - len(plan.requests))
         plan.asked.request, plan.asked.at = len(plan.asked.requests), 0

@@ -1,7 +1,7 @@
-"""One load as steps: begin its moves, wait for them, give each page its verdict.
+"""One load as steps: begin its moves, wait for them, give each page its verdict before `result()` returns.
 
-Every page has a verdict before `result()` returns. The only pages published are verified copies in the landing tier.
-Pages that another load brings come last: this load waits for them, then copies them from the landing tier.
+Only verified copies in the landing tier are published. Pages that another load brings come last: this load waits for
+them, then copies them from the landing tier.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ class LoadRun:
     def _time(self) -> None:
         """Measure the speed of the slowest tier.
 
-        A memory tier is not measured while the blocks are still in use, for example by a forward pass that the GPU has
-        not begun: the pages then wait for the blocks, not for the tier, and do not hold up other loads. Ranks say at
-        the load's end when they came to it, and whether it waited.
+        Not of a memory tier while the blocks are in use, for example by a forward pass that the GPU has not begun: the
+        pages then wait for the blocks, not for the tier, and do not hold up other loads. Ranks report at the load's end
+        when they came to it, and whether it waited.
         """
         waits = self._by_ranks or any(event is not None and not event.query() for event in self._after)
         if waits:
@@ -186,8 +186,6 @@ class LoadRun:
         return [name for name in self._manager.tiers if name in found][-1]
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
-        """The pages of a tier as ways: straight from memory, through slots of the landing tier, or from files without
-        such a slot."""
         if not isinstance(tier, DurableTier):
             return [self._out_of_memory(tier, runs)]
         rows = [*itertools.chain.from_iterable(runs)]
@@ -276,7 +274,6 @@ class LoadRun:
         return ""
 
     def steps(self) -> Steps[None]:
-        """All steps, to the verdict. If one raises, drive `abort`."""
         if self._stage in (Stage.NONE, Stage.OPEN):
             self.begin()
         yield from self._end_move()
@@ -303,7 +300,7 @@ class LoadRun:
         """Copy the pages that another load, planned earlier, brings. Waits only for earlier loads, so it ends."""
         planner, there = self._planner, list[range]()
         for run in self._shared:
-            assert run.filling is not None, "nobody to wait for"
+            assert run.filling is not None, "a run without a plan that brings it"
             known = functools.partial(_known, planner, *run.filling)
             yield self._executor.changed(planner.filled, known, max(0.0, self._until - self._executor.now()))
             status = planner.landed(*run.filling)
@@ -373,7 +370,6 @@ class LoadRun:
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
     def _finish(self) -> None:
-        """Give every page its verdict, report, and release the leases; may be called twice."""
         plan, planner = self.plan, self._planner
         in_turn(
             lambda: planner.finish(plan, plan.pending(), PageStatus.ABORTED),

@@ -1,4 +1,4 @@
-"""A circuit breaker: whether calls to something far away may begin."""
+"""A circuit breaker for calls to another machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _log = logging.getLogger("gdscache.mooncake")
 
 
 class Breaker:
-    """Whether calls may begin: while it is `closed`. Thread-safe; counts how often it opened."""
+    """Calls may begin while it is `closed`. Thread-safe; counts how often it opened."""
 
     def __init__(self, name: str) -> None:
         self.changed = threading.Condition()
@@ -24,7 +24,7 @@ class Breaker:
         return self.state == "closed"
 
     def open(self, why: str) -> None:
-        """No call may begin. Again changes nothing."""
+        """No call may begin. May be called again."""
         with self.changed:
             if self.state != "closed":
                 return
@@ -34,7 +34,6 @@ class Breaker:
         _log.warning("the shared pool %s is left alone until it answers again: %s", self._name, why)
 
     def close(self) -> None:
-        """The pool answers."""
         with self.changed:
             if self.state not in ("connecting", "open"):
                 return

@@ -1,8 +1,8 @@
-"""Calls to a shared pool, each with a deadline, and questions that nobody has to wait for.
+"""Calls to a shared pool, each with a deadline, from callers' threads or in the background.
 
-A call cannot be ended, so what it may touch is kept until it returns. But where one has not returned within its
-deadline, or says that the master does not answer, the *breaker* opens: what waits is refused at once, and nothing new
-is begun. Whether the pool is back is for a thread of its own to find out; then the breaker closes.
+A call cannot be interrupted, so its memory is kept until it returns. But if one does not return within its deadline, or
+reports that the master does not answer, the *breaker* opens: waiting calls are refused at once, and no new call begins.
+A thread probes the pool; when it answers, the breaker closes.
 """
 
 from __future__ import annotations
@@ -27,34 +27,30 @@ _log = logging.getLogger("gdscache.mooncake")
 
 
 class Pool(Protocol):
-    """What is called, and how to come to it. Threads of `Lines` call these, one at a time."""
+    """The pool, and the way to connect to it. Threads of `Lines` call these, one at a time."""
 
     master: str
 
     def reachable(self) -> bool:
-        """Whether it is worth trying; soon."""
+        """Whether connecting is worth trying; answers soon."""
         ...
 
     def connect(self) -> Client:
         """The client of all calls. It may take minutes. Raises `GdsCacheError`."""
         ...
 
-    def alive(self) -> bool:
-        """Whether the pool answers."""
-        ...
+    def alive(self) -> bool: ...
 
     def come_back(self, client: Client) -> bool:
-        """The pool is there, or there again: called before the breaker closes. Whether it may."""
+        """The pool answers (again). Called before the breaker closes; False keeps it open."""
         ...
 
-    def leave(self, client: Client) -> None:
-        """Close the client."""
-        ...
+    def leave(self, client: Client) -> None: ...
 
 
 class Lines:
-    """Calls of some kinds, `most` of each kind at a time, in the threads of who calls or in one for what nobody waits
-    for; and a thread that watches over them: it connects, opens and closes the breaker.
+    """Calls of several kinds, `most` of each at a time, in the callers' threads or in one for background calls. A
+    watching thread connects, and opens and closes the breaker.
 
     `deadline`: seconds of a call.
     """
@@ -65,13 +61,13 @@ class Lines:
         self.breaker = Breaker(pool.master)
         self.client: Client | None = None
         self.counts: Counter[str] = Counter()
-        self.longest = 0.0  # seconds that a call took
+        self.longest = 0.0  # seconds of the longest call
         self._pool = pool
         self._deadline = deadline
         self._most = most
         self._clock = clock
         self._waiting: deque[Callable[[], object]] = deque()
-        self._running: list[tuple[str, float]] = []  # kinds, and when they began
+        self._running: list[tuple[str, float]] = []  # kind and begin of each call
         self._probing: threading.Thread | None = None
         self._next_probe, self._pause = 0.0, PROBE_S
         self._answered = False
@@ -81,10 +77,8 @@ class Lines:
         ]
         start(self._threads, self.breaker.end)
 
-    # -- calls -------------------------------------------------------------------------------------------------------
-
     def call(self, kind: str, work: Callable[[Client], _T]) -> _T:
-        """`work(client)` in this thread, behind others of the kind. Raises `IOFailedError` where it may not begin."""
+        """`work(client)` in this thread, after others of the kind. Raises `IOFailedError` while the breaker is open."""
         changed = self.breaker.changed
         with changed:
             changed.wait_for(lambda: not self.breaker.closed or self._under_way(kind) < self._most)
@@ -94,7 +88,7 @@ class Lines:
                 raise IOFailedError(f"the shared pool: {CODES[NO_MASTER]}", "see the master's log", errno.EHOSTUNREACH)
             running = kind, self._clock()
             self._running.append(running)
-            changed.notify_all()  # whose deadline is next
+            changed.notify_all()  # the watching thread has a new deadline to wait for
         try:
             return work(client)
         finally:
@@ -108,8 +102,6 @@ class Lines:
         return sum(kind == other for other, _ in self._running)
 
     def begin(self, work: Callable[[Client], object], over: Callable[[], object] = lambda: None) -> None:
-        """Have a question asked behind others, where it may be. `over`: called behind it, or in its place."""
-
         def ask() -> None:
             with contextlib.ExitStack() as end, self._logged():
                 end.callback(over)
@@ -121,7 +113,7 @@ class Lines:
             self.breaker.changed.notify_all()
 
     def finish(self, work: Callable[[Client], _T]) -> _T | None:
-        """`begin`, and wait for it, for the deadline at most; None where it was refused or has not ended by then."""
+        """`begin`, and wait for the call, `deadline` seconds at most; None if it was refused or has not ended."""
         answer: list[_T] = []
         over = Flag()
         if not self.breaker.closed:
@@ -132,11 +124,8 @@ class Lines:
         return answer[0] if over.is_set() and answer else None
 
     def answered(self, codes: object) -> None:
-        """Look at what a call said: where the master does not answer, the breaker opens."""
         if codes == NO_MASTER or (isinstance(codes, list) and NO_MASTER in codes):
             self.breaker.open("the master does not answer")
-
-    # -- the threads -------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         changed = self.breaker.changed
@@ -150,7 +139,8 @@ class Lines:
             del ask
 
     def _refuse_waiting(self) -> None:
-        """A call that hangs keeps nobody who waits behind it: none of these may begin, and each says so."""
+        """Run the queued calls while the breaker is open, so that each is refused and none waits behind a hanging
+        call."""
         with self.breaker.changed:
             asks = list(self._waiting)
             self._waiting.clear()
@@ -161,7 +151,7 @@ class Lines:
     def _logged(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the thread goes on, and the call's end is its own to say
+        except Exception as error:  # noqa: BLE001 - the thread goes on, and each call reports its own end
             log_failure(error)
 
     def _watch(self) -> None:
@@ -183,16 +173,15 @@ class Lines:
             self._probe()
 
     def _overdue(self) -> tuple[bool, float | None]:
-        """Whether a call is, and else in how many seconds the first one will be."""
         if not self._running:
             return False, None
         left = min(since for _, since in self._running) + self._deadline - self._clock()
         return left <= 0, left
 
     def _probe(self) -> None:
-        """Find out whether the pool is there (again), and wait a while where it is not.
+        """Find out whether the pool answers (again); wait a while if it does not.
 
-        The question is asked in a thread of its own, since it may take its time: a close does not wait for it.
+        A thread of its own asks, since that may take long: `close` does not wait for it.
         """
         with self.breaker.changed:
             busy = self._probing is not None and self._probing.is_alive()
@@ -210,7 +199,6 @@ class Lines:
             self.breaker.changed.wait_for(lambda: self._answered or self.breaker.state == "ended", PROBE_S)
 
     def _look(self) -> None:
-        """Connect, or ask: `_answered` where the pool is there."""
         with self._logged():
             try:
                 if not self._pool.reachable():
@@ -234,7 +222,7 @@ class Lines:
                 self.breaker.changed.notify_all()
 
     def close(self) -> bool:
-        """Refuse what waits, and end the threads; False where a call does not return. Again is fine."""
+        """Refuse queued calls, and end the threads; False if a call does not return. May be called again."""
         self.breaker.end()
         until = time.monotonic() + self._deadline
         for thread in self._threads:

@@ -1,7 +1,7 @@
-"""What a Mooncake Store is to gdscache: objects by name, put from and got into registered memory, many at a time.
+"""The contract of a Mooncake Store: objects by name, put from and got into registered memory, many at a time.
 
 `MooncakeClient` is the package `mooncake-transfer-engine`; tests have others. Each call answers per object, in the
-store's own codes. None has a deadline: with the master dead a call takes 4 s, whoever makes it (see `pool_calls`).
+store's own codes. Calls have no deadline: with the master dead each takes 4 s (see `mooncake/calls.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 DONE = 0
-NO_SPACE = -200  # the pool is full; asking evicts something, so that again is worth it
+NO_SPACE = -200  # the pool is full; asking evicts an object, so trying again is worth it
 MISFIT = -600
 GONE = -704
 LEASED = -706
 LEASE_OVER = -707
-TRANSFER_FAILED = -800  # whoever has the bytes does not give them, or take them
+TRANSFER_FAILED = -800  # the process with the bytes does not send or take them
 NO_MASTER = -900
 CODES = {
     NO_SPACE: "the pool is full",
@@ -35,16 +35,17 @@ CODES = {
     NO_MASTER: "the master does not answer",
 }
 _MOST_REPLICAS = 64
-_QUERIES = "rpc_only"  # the store's word
-_LOCAL_BUFFER = 16 << 20  # of the store's own, for what is not registered; nothing here is
+_QUERIES = "rpc_only"
+_LOCAL_BUFFER = 16 << 20  # for unregistered memory, which is not used here
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """Where the pool is, and what this process is in it.
+    """The address of the pool, and this process's part in it.
 
-    `master`: host:port of `mooncake_master`. `metadata`: a metadata server, or `P2PHANDSHAKE`. `hostname`: by which the
-    others reach this process. `segment`: bytes of memory that it contributes. `devices`: RDMA devices, comma-separated.
+    `master`: host:port of `mooncake_master`. `metadata`: a metadata server, or `P2PHANDSHAKE`. `hostname`: the name by
+    which the others reach this process. `segment`: bytes of memory that it contributes. `devices`: RDMA devices,
+    comma-separated.
     """
 
     master: str
@@ -57,7 +58,6 @@ class PoolAddress:
     tenant: str = "default"
 
     def checked(self) -> Self:
-        """Itself. Raises `InvalidValueError` where it is no address."""
         host, _, port = str(self.master).rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise InvalidValueError(f"the mooncake tier's master is {self.master!r}", "give host:port")
@@ -72,7 +72,6 @@ class PoolAddress:
 
 
 def size_of(segment: object) -> int:
-    """Bytes, given as a number or as text. Raises `InvalidValueError`."""
     try:
         return parse_size(segment)
     except ValueError as error:
@@ -80,29 +79,25 @@ def size_of(segment: object) -> int:
 
 
 class Client(Protocol):
-    """A connection to the pool. Thread-safe. `pieces`: `(address, bytes)` of each object's parts, in their order.
+    """A connection to the pool. Thread-safe. `pieces`: `(address, bytes)` of each object's parts, in order.
 
-    Each call returns a code an object, or raises `RuntimeError` where the library does.
+    Each call returns a code an object, or raises the library's `RuntimeError`.
     """
 
     def exist(self, names: Sequence[str]) -> list[int]:
-        """1 where an object exists, 0 where not, else a code. Each 1 keeps it from eviction for some seconds."""
+        """1 if an object exists, 0 if not, else a code. Each 1 keeps it from eviction for some seconds."""
         ...
 
     def put(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-        """`DONE`, also where an object of that name is there already, which stays as it is."""
+        """`DONE`, also if an object of that name exists, which stays as it is."""
         ...
 
-    def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-        """The bytes that came."""
-        ...
+    def get(self, names: Sequence[str], pieces: Sequence[Sequence[tuple[int, int]]]) -> list[int]: ...
 
-    def remove(self, names: Sequence[str]) -> list[int]:
-        """Remove objects, leased ones too."""
-        ...
+    def remove(self, names: Sequence[str]) -> list[int]: ...
 
     def remove_matching(self, pattern: str) -> int:
-        """Remove the objects whose names match a regular expression; how many, or a code."""
+        """Remove the objects whose names match a regular expression; returns their number, or a code."""
         ...
 
     def register(self, address: int, nbytes: int) -> int:
@@ -115,9 +110,9 @@ class Client(Protocol):
 
 
 class MooncakeClient:
-    """A `Client` of the real store. Its `setup` tries for a minute and a half where there is no master.
+    """A `Client` of the real store. Its `setup` tries for a minute and a half if the master does not answer.
 
-    Raises `TierUnavailableError`, and what `load_package` raises.
+    Raises `TierUnavailableError`, and the errors of `load_package`.
     """
 
     def __init__(self, address: PoolAddress) -> None:
@@ -139,7 +134,7 @@ class MooncakeClient:
             raise TierUnavailableError(
                 f"the Mooncake client cannot be set up with master {address.master}, protocol {address.protocol}: "
                 f"code {code}",
-                "see what it has written to stderr; docs/scale_out.md has the ports that have to be open",
+                "see its output on stderr; docs/scale_out.md has the ports that must be open",
             )
 
     def exist(self, names: Sequence[str]) -> list[int]:
@@ -179,7 +174,7 @@ def _columns(pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[list[int
 
 
 def load_package() -> ModuleType:
-    """The package's module. Raises `MissingPackageError`, which says what is missing here."""
+    """The package's module. Raises `MissingPackageError`, which names the missing part."""
     try:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
@@ -187,7 +182,7 @@ def load_package() -> ModuleType:
             f"the tier of a shared pool needs the package mooncake-transfer-engine: {error}",
             "install gdscache[mooncake]; on a machine without CUDA, mooncake-transfer-engine-non-cuda",
         ) from error
-    except ImportError as error:  # a shared library that it is linked with
+    except ImportError as error:  # a missing shared library
         raise MissingPackageError(
             f"the package mooncake-transfer-engine cannot be loaded: {error}",
             "it needs libibverbs.so.1 (Debian: libibverbs1), and with libcuda.so.1 missing the package "

@@ -1,7 +1,7 @@
-"""Bytes between memory and objects of a shared pool: a page is an object, its extent and a trailer behind it.
+"""Moves pages between memory and objects of a shared pool: a page is an object, its extent followed by a trailer.
 
-The trailer says whose bytes these are, and has their checksums, bound to the page's key: whoever gets the object can
-tell without asking anybody else. Pages are put from and got into the memory that they lie in.
+The trailer names the page and has its checksums, bound to the page's key: any reader of the object can verify it. Pages
+are put from and got into their own memory, without a copy.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _HEAD = struct.Struct(f"<8sII{KEY_BYTES}s{KEY_BYTES}sQ")  # magic, layers, page 
 _MAGIC = b"gdspage1"
 MOST_LAYERS = (TRAILER_BYTES - _HEAD.size) // 8
 BATCH_PAGES = 128
-SIDE_BY_SIDE = 2  # puts, and gets: what memory calls that hang keep, and the threads that they are in
-FULL_S, FULL_LONGEST_S = 0.02, 0.5  # a put that finds the pool full tries again: first after, and for how long in all
-FULL_AGAIN_S = 1.0  # seconds for which no other put waits for room, behind one that did so in vain
+SIDE_BY_SIDE = 2  # puts at a time, and gets: bounds the memory and threads of hanging calls
+FULL_S, FULL_LONGEST_S = 0.02, 0.5  # seconds until a put that finds the pool full tries again, and in all
+FULL_AGAIN_S = 1.0  # after a put that waited in vain, others do not wait for this time
 _ERRNO = {NO_SPACE: errno.ENOSPC, NO_MASTER: errno.EHOSTUNREACH}
-_Pieces = list[tuple[int, int]]  # addresses and bytes
-_End = tuple[str, StorageError | None]  # what became of a page, and its error
-_Call = Callable[[range, list[int], int], list[_End]]  # slots, where their pages lie, and of the trailers
+_Pieces = list[tuple[int, int]]
+_End = tuple[str, StorageError | None]  # a page's outcome, and its error
+_Call = Callable[[range, list[int], int], list[_End]]  # slots, addresses of their pages, offset of the trailers
 
 
 def trailer(page: Page, page_bytes: int, stored: Checksums) -> bytes:
-    """What stands behind a page's extent. `stored`: its checksums, uint64 (layers,), bound to its key."""
+    """The bytes behind a page's extent. `stored`: its checksums, uint64 (layers,), bound to its key."""
     sums = np.ascontiguousarray(stored, dtype="<u8").tobytes()
     own = xxhash.xxh3_64_intdigest(_HEAD.pack(_MAGIC, len(stored), page_bytes, page.key, page.namespace, 0) + sums)
     head = _HEAD.pack(_MAGIC, len(stored), page_bytes, page.key, page.namespace, own)
@@ -55,7 +55,7 @@ def trailer(page: Page, page_bytes: int, stored: Checksums) -> bytes:
 
 
 def stored_sums(found: bytes, page: Page, page_bytes: int, layers: int) -> Checksums | None:
-    """The checksums in a trailer, bound to the page's key; None where it is not this page's, or damaged."""
+    """The checksums in a trailer, bound to the page's key; None if it is another page's, or damaged."""
     magic, count, nbytes, key, namespace, _ = _HEAD.unpack_from(found)
     if (magic, count, nbytes, key, namespace) != (_MAGIC, layers, page_bytes, page.key, page.namespace):
         return None
@@ -64,16 +64,16 @@ def stored_sums(found: bytes, page: Page, page_bytes: int, layers: int) -> Check
 
 
 def is_stored(found: bytes, page: Page, layout: PageLayout, sums: Checksums) -> bool:
-    """Whether bytes that give `sums`, with this trailer behind them, are the page as it was put."""
+    """Whether bytes with the checksums `sums` and this trailer are the page as it was put."""
     stored = stored_sums(found, page, layout.page_bytes, layout.n_layers)
     return stored is not None and np.array_equal(unbound(stored[None], [page.key])[0], sums)
 
 
 class PoolFiles(Transport):
-    """Slots of a tier as objects of the pool, in one file. `pages[slot]`: the page in a slot, while somebody leases it.
+    """Slots of a tier as objects of the pool, in one file. `pages[slot]`: the page in a leased slot.
 
-    `sums[slot]`: what its bytes have to give, uint64 (slots, layers): of slots that are written, and of those that were
-    read. What comes is compared with its trailer. `written(slots)`: called when pages are in the pool.
+    `sums[slot]`: checksums, uint64 (slots, layers): expected ones of written slots, actual ones of read slots, which
+    are compared with the trailer. `written(slots)` is called when pages are in the pool.
     """
 
     name = "mooncake"
@@ -88,7 +88,7 @@ class PoolFiles(Transport):
         written: Callable[[Sequence[int]], None],
         batch: int = BATCH_PAGES,
     ) -> None:
-        super().__init__(2 * SIDE_BY_SIDE + 1)  # where all calls hang that may, one is left to refuse what waits
+        super().__init__(2 * SIDE_BY_SIDE + 1)  # if all calls hang, one thread is left to refuse others
         self.pages: list[Page | None] = [None] * slots
         self.sums = np.zeros((slots, layout.n_layers), np.uint64)
         self.counts: Counter[str] = Counter()
@@ -98,16 +98,16 @@ class PoolFiles(Transport):
         self._name_of = name_of
         self._written = written
         self._batch = max(1, min(int(batch), BATCH_PAGES))
-        self._gave_up = 0.0  # when a put last waited for room in vain
+        self._gave_up = 0.0  # the last time that a put waited for room in vain
         area = self._batch * TRAILER_BYTES
         self._trailers = HostBuffer(self.threads * area, "off", TRAILER_BYTES, setting="pool trailers")
-        self._areas: SimpleQueue[int] = SimpleQueue()  # of it, for the trailers of a call; a thread always finds one
+        # offsets of free areas for one call's trailers, enough for all threads
+        self._areas: SimpleQueue[int] = SimpleQueue()
         for n in range(self.threads):
             self._areas.put(n * area)
 
     @property
     def buffer(self) -> tuple[int, int]:
-        """Address and bytes of the memory of the trailers."""
         return self._trailers.address, self._trailers.nbytes
 
     @property
@@ -115,7 +115,6 @@ class PoolFiles(Transport):
         return True
 
     def hand_over(self) -> Descriptors:
-        """See `Files`."""
         return Descriptors((0,), max(1, len(self.pages)), self.threads, transport=self, sums=self.sums)
 
     def open(self, path: Path) -> int:
@@ -134,8 +133,9 @@ class PoolFiles(Transport):
         return self._move(self._put, offset, memory)
 
     def _move(self, call: _Call, offset: int, memory: Memory) -> int:
-        """Move whole pages; the bytes of those before the first that did not move, whose error is raised where it is
-        the first of all. The library asks for each of the others alone then, and only what is alone is judged."""
+        """Move whole pages; returns the bytes of the pages before the first that failed, or raises its error if it is
+        the first of all. The library then asks for each other page alone, and only a page that is moved alone is
+        judged."""
         extent = self._layout.extent_bytes
         first, count, moved = offset // extent, memory.nbytes // extent, 0
         if not isinstance(memory, memoryview) or (first * extent, count * extent) != (offset, memory.nbytes):
@@ -151,19 +151,18 @@ class PoolFiles(Transport):
                 self.counts.update(cause for cause, _ in (ends if count == 1 else good))
         if error is None or moved:
             return moved * extent
-        if count == 1 and isinstance(error, PageBytesError):  # it goes, so that the page can be put
+        if count == 1 and isinstance(error, PageBytesError):  # remove it, so that the page can be put again
             name = self._name_of(self._page(first))
             self._lines.begin(lambda client: self._lines.answered(client.remove([name])))
         raise error
 
     def _ends(self, call: _Call, slots: range, places: list[int]) -> list[_End]:
-        """What became of each page; where the call broke off, that."""
         area = self._areas.get()
         try:
             return call(slots, places, area)
         except IOFailedError as error:
             return [("refused", error)] * len(slots)
-        except Exception as error:  # noqa: BLE001 - whatever the client's library raises
+        except Exception as error:  # noqa: BLE001 - the client's library may raise any error
             log_failure(error)
             return [("failed", _failed("a call broke off", "see the log"))] * len(slots)
         finally:
@@ -189,7 +188,7 @@ class PoolFiles(Transport):
     def _put_all(self, client: Client, names: list[str], objects: list[_Pieces], ends: dict[int, _End]) -> None:
         begun, pause = time.monotonic(), FULL_S
         until = begun + (FULL_LONGEST_S if begun > self._gave_up + FULL_AGAIN_S else 0.0)
-        codes = client.exist(names)  # a put of what exists is done at once, and changes nothing
+        codes = client.exist(names)  # putting an existing object is done at once, and changes nothing
         self._lines.answered(codes)
         ends.update((n, ("existed", None)) for n, code in enumerate(codes) if code == 1)
         while rows := [n for n in range(len(names)) if n not in ends]:
@@ -228,7 +227,10 @@ class PoolFiles(Transport):
                 self.sums[slots[n]] = found[n]
                 ends.append(("got", None))
             elif n in found or code == MISFIT:
-                error = PageBytesError("the shared pool: a page is not what was stored", "see who writes to the pool")
+                error = PageBytesError(
+                    "the shared pool: a page's bytes differ from the stored ones",
+                    "check the other programs that write to the pool",
+                )
                 ends.append(("spoiled", error))
             else:
                 ends.append(("not_got", _error(code)))

@@ -1,4 +1,4 @@
-"""The connection to a shared pool: its two clients, and the memory that is registered with the one that moves bytes."""
+"""The connection to a shared pool: its two clients, and the memory registered with the client that moves bytes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from gdscache.errors import TierUnavailableError
 from gdscache.mooncake.client import DONE, Client, MooncakeClient, MooncakeQueries, PoolAddress
 
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
-_ANSWERS = 3  # in a row, of each client: each has connections of its own to a master that was started anew
+_ANSWERS = 3  # answers in a row of each client: each has connections of its own to a restarted master
 Connect = Callable[[PoolAddress], tuple[Client, Client]]
 
 
 def mooncake(address: PoolAddress) -> tuple[Client, Client]:
-    """A client of the real store that moves bytes, and one that only asks."""
     return MooncakeClient(address), MooncakeQueries(address)
 
 
 class PoolLink:
-    """See `pool_calls.Pool`. `probe`: a name that is asked for to see whether the pool answers. `back(client)`: called
-    when it is there (again); whether all is done that had to be done first.
+    """See `calls.Pool`. `probe`: a name to ask for, to see whether the pool answers. `back(client)` is called when it
+    answers (again), and returns whether the tier is ready.
 
-    Memory is registered once: when it is announced, or when there is a connection.
+    Memory is registered once: when it is announced, or when the connection is made.
     """
 
     def __init__(self, address: PoolAddress, connect: Connect, probe: str, back: Callable[[Client], bool]) -> None:
@@ -39,7 +38,7 @@ class PoolLink:
         self._queries: Client | None = None
 
     def reachable(self) -> bool:
-        """Whether something listens there: the store's own client would find out for a minute and a half."""
+        """Whether a process listens there: the store's own client would try for a minute and a half."""
         host, _, port = self.master.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
@@ -59,7 +58,6 @@ class PoolLink:
         return client
 
     def register(self, place: int, nbytes: int) -> None:
-        """Announce memory. Raises `TierUnavailableError`."""
         with self._registering:
             if place not in self._memory:
                 self._memory[place] = nbytes
@@ -71,7 +69,6 @@ class PoolLink:
         return all(client.exist([self._probe])[0] >= 0 for client in clients for _ in range(_ANSWERS))
 
     def exist(self, names: Sequence[str]) -> list[int]:
-        """Ask for objects; see `Client.exist`."""
         assert self._queries is not None, "not connected"
         return self._queries.exist(names)
 

@@ -217,8 +217,6 @@ class MooncakeTier(DurableTier):
         if names:
             self._lines.begin(lambda client: self._lines.answered(client.remove(names)))
 
-    # -- the rest ----------------------------------------------------------------------------------------------------
-
     @property
     def capacity(self) -> int:
         return self.index.slots * self.layout.extent_bytes

@@ -1,12 +1,11 @@
 """The contract of moves. A move says, as plain data, which bytes go where; an executor carries it out.
 
 Code that decides (a store's plan, the writer to the SSD) is written as *steps*: a generator that begins moves and
-yields waits. Steps know no thread, no clock and no transport. Threads drive them in an engine, virtual time in a
-replay.
+yields waits. It knows no thread, clock or transport. Threads drive it in an engine, virtual time in a replay.
 
 A move names the spaces of its bytes: `planes` (the GPU pool, or attached planes), a memory of extents (`cpu`,
-`bounce`), or the files of a tier (`ssd`). The caller pins both ends of every page until the move's end, and both ends
-of a late page until `Moving.on_end` says that nothing touches them any more.
+`bounce`), or the files of a tier (`ssd`). The caller pins both ends of every page until the move's end, and of a late
+page until `Moving.on_end` calls back.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class PrefetchEnd(enum.Enum):
     QUEUE_FULL = "queue_full"  # too many prefetches were under way or waited (`prefetch.queue.MOST`)
     NO_ROOM = "no_room"  # every slot of the CPU tier is leased, or of this prefix; or pins hold their share of the tier
     MISSING = "missing"  # the next page left the SSD meanwhile, or I/O that hangs hides it
-    ERROR = "error"  # a page could not be read, or was not what was stored
-    CLOSED = "closed"  # the engine was closed
+    ERROR = "error"  # a page could not be read, or was bad
+    CLOSED = "closed"
 
 
 class Priority(enum.IntEnum):
@@ -168,9 +167,8 @@ class Listener(Protocol):
 class Moving(Protocol):
     """A move that has begun.
 
-    `lands(layer, seconds)` waits until a load's copies of a layer are queued, or never will be; it returns None after
-    `seconds`. For a store it waits until the reads of the planes are queued. None where only the listener or the move's
-    end tells this.
+    `lands(layer, seconds)` waits until a load's copies of a layer, or a store's reads of the planes, are queued or
+    never will be; None after `seconds`. It is None where only the listener or the move's end tells this.
     """
 
     lands: Callable[[int, float], Landed | None] | None
@@ -202,9 +200,7 @@ class Lane(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Wait until all queued steps have ended. May be called again."""
-        ...
+    def close(self) -> None: ...
 
 
 Orders = Callable[[Sequence[Any], Sequence[tuple[int, int]], Mapping[str, Any]], bytes]
@@ -246,9 +242,7 @@ class Executor(Protocol):
 
     def happened(self, event: Event) -> Wait: ...
 
-    def pause(self, changed: Flag, seconds: float) -> None:
-        """Wait for `changed`, up to `seconds`: for calls that wait until steps have ended."""
-        ...
+    def pause(self, changed: Flag, seconds: float) -> None: ...
 
     def behind(self, after: object) -> Event:
         """The event that a load's copies wait for. `after` None: the current stream's work. Raises
@@ -259,9 +253,7 @@ class Executor(Protocol):
         """`behind` for a store, or a mark that stands for the event."""
         ...
 
-    def passed(self, mark: Event) -> None:
-        """No move waits for this mark any more."""
-        ...
+    def passed(self, mark: Event) -> None: ...
 
     def checksums(self, space: str, slots: Sequence[int] | Int64Array) -> Checksums:
         """The checksums of a memory's slots, uint64 of shape (slots, layers), a copy."""
@@ -269,7 +261,6 @@ class Executor(Protocol):
 
 
 def failure(steps: Steps[object]) -> Steps[BaseException | None]:
-    """Run steps and return the exception that they raise, or None."""
     try:
         yield from steps
     except GeneratorExit:

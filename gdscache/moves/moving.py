@@ -94,7 +94,6 @@ class NativeMoving:
 
     @property
     def known(self) -> bool:
-        """Whether the move's outcome was read."""
         return self._end is not None
 
     def lose(self) -> Sequence[int]:

@@ -111,8 +111,6 @@ class NativeExecutor(ThreadDriver):
             spaces[name] = Space("files", slots, files=own.files, stretch=own.stretch, sums=own.sums, disk=disk)
         return spaces, disks
 
-    # -- the contract --------------------------------------------------------------------------------------------------
-
     def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
         if listener is not None:
             self.look()
@@ -190,7 +188,6 @@ class NativeExecutor(ThreadDriver):
     # -- for timelines -------------------------------------------------------------------------------------------------
 
     def _about(self, number: int, layers: range) -> dict[str, Any]:
-        """A span's labels: the load's number and, where layers move in groups, the layers; nothing for a store."""
         found = self._under_way.get(number)
         if found is None or found[0].move.priority >= Priority.STORE:
             return {}

@@ -3,11 +3,10 @@
 A policy (a row of `ADMISSIONS`) decides whether a page may go in. `Admission` asks it, and then checks:
 
 * *Was the parent refused?* A lookup finds consecutive pages from the first on, each in any tier, so a page is useful
-  only while those before it are in some tier. The parent may be in the CPU tier alone: it goes to the SSD later, since
-  tails leave first. It may even be in no tier, with an engine that keeps the head itself and looks up from there; the
-  SSD tier gives such a page free slots only. But a refused parent is lost when the CPU tier evicts it, and its child on
-  the SSD would be out of reach. So a page is refused ("no_prefix") if its parent was refused since its last use. Pages
-  that are offered together come heads first.
+  only while those before it are in some tier. The parent may be in the CPU tier alone: tails leave it first. It may
+  even be in no tier, with an engine that keeps the head itself; the SSD tier gives such a page free slots only. But a
+  refused parent is lost when the CPU tier evicts it, and its child on the SSD would be out of reach. So a page is
+  refused ("no_prefix") if its parent was refused since its last use. Pages offered together come heads first.
 * *Is there room on the way?* The caller says so; without room the page is refused ("queue_full").
 * *Is there budget left?* See `EnduranceBudget`. Asked last, so that other refusals cost no budget.
 
@@ -209,7 +208,6 @@ class Admission:
 
     @property
     def admits_all(self) -> bool:
-        """True while every page with room may go in, and no refused page is remembered."""
         return not self.refuses and not self._lately
 
     def admit_all(self, pages: int) -> None:
@@ -254,7 +252,7 @@ class Admission:
             return (
                 "the SSD writes more slowly than pages are stored, and as many are on their way as store.queue allows, "
                 "or as fill half of the CPU tier. Raise store.queue and cpu.capacity if that passes; if it lasts, "
-                "let store.admission choose what is written"
+                "let store.admission choose the pages that are written"
             )
         return self._policy.explain(page.key, victim)
 

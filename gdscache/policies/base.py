@@ -27,16 +27,13 @@ class EvictionPolicy(Protocol):
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Start over with the pages `keys[order[0]], keys[order[1]], ...`, the first to evict first."""
 
-    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        """`insert` each: (key, parent)."""
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None: ...
 
-    def touch(self, key: bytes) -> None:
-        """A use of a present page."""
+    def touch(self, key: bytes) -> None: ...
 
     def touch_all(self, keys: Sequence[bytes]) -> None: ...
 
-    def remove(self, key: bytes) -> None:
-        """The page is gone."""
+    def remove(self, key: bytes) -> None: ...
 
     def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         """`remove` each evicted page, in this order.
@@ -106,8 +103,8 @@ class LRU(Undeferred):
     """Least recently used first. Callers touch a prefix tail first, so that heads outlive tails.
 
     Restored keys enter the order little by little: a million at once take more than a second. Until then they are in
-    `_cold`, `_cold_from <= i < _cold_to`, the first to evict first; keys used meanwhile are in `_order` too, and
-    removed ones in `_gone`.
+    `_cold[_cold_from:_cold_to]`, the first to evict first; keys used meanwhile are in `_order` too, removed ones in
+    `_gone`.
     """
 
     __slots__ = ("_cold", "_cold_from", "_cold_to", "_gone", "_keys", "_order")
@@ -178,7 +175,6 @@ class LRU(Undeferred):
                 self._cold_from += 1  # skip it next time
 
     def _warm(self) -> None:
-        """Move the most recent of the cold keys to the front of the order."""
         order, gone, end = self._order, self._gone, self._cold_to
         first = max(self._cold_from, end - WARMED)
         for i in range(end - 1, first - 1, -1):

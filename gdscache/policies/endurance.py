@@ -18,9 +18,9 @@ class EnduranceBudget:
     """A token bucket. It holds an eighth of `bytes_per_day`, which it begins with; the other seven come back evenly
     over a day.
 
-    Exactly: the bytes taken (and not given back) in any period of t days are at most (1 + 7 t) / 8 of `bytes_per_day`.
-    So no 24 hours have more than `bytes_per_day`, whenever they begin; a night without a write allows a burst of an
-    eighth, not of all that was saved; and under constant load 7/8 are written, evenly.
+    The bytes taken (and not given back) in any period of t days are at most (1 + 7 t) / 8 of `bytes_per_day`. So no 24
+    hours have more than `bytes_per_day`; a night without a write allows a burst of an eighth, not of all that was
+    saved; and constant load writes 7/8, evenly.
 
     The state is not kept: n opens in a day allow up to n / 8 of `bytes_per_day` more.
     """

@@ -138,7 +138,6 @@ class Guarded:
             self._want([key for key, _ in pages])
 
     def _show(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        """Show new pages to the shadow, and make it one of a sample if it is too large then."""
         self._lags = None
         while pages:
             shown, too_large = self._shadow.insert(pages, self.EXACT if self._recency is None else 2 * self.SAMPLE)
@@ -272,7 +271,6 @@ class Guarded:
     # -- a sample -----------------------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
-        """The shadow is too large: replace it by one of a sample, or of a smaller sample."""
         if self._recency is None:
             keys = self._shadow.recency()
             self._recency = LRU()

@@ -90,7 +90,7 @@ class ReuseMonitor:
         self._past.append((now, self._arrived))
         while self._past[1][0] < now - ages[-1]:
             self._past.popleft()
-        # The tier's pages, each for the time in which the others were stored.
+        # Room is the tier's pages times the time, which stored pages count.
         room = pages * float(self._arrived[-1])
         found = best_lifetimes(ages, self.chances(ages), self._arrived[:-1], room)
         for lifetimes in found[:2]:  # a page is used at least as often as its followers, and stays as long

@@ -37,7 +37,6 @@ class BloomFilter:
         return 8 * len(self._words)
 
     def add(self, key: bytes) -> bool:
-        """Add a key; True if it was present."""
         at, some = _WORD_AND_BITS(key)
         at &= self._mask
         bits = _BIT[some & 63] | _BIT[some >> 6 & 63] | _BIT[some >> 12 & 63] | _BIT[some >> 18 & 63]
@@ -115,7 +114,6 @@ class RecentCounter:
         return True
 
     def add(self, key: bytes) -> int:
-        """Count a key; returns how often it was added before."""
         if self._adds == self.period:
             self._adds = 0
             self._current, self._last = self._last, self._current

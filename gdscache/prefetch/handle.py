@@ -109,7 +109,7 @@ class Prefetch:
         return self._work.at
 
     def done(self) -> bool:
-        """True when it has ended; never waits."""
+        """Whether it has ended; never waits."""
         return self._work.over.is_set()
 
     def wait(self, seconds: float | None = 0.0) -> int:

@@ -104,7 +104,6 @@ class Prefetcher:
     def _ask(
         self, request: PrefetchRequest, pages: Sequence[Page], asked: Sequence[tuple[DurableTier, Sequence[Page]]]
     ) -> None:
-        """Ask tiers, in a thread that no caller waits for, then begin."""
         for tier, rest in asked:
             if request.end is None:
                 log_failure(failure_of(functools.partial(tier.ask, rest)))
@@ -200,8 +199,6 @@ class Prefetcher:
         self._turns.shutdown()
         self._lane.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _serve(self) -> None:
         with self._manager.lock:
             while not self._closed:
@@ -266,7 +263,6 @@ class Prefetcher:
         self._planner.abandon(plan.chunk)
 
     def _bring(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> Steps[None]:
-        """Move a chunk. It lands after any error too."""
         log_failure((yield from failure(self._loader.bring(plan.chunk))))
         self._landed(request, plan, numbers)
 
@@ -275,7 +271,6 @@ class Prefetcher:
         yield from ()
 
     def _landed(self, request: PrefetchRequest, plan: PrefetchPlan, numbers: Sequence[int]) -> None:
-        """A chunk has ended, in the thread that moved it."""
         chunk = plan.chunk
         with self._manager.lock, contextlib.ExitStack() as on_failure:
             if self._moving.pop(id(plan), None) is None:  # called again after a landing that raised
@@ -333,7 +328,6 @@ _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 
 def held_pages(manager: TierManager, limits: EngineLimits) -> PrefetchedPages:
-    """The quota of prefetched pages in the CPU tier."""
     cpu = manager.cpu
     if cpu is None:
         return PrefetchedPages(0, _nowhere)

@@ -42,7 +42,6 @@ class PrefetchedPages:
 
     @property
     def unused(self) -> int:
-        """Unused pages, as of the last look into the tier."""
         return len(self._unused)
 
     def begin(self, keys: Iterable[bytes]) -> None:
@@ -53,7 +52,6 @@ class PrefetchedPages:
             self._flying[key] = ways + 1, used
 
     def land(self, key: bytes, slot: int | None) -> None:
-        """A page's move has ended: in `slot`, or nowhere."""
         ways, used = self._flying.pop(key)
         if ways > 1:  # it came, was evicted, and was begun again before this call
             self._flying[key] = ways - 1, used and slot is None
@@ -151,7 +149,6 @@ class PrefetchQueue:
         self.flying = 0
 
     def __len__(self) -> int:
-        """Requests that are not over."""
         return len(self._live)
 
     def add(self, request: PrefetchRequest) -> None:
@@ -214,7 +211,6 @@ class PrefetchQueue:
         request.parked = self._clock() + PARKED_S
 
     def land(self, request: PrefetchRequest, *, good: bool) -> None:
-        """A chunk has ended; unless all its pages are good, the request ends."""
         request.flying -= 1
         self.flying -= 1
         if request.end is not None:
@@ -249,8 +245,6 @@ class PrefetchQueue:
             times.append(self._held_back + DEMAND_PAUSE_S)
         return max(0.0, min(times) - self._clock()) if times else None
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _expire(self, now: float) -> None:
         for request in [r for r in self._turns if r.until is not None and now >= r.until]:
             self.stop(request, PrefetchEnd.DEADLINE)
@@ -283,5 +277,4 @@ class PrefetchQueue:
 
 
 def _through(request: PrefetchRequest) -> PrefetchEnd:
-    """The end of a request all of whose pages have come."""
     return PrefetchEnd.NO_ROOM if request.short else PrefetchEnd.COMPLETE

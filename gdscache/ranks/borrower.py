@@ -166,7 +166,6 @@ class Borrower:
         return [STATUSES[code] for code in heard.statuses.tolist()]
 
     def _give_back(self, lease: int, heard: _Judged, moving: Moving | None, late: Sequence[int]) -> None:
-        """Tell the lender the statuses, and, when no read touches the slots any more, that they are free."""
         left = {*late}
         self._channel.send(wire.pack({"do": "took", "lease": lease, "free": not left}, [heard.statuses]))
         if moving is None or not left:

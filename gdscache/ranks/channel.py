@@ -74,7 +74,7 @@ class Channel:
                 self._bytes += len(left)
                 self._more.release()
                 if self._bytes > MOST_WAITING:  # the reading thread reports it
-                    self._why = "it does not read what it is told"
+                    self._why = "it does not read its messages"
                     with contextlib.suppress(OSError):
                         self._socket.shutdown(socket.SHUT_RDWR)
                     return False
@@ -87,8 +87,6 @@ class Channel:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join()
         self._socket.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _shut(self) -> None:
         with self._lock:

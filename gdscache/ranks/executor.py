@@ -80,8 +80,6 @@ class RanksMoving:
     def __len__(self) -> int:
         return sum(map(len, self._ways))
 
-    # -- the contract --------------------------------------------------------------------------------------------------
-
     def extend(self, ways: Sequence[Way], *, last: bool) -> None:
         self._executor.expect(ways)
         self._ways += ways
@@ -109,7 +107,6 @@ class RanksMoving:
     # -- for its executor ----------------------------------------------------------------------------------------------
 
     def whole(self) -> Move:
-        """The move with all ways that it has by now."""
         old = self.move
         return Move(old.priority, tuple(self._ways), old.seconds, old.groups, old.number)
 
@@ -145,7 +142,6 @@ class RanksMoving:
         self._over.set()
 
     def answered(self, link: Link, fields: Mapping[str, Any], arrays: Sequence[npt.NDArray[Any]]) -> None:
-        """A rank's part has ended, except late rows."""
         with self._lock:
             part = self._waiting.pop(link.rank, None)
             if part is None:
@@ -182,10 +178,7 @@ class RanksMoving:
             freed = self._touches(link, set())
         self._tell(freed)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _touched(self) -> set[int]:
-        """Rows that a rank may still touch. The lock is held."""
         return set[int]().union(*self._late.values())
 
     def _touches(self, link: Link, rows: set[int]) -> set[int]:
@@ -282,8 +275,6 @@ class RanksExecutor(ThreadDriver):
         ranks.heard = self._heard
         ranks.gone = self._gone
 
-    # -- the contract --------------------------------------------------------------------------------------------------
-
     def begin(self, move: Move, after: Sequence[Any] = (), listener: Listener | None = None) -> RanksMoving:
         moving = RanksMoving(self, next(self._numbers), move, listener)
         if listener is not None:
@@ -351,7 +342,7 @@ class RanksExecutor(ThreadDriver):
     ) -> bytes:
         told, arrays = [], []
         for moving in moves:
-            assert moving.listener is not None, "a load has somebody who hears of it"
+            assert moving.listener is not None, "a load has a listener"
             if not moving.ordered():
                 continue
             fields, some = wire.described(moving.whole())
@@ -368,7 +359,6 @@ class RanksExecutor(ThreadDriver):
                 put_rows(self._memories[space].checksums, places, way.sums)
 
     def keep_sums(self, ways: Sequence[Way], rows: Int64Array, shard: int, sums: npt.NDArray[Any]) -> None:
-        """Keep the checksums that a rank took of pages copied out of its planes."""
         at, columns = 0, wire.columns(shard, self.layers)
         for way in ways:
             here = np.flatnonzero((rows >= at) & (rows < at + len(way)))
@@ -389,8 +379,6 @@ class RanksExecutor(ThreadDriver):
         """0: the ranks give the slots of the bounce reserve out themselves."""
         return 0
 
-    # -- inside --------------------------------------------------------------------------------------------------------
-
     def _parts(self, move: Move) -> list[_Part]:
         """The rows for each rank. A move with planes goes whole to every rank. Otherwise, among ranks with equal bytes,
         the first writes files, and a slot of memory is filled by rank number (slot modulo their count)."""
@@ -410,7 +398,6 @@ class RanksExecutor(ThreadDriver):
         return found
 
     def _send(self, moving: RanksMoving, parts: Sequence[_Part], marks: Sequence[int]) -> None:
-        """Send each rank its rows. Ranks that get all rows get the same bytes, except for their shard's checksums."""
         summed = any(way.sums is not None for way in moving.move.ways)
         packed: dict[int, bytes] = {}  # by shard
         for part in parts:
@@ -450,7 +437,6 @@ class RanksExecutor(ThreadDriver):
         self._under_way.pop(moving.number, None)
 
     def end_lost(self) -> Iterator[tuple[RanksMoving, Sequence[int]]]:
-        """Moves that no caller waits for, because their call was interrupted: see `NativeExecutor`."""
         for moving in [*self._under_way.values()]:
             if not moving.known:
                 moving.cancel()
@@ -465,7 +451,6 @@ class RanksExecutor(ThreadDriver):
 
 
 def _share_of(move: Move, rows: Int64Array | None, shard: int, layers: int) -> Move:
-    """One rank's rows of a move, with the checksums of its shard."""
     ways, at, columns = [], 0, wire.columns(shard, layers)
     for way in move.ways:
         mine = slice(None) if rows is None else rows[(rows >= at) & (rows < at + len(way))] - at

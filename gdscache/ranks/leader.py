@@ -90,7 +90,6 @@ class RankSet:
         return ranks
 
     def _greet(self, model: Mapping[str, Any], gpu: Mapping[str, Any]) -> None:
-        """Have each rank compare its planes with the model."""
         told = {"version": gdscache.__version__, "protocol": wire.PROTOCOL, "leader": self.leader}
         for link, answer in self.call("hello", told | {"model": model, "gpu": gpu}, seconds=CONNECT_S):
             link.facts = answer.fields
@@ -173,7 +172,6 @@ class RankSet:
         return message, given
 
     def tell(self, number: int, what: bytes) -> None:
-        """Send the bytes that `Rank.told` returns for this number to each rank."""
         message = wire.pack({"do": "told", "number": number}, [np.frombuffer(what, np.uint8)])
         for link in self.links:
             link.channel.send(message)
@@ -220,7 +218,6 @@ class RankSet:
         self.gone(link)
 
     def late(self, link: Link, number: int) -> None:
-        """A rank has not answered a move within its deadline and the grace after it."""
         with self._lock:
             first = not link.overdue and not link.lost
             link.overdue.add(number)
@@ -283,7 +280,6 @@ def _check(addresses: Sequence[RankAddress]) -> None:
 
 
 def _connected(address: RankAddress) -> socket.socket:
-    """A connection, as soon as the rank listens. Raises `RankError`."""
     until = time.monotonic() + CONNECT_S
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -301,7 +297,6 @@ def _connected(address: RankAddress) -> socket.socket:
 
 
 def _error(fields: Mapping[str, Any]) -> GdsCacheError:
-    """The error that a rank has raised, by its class."""
     kind = getattr(errors, str(fields["error"]), RankError)
     if not (isinstance(kind, type) and issubclass(kind, GdsCacheError)):
         kind = RankError

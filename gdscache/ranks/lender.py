@@ -124,7 +124,6 @@ class Lender:
             self._workers.submit(functools.partial(self._answer, one, message))
 
     def _answer(self, one: _Served, message: Message) -> None:
-        """Answer a call, after any error too: then no page is found."""
         fields, arrays = message
         told: dict[str, Any] = {"found": 0, "lease": 0}
         given: list[wire.Array] = []
@@ -156,7 +155,6 @@ class Lender:
         return self._named(hashes, parent, fields["epoch"]) if hashes else ()
 
     def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
-        """Lease the leading pages that are present. Returns their slots and checksums."""
         planner, tier = self._planner, self._tier
         plan = planner.plan([pages], f"rank {one.rank}", keep=False)
         try:

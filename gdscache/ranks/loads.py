@@ -31,7 +31,6 @@ class RankLoad:
         self._left = 0
 
     def expect(self, moves: int) -> None:
-        """This many moves bring the pages; with 0, the load is over."""
         self._left = moves
         if not moves:
             self._end()
@@ -41,7 +40,6 @@ class RankLoad:
             self.handle.signal(layer, event)
 
     def moved(self, rows: Int64Array, statuses: npt.NDArray[np.uint8]) -> None:
-        """A move has ended: the load's rows of its pages, and their statuses."""
         with self._lock:
             self._statuses[rows] = statuses
             self._left -= 1

@@ -45,7 +45,6 @@ class RemoteMemory:
         self.pinned = all(message.fields["pinned"] for _, message in answers)
 
     def bad_slots(self, slots: Sequence[int]) -> dict[int, int]:
-        """The slots with wrong bytes on some rank, with a bad layer of each."""
         asked = {"space": self._space, "slots": [*slots]}
         answers = self._ranks.call("bad", asked, self._ranks.owners, arrays=[self.checksums[[*slots]]])
         return {slot: layer for _, message in answers for slot, layer in message.fields["bad"]}
@@ -78,7 +77,6 @@ class RemoteSlab:
         self.slab = Slab(files, extent, slots, valid, stretch_slots(extent))
 
     def hand_over(self) -> Descriptors:
-        """No files: nothing is read or written here."""
         return Descriptors((), self.slab.stretch, 0)
 
     def check(self) -> tuple[list[str], dict[int, int]]:

@@ -64,8 +64,6 @@ class Rank:
             start([self._thread], self._stop)
             undo.pop_all()
 
-    # -- in the step's order -------------------------------------------------------------------------------------------
-
     def load(self, order: bytes, blocks: Sequence[int] | None = None) -> LayerwiseLoad:
         """Begin a load by a leader's `load.order`, after the current stream's work so far; returns this rank's handle.
         `blocks`: blocks of this rank, in which the leader's numbers are positions; None: the leader's numbers are
@@ -136,8 +134,6 @@ class Rank:
         service = self._service
         return service is None or service.over.wait(seconds)
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """End moves, free memory and files, and disconnect. The leader's pages miss from then on. May be called
         again."""
@@ -153,8 +149,6 @@ class Rank:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         self._closed = True

@@ -146,7 +146,6 @@ class Service:
             raise
 
     def run(self) -> None:
-        """Serve until the leader or this rank leaves, then free everything."""
         self.over.wait()
         if self._why:
             _log.warning("rank %d serves no leader any more: %s", self._rank, self._why)
@@ -180,7 +179,6 @@ class Service:
             self._workers.submit(functools.partial(self._answer, fields, _Given(message.arrays, descriptors)))
 
     def _answer(self, fields: dict[str, Any], given: _Given) -> None:
-        """Answer a call; an error is sent with its class."""
         told: dict[str, Any] = {}
         try:
             told = dict(self._calls[fields["do"]](fields, given))
@@ -268,7 +266,6 @@ class Service:
         return {"valid": slab.valid_slots, "transport": _plain(transport.describe()), "files": [*map(str, slab.files)]}
 
     def _hold(self, directories: Sequence[Path]) -> None:
-        """Lock the existing files of the slab."""
         for number, where in enumerate(directories):
             lock = lock_slab(where, number, 0, self._shard, held=[lock.path for lock in self._locks])
             self._locks += [] if lock is None else [lock]
@@ -304,7 +301,6 @@ class Service:
         return {}
 
     def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        """The slots of a memory with wrong bytes, with the first bad layer of each."""
         extents = self._memories[fields["space"]]
         sums = given.arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
         found = [
@@ -375,7 +371,6 @@ class Service:
         last: bool,
         blocks: Blocks | None = None,
     ) -> None:
-        """Begin a move of a load, in the caller's thread. `blocks`: see `mark`."""
         if not self._may_begin(number):
             load.moved(rows, np.full(len(rows), CODES[PageStatus.CANCELLED], np.uint8))
             return
@@ -422,7 +417,6 @@ class Service:
         self._workers.submit(functools.partial(ended, moving, ""))
 
     def _place(self, move: Move, blocks: Int64Array) -> None:
-        """Replace the positions in a move by this rank's blocks."""
         self._planes.check_blocks(blocks)
         for way in move.ways:
             if way.source == PLANES:
@@ -440,7 +434,6 @@ class Service:
         moving: Moving | None,
         why: str,
     ) -> None:
-        """Wait for a move's end, and tell the leader and the load's handle."""
         failed: list[tuple[int, int]] = []
         late: list[int] = []
         if moving is not None and self._executor is not None:
@@ -531,7 +524,6 @@ def _errno(error: StorageError) -> int:
 
 
 def _plain(told: Mapping[str, object]) -> dict[str, Any]:
-    """The values that JSON has; the others as text."""
     return {
         key: value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
         for key, value in told.items()

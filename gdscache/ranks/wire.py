@@ -45,9 +45,8 @@ def pack(fields: dict[str, Any], arrays: Sequence[Array] = ()) -> bytes:
 
 
 def length(head: bytes | memoryview) -> int:
-    """The bytes of the message that begins with this head. Raises `RankProtocolError`."""
     if len(head) < HEAD.size:
-        raise RankProtocolError(f"a message of {len(head)} bytes has no head", "pass what an order is, unchanged")
+        raise RankProtocolError(f"a message of {len(head)} bytes has no head", "pass an order unchanged")
     magic, text, whole = HEAD.unpack_from(head)
     if magic != _MAGIC or not HEAD.size <= HEAD.size + text <= whole <= LONGEST:
         raise RankProtocolError(f"a message begins with {bytes(head[: HEAD.size])!r}", "something else is connected")
@@ -57,9 +56,7 @@ def length(head: bytes | memoryview) -> int:
 def unpack(data: bytes | memoryview) -> Message:
     """The message in these bytes. Raises `RankProtocolError`."""
     if length(data) != len(data):
-        raise RankProtocolError(
-            f"a message of {length(data)} bytes has {len(data)}", "pass what an order is, unchanged"
-        )
+        raise RankProtocolError(f"a message of {length(data)} bytes has {len(data)}", "pass an order unchanged")
     at = HEAD.size + HEAD.unpack_from(data)[1]
     try:
         fields, told = json.loads(bytes(data[HEAD.size : at]))
@@ -72,7 +69,7 @@ def unpack(data: bytes | memoryview) -> Message:
             at += -(-count * dtype.itemsize // 8) * 8
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise RankProtocolError(
-            f"a message of {len(data)} bytes is damaged: {error}", "see who else connects"
+            f"a message of {len(data)} bytes is damaged: {error}", "check other programs that connect"
         ) from error
     return Message(fields, arrays)
 
@@ -105,7 +102,7 @@ def move_of(fields: dict[str, Any], arrays: list[Array]) -> Move:
         groups = tuple(range(start, stop) for start, stop in fields["groups"])
         return Move(Priority(fields["priority"]), tuple(ways), seconds, groups, fields["number"])
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise RankProtocolError(f"a move is damaged: {error!r}", "see who else connects") from error
+        raise RankProtocolError(f"a move is damaged: {error!r}", "check other programs that connect") from error
 
 
 def columns(shard: int, layers: int) -> slice:

@@ -139,8 +139,8 @@ class Descriptors:
 
     `threads`: of the kernel with `uring`, else of the library. `cufile`: reads and writes go by cuFile, which reaches a
     GPU's memory. `transport`: reads and writes call this, with its handles for `files`. Both None: system calls, which
-    reach only host memory. `sums`: uint64 (slots, layers), for files that come with their checksums: `read` compares
-    each slot with them, and writes the checksums of the bytes read here before it returns.
+    reach only host memory. `sums`: uint64 (slots, layers), for a transport whose checksums come with the bytes: its
+    `read` verifies them, and writes the checksums of each slot's bytes here before it returns.
     """
 
     files: Sequence[int]

@@ -28,7 +28,6 @@ class BatchSize:
 
     @classmethod
     def of(cls, extent_bytes: int) -> BatchSize:
-        """For extents of this size: batches of 128 MiB at first."""
         most = batch_pages(extent_bytes)
         return cls(LEAST_BATCH, min(most, max(LEAST_BATCH, SMALL_BATCH_BYTES // extent_bytes)), most)
 

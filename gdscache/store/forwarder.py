@@ -76,7 +76,6 @@ class Forwarder:
             taken = taken or bool(some)
 
     def abandon(self, parcels: Sequence[Parcel]) -> None:
-        """Undo the reservations of pages that no writer has."""
         for parcel in parcels:
             self._planner.abandon(parcel)
             self._give_bounce(parcel, parcel.rows)

@@ -39,7 +39,7 @@ class StoreHandle:
             self._done.set()
 
     def done(self) -> bool:
-        """True when every page has its outcome; never waits."""
+        """Whether every page has its outcome; never waits."""
         return self._done.is_set()
 
     def result(self, seconds: float | None = None) -> StoreReport:

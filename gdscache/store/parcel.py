@@ -20,9 +20,7 @@ class Receipt(Protocol):
 
     def committed(self, pages: Sequence[int], tier: str) -> None: ...
 
-    def finish(self, pages: Sequence[int], cause: str = "") -> None:
-        """The outcome of these pages is final; `cause`: why they were dropped."""
-        ...
+    def finish(self, pages: Sequence[int], cause: str = "") -> None: ...
 
 
 class Nobody:
@@ -124,8 +122,6 @@ class Parcel:
         places = self.places
         return [places[row] for row in rows]
 
-    # -- outcomes by outlet ------------------------------------------------------------------------------------------
-
     def open(self, outlet: Outlet, rows: Iterable[int]) -> list[int]:
         left = self._open.get(outlet, ())
         return [row for row in rows if row in left]
@@ -165,13 +161,10 @@ class Parcel:
             self._reading[outlet].difference_update(rows)
 
     def give_up(self) -> list[tuple[Outlet, list[int]]]:
-        """End the rows of all outlets; returns the rows that each outlet had not ended."""
         lacking = [(outlet, sorted(rows)) for outlet, rows in self._open.items() if rows]
         self._open = {outlet: set() for outlet in self.to}
         self._reading = {outlet: set() for outlet in self.to}
         return lacking
-
-    # -- leases ------------------------------------------------------------------------------------------------------
 
     @property
     def leases(self) -> Sequence[Lease]:

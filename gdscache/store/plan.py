@@ -146,7 +146,6 @@ class StorePlanner:
         return [] if self._policy == "never" else [outlet for outlet in self.outlets if outlet.lacks(page.key)]
 
     def _falls_behind(self) -> bool:
-        """Whether pages that the SSD lacks hold as much of the landing tier as they may."""
         landing = self._landing
         if landing is None:
             return False
@@ -249,7 +248,6 @@ class StorePlanner:
             self._set_out(Parcel(job, at, taken, landing.name, entries, lease, to, copied=False), parcels)
 
     def _offer_again(self, job: StoreJob, places: range, landing: Tier, parcels: list[Parcel]) -> None:
-        """Offer pages that the landing tier has, or is getting, to other tiers."""
         entries: dict[int, Entry] = {}
         for i in places if self._policy == "write_through" else ():
             page = job.pages[i]
@@ -401,7 +399,6 @@ class StorePlanner:
                 self._manager.end(lease)
 
     def abandon(self, parcel: Parcel) -> None:
-        """The bytes of placed pages never came: undo their reservation."""
         if parcel.entries is not None and not parcel.copied:
             for entry in parcel.entries:
                 self._manager.cpu_index.drop(entry)
@@ -505,7 +502,6 @@ class StorePlanner:
         to: tuple[Outlet, ...],
         parcels: list[Parcel],
     ) -> None:
-        """Pages of a namespace set out without a store; pages that no tier takes are clean."""
         if not to:
             for entry in entries:
                 landing.index.mark_clean(entry)

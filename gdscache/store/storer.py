@@ -291,7 +291,6 @@ class Storer:
                 self._planner.free(slots)
 
     def _copy(self, job: _Job, parcels: Sequence[Parcel], *, last: bool) -> _Round:
-        """Begin to copy the pages of a round. `last`: the blocks are free as soon as this round has read them."""
         try:
             moving = None
             if fresh := [parcel for parcel in parcels if not parcel.copied]:

@@ -71,7 +71,6 @@ class _WriteBatch:
     begun: float
 
     def pages(self) -> list[tuple[Outgoing, int]]:
-        """The page of each row of the move: its `Outgoing` and row there."""
         return [(out, row) for out, rows in self.parts for row in rows]
 
 
@@ -145,7 +144,6 @@ class TierWriter:
         return bool(batch) or flight is not None
 
     def _next(self) -> tuple[Sequence[_Part], _WriteBatch | None]:
-        """A batch to begin, or the flight to complete if the other thread does not."""
         with self._manager.lock:
             if self._ready and not self._starting and len(self._flying) < _FLIGHTS:
                 batch = self._batch()
@@ -325,14 +323,12 @@ class TierWriter:
         return entry.key.hex(), entry.slot, self._tier.place(entry.slot)
 
     def _refused(self, error: StorageError) -> str:
-        """The cause that pages are dropped for after this error of the tier."""
         if isinstance(error, LockLostError):
             self._manager.watch()
             return "lock_lost"
         return _cause(error)
 
     def _finish_all(self, flight: _WriteBatch, causes: Sequence[str]) -> None:
-        """Outcomes for the pages of a flight, except late ones."""
         left = iter(causes)
         if not any(causes):
             for out, rows in flight.parts:
@@ -378,12 +374,10 @@ class TierWriter:
         self._tier.index.release_all(entries)
 
     def _finish(self, out: Outgoing, rows: Sequence[int], cause: str) -> None:
-        """Give pages their outcome, once, and free their slots."""
         if ended := self._end(out, rows, cause):
             out.release(ended)
 
     def _end(self, out: Outgoing, rows: Sequence[int], cause: str) -> list[int]:
-        """Give rows without an outcome this one; returns these rows."""
         ended = [row for row in rows if row in out.open]
         if ended:
             out.finish(ended, cause)

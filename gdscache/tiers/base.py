@@ -200,7 +200,6 @@ class Lease:
         return sum(len(entries) for _, entries in self._taken) + sum(len(slots) for _, _, slots in self._held)
 
     def __iter__(self) -> Iterator[tuple[PageIndex, Entry]]:
-        """Every pin with an entry, in the order of pinning."""
         for index, entries in self._taken:
             yield from zip(itertools.repeat(index), entries, strict=False)
 
@@ -226,7 +225,6 @@ class Lease:
         index.release(entry)
 
     def release(self, entries: Collection[Entry]) -> None:
-        """End the pins on these pages, where it has any, before those on the others."""
         for index, mine in self._part(entries):
             index.release_all(mine)
 
@@ -247,7 +245,6 @@ class Lease:
         return [(index, mine) for index, mine, _ in parted if mine]
 
     def end(self) -> None:
-        """Release every page. May be called twice."""
         taken, self._taken = self._taken, []
         for index, entries in taken:
             index.release_all(entries)

@@ -41,7 +41,9 @@ class CpuTier(Tier):
             bad = self.extents.bad_slots([*pages])
             with lock:
                 for slot, layer in bad.items():
-                    problems.append(f"page {pages[slot].key.hex()[:16]}: layer {layer} is not what was stored")
+                    problems.append(
+                        f"page {pages[slot].key.hex()[:16]}: the bytes of layer {layer} differ from the stored ones"
+                    )
                     if fix:
                         self.index.drop(pages[slot])
         finally:

@@ -35,8 +35,8 @@ class _Errors:
     good: float = -1.0  # the last read that succeeded while `watching`
     since: float | None = None  # the first error of a series,
     last: float = 0.0  # and the last
-    in_row: set[bytes] = dataclasses.field(default_factory=set)  # the series' pages, `OFF_PAGES` at most
-    until: float | None = None
+    in_row: set[bytes] = dataclasses.field(default_factory=set)  # up to `OFF_PAGES` pages of the series
+    until: float | None = None  # switched off until then, when a read tries it; None: on
 
 
 class FailedReads:
@@ -64,7 +64,7 @@ class FailedReads:
         """Reads of these pages failed: drop the ones that are to be given up."""
         now, errors = self.clock(), self._tiers.setdefault(tier.name, _Errors())
         self.watching, given_up = True, list[bytes]()
-        # a pause in reading ends a series
+        # a series ends with a read that succeeds, or with a pause of `OFF_S`
         if errors.since is None or (errors.until is None and now - errors.last > OFF_S):
             errors.since = now
             errors.in_row.clear()

@@ -43,7 +43,6 @@ class PageFates:
             self.bring_in()
 
     def bring_in(self, most: int | None = None) -> None:
-        """Put up to `most` noted pages (None: all of them) into the filter."""
         some = self._noted[:most]
         del self._noted[:most]
         for key in some:
@@ -72,7 +71,6 @@ class PageFates:
                 self.bad.pop(key, None)
 
     def told(self, key: bytes) -> Told:
-        """Why no tier has this page."""
         self.bring_in()
         bad, known = self.bad.get(key), self._causes.get(key)
         if bad is not None:

@@ -57,7 +57,6 @@ class GpuTier(Tier):
             self.index.free((slot,))
 
     def used(self, slots: Iterable[int], event: Event) -> None:
-        """Work up to `event` still uses these slots."""
         if event is not None:
             self._last_use.update(dict.fromkeys(slots, event))
 

@@ -77,7 +77,6 @@ class Journal:
             _log.info("%s: a request that missed pages: %s", self._name, sample())
 
     def _sum_up(self, now: float) -> None:
-        """One line on the counts since the last one, unless they are 0."""
         counts = Counter(self._manager.snapshot())
         seconds, self._since = now - self._since, now
         new, self._before = counts - self._before, counts

@@ -252,7 +252,6 @@ class TierManager:
             return found[: self._first_hidden(found, pages, 0)]
 
     def _find(self, keys: Sequence[bytes], *, unserved: bool = False) -> list[str]:
-        """The fastest tier of each page, up to the first that is in none."""
         found: list[str] = []
         for at in range(0, len(keys), _LOOKED):
             some = keys[at : at + _LOOKED]
@@ -311,7 +310,6 @@ class TierManager:
     # -- leases and epochs ----------------------------------------------------------------------------------------
 
     def lease(self, owner: str) -> Lease:
-        """A new, empty lease. The lock must be held while pages are added to it."""
         lease = Lease(owner)
         self._leases.add(lease)
         return lease
@@ -329,7 +327,6 @@ class TierManager:
     # -- behind the work ------------------------------------------------------------------------------------------
 
     def measure_for(self, costs: Costs) -> None:
-        """Let these costs learn the tiers' times from now on."""
         self.busy.tell()  # else its last measures are lost
         self.costs, self.busy = costs, BusyPeriods(costs.observe_load)
 

@@ -43,7 +43,6 @@ class Measures:
     """Every series exists from the beginning. Thread-safe, except `moved`, which the manager's lock guards."""
 
     def __init__(self, tiers: Mapping[str, str]) -> None:
-        """`tiers`: name -> `Tier.kind`, the fastest first."""
         self.tokens = TokenCounts(tiers)
         self._lock = threading.Lock()
         moving = [name for name, kind in tiers.items() if kind != PLANES]

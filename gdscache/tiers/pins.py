@@ -116,7 +116,6 @@ class Claim(Pin):
         return next(itertools.filterfalse(self.holds, range(first, len(self.slots))), len(self.slots))
 
     def count(self) -> int:
-        """Leading pages that are held and not dropped."""
         if self._torn != self._index.torn:
             self._good = self._held_from(0)  # set before `_torn`, which validates it for readers without the lock
             self._torn = self._index.torn
@@ -153,7 +152,6 @@ class Pins:
         self._numbers = itertools.count()
 
     def begin(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Pin:
-        """Lease the leading pages that some tier has, on every tier, within the bound."""
         seconds = arguments.span(seconds, "seconds", LONGEST_TTL)
         lease = self.manager.lease("pin")
         distinct = {page.key: page for page in pages}.values()
@@ -314,7 +312,6 @@ class Pins:
 
 
 def _fitting(new: Sequence[bool], room: int) -> int:
-    """The number of leading pages that fit into `room`; pages that are not `new` take none."""
     if sum(new) <= room:
         return len(new)
     taken = itertools.accumulate(new)

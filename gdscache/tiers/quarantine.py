@@ -41,7 +41,7 @@ class Late:
 
 
 class Unended(Protocol):
-    """A move with late pages."""
+    """A move with late pages: see `Moving.on_end`."""
 
     def on_end(self, callback: Callable[[int], None]) -> None: ...
 
@@ -65,9 +65,9 @@ class Quarantine:
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
-        # pools with a count of their own of slots that late requests hold
+        # pools that count the slots of late requests themselves
         self._holds: dict[str, Callable[[], int]] = {}
-        self._requests: Counter[str] = Counter()  # late requests by pool; in the other pools each holds a slot
+        self._requests: Counter[str] = Counter()  # late requests by pool; each holds a slot where `_holds` has no count
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
         self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
@@ -188,8 +188,6 @@ class Quarantine:
                 "held_slots": {name: self._held(name) for name in self._slots},
             }
 
-    # -- inside -------------------------------------------------------------------------------------------------------
-
     def _end(self, request: Late) -> None:
         with self._lock:
             request.give_back()
@@ -216,7 +214,6 @@ class Quarantine:
             threading.Thread(target=self._finish, name="gdscache-late-close", daemon=True).start()
 
     def _finish(self) -> None:
-        """Run the postponed actions, each even if others raise."""
         while True:
             with self._lock:
                 actions, self._afterwards = self._afterwards, []
@@ -231,5 +228,4 @@ class Quarantine:
         return self._holds[pool]() if pool in self._holds else self._requests[pool]
 
     def _fullest(self, parts: int) -> str | None:
-        """A pool of which late requests hold more than 1 / `parts`."""
         return next((name for name, slots in self._slots.items() if self._held(name) * parts > slots), None)

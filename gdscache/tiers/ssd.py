@@ -141,7 +141,6 @@ class SsdTier(DurableTier):
         return opened
 
     def _say_room(self, slots: int) -> None:
-        """Warn if the catalogue may find no room; the slab has its room already."""
         lacking = lacking_room(self.path, slots, self.layout.n_sums)
         if lacking:
             _log.warning(
@@ -278,7 +277,6 @@ class SsdTier(DurableTier):
                 return [not entry.dropped for entry in entries]
 
     def commit_waiting(self) -> None:
-        """Commit now, without new pages."""
         self.commit((), np.zeros((0, self.layout.n_sums), np.uint64))
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -329,8 +327,6 @@ class SsdTier(DurableTier):
 
     def at_hand(self, entries: Sequence[Entry]) -> bool:
         return self._all_known(integers([entry.slot for entry in entries]))
-
-    # -- inside ---------------------------------------------------------------------------------------------------
 
     def _all_known(self, slots: npt.NDArray[np.int64]) -> bool:
         return 0 not in take_rows(np.frombuffer(self._known, np.uint8), slots).tobytes()
@@ -500,7 +496,6 @@ class SsdTier(DurableTier):
 
 
 def _retentions(found: Recovered) -> dict[int, Retention]:
-    """Position → retention of the recovered pages with one of their own. Equal ones are one object."""
     same: dict[Retention, Retention] = {}
     kept = {}
     priorities = np.clip(found.priorities, LOWEST, HIGHEST).tolist()

@@ -23,11 +23,7 @@ MOST = 1.0  # riddles per 1,000 words
 # Packages above it, with the limit that they keep until they are rewritten.
 ABOVE: dict[str, float] = {
     "commands": 6,
-    "engine": 52,
     "examples": 20,
-    "gdscache": 19,
-    "mooncake": 27,
-    "pool": 27,
     "tools": 22,
 }
 

@@ -5,7 +5,7 @@
 namespace gdscache {
 namespace {
 
-constexpr int32_t kReadsPerWrite = 8;  // in a row, while writes wait and none is in flight
+constexpr int32_t kReadsPerWrite = 8;  // reads in a row before a waiting write, while no write is in flight
 constexpr int64_t kRounds = 4;         // shares of the reserve: while one is copied, the others are read
 
 Status verdict_on(int32_t error) {
@@ -55,7 +55,8 @@ void Moves::read_no_further(Move& move, Status status) {
     }
 }
 
-// The next part of a load to read: groups in their order, and within a group the ways in theirs.
+// The next part of a load to read: groups in order, and within a group the ways in order. Null if nothing is left to
+// read, if the next part is another disk's, or if it finds no room.
 const IoJob* Moves::next_read(Move& move, int32_t disk) {
     if (move.all_issued()) return nullptr;
     if (refusal_ != Status::kPending || move.broken) read_no_further(move, refusal_);
@@ -122,7 +123,8 @@ bool Moves::take_slots(Flight& flight, int32_t disk) {
     return true;
 }
 
-// Whether pages stay where they are read, with known checksums, so that the reader may take these.
+// Whether pages stay in the memory they are read into and have expected checksums: then the reader may compute theirs
+// while it reads, and no copy job has to.
 bool Moves::looked_at(const Move& move, const Way& way) const {
     const bool stays = spaces_[way.target].kind != Space::Kind::kPlanes;
     return stays && move.groups() == 1 && !way.sums.empty() && !foreign(move, way);
@@ -137,13 +139,14 @@ bool Moves::fits(int64_t bytes, int32_t disk) {
     return flying_ == 0 || (!owed_to_write_ && flying_ + bytes <= limits_.flying_bytes) || crowds(disk);
 }
 
-// Note that a disk's I/O waits for room. Always false.
+// Note that a disk's I/O waits for room. Returns false, for its callers to return.
 bool Moves::crowds(int32_t disk) {
     crowded_ |= uint64_t{1} << disk;
     return false;
 }
 
-// The same for a write. Writes take half of the room, or the size of two jobs if that is more: reads find the rest.
+// `fits` for a write. Writes take at most half of the room, or the size of two jobs if that is more, so that reads
+// always find some.
 bool Moves::fits_write(int64_t bytes, int32_t files) {
     const int64_t job = std::max(io_bytes(files), limits_.extent_bytes);
     const bool share = writing_ == 0 || writing_ + bytes <= std::max(limits_.flying_bytes / 2, 2 * job);

@@ -113,7 +113,7 @@ def test_who_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         sent += 1
         assert sent < 32
     assert sent >= 4
-    until(lambda: here.lost == ["it does not read what it is told"], "it is given up")
+    until(lambda: here.lost == ["it does not read its messages"], "it is given up")
     there.wait.set()
     here.channel.close()
     there.channel.close()
