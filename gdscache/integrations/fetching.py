@@ -196,7 +196,7 @@ class PinnedFetch(Pinned):
         if self._prefetch is None or first < 0 or first + pages > self.verified():
             raise LoadOrderError(
                 f"pages {first} to {first + pages} are to be loaded without a check, of {self.verified()} that had one",
-                "load what the connector's own scheduler orders",
+                "load the pages that the connector's own scheduler orders",
             )
         hit = self._prefetch.hit(first * self._page_tokens)
         return _part(hit, first, 0, pages, self._page_tokens)

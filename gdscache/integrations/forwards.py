@@ -293,6 +293,6 @@ def _has_tensor(value: Any) -> bool:
 
 def _refused(message: str) -> UnsupportedRequestError:
     return UnsupportedRequestError(
-        f"{message}: the token ids alone do not determine what it computes",
+        f"{message}: the token ids alone do not determine its keys and values",
         "run prompts of unequal length one by one, and requests with images, audio or embeddings without this cache",
     )

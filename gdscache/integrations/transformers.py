@@ -308,20 +308,20 @@ class GdsCache(DynamicCache):
             if len(prompt) > len(row):
                 raise SequenceStateError(
                     f"{computed} tokens are computed, {len(row)} of them given; the prompt has {len(prompt)}",
-                    "compute the whole prompt, then commit it with what was generated",
+                    "compute the whole prompt, then commit it with the generated tokens",
                 )
             if row[: len(prompt)].tolist() != prompt:
                 raise SequenceStateError(
-                    "the tokens that are committed do not begin with those of the cache", "commit what was computed"
+                    "the tokens that are committed do not begin with those of the cache", "commit the computed tokens"
                 )
             if row.tolist() != self._forwards.tokens(prompt, number, computed)[: len(row)]:
                 raise SequenceStateError(
-                    "the tokens that are committed are not those that the model computed", "commit what was computed"
+                    "the committed tokens are not the tokens that the model computed", "commit the computed tokens"
                 )
 
 
 _MODEL = "pass model=, which is called for two tokens"
-_IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of what a tokenizer returns"
+_IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids that a tokenizer returns"
 
 
 def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> list[LayerPart]:

@@ -40,7 +40,9 @@ STATES = (
     "zamba2",
 )
 _NO_STATE = {  # known reasons for refusing others
-    **dict.fromkeys(("jamba", "zamba"), "its prefill of several tokens begins from an empty state, whatever is cached"),
+    **dict.fromkeys(
+        ("jamba", "zamba"), "its prefill of several tokens begins from an empty state, even after a cached prefix"
+    ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "without attention its cache does not know its length"),
 }
 

@@ -175,7 +175,7 @@ def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
     if limit is not None and model.context_len <= limit:
         return
     raise RopeByLengthError(
-        f"rope_type is {kind!r}: keys are rotated by the length of what is computed together, and requests have up to "
+        f"rope_type is {kind!r}: keys are rotated by the longest length in the batch, and requests have up to "
         f"{model.context_len} tokens",
         "leave the cache out of this server"
         if limit is None

@@ -117,7 +117,7 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
     _refuse_hashes(vllm.cache_config, environment)
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         raise DynamicScalesError(
-            "calculate_kv_scales is on: the first request decides what the bytes of all pages mean",
+            "calculate_kv_scales is on: the first request decides the scales of all pages",
             "leave it off, and use a checkpoint that has the scales, or kv_cache_dtype auto",
         )
     if vllm.model_config.enable_sleep_mode:
