@@ -213,9 +213,8 @@ def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
 
 
 class PinningCache:
-    """An engine as the `Cache` of a table of requests. `pin_seconds`: the longest time that fetched pages are kept.
-    `engines`: of all pools; the first is `engine`. `salt`: of the inference engine's present weights; a new one begins
-    without pages."""
+    """An engine as the `Cache` of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
+    pools; the first is `engine`. `salt`: of the present weights; a new one begins without pages."""
 
     def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
         """`others`: the engines of a hybrid model's further pools."""

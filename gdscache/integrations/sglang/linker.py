@@ -5,8 +5,8 @@
       '{"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker",
       "linker_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/sglang.md lists supported and refused settings. The state of requests is in `loads.py`, the moves are in
-`moves.py`; this class passes SGLang's calls on.
+docs/sglang.md lists supported and refused settings. This class passes SGLang's calls on: requests to `loads.py`, moves
+to `moves.py`.
 """
 
 from __future__ import annotations
