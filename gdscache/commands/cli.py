@@ -118,7 +118,7 @@ def inspect_directory(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd.path of a configuration.")],
     pair: Annotated[
         tuple[str, str] | None,
-        typer.Option("--compare", metavar="A B", help="Two namespaces, by their first digits: what tells them apart."),
+        typer.Option("--compare", metavar="A B", help="Two namespaces, by their first digits: show their differences."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -110,8 +110,8 @@ WRITTEN_FOR = {
 
 
 _HEAD = """\
-# gdscache under {name}, which says what the model is. What is not named here has its default: docs/configuration.md has
-# all keys, with their meaning. With a key that nobody knows {name} does not start.
+# gdscache under {name}, which describes the model. Omitted keys have their defaults: docs/configuration.md has
+# all keys, with their meaning. With an unknown key {name} does not start.
 
 # model:
 #   weights: "2026-11-23"     # names the weights where no files do: dummy weights, a remote store
@@ -119,7 +119,7 @@ _HEAD = """\
 
 _GPU = """\
 gpu:
-  staging: 256MiB             # GPU memory for copies, beside what {name} takes ({room})
+  staging: 256MiB             # GPU memory for copies, beside {name}'s own ({room})
 """
 
 _CPU = """\
@@ -136,7 +136,7 @@ _SSD = (
   # On a fast local disk, a directory for each server. ~ and $VARS are replaced.
   path: {directory}
   {ssd:<27} # reserved when {name} starts, and never exceeded: {ssd_reason}
-  durability: process         # what a stored page survives: process (any kill) | power (a power cut; slower stores)
+  durability: process         # a stored page survives: process (any kill) | power (a power cut; slower stores)
   endurance: null             # bytes that may be written in any 24 hours, e.g. 2TiB; null is no limit
 """
 )
@@ -151,7 +151,7 @@ host_buffer: 256MiB          # host memory that pages pass through between HiCac
 
 _STORE = """\
 store:
-  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; what is beyond is not stored
+  queue: 2GiB                 # bytes on their way to the CPU tier, and as many to the SSD; further pages are not stored
   write_policy: write_through # when a page goes on to the SSD: write_through (when it is stored) |
                               # write_through_selective (after two hits) | write_back (before the CPU tier gives it up)
   admission: all              # pages that are written there: all | second_offer (seen twice) | tinylfu
@@ -159,13 +159,12 @@ store:
 
 _HICACHE_STORE = """\
 store:
-  queue: 2GiB                 # bytes on their way to the SSD; what is beyond is not stored
+  queue: 2GiB                 # bytes on their way to the SSD; further pages are not stored
   admission: all              # pages that are written: all | second_offer (seen twice) | tinylfu
 """
 
 _GATE = (
-    "  gate: enforcing             "
-    "# what loads slower than it computes is computed: enforcing | advisory (loaded) | off\n"
+    "  gate: enforcing             # compute hits that would load more slowly: enforcing | advisory (loaded) | off\n"
 )
 
 _LOAD = f"""\

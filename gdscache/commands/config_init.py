@@ -152,7 +152,7 @@ def _of_memory() -> tuple[int, str]:
 
     there = host_bytes()
     if there is None:
-        return 4 * GIB, "the system does not say how much memory there is"
+        return 4 * GIB, "the system does not report its memory"
     return _whole(there // 4, _MOST_CPU), f"a quarter of the memory that is available, {about(there)}"
 
 
@@ -162,7 +162,7 @@ def _of_disk(directory: str) -> tuple[int, str]:
         place = place.parent
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
-    return _whole(free // 2, _MOST_SSD), f"half of what is free there, {about(free)}"
+    return _whole(free // 2, _MOST_SSD), f"half of the free space there, {about(free)}"
 
 
 def _whole(nbytes: int, most: int) -> int:
@@ -192,5 +192,5 @@ def _write(file: Path, text: str, *, force: bool, model: dict[str, Any] | None) 
             f"{file}: cannot be written: {error.strerror}", "name a file in a directory of yours"
         ) from None
     except GdsCacheError as error:
-        message = error.message.replace(str(beside), "what would be written")
+        message = error.message.replace(str(beside), "the new configuration")
         raise type(error)(message, error.hint) from None

@@ -272,9 +272,9 @@ def explain_tables(report: Mapping[str, Any]) -> list[Table]:
     count = asked["digests"] if asked["tokens"] is None else asked["tokens"]
     head.add_row("asked for", f"{count:,} {'digests' if asked['tokens'] is None else 'tokens'}")
     if owner["state"] == "in use":
-        head.add_row("not shown", "pages that are in the engine's memory alone, and what it has not committed yet")
+        head.add_row("not shown", "pages in the engine's memory alone, and pages not yet committed")
     if report["history"] is None:
-        head.add_row("history", "none is kept here yet: what is absent may have been evicted")
+        head.add_row("history", "none is kept here yet: absent pages may have been evicted")
     if report["unnamed_namespaces"]:
         why = "their pages of these tokens cannot be named: pass digests, or --config"
         head.add_row("left out", f"{report['unnamed_namespaces']:,} namespaces: {why}")

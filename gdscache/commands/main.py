@@ -40,9 +40,9 @@ def main() -> None:
         what = error.filename if error.filename is not None else "the output"
         _end(f"error: {what}: {error.strerror or error}", EXIT_REFUSED)
     except RecursionError:
-        _end("error: what was given is nested too deeply", EXIT_REFUSED)
+        _end("error: the input is nested too deeply", EXIT_REFUSED)
     except MemoryError:
-        _end("error: there is not enough memory for what was asked", EXIT_REFUSED)
+        _end("error: there is not enough memory", EXIT_REFUSED)
 
 
 def _end(message: str, status: int) -> None:

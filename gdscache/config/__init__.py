@@ -170,7 +170,7 @@ class SsdConfig(ConfigSection):
     threads: int = Field(default=8, ge=1, le=1024, description="number of I/O threads, 1 to 1024")
     durability: Literal["process", "power"] = Field(
         default="process",
-        description="what committed pages survive: process (a kill) or power (a power cut; stores are slower)",
+        description="failures that committed pages survive: process (a kill) or power (a power cut; stores are slower)",
     )
     endurance: Size | None = Field(
         default=None, description="bytes that may be written in any 24 hours, at least 8 pages; null means no limit"

@@ -29,7 +29,7 @@ class _YamlLoader(yaml.SafeLoader):
         super().flatten_mapping(node)
         self.keys += len(node.value)
         if self.keys > MAX_KEYS:
-            problem = f"there are more than {MAX_KEYS:,} keys, with those that `<<` merges in"
+            problem = f"there are more than {MAX_KEYS:,} keys, including keys merged by `<<`"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:

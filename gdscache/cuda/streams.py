@@ -208,7 +208,7 @@ def come_after(event: Event) -> None:
 
 
 def _late(waited: float) -> DeadlineError:
-    return DeadlineError(f"not ready after {waited:.1f} s", "raise deadline, or see stats() for what hangs")
+    return DeadlineError(f"not ready after {waited:.1f} s", "raise deadline, or see stats() for the hanging work")
 
 
 def events_of(after: Sequence[Event]) -> list[int]:

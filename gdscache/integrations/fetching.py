@@ -196,7 +196,7 @@ class PinnedFetch(Pinned):
         if self._prefetch is None or first < 0 or first + pages > self.verified():
             raise LoadOrderError(
                 f"pages {first} to {first + pages} are to be loaded without a check, of {self.verified()} that had one",
-                "load what the connector's own scheduler orders",
+                "load the pages that the connector's own scheduler orders",
             )
         hit = self._prefetch.hit(first * self._page_tokens)
         return _part(hit, first, 0, pages, self._page_tokens)
@@ -213,9 +213,8 @@ def _part(hit: Hit, first: int, at: int, pages: int, page_tokens: int) -> Hit:
 
 
 class PinningCache:
-    """An engine as the `Cache` of a table of requests. `pin_seconds`: the longest time that fetched pages are kept.
-    `engines`: of all pools; the first is `engine`. `salt`: of the inference engine's present weights; a new one begins
-    without pages."""
+    """An engine as the `Cache` of a table of requests. `pin_seconds`: the longest time of a pin. `engines`: of all
+    pools; the first is `engine`. `salt`: of the present weights; a new one begins without pages."""
 
     def __init__(self, engine: CacheEngine, pin_seconds: float, *others: CacheEngine) -> None:
         """`others`: the engines of a hybrid model's further pools."""

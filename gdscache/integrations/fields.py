@@ -1,6 +1,6 @@
-"""The fields of an inference engine's configuration that decide its keys and values.
+"""The configuration fields of an inference engine that decide its keys and values.
 
-A table in TOML, beside an adapter, says for every field where it counts:
+A TOML table beside an adapter classifies every field:
 
     [held]          in the namespace
     [hashed]        in the engine's own hash of a page
@@ -8,8 +8,8 @@ A table in TOML, beside an adapter, says for every field where it counts:
     [parts]         the field is a configuration object itself, and is walked
     [[harmless]]    no key and no value depends on it; `why` says why
 
-Each has a list of fields for every class, by the class's name. **A field that the table does not know is held**: a
-newer engine's new field may cost hits, but never gives another model's answer.
+Each has a list of fields for every class name. **Unknown fields are held**: a newer engine's new field may cost hits,
+but never gives another model's answer.
 """
 
 from __future__ import annotations
@@ -57,11 +57,8 @@ class FieldTable:
         return sorted(name for name, its in self.kinds.items() if its == kind)
 
     def facts(self, objects: Iterable[object], environment: Mapping[str, str] | None = None) -> dict[str, object]:
-        """The facts of these objects that belong in the namespace, by `Class.field`, as plain JSON data.
-
-        `environment`: the engine's variables that are set. Fields that the table does not know are among the facts, and
-        a log line names them.
-        """
+        """These objects' facts for the namespace, by `Class.field`, as plain JSON data. `environment`: the engine's set
+        variables. Unknown fields are included, and logged."""
         found, unknown = dict[str, object](), list[str]()
         for name, value in self._walk(objects, environment or {}):
             kind = self.kinds.get(name)

@@ -1,8 +1,7 @@
 """Checks of a model's calls: whether its keys and values follow from the token ids alone.
 
-A transformers `Cache` gets sizes, but neither the mask nor the ids. So a hook before the model's forward checks its
-arguments. It refuses arguments outside page names (padding, positions of its own, embeddings, images) before anything
-is computed, and keeps the ids for `commit` to compare.
+A transformers `Cache` gets sizes, but neither the mask nor the ids. So a hook before the model's forward refuses
+arguments outside page names (padding, positions of its own, embeddings, images), and keeps the ids for `commit`.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Ends(Protocol):
 
 
 class Forwards:
-    """The forward calls of one cache: `watch` before them, then `allow` for each layer's states, `tokens` at the end.
+    """The forward calls of one cache: `watch` before them, `allow` for each layer's states, `tokens` at the end.
 
-    `cached`: tokens that the cache begins with. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
+    `cached`: tokens in the cache at its begin. `rows`: of the batch. `least`, `most`: tokens at which a call may end.
     `ends`: cuts calls into pieces.
     """
 
@@ -67,10 +66,10 @@ class Forwards:
         self._handles: list[Any] = []
 
     def watch(self, model: torch.nn.Module, cache: Cache, let_go: Callable[[Any, bool], bool]) -> None:
-        """Check each call of `model` with `cache` from now on, until `stop`. The hook holds the cache weakly.
+        """Check each call of `model` with `cache` until `stop`. The hook holds the cache weakly.
 
         `let_go(ids, sure)`: drops the prefix if these ids are the whole prompt again, as at the begin of assisted
-        generation. `sure`: the call's positions or mask say that it begins at token 0.
+        generation. `sure`: positions or mask show that the call begins at token 0.
         """
         signature, mine = inspect.signature(model.forward), weakref.ref(cache)
 
@@ -293,6 +292,6 @@ def _has_tensor(value: Any) -> bool:
 
 def _refused(message: str) -> UnsupportedRequestError:
     return UnsupportedRequestError(
-        f"{message}: the token ids alone do not determine what it computes",
+        f"{message}: the token ids alone do not determine its keys and values",
         "run prompts of unequal length one by one, and requests with images, audio or embeddings without this cache",
     )

@@ -101,7 +101,7 @@ class GroupFetch(Pinned):
         if self._prefetch is None or self.verified() < self.wanted:
             raise LoadOrderError(
                 f"{sum(map(len, self.pages))} pages of a hit are to be loaded without a check, and some had none",
-                "load what the connector's own scheduler orders",
+                "load the pages that the connector's own scheduler orders",
             )
         return self._prefetch.hit()
 

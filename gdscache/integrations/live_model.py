@@ -1,8 +1,7 @@
-"""The identity of a module in memory: the parts of its configuration, weights and adapters that decide keys and values.
+"""The identity of a module in memory: its configuration, weights and adapters, as far as they decide keys and values.
 
-Files do not tell it: weights are merged, trained, quantised and exchanged in place. So some bytes of every parameter
-are read, and of every saved buffer. Other buffers follow from the configuration, and those of ropes change with the
-requests.
+Weights are merged, trained, quantised and exchanged in place, without a file. So some bytes of every parameter and
+every saved buffer are read. Other buffers follow from the configuration; those of ropes change with the requests.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class LiveModel:
         """The model's facts by name, with a digest of its tensors, as plain data.
 
         Compares the tensors, their counts of writes in place, the active adapters, and `PROBE` bytes of each tensor,
-        since a write through `.data` is not counted. After a difference, `SAMPLE` bytes of each tensor name the weights
-        anew. Waits for the device.
+        since writes through `.data` are not counted. After a difference `SAMPLE` bytes of each tensor name the weights.
+        Waits for the device.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             stamp = _stamp(self._model)

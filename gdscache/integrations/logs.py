@@ -6,11 +6,8 @@ import logging
 
 
 def follow(theirs: logging.Logger) -> None:
-    """Send lines of `gdscache` to another logger's handlers, in its form and from its level on.
-
-    A handler or level that `gdscache` already has stays. Call it when the inference engine has configured its logging,
-    which is before it makes a connector.
-    """
+    """Send lines of `gdscache` to another logger's handlers, in its form and from its level on. Existing handlers and
+    levels of `gdscache` stay. Call it after the inference engine has configured its logging."""
     ours = logging.getLogger("gdscache")
     if ours.handlers or ours.level != logging.NOTSET or not theirs.handlers:
         return

@@ -1,7 +1,7 @@
-"""Rotary embeddings that rotate a key by more than its position: by the sequence's length, or by earlier sequences.
+"""Rotary embeddings whose rotation depends on the sequence's length, or on earlier sequences.
 
-A prefix computed in a short sequence has other keys than the same tokens in a long one. So a cache keeps such a model's
-requests to one side of the length at which its rotation changes. Written against transformers 5.23
+A prefix from a short sequence has other keys than the same tokens in a long one. So a cache keeps such a model's
+requests to one side of the length at which the rotation changes. Written against transformers 5.23
 (`modeling_rope_utils.dynamic_rope_update`). Imports neither torch nor transformers.
 """
 

@@ -20,10 +20,10 @@ def engine_configuration(
     source: str,
     variables: Mapping[str, str] | None = None,
 ) -> Config:
-    """The configuration of a YAML file, or of its sections, for a model that the inference engine describes.
+    """The configuration of a YAML file or its sections, for a model that the inference engine describes.
 
-    `weights`: called for the weights' identity unless the file has `model.weights`. `source`: the sections' name in
-    messages. `variables`: see `load_config`. Raises `ConfigError` subclasses.
+    `weights`: called for the weights' identity without `model.weights`. `source`: the sections' name in messages.
+    `variables`: see `load_config`. Raises `ConfigError` subclasses.
     """
     known = {} if variables is None else variables
     named = _read(config, model, source, known)

@@ -60,13 +60,13 @@ def model_section(
 ) -> dict[str, Any]:
     """The `model` section of our configuration for a Hugging Face model.
 
-    `dtype`: of the cache, which is the model's. `name` and `weights` (a version) go into the namespace, with the rope
-    parameters, since the same weights under another rope make other keys. A model with sliding windows or states gets
-    `groups`: its layers that keep all tokens, those of each size of window, and those that keep a state.
+    `dtype`: of the model and its cache. `name` and `weights` (a version) go into the namespace, with the rope
+    parameters, since another rope makes other keys. A model with sliding windows or states gets `groups`: its layers
+    that keep all tokens, those of each window size, and those with a state.
 
-    `model`: the model itself, needed if it has states: it is called for two tokens, to learn their shapes and types. A
-    layer that attends and keeps a state is two here. Raises `GeometryError` for all other models: states of unproven
-    families, indexers, encoders, attention to later tokens, layers of unequal shapes.
+    `model`: the model itself, needed if it has states: a call with two tokens shows their shapes and types. A layer
+    with attention and a state is two here. Raises `GeometryError` for all other models: states of unproven families,
+    indexers, encoders, attention to later tokens, layers of unequal shapes.
     """
     parts, config = parts_of(hf_config), text_config(hf_config)
     section: dict[str, Any] = {
@@ -102,17 +102,17 @@ def _rope_digest(config: PreTrainedConfig) -> str:
 class PrefixCache:
     """Opens caches for requests. `engine` owns its pool, and its layers have two planes: K and V, or latent and rope.
 
-    A `HybridEngine`, for a model with sliding windows or states, owns its planes, and its groups are those of
-    `model_section`. It keeps no pages there: the planes need room for one prompt and its answer. If layers keep a
-    state, a call of several tokens is carried out in pieces, each ending at a wanted state (see `HybridRows.cuts`). The
-    logits are those of all pieces together.
+    A `HybridEngine`, for a model with sliding windows or states, owns its planes, with the groups of `model_section`.
+    It keeps no pages there: the planes need room for one prompt and its answer. If layers keep a state, a call of
+    several tokens is carried out in pieces, each ending at a wanted state (see `HybridRows.cuts`), with the logits of
+    all pieces together.
 
-    `model`: the module whose forward is called with the caches, by `generate` or by hand. Each call is checked, and
-    refused before it computes if its keys and values do not follow from the token ids alone: an attention mask that
-    hides tokens, positions of its own, embeddings, images, audio (`UnsupportedRequestError`).
+    `model`: the module that is called with the caches, by `generate` or by hand. A call is refused before it computes
+    if its keys and values do not follow from the token ids alone: an attention mask that hides tokens, positions of its
+    own, embeddings, images, audio (`UnsupportedRequestError`).
 
-    If the model rotates keys by the length of their sequence (longrope, dynamic), requests are kept to one side of the
-    length at which that changes: see `open`.
+    If the model's rotation depends on the sequence's length (longrope, dynamic), requests are kept to one side of the
+    length at which it changes: see `open`.
 
     Thread-safe; the caller closes the engine. Raises `GeometryError` for other layouts, and `RopeByLengthError` for an
     unknown kind of rope.
@@ -141,12 +141,12 @@ class PrefixCache:
             self._rope = self._rope._replace(long=False)
 
     def salt(self, salt: str = "", *, rope: str = "") -> str:
-        """The salt of this model's pages at present: for the engine's `lookup`, `prefetch` and `pin`.
+        """The salt of this model's present pages, for the engine's `lookup`, `prefetch` and `pin`.
 
         It names the model in memory: class and configuration, some bytes of every tensor, the active adapters,
         transformers' version. So a trained, merged or exchanged model finds no earlier pages, and the same model finds
-        its pages after a restart. `salt`: the request's own. `rope`: `short` or `long`, the side of the limit of a rope
-        that changes with the length. Waits for the model's device.
+        its pages after a restart. `salt`: the request's own. `rope`: `short` or `long`, for a rope that changes with
+        the length. Waits for the model's device.
         """
         facts = {**self._live.identity(), "rope": rope, "salt": salt}
         return json.dumps(facts, sort_keys=True, separators=(",", ":"))
@@ -156,18 +156,18 @@ class PrefixCache:
     ) -> GdsCache:
         """A cache with the longest cached prefix of a prompt, verified; at most all tokens but the last.
 
-        `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. The rows of a batch start from
-        the shortest of their prefixes. Prompts must not be padded: pads shift the positions of later tokens, which
-        token ids do not tell. With the tokenizer's `attention_mask`, a padded prompt is refused here instead of by the
-        first forward call.
+        `input_ids`: integers of shape (tokens,) or (rows, tokens), a tensor or lists. A batch's rows start from their
+        shortest prefix. Prompts must not be padded: pads shift the positions of later tokens, which token ids do not
+        tell. With the tokenizer's `attention_mask`, a padded prompt is refused here instead of by the first forward
+        call.
 
-        `max_length`: the most tokens, prompt and answer, for which the model will be called; a longer call is refused.
-        A model whose rope changes with the length needs it: at most the length at which it changes. With longrope a
-        longer prompt needs none, and has pages of its own.
+        `max_length`: the most tokens, prompt and answer, of the model's calls; a longer call is refused. A model whose
+        rope changes with the length needs it: at most the length at which it changes. With longrope a longer prompt
+        needs none, and has pages of its own.
 
-        Raises `UnsupportedRequestError` for pads and for rows of unequal length, `TokensError` for invalid token ids,
-        `RopeByLengthError` if a request may cross the length at which the model's rope changes, and `PoolFullError` if
-        the prompt does not fit into the pool now: run the request without a cache then.
+        Raises `UnsupportedRequestError` for pads and rows of unequal length, `TokensError` for invalid token ids,
+        `RopeByLengthError` if a request may cross the length at which the rope changes, and `PoolFullError` if the
+        prompt does not fit into the pool now: run the request without a cache then.
         """
         prompts = _rows(input_ids)
         if attention_mask is not None and _hides(attention_mask):
@@ -265,12 +265,12 @@ class GdsCache(DynamicCache):
         """Store the pages of all computed tokens; returns a handle a row. May be called again after more tokens.
 
         `token_ids`: the prompt and its continuation, (tokens,) or (rows, tokens), as returned by `generate`, or the
-        prompt alone; tokens that were not computed (the last generated one) are ignored. Raises `SequenceStateError` if
-        they are not the tokens of this cache, and `PoolFullError` if the pool has no room for the new ones; nothing of
-        that row is published then.
+        prompt alone; uncomputed tokens (the last generated one) are ignored. Raises `SequenceStateError` for other
+        tokens than this cache's, and `PoolFullError` if the pool has no room for the new ones; nothing of that row is
+        published then.
 
-        Of sliding layers the windows are stored that end with these tokens, with the prompt, and where another prompt
-        parted from it; of layers with a state the states there. It returns when the tiers have read them.
+        Sliding layers store the windows that end with these tokens, with the prompt, and where another prompt parted
+        from it; layers with a state store the states there. Returns when the tiers have read them.
         """
         computed = self.get_seq_length()
         rows = [as_tokens(row)[:computed] for row in _rows(token_ids)]
@@ -308,20 +308,20 @@ class GdsCache(DynamicCache):
             if len(prompt) > len(row):
                 raise SequenceStateError(
                     f"{computed} tokens are computed, {len(row)} of them given; the prompt has {len(prompt)}",
-                    "compute the whole prompt, then commit it with what was generated",
+                    "compute the whole prompt, then commit it with the generated tokens",
                 )
             if row[: len(prompt)].tolist() != prompt:
                 raise SequenceStateError(
-                    "the tokens that are committed do not begin with those of the cache", "commit what was computed"
+                    "the tokens that are committed do not begin with those of the cache", "commit the computed tokens"
                 )
             if row.tolist() != self._forwards.tokens(prompt, number, computed)[: len(row)]:
                 raise SequenceStateError(
-                    "the tokens that are committed are not those that the model computed", "commit what was computed"
+                    "the committed tokens are not the tokens that the model computed", "commit the computed tokens"
                 )
 
 
 _MODEL = "pass model=, which is called for two tokens"
-_IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids of what a tokenizer returns"
+_IDS = "pass integers of shape (tokens,) or (rows, tokens): the input_ids that a tokenizer returns"
 
 
 def _check_groups(engine: HybridEngine, model: torch.nn.Module) -> list[LayerPart]:

@@ -1,7 +1,7 @@
-"""The layers of a transformers cache that begin with a cached prefix: full attention, and sliding windows.
+"""Layers of a transformers cache that begin with a cached prefix: full attention, and sliding windows.
 
-A sliding layer of transformers holds the last `window - 1` tokens. Ours holds the pages of these tokens, and copies of
-windows from which a later request may start, taken during the forward pass.
+A sliding layer of transformers holds the last `window - 1` tokens. Ours holds their pages, and copies of windows at
+which a later request may start, taken during the forward pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parts of a transformers cache's layers: all tokens, a sliding window, or a state.
 
-A layer of the engine is a part of a layer of the cache. Most layers have one part. Layers that attend and keep a state
-have two, and layers that keep nothing (experts alone) have none.
+An engine layer is a part of a cache layer. Most layers have one part; layers with attention and a state have two,
+layers without a cache (experts alone) none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ STATES = (
     "zamba2",
 )
 _NO_STATE = {  # known reasons for refusing others
-    **dict.fromkeys(("jamba", "zamba"), "its prefill of several tokens begins from an empty state, whatever is cached"),
+    **dict.fromkeys(
+        ("jamba", "zamba"), "its prefill of several tokens begins from an empty state, even after a cached prefix"
+    ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "without attention its cache does not know its length"),
 }
 
@@ -66,9 +68,9 @@ def text_config(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
-    """The parts of a model's cache, by transformers' own account; each is a layer of the engine. Layers of chunked
-    attention are windows of a chunk's size: transformers keeps the same tokens of both, and only masks differ. Raises
-    `GeometryError` for layers of any other kind."""
+    """The parts of a model's cache, by transformers' own account; each is an engine layer. Layers of chunked attention
+    are windows of a chunk's size: transformers keeps the same tokens of both, and only masks differ. Raises
+    `GeometryError` for other kinds of layers."""
     config = text_config(hf_config)
     hint, kind = KEPT, config.model_type
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):

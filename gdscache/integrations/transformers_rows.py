@@ -1,7 +1,7 @@
-"""The rows of a transformers cache: the loads of their prefixes, and the stores of their computed pages.
+"""The rows of a transformers cache: loads of their prefixes, and stores of their computed pages.
 
-`PoolRows` are sequences of an engine that owns its pool. `HybridRows` borrow blocks of a `HybridEngine` while a hit is
-loaded, or a commit is stored.
+`PoolRows` are sequences of an engine that owns its pool. `HybridRows` borrow blocks of a `HybridEngine` during a load
+or a commit.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class HybridRows:
     """Rows in a `HybridEngine` that allocated its planes. Their load is verified: after a bad page in one row, all
     start from nothing.
 
-    `layers` are those of the cache, and begin behind `cached_tokens` tokens, the longest prefix that every row has.
-    `parts`: of the model's cache, in the engine's order. One thread at a time.
+    `layers`: the cache's, starting behind `cached_tokens` tokens, the longest prefix of every row. `parts`: of the
+    model's cache, in the engine's order. One thread at a time.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The layers of a transformers cache that keep a state: linear attention, Mamba-2, short convolutions.
+"""Layers of a transformers cache with a state: linear attention, Mamba-2, short convolutions.
 
-A state stands for all tokens before, and the model replaces it with each call. So it exists only where a call ends:
-states from which a later request may begin are copied there.
+A state stands for all earlier tokens, and each call replaces it. So it exists only where a call ends: states at which a
+later request may begin are copied there.
 """
 
 from __future__ import annotations

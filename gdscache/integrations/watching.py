@@ -1,8 +1,8 @@
-"""Changes of an inference engine's weights at run time, of which it does not tell its cache.
+"""Changes of an inference engine's weights at run time that it does not report to its cache.
 
-The methods that write weights are wrapped, from the first watch on and for the life of the process, because a cache
-opened later must know earlier changes. Pages after a change have a salt drawn at random (`fresh_salt`): pages of the
-old weights are not found. Those of the new weights are not found after a restart, which begins with the files' weights.
+The methods that write weights are wrapped, from the first watch on and for the process's life, because a cache opened
+later must know earlier changes. Pages after a change have a random salt (`fresh_salt`): pages of the old weights are
+not found. A restart begins with the files' weights and does not find pages of the new ones.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class _Calls:
 
 
 class WeightWatch:
-    """Calls `changed(name)` before and after each call of a method of the class `updater` that writes weights; until
+    """Calls `changed(name)` before and after each call of a weight-writing method of the class `updater`, until
     `close`.
 
-    `from_start`: none of the methods can have been called yet; the first watch of a class decides it for later ones.
-    Raises `WeightUpdatesUnsupportedError` if the class lacks a method: changes would be unknown.
+    `from_start`: none of the methods can have been called yet; a class's first watch decides it for later ones. Raises
+    `WeightUpdatesUnsupportedError` if the class lacks a method: changes would be unknown.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class MethodWatch:
 
 
 class ExecutorWatch:
-    """Watches calls of methods of workers in other processes, by name: a class with `collective_rpc`, whose first
-    argument is the name, and `shutdown`.
+    """Watches named method calls of workers in other processes: a class with `collective_rpc`, whose first argument is
+    the name, and `shutdown`.
 
     `changed(name)` is called before and after each call of one of `methods`, and `ending(executor)` before the workers
     end; until `close`. `mine(executor)`: whether an object of the class is the watched one. Raises

@@ -1,7 +1,7 @@
 """The identity of a model's weights: samples of the files' bytes, of every tensor if the format lists them.
 
-Loads of equal weights share pages, and other weights do not, independent of the files' places and times. Times tell
-neither: reproducible images give two versions one time, and a download gives one version two.
+Equal weights share pages, and other weights do not, independent of the files' places and times. Times tell neither:
+reproducible images give two versions one time, and a download gives one version two.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def fresh_salt() -> str:
 def weights_identity(model: str | os.PathLike[str]) -> str:
     """A text that names the weights in a directory (or the one file), for `model.weights`.
 
-    It is a digest of the names and sizes of all files of weights below the directory (`SUFFIXES`), and of samples of
-    their bytes. Of a safetensors file these are the header and `SAMPLE` bytes of every tensor, at a place drawn from
-    the tensor's name. Of other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a
-    place drawn from the stretch's number. Files of up to `WHOLE` bytes are read whole. So two versions are told apart
-    unless all their differences lie between the samples. Neither times, links, the path, the directory's name nor the
-    order of its files count: a copy is the same model. Hidden files and directories are left out.
+    It is a digest of the names and sizes of all weight files below the directory (`SUFFIXES`), and of samples of their
+    bytes. Of a safetensors file: the header and `SAMPLE` bytes of every tensor, at a place drawn from its name. Of
+    other files: the first and last `WHOLE` bytes, and `SAMPLE` bytes of each `STRETCH`, at a place drawn from its
+    number. Files of up to `WHOLE` bytes are read whole. So versions are told apart unless all their differences lie
+    between the samples. Times, links, the path, the directory's name and the order of files do not count: a copy is the
+    same model. Hidden files and directories are left out.
 
     Raises `WeightsNotFoundError`, also if a file cannot be read or becomes shorter meanwhile.
     """
@@ -73,9 +73,9 @@ def weights_identity(model: str | os.PathLike[str]) -> str:
 def weights_read(model: str | os.PathLike[str]) -> str:
     """The identity of the weights that this process has read: `weights_identity`, taken after the reading.
 
-    If a file has changed since the process started, the version that was read is unknown. Then the returned name is
-    this process's alone, and a WARNING says so. Files of the hub's cache may be younger: their names are digests, and
-    the process itself downloads them. Raises `WeightsNotFoundError`.
+    If a file has changed since the process started, the version read is unknown. Then the name is this process's alone,
+    and a WARNING says so. Files of the hub's cache may be younger: their names are digests, and the process itself
+    downloads them. Raises `WeightsNotFoundError`.
     """
     found = weights_identity(model)  # refuses files that cannot be read
     root, started = Path(model), _started()
@@ -109,7 +109,7 @@ def model_directory(
     cache: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Path:
-    """The directory of a model: `name` itself if it is a path, else its snapshot in a cache of Hugging Face's hub.
+    """A model's directory: `name` itself if it is a path, else its snapshot in a Hugging Face hub cache.
 
     `name`: a path, or `organisation/model`. `revision`: a branch, a tag or a commit; None: `main`. `cache`: the cache's
     directory; None: `HF_HUB_CACHE`, `HF_HOME/hub` or `~/.cache/huggingface/hub`. Raises `WeightsNotFoundError`.

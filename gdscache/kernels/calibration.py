@@ -43,7 +43,7 @@ def calibrated_if_possible(driver: Driver) -> Calibration | None:
     try:
         return calibrated(driver, CopyEngine(driver))
     except (GdsCacheError, torch.cuda.OutOfMemoryError) as error:
-        _log.warning("copies between GPU and host are staged, whatever their size: %s", error)
+        _log.warning("copies of every size between GPU and host are staged: %s", error)
         return None
 
 

@@ -259,12 +259,8 @@ FAMILIES = (
     _counter("gdscache_lookup_pages", "Pages looked up.", (), _one("lookups", "pages")),
     _counter("gdscache_hit_pages", "Pages found, by their fastest tier.", _TIER, _by_tier("hits")),
     _counter("gdscache_miss_pages", "Pages not found or not loaded, by cause.", _CAUSE, _by_cause("misses", MISSES)),
-    _counter(
-        "gdscache_gate_hits", "Hits below the GPU, by what load.gate makes of them.", ("decision",), _gate("hits")
-    ),
-    _counter(
-        "gdscache_gate_tokens", "Tokens of them, by what load.gate makes of them.", ("decision",), _gate("tokens")
-    ),
+    _counter("gdscache_gate_hits", "Hits below the GPU, by load.gate's decision.", ("decision",), _gate("hits")),
+    _counter("gdscache_gate_tokens", "Tokens of these hits, by load.gate's decision.", ("decision",), _gate("tokens")),
     # Loads
     _counter("gdscache_loaded_pages", "Pages loaded, by source.", _TIER, _by_tier("loaded")),
     _counter("gdscache_loaded_bytes", "Bytes of pages loaded, by source.", _TIER, _by_tier("bytes_loaded")),
@@ -363,7 +359,7 @@ FAMILIES = (
     ),
     _gauge(
         "gdscache_leased_pages",
-        "Pages that are kept in their slots, by what keeps them.",
+        "Pages held in their slots, by holder.",
         ("owner",),
         _of_engine(_leased),
     ),
@@ -407,7 +403,9 @@ FAMILIES = (
         (),
         _single(lambda stats: len(stats["concerns"])),
     ),
-    _gauge("gdscache_copies", "1 for what copies pages: cuda, copy_engine or native.", ("mover",), _of_engine(_mover)),
+    _gauge(
+        "gdscache_copies", "1 for the page copier in use: cuda, copy_engine or native.", ("mover",), _of_engine(_mover)
+    ),
     # Prefetches
     _counter("gdscache_prefetches", "Prefetches.", (), _one("prefetch", "requests")),
     _counter(
@@ -458,26 +456,26 @@ FAMILIES = (
     ),
     _gauge(
         "gdscache_load_latency_seconds",
-        "What a load costs before its bytes, as estimates have it, by source.",
+        "Estimated seconds of a load before its bytes move, by source.",
         _TIER,
         _of_loads("latency_seconds"),
     ),
     _gauge(
         "gdscache_prefill_tokens_per_second",
-        "Prefill of a first token, as estimates have it.",
+        "Estimated tokens a second of prefills.",
         (),
         _of_prefills("tokens_per_second"),
     ),
     _histogram(
         "gdscache_load_error_ratio",
-        "Errors of estimates of loads, over what the loads took, by source.",
+        "Errors of load estimates, relative to the loads' times, by source.",
         _TIER,
         _of_engine(_load_errors),
         ERRORS,
     ),
     _histogram(
         "gdscache_prefill_error_ratio",
-        "Errors of estimates of prefills, over what the prefills took.",
+        "Errors of prefill estimates, relative to the prefills' times.",
         (),
         _of_engine(lambda stats: {(): stats["gate"]["prefill"]["relative_errors"]}),
         ERRORS,

@@ -80,7 +80,7 @@ def _without_gds(directory: Path, threads: int, direct_io: Switch, reason: str) 
         why = f"{reason}; files of {kind} are copied by threads, without io_uring"
         return NativeTransport(threads, direct_io, uring=False), why
     try:
-        return NativeTransport(threads, direct_io, uring=True), f"{reason}; io_uring reads what it should"
+        return NativeTransport(threads, direct_io, uring=True), f"{reason}; io_uring reads the right bytes"
     except (TransportUnavailableError, IOFailedError) as error:  # refused, or no memory or descriptor for a ring
         return NativeTransport(threads, direct_io, uring=False), f"{reason}; no io_uring: {error.message}"
 

@@ -160,7 +160,7 @@ def _probe_sector(name: str, source: memoryview, target: memoryview) -> str:
             return f"I/O answers {error.strerror}"
         finally:
             os.close(file)
-        return "" if written == read == len(source) and source == target else "what was read is not what was written"
+        return "" if written == read == len(source) and source == target else "the bytes read are not the bytes written"
 
 
 def _probe_failed(directory: Path, error: OSError) -> IOFailedError:

@@ -48,5 +48,5 @@ def choose(transport: str, directory: Path, device: str, *, required: bool) -> t
 def _no_gds(cause: str) -> TransportUnavailableError:
     return TransportUnavailableError(
         f"gds is on, but GPUDirect Storage is not proven to work: {cause}",
-        "set gds to auto, or repair GPUDirect Storage (gdscheck -p shows what is missing)",
+        "set gds to auto, or repair GPUDirect Storage (gdscheck -p shows its missing parts)",
     )

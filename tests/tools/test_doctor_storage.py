@@ -269,7 +269,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> list[trial.Trial]:
     ("route", "cpu", "device", "kinds", "expected"),
     [
         ("auto", True, "cpu", ("host",), "via_cpu (the transport moves host memory, the planes are on cpu)"),
-        ("auto", True, "cuda:0", ("cuda", "host"), "direct or via_cpu, whichever is faster when the engine opens"),
+        ("auto", True, "cuda:0", ("cuda", "host"), "direct or via_cpu: the faster one when the engine opens"),
         ("auto", False, "cuda:0", ("cuda",), "direct (the transport moves GPU memory only)"),
         ("auto", True, "cuda:0", ("cuda",), None),  # a CPU tier that nothing could fill
         ("via_cpu", True, "cuda:0", ("cuda", "host"), "via_cpu (configured)"),

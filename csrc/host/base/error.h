@@ -18,7 +18,7 @@ namespace gdscache {
 // An error of the system, a driver or a check. `code`: an errno, or a greater number of cuFile's own. `hint`: what to
 // do.
 struct Error : std::runtime_error {
-    Error(int number, const std::string& why, const char* what_to_do = "see what it says")
+    Error(int number, const std::string& why, const char* what_to_do = "see the message")
         : std::runtime_error(why), code(number), hint(what_to_do) {}
     int code;
     const char* hint;

@@ -128,7 +128,7 @@ OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t p
         names_.append(name);
         places.push_back(std::move(space));
     }
-    refuse_if(ours && threads < 1, "nobody for what is not foreign");
+    refuse_if(ours && threads < 1, "no threads for spaces that are not foreign");
     int32_t reserve_space = -1;
     int64_t first = 0, slots = 0;
     if (!reserve.is_none()) {
@@ -230,7 +230,7 @@ nb::tuple OpenExecutor::outcome(int64_t move) {
 void OpenExecutor::refuse(int status) {
     const auto given = static_cast<Status>(status);
     const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && given != Status::kLoaded;
-    require(good, "no verdict of pages that nobody has read");
+    require(good, "no such verdict for pages without a read");
     executor().refuse(given);
 }
 

@@ -15,7 +15,7 @@ namespace gdscache {
 
 // The driver refused a call, or is missing.
 struct CudaError : Error {
-    explicit CudaError(const std::string& why) : Error(EIO, why, "see what the CUDA driver says") {}
+    explicit CudaError(const std::string& why) : Error(EIO, why, "see the CUDA driver's message") {}
 };
 
 using CudaStream = void*;    // CUstream

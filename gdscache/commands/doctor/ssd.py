@@ -17,7 +17,7 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre")
 _NO_RING = (
     "a container's seccomp rules may forbid io_uring_setup, io_uring_enter, io_uring_register; posix serves instead"
 )
-_GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdscheck -p shows what is missing"
+_GDS_DISKS = "GPUDirect Storage needs ext4 or XFS on NVMe, and nvidia-fs: gdscheck -p shows the missing parts"
 
 
 def ssd_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
@@ -71,7 +71,7 @@ def _directory_row(found: Place) -> Row:
     if facts.problem:
         return Row("directory", f"{facts.path}: {facts.problem}", "fail", facts.hint, data)
     if facts.holder:
-        hint = "an engine cannot open it meanwhile, and what is measured below shares the disk with that process"
+        hint = "an engine cannot open it meanwhile, and the measurements below share the disk with that process"
         return Row("directory", f"{facts.path}: in use by {facts.holder}", "warn", hint, data)
     whose = f"{facts.mode}, owner {facts.user}"
     hint = ""

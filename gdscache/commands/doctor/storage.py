@@ -69,7 +69,7 @@ def find_route(asked: Asked, chosen: Moved, device: str) -> str:
     keep = asked.config.cpu is not None
     choice = routes.decided(asked.config.ssd.route, chosen.kinds, torch.device(device), keep=keep)
     if choice is None:
-        return "direct or via_cpu, whichever is faster when the engine opens"
+        return "direct or via_cpu: the faster one when the engine opens"
     return f"{choice.route} ({choice.reason})"
 
 

@@ -58,7 +58,7 @@ def _named(namespaces: Sequence[Mapping[str, Any]], digits: str, path: str) -> M
         )
     if found[0]["made_of"] is None:
         raise InvalidValueError(
-            f"nothing is kept of what {found[0]['digest'][:16]} is made of", "compare one that `inspect` names"
+            f"namespace {found[0]['digest'][:16]} has no description", "compare one that `inspect` describes"
         )
     return found[0]
 

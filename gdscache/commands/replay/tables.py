@@ -105,7 +105,7 @@ def _notes(report: Row) -> Iterator[str]:
         yield (
             f"The median TTFT of {len(slow)} of {len(report['runs'])} runs is above that without a cache: loads wait "
             "for the SSD or the link. Try --overlap, or faster rates; an engine with load.gate: enforcing computes "
-            "what would load more slowly, which is not simulated."
+            "hits that would load more slowly, which is not simulated."
         )
 
 

@@ -110,7 +110,7 @@ def _request(where: str, line: bytes) -> Request:
     if len(blocks) != -(-lengths[0] // BLOCK_TOKENS):
         raise TraceError(
             f"{where}: {len(blocks)} hash_ids for {lengths[0]} tokens of input",
-            f"one for each {BLOCK_TOKENS} tokens, and one for what is left",
+            f"one for each {BLOCK_TOKENS} tokens, and one for the rest",
         )
     return Request(timestamp, lengths[0], lengths[1], tuple(blocks))
 

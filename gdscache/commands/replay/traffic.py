@@ -116,7 +116,7 @@ class Traffic:
                 clock.run(until=self._times[i] - begin)
                 clock.start(self._request(i))
         clock.run()
-        assert not self._line, "requests wait for slots that nobody has"
+        assert not self._line, "requests wait for slots that no request holds"
         outcome.seconds = clock.now
         outcome.loaded_from_ssd = sum(self._from_ssd)
         progress(total, total, "replaying")
@@ -126,7 +126,7 @@ class Traffic:
         """A request alone: each step ends with all its moves before the next one."""
         for done in self._request(i):
             self._clock.run()
-            assert done.happened, "a request waits for what nobody does"
+            assert done.happened, "a request waits for an event that never fires"
         self._clock.run()
 
     def _request(self, i: int) -> Process:

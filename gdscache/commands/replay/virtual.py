@@ -87,12 +87,12 @@ class VirtualExecutor:
                 self.written[way.target] += pages
 
     def room(self, pool: SlotPool, seconds: float = math.inf) -> Done:
-        assert isinstance(pool, VirtualPool), "a pool that nobody in virtual time can wait for"
+        assert isinstance(pool, VirtualPool), "a pool without virtual time"
         return pool.freed
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Done:
         """No timeout: virtual moves do not hang."""
-        assert isinstance(condition, VirtualCondition), "a condition that nobody in virtual time can wait for"
+        assert isinstance(condition, VirtualCondition), "a condition without virtual time"
         return condition.once(over)
 
     def now(self) -> float:

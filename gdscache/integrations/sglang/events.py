@@ -1,8 +1,7 @@
-"""KV events in SGLang's names, which SGLang publishes with those of its own tree.
+"""KV events in SGLang's names, published with those of its own tree.
 
-A linker gets hashes of pages only. So the tokens and the parent of a block are taken from SGLang's own events and kept
-until the block is looked up or offloaded, or the other way round. Pages with a salt or an adapter have other hashes in
-events than in storage, and get no events.
+A linker gets page hashes only. So a block's tokens and parent come from SGLang's own events, in either order. Pages
+with a salt or an adapter have other hashes in events than in storage, and get no events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SGLang's pools of hybrid models as planes: layers with a sliding window, or a state, beside full attention.
+"""SGLang's pools of hybrid models as planes: layers with a sliding window or a state, beside full attention.
 
 Each kind of layer has a pool, and a component in the tree: FULL, SWA, MAMBA. All pages have the same tokens; a state
-has a slot in a pool of its own, as wide as its tensors.
+has a slot in its own pool, as wide as its tensors.
 """
 
 from __future__ import annotations

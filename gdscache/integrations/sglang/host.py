@@ -1,11 +1,10 @@
 """Pages between a host pool of SGLang's and the SSD tier, for `GdsCacheStorage`, without SGLang.
 
-The pool's memory is the engine's planes: pages are gathered from it and scattered into it, with their checksums, and
-SGLang copies nothing. HiCache calls from several threads of its own. An exception would end such a thread for good, so
-the result of a page is a bool: False is a miss, or a page that was not kept.
+The pool's memory is the engine's planes: pages are gathered and scattered there with their checksums, and SGLang copies
+nothing. HiCache calls from several threads, and an exception would end such a thread. So a page's result is a bool:
+False is a miss, or a page that was not kept.
 
-After a change of SGLang's weights its pool holds pages of the old ones, until it is flushed. So nothing is stored
-between a change and the next flush.
+After a weight change the pool holds old pages until its flush. So nothing is stored in between.
 """
 
 from __future__ import annotations
@@ -113,11 +112,9 @@ class HostPages:
             self.engine.invalidate(*self.engine.namespaces(salt))
 
     def weights_changed(self, *, ends: bool = False) -> None:
-        """Find no page of the old weights, and store none until the flush. Called before and after each change.
-
-        `ends`: the end of an update in parts, which SGLang does not flush. Its last part may have been flushed; the
-        pool has old pages then only if it was used since.
-        """
+        """Find no page of the old weights, and store none until the flush. Called before and after each change. `ends`:
+        the end of an update in parts, which SGLang does not flush; its last part may have been flushed, and then the
+        pool has old pages only if it was used since."""
         self._held = self._held or self._used or not ends
         self._epoch += 1
         before, self._salt = (

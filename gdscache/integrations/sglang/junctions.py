@@ -1,11 +1,11 @@
 """Places where prompts part, in SGLang's tree of a hybrid model.
 
-SGLang keeps a window, or a state, where another prompt parts from one in its tree. The place is within a node that was
-offered before, so SGLang does not offer it again, and later prompts would not find it in our tiers. So a node's new
-window or state is offered here, locked and acknowledged like SGLang's own offers.
+SGLang keeps a window or a state where a prompt parts from one in its tree. That place is within a node that was already
+offered, so SGLang does not offer it, and later prompts would miss it in our tiers. So the new window or state is
+offered here, locked and acknowledged like SGLang's own offers.
 
-If our tiers have full pages behind the last window or state, other prompts went on there: SGLang is asked to keep one
-at that token, as it does for such pages in its own tree.
+Full pages in our tiers behind the last window or state mean that other prompts went on there: SGLang is asked to keep
+one at that token, as for such pages in its own tree.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ class Junctions:
         self, linker: Any, page_tokens: int, window: int | None, have: Callable[[str, Sequence[str]], bool]
     ) -> None:
         """`linker`: the tree's. `window`: tokens before a token that it attends to. `have(name, keys)`: whether our
-        tiers have these pages of a pool.
-
-        `whole`: of the pages of the last lookup, the number before which our tiers have all pages of full attention.
-        """
+        tiers have these pages of a pool. `whole`: pages of the last lookup before which our tiers have all pages of
+        full attention."""
         self._linker, self._size, self._have = linker, page_tokens, have
         self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
         self.whole = 0

@@ -5,8 +5,8 @@
       '{"linker": "GdsCacheLinker", "linker_module_path": "gdscache.integrations.sglang.linker",
       "linker_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/sglang.md lists supported and refused settings. The state of requests is in `loads.py`, the moves are in
-`moves.py`; this class passes SGLang's calls on.
+docs/sglang.md lists supported and refused settings. This class passes SGLang's calls on: requests to `loads.py`, moves
+to `moves.py`.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
         """For a single rank."""
         engine = self._hybrid or self._one
-        assert engine is not None, "who is alone leads"
+        assert engine is not None, "a single rank leads"
         return engine.load_many([(one.hit(), one.blocks()) for one in queued], self._slots_free())
 
     def _blocks_of(self, transfers: list[PoolTransfer]) -> Callable[[], Any]:
@@ -313,7 +313,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
         assert self._hybrid is not None, "a hybrid model's rank is alone"
-        assert self._lead is not None, "who is alone leads"
+        assert self._lead is not None, "a single rank leads"
         return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)
 
     def _name(self, keys: Sequence[str]) -> None:

@@ -1,15 +1,14 @@
-"""The linker if SGLang spreads a model over several ranks of one host, each with a scheduler process of its own.
+"""The linker for a model over several ranks of one host, each with its own scheduler process.
 
 All ranks call their linkers alike, in the same order. Rank 0's process leads: its engine has the index, decides the
 promised pages, and plans loads and stores. Every rank has its part of the bytes (`Rank`).
 
-* SGLang intersects the ranks' answers of `lookup`. So the other ranks answer every length, and the leader's answer
-  decides, without a message or a wait.
-* SGLang takes each rank's answer of `load` by itself, so it is `True` everywhere: promised pages are pinned on all
-  ranks.
-* The order of a batch's loads goes by the ranks' own channel. Each rank waits for it, up to a limit, before it launches
-  its forward pass. Without the order the batch fails on that rank, and by SGLang's reduction on all.
-* A store is over when the leader says so: SGLang takes the least number of completed stores over the ranks.
+* SGLang intersects the ranks' answers of `lookup`. So the other ranks answer every length, and the leader decides
+  without a message.
+* SGLang takes each rank's own answer of `load`. It is `True` everywhere: promised pages are pinned on all ranks.
+* Orders of loads use the ranks' own channel. Each rank waits for its order, up to a limit, before it launches its
+  forward pass. Without it the batch fails on that rank, and by SGLang's reduction on all.
+* The leader says when a store is over: SGLang takes the least number of completed stores over the ranks.
 """
 
 from __future__ import annotations
@@ -86,10 +85,10 @@ def together(group: Any, work: Callable[[], _Made]) -> list[_Made]:
 
 
 def shard_of(pool: Any, heads: int, rank: int, ranks: int) -> int:
-    """The part of the heads that a rank of tensor parallelism has. Ranks with equal bytes have one shard.
+    """A tensor-parallel rank's part of the heads. Ranks with equal bytes have one shard.
 
-    Latents (MLA) are on all ranks. With more ranks than heads of keys, consecutive ranks have the same head. `heads`:
-    the whole model's heads of keys.
+    Latents (MLA) are on all ranks. With more ranks than key heads, consecutive ranks have the same head. `heads`: the
+    whole model's key heads.
     """
     if not hasattr(pool, "k_buffer"):
         return 0

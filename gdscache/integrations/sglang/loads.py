@@ -1,8 +1,8 @@
 """The linker's requests, from SGLang's lookup to its load. Plain state over a `Cache`, without bytes or threads.
 
-At a request's first lookup its pages begin to come to the CPU tier, are checked there, and stay pinned. Only pages in
-the CPU tier are promised to SGLang. A lookup waits for pages on their way, for at most `wait` seconds, and only while
-no other request runs. Pins outlast promises, so that a load has its pages.
+A request's first lookup starts to bring its pages to the CPU tier, where they are checked and pinned. Only pages there
+are promised to SGLang. A lookup waits for pages on their way, at most `wait` seconds, and only while no other request
+runs. Pins outlast promises, so that loads find their pages.
 """
 
 from __future__ import annotations

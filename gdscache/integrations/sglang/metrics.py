@@ -1,7 +1,7 @@
-"""The engine's metrics among SGLang's own, as `sglang:gdscache_*`, if it runs with --enable-metrics.
+"""The engine's metrics among SGLang's own, as `sglang:gdscache_*`, with --enable-metrics.
 
-SGLang's scheduler process has the engine, and another process answers scrapes: they share Prometheus' files of
-counters, gauges and histograms. A thread updates these once a second, so that no step of the scheduler waits.
+The scheduler process has the engine, and another process answers scrapes: they share Prometheus' files. A thread
+updates these once a second, so that no scheduler step waits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Moves between the tiers and SGLang's device pools: loads by layers, and offloads.
 
-A load brings pages that were checked and are pinned in the CPU tier, so only a device error makes it fail. An offload
-is over when its pages have been read: until then SGLang does not evict them.
+A load's pages are checked and pinned in the CPU tier, so only a device error makes it fail. An offload is over when its
+pages have been read: SGLang does not evict them earlier.
 
-The GPU knows the numbers of the pages first. SGLang's stream may be a whole forward pass behind, so the scheduler never
-waits for these numbers: the thread of offloads does, and a load does when its forward pass is launched.
+The GPU knows the page numbers first. SGLang's stream may be a forward pass behind, so the scheduler never waits for
+them: the thread of offloads does, and a load does at the launch of its forward pass.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LayerLoads:
     """Batches of loads under way. It is the `layer_done_counter` that SGLang's pools wait on.
 
     A batch begins right before its forward pass is launched: its first layer comes while the kernels before the
-    attention are launched. By then SGLang has copied the pass's inputs to the GPU. Behind an earlier load they would
+    attention are launched. SGLang has copied the pass's inputs to the GPU by then; behind an earlier load they would
     wait, since a copy engine works in order.
     """
 

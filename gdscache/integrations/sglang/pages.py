@@ -1,7 +1,7 @@
-"""SGLang's names of pages: SHA-256 in hexadecimal digits, each over the name before and the page's tokens.
+"""SGLang's page names: SHA-256 in hexadecimal, each over the previous name and the page's tokens.
 
-A call may name pages from the middle of a request, without the page before them. That page is remembered from earlier
-calls, since a page should outlast its followers.
+A call may name pages from the middle of a request without the page before them. Earlier calls tell that page, since a
+page should outlast its followers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SGLang's pools as planes of gdscache: rows of opaque bytes over the pools' own memory.
 
-A device pool has a plane for K and one for V in each layer (MLA: one), with a row a token slot. A host pool has all
-layers of a page side by side, K and V apart: one layer with two planes (MLA: one), whose pages are one run each.
+A device pool has a K and a V plane in each layer (MLA: one), with a row for each token slot. A host pool has all layers
+of a page side by side, K and V apart: one layer with two planes (MLA: one), whose pages are one run each.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PoolPlanes:
     """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes), or (slots, 1, bytes) of states. `described`: facts
     that decide the bytes. `names`: of each layer's planes; none: K and V, or a latent.
 
-    If layers keep different tokens: `groups` as in `model.groups`, and `layers`, the places in `tensors` of each of the
-    model's layers.
+    If layers keep different tokens: `groups` as in `model.groups`, and `layers`, each model layer's places in
+    `tensors`.
     """
 
     tensors: list[tuple[torch.Tensor, ...]]

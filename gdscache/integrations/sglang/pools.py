@@ -1,6 +1,6 @@
-"""HiCache's host pools of hybrid models below one storage: a pool of windows, or of states, beside that of all tokens.
+"""HiCache's host pools of hybrid models below one storage: a pool of windows or states beside that of all tokens.
 
-SGLang addresses each pool by its name, and asks for the lengths at which all pools have their part of a prefix.
+SGLang names each pool, and asks for the lengths at which all pools have their part of a prefix.
 """
 
 from __future__ import annotations
@@ -95,12 +95,10 @@ class PoolPages:
     def lengths(
         self, keys: Sequence[str], trailing: Mapping[str, int | None], before: Sequence[str] = ()
     ) -> tuple[dict[str, int], list[int]]:
-        """The number of the first pages that each pool has, and the lengths in pages at which all pools have their
-        part.
+        """Each pool's number of first pages, and the lengths in pages at which all pools have their part.
 
-        `trailing`: for each pool beside that of all tokens, the number of a length's last pages that it needs (None:
-        all). The answer for such a pool is the longest length at which it has them. Pools that are not kept have no
-        page.
+        `trailing`: for each other pool, the number of a length's last pages that it needs (None: all); its answer is
+        the longest length at which it has them. Pools that are not kept have no page.
         """
         whole = self.pools[KV].exists(keys, before)
         reach, found = {KV: whole}, [*range(1, whole + 1)]

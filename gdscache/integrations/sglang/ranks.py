@@ -1,8 +1,7 @@
-"""SGLang's ranks of one host, each with a storage of its own: their parts, their directories, and their joint steps.
+"""SGLang's ranks of one host, each with its own storage: their parts, directories and joint steps.
 
-SGLang asks each rank and takes the least answer. Ranks with parts of the heads keep them in directories of their own.
-If all ranks have the same bytes (MLA), the first one keeps them, and the others read them in its directory
-(`BorrowedPages`).
+SGLang asks each rank and takes the least answer. Ranks with parts of the heads keep them in their own directories. If
+all ranks have the same bytes (MLA), the first one keeps them, and the others read its directory (`BorrowedPages`).
 """
 
 from __future__ import annotations

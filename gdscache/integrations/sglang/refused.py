@@ -147,10 +147,10 @@ def refuse_components(names: Collection[str], params: Any, ranks: int = 1) -> No
 
 
 def refuse_model(model: Any) -> None:
-    """Raise if K and V depend on more than SGLang's name of a page. `model`: SGLang's `ModelConfig`.
+    """Raise if K and V depend on more than SGLang's page name. `model`: SGLang's `ModelConfig`.
 
-    A page's name has the tokens up to its end. For an image's tokens it has 62 bits of a digest of the model's input,
-    or of any number that a request gives in its `mm_hashes`.
+    A page's name covers the tokens up to its end. An image's tokens are 62 bits of a digest of the model's input, or
+    any number that a request gives in its `mm_hashes`.
     """
     if model.is_multimodal or model.is_encoder_decoder:
         raise MediaUnsupportedError(
@@ -164,9 +164,9 @@ def refuse_model(model: Any) -> None:
 
 
 def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
-    """Refuse a rope whose rotation depends on other requests. SGLang's longrope takes the long factors for all of a
-    batch when one position in it is beyond the limit. Its dynamic rope depends on the model alone; that of transformers
-    on the longest request so far."""
+    """Refuse a rope whose rotation depends on other requests. SGLang's longrope takes the long factors for a whole
+    batch when one position is beyond the limit. Its dynamic rope depends on the model alone; transformers' on the
+    longest request so far."""
     impl = getattr(model, "_resolved_model_impl", None) or model.model_impl
     native = str(getattr(impl, "value", impl)) == _NATIVE
     if kind in _BY_POSITION or (kind == "dynamic" and native):
@@ -175,7 +175,7 @@ def _refuse_rope(kind: str, rope: Mapping[str, Any], model: Any) -> None:
     if limit is not None and model.context_len <= limit:
         return
     raise RopeByLengthError(
-        f"rope_type is {kind!r}: keys are rotated by the length of what is computed together, and requests have up to "
+        f"rope_type is {kind!r}: keys are rotated by the longest length in the batch, and requests have up to "
         f"{model.context_len} tokens",
         "leave the cache out of this server"
         if limit is None

@@ -1,8 +1,8 @@
 """Hybrid models under SGLang's linker: a device pool for each kind of layer.
 
-A linker is called with a transfer for each component of SGLang's tree: pages from the first that the device lacks (KV),
-the last `ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Each names its pages by the
-hashes of the request's tokens; a state is named by the page before it.
+A linker gets a transfer for each component of SGLang's tree: pages from the first that the device lacks (KV), the last
+`ceil(window / page)` of these (SWA), and the state behind the last one (MAMBA). Pages have the hashes of the request's
+tokens as names; a state has that of the page before it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class SeveralPools:
         return LinkedLoad(self.engine.load_many(requests, after), self._places, self.engine.alignment)
 
     def store(self, tokens: PageHashes, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
-        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group, for the
-        last pages that it still has, with `NONE` for dropped ones.
+        """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
+        last held pages, `NONE` for dropped ones.
 
-        Of a window the pages are stored that a hit needs which ends with the node, or a multiple of
+        Of a window, the pages are stored that a hit needs which ends with the node or a multiple of
         `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
         """
         engine, size = self.engine, self.engine.alignment
@@ -97,11 +97,8 @@ class SeveralPools:
 
 
 def _named(engine: HybridEngine, hashes: PageHashes, salt: str) -> tuple[GroupNames, int]:
-    """Names of consecutive pages in all groups, and the tokens before the first.
-
-    Of the pages before these only the last is named, if it is known: page 0. Their number does not matter, since
-    windows are counted from the end.
-    """
+    """Names of consecutive pages in all groups, and the tokens before the first. Of earlier pages only the last is
+    named, if known: page 0. Their number does not matter, since windows are counted from the end."""
     names = engine.group_names(salt, engine.alignment)
     names.extend(hashes.chain())
     return names, names.tokens - len(hashes) * engine.alignment

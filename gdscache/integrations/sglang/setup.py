@@ -48,9 +48,9 @@ _LONGEST = 3600  # seconds, of an option's time
 class LinkerOptions:
     """`linker_extra_config`.
 
-    `config`: a YAML file, or its sections. `ssd_wait`: seconds that the lookups for a batch may wait for pages on their
-    way, while no other request runs. `pin_seconds`: how long pages brought for a request are kept for it. `untried`:
-    also serve models whose pools follow the contract although no GPU has run them.
+    `config`: a YAML file, or its sections. `ssd_wait`: seconds that a batch's lookups may wait for pages on their way,
+    while no other request runs. `pin_seconds`: the longest time of a request's pins. `untried`: also serve models whose
+    pools follow the contract but were run on no GPU.
     """
 
     config: str | Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""HiCache's storage backend: the SSD tier below the pages that SGLang keeps in host memory.
+"""HiCache's storage backend: the SSD tier below the pages in SGLang's host memory.
 
     python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-mem-layout page_first
       --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "gdscache",

@@ -4,10 +4,10 @@
       "kv_connector_module_path": "gdscache.integrations.vllm", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"config": "gdscache.yaml"}}'
 
-docs/vllm.md lists supported and refused settings. vLLM makes an object of this class beside its scheduler and one in
-each worker. With one worker in the same process they share an engine (`session.py`). Otherwise the scheduler's object
-has the engine, and each worker's is a rank of it (`ranks.py`). The state is in `requests.py` and `worker.py`; this
-class passes vLLM's calls on.
+docs/vllm.md lists supported and refused settings. vLLM makes an object of this class for its scheduler and one in each
+worker. With one worker in the same process they share an engine (`session.py`). Otherwise the scheduler's object has
+the engine, and each worker's is a rank of it (`ranks.py`). This class passes vLLM's calls on to `requests.py` and
+`worker.py`.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ _log = logging.getLogger("gdscache")
 
 @dataclasses.dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """The loads and stores of a step. For ranks it goes to other processes, with `told` and `marks` in place of `loads`
-    and `stores` (`Lead.step`).
+    """A step's loads and stores. For ranks it goes to other processes, with `told` and `marks` in place of `loads` and
+    `stores` (`Lead.step`).
 
-    `prefill`: the prompt that the step's time is about (`prefill_of`). `idle`: nothing is computed. `last`: idle, or a
-    request has ended, so that there may be no further step.
+    `prefill`: the prompt of the step's time (`prefill_of`). `idle`: nothing is computed. `last`: idle, or a request has
+    ended, so that there may be no further step.
     """
 
     prefill: tuple[int, int] | None

@@ -1,8 +1,8 @@
 """Refuse an unsupported setup of vLLM before it loads weights.
 
 vLLM makes its connectors after the workers have their weights, in processes whose errors it reports in its own lines.
-Before it starts the workers, it calls `Executor.get_class(config)` in the operator's process. No connector exists then,
-but this one's module has been imported: so that method is wrapped.
+Before, it calls `Executor.get_class(config)` in the operator's process. No connector exists then, but its module has
+been imported: so that method is wrapped.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def table() -> FieldTable:
 def model_of(
     vllm: Any, cache: Any, planes: VllmPlanes, version: str, environment: Mapping[str, str]
 ) -> dict[str, object]:
-    """The section `model` of the engine's configuration: the sizes of a page, and all facts that decide its bytes,
-    except for the weights (`weights_of`).
+    """The section `model` of the engine's configuration: a page's sizes, and all facts that decide its bytes except the
+    weights (`weights_of`).
 
     `vllm`: its `VllmConfig`. `cache`: its `KVCacheConfig`. `version`: vLLM's, since a layout's name may change its
     meaning. `environment`: the process's.
@@ -133,8 +133,8 @@ def _code(model: Any) -> str:
 
 
 def _ropes_by_length(model: Any) -> list[object]:
-    """For each rope that depends on the length that vLLM was started for: its kind, and that length, or for longrope
-    whether it is above the length of training (then the long factors apply). An unknown kind may depend on anything."""
+    """For each rope that depends on vLLM's configured length: its kind, and that length, or for longrope whether it is
+    above the length of training (then the long factors apply). An unknown kind may depend on anything."""
     found: list[object] = []
     for kind, rope in ropes(getattr(model.hf_text_config, "rope_parameters", None)):
         if kind == "longrope":

@@ -1,12 +1,12 @@
-"""The scheduler's side of the vLLM connector for hybrid models: requests whose layers keep different tokens.
+"""The scheduler's side of the vLLM connector for hybrid models, whose layers keep different tokens.
 
-vLLM has a block table a group; block 0 stands for a page that the group's layers do not keep. All groups draw their
-blocks from one pool, and a block is a page of its group.
+vLLM has a block table for each group; block 0 stands for a page that the group does not keep. All groups draw blocks
+from one pool, and a block is a page of its group.
 
 All pages of full attention are stored. Of a window, the pages that a hit can need are stored: at the prompt's end, in
 generated tokens, every `every` tokens, and where the prompt parted from others (its full pages go on past its hit).
 States are stored at the same tokens, if vLLM has one there: it offers states in the step that writes them, and makes
-one where a prompt parted if it is told to.
+one where a prompt parted on request.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _GroupKnown(Known):
 
 
 class KeptStates:
-    """Blocks with states that are to be stored: vLLM reuses none of them before its bytes were read.
+    """Blocks with states to store: vLLM reuses none of them before its bytes were read.
 
-    vLLM itself promises such a block only to the end of the step that writes it. Waiting for the read at the next step
-    would be waiting for the GPU while vLLM could submit that step.
+    vLLM itself promises such a block only to the end of the step that writes it. A wait for the read at the next step
+    would delay its submission by the GPU's time.
     """
 
     def __init__(self) -> None:

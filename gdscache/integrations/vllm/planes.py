@@ -1,8 +1,8 @@
 """vLLM's KV cache as planes of gdscache: a layer is one plane of opaque bytes, a block is a page.
 
-The order of heads and tokens in a block's bytes is vLLM's affair: here the bytes only move. So the layout's name, and
-the shape, strides and type of each layer, go into the namespace. vLLM pads a state to the size of the other layers'
-blocks. So layers with states have planes of their own over the same memory, of the state's bytes alone.
+Here a block's bytes only move. So the layout's name, and each layer's shape, strides and type, go into the namespace.
+vLLM pads a state to the other layers' block size. So layers with states have their own planes over the same memory, of
+the state's bytes alone.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def planes_of(
     `block_tokens`: of all layers, or of each layer in a group; a layer in no group shares another one's cache.
     `states`: of layers that keep a state, the number of layers in their group.
 
-    Layers at one address are one plane. They share their cache, or are of groups that draw blocks from one pool; the
-    plane is then as wide as the widest of them. A row of a plane has the block's bytes divided by the fewest tokens of
-    a block. A state is one row. It shares its plane only with states of its size, of groups with equally many layers,
-    so that a page has no padding. Raises `CacheLayoutUnsupportedError` if a block is not one run of bytes.
+    Layers at one address are one plane. They share their cache, or their groups draw blocks from one pool; the plane is
+    then as wide as the widest. A row of a plane has the block's bytes divided by the fewest tokens of a block. A state
+    is one row. It shares its plane only with states of its size, of groups with equally many layers, so that a page has
+    no padding. Raises `CacheLayoutUnsupportedError` if a block is not one run of bytes.
     """
     tokens = dict.fromkeys(caches, block_tokens) if isinstance(block_tokens, int) else block_tokens
     runs: list[_Run] = []

@@ -1,8 +1,8 @@
 """vLLM's workers as processes of their own, for tensor parallelism: the scheduler's process has the engine and decides
 (`Lead`); the workers have the planes and carry out (`RankWorker`).
 
-A step's metadata brings plain data to the ranks: the orders of loads, and a mark. Ranks come to the mark when the
-step's forward pass was submitted; stores of the step's pages come behind it, however much later the engine begins them.
+A step's metadata brings plain data to the ranks: orders of loads, and a mark. Ranks reach the mark when the step's
+forward pass is submitted; stores of the step's pages come behind it, even if the engine begins them later.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class Lead:
     def step(
         self, loads: Sequence[LoadOrder], stores: Sequence[StoreOrder], fresh: Set[int], *, idle: bool, last: bool
     ) -> tuple[list[RankBatch], list[bytes]]:
-        """The loads of a step, for the ranks, and the marks behind it, one a pool, if it has stores.
+        """A step's loads for the ranks, and the marks behind it, one a pool, if it has stores.
 
-        The step before was submitted by then, though perhaps not carried out: its pages are stored as soon as they are
-        known to be right. `fresh`: blocks that this step may write. Raises like `Loads.end_step`.
+        The step before is submitted, though perhaps not carried out: its pages are stored as soon as they are known to
+        be right. `fresh`: blocks that this step may write. Raises like `Loads.end_step`.
         """
         self._end_step(idle=idle, last=last)
         self.settle(fresh)

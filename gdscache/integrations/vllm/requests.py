@@ -1,11 +1,11 @@
-"""The scheduler's side of the vLLM connector: the state of each request, and the loads and stores of a step.
+"""The scheduler's side of the vLLM connector: each request's state, and a step's loads and stores.
 
 Plain state over a `Cache`, without bytes or threads. A request is any object with vLLM's names: `request_id`,
 `block_hashes`, `num_tokens`, `num_computed_tokens`. A block is a page.
 
-A request begins to *fetch* when it arrives: its pages come to the CPU tier, are checked there, and stay pinned. When
-the scheduler asks for the request's hit, the table answers "not yet" while they come, for at most `wait` seconds, and
-then with the checked prefix. If the CPU tier has no room, the pages go between two steps, straight to their blocks.
+A request's *fetch* begins at its arrival: its pages come to the CPU tier, are checked there, and stay pinned. The
+scheduler's question for the hit is answered "not yet" meanwhile, for at most `wait` seconds, and then with the checked
+prefix. If the CPU tier has no room, the pages go between two steps, straight to their blocks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HASH_BYTES = 32  # of a page hash; vLLM's shorter hashes (xxhash has 16 bytes) a
 class LoadOrder:
     """Pages of a request from `first` on go into `blocks`. Its executor releases `fetch`.
 
-    `between`: the request waits until the pages are there or found to be bad; otherwise this step computes with them,
-    and `fetch` has checked them. `pool`: their pool, in a hybrid model.
+    `between`: the request waits for the pages' verdict; otherwise this step computes with them, and `fetch` has checked
+    them. `pool`: their pool, in a hybrid model.
     """
 
     request_id: str
@@ -58,10 +58,10 @@ class StoreOrder:
 class Known:
     """A request.
 
-    `local`: pages in vLLM's own cache. `offered`: pages before this number need no store. `since`: the time of the
-    first "not yet" since pages last came. `looked`: the time of the last lookup. `failed`: loads between steps that
-    failed as a whole. `asked`: the time of vLLM's first question since it last placed the request. `answered`: whether
-    an answer other than "not yet" was given since.
+    `local`: pages in vLLM's own cache. `offered`: pages before this number need no store. `since`: time of the first
+    "not yet" since pages last came. `looked`: time of the last lookup. `failed`: loads between steps that failed as a
+    whole. `asked`: time of vLLM's first question since it last placed the request. `answered`: whether another answer
+    than "not yet" was given since.
     """
 
     request: Any
@@ -235,11 +235,9 @@ class RequestTable:
         return deferred
 
     def stores(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> Iterable[StoreOrder]:
-        """The pages that a step fills, by its tokens of each request. `blocks_of` is called for these requests only.
-
-        A request's `num_computed_tokens` is the count before the step. Hashes exist for known tokens only, so sampled
-        or speculated tokens of this step are not stored yet.
-        """
+        """The pages that a step fills, by its tokens of each request. `blocks_of` is called for these requests only. A
+        request's `num_computed_tokens` is the count before the step. Sampled or speculated tokens have no hashes yet,
+        and are not stored."""
         size, find = self.page_tokens, self._known.get
         for request_id, tokens in scheduled.items():
             known = find(request_id)

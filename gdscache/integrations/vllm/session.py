@@ -1,8 +1,8 @@
-"""One engine for the objects that vLLM makes of a connector.
+"""One engine for vLLM's connector objects.
 
-In one process, vLLM makes the worker's object first, which opens the engine when it learns of the KV cache's tensors.
-The scheduler's object joins it by the `engine_id` of both. The last one to leave closes the engine. If workers are
-other processes, the scheduler's object alone has the session (`ranks.py`).
+In one process, vLLM makes the worker's object first, which opens the engine for the KV cache's tensors. The scheduler's
+object joins it by their `engine_id`. The last one to leave closes the engine. If workers are other processes, only the
+scheduler's object has the session (`ranks.py`).
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ WEIGHT_METHODS = ("reload_weights",)  # methods of vLLM's workers that write wei
 class Options:
     """`kv_connector_extra_config`.
 
-    `config`: a YAML file, or its sections. `wait_seconds`: how long a request is told "not yet" while its pages come.
-    `pin_seconds`: how long fetched pages are kept for a request that waits for its turn. `layerwise`: wait for each
-    layer before its attention, if the forward pass is not one CUDA graph; otherwise for all layers before the pass.
-    `media`: also cache requests with images, sounds or videos; only for clients that do not name media themselves
-    (`multi_modal_uuids`). `untried`: also serve models whose caches follow the contract although no GPU has run them.
+    `config`: a YAML file, or its sections. `wait_seconds`: the longest time of "not yet" answers to a request.
+    `pin_seconds`: the longest time of pins for a waiting request. `layerwise`: wait for each layer before its
+    attention, if the forward pass is not one CUDA graph; otherwise for all layers before the pass. `media`: also cache
+    requests with images, sounds or videos; only for clients that do not name media themselves (`multi_modal_uuids`).
+    `untried`: also serve models whose caches follow the contract but were run on no GPU.
     """
 
     config: str | Mapping[str, Any]
@@ -117,7 +117,7 @@ def refuse_config(vllm: Any, environment: Mapping[str, str] = os.environ) -> Non
     _refuse_hashes(vllm.cache_config, environment)
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         raise DynamicScalesError(
-            "calculate_kv_scales is on: the first request decides what the bytes of all pages mean",
+            "calculate_kv_scales is on: the first request decides the scales of all pages",
             "leave it off, and use a checkpoint that has the scales, or kv_cache_dtype auto",
         )
     if vllm.model_config.enable_sleep_mode:
@@ -182,10 +182,10 @@ def variables_of(parallel: Any) -> dict[str, str]:
 
 
 def shard_of(vllm: Any, cache: Any, rank: int) -> int:
-    """The part of the heads that a rank of vLLM's tensor parallelism has. Ranks with equal bytes have one shard.
+    """A tensor-parallel rank's part of the heads. Ranks with equal bytes have one shard.
 
-    Latents (MLA) are on all ranks. With more ranks than heads of keys, consecutive ranks have the same head. If layers
-    may differ in their heads, all ranks are taken to differ.
+    Latents (MLA) are on all ranks. With more ranks than key heads, consecutive ranks have the same head. If layers may
+    differ in their heads, all ranks are taken to differ.
     """
     return rank // _replicas(vllm, cache)
 
@@ -242,7 +242,7 @@ def _refuse_ropes(model: Any) -> None:
 def leaves_alone(request: Any, *, media: bool) -> str:
     """The reason to neither load nor store a request, or "": its name does not identify its keys and values.
 
-    An adapter keeps its name when it is loaded anew. A medium is named by a digest of its content, or by its client; a
+    An adapter keeps its name when it is loaded anew. A medium's name is a digest of its content, or its client's; a
     client's name hashed with settings also looks like a digest. `media`: no client names media, so every digest is of
     content.
     """

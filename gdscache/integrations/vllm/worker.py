@@ -1,12 +1,12 @@
 """The worker's side of the vLLM connector: moves between the engine's tiers and vLLM's blocks in a step.
 
-If workers are processes of their own, `Loads` is in each of them and beside the scheduler, and `Stores` beside the
-scheduler (`ranks.py`).
+With workers in other processes, `Loads` is in each of them and beside the scheduler, `Stores` beside the scheduler
+(`ranks.py`).
 
-A load within the step brings pages that were checked and are pinned. A load between steps may meet a bad page; its
-blocks are reported, and vLLM computes them. A store reads its blocks after the steps submitted before its flush; until
-it has read them, steps that write the blocks wait (`settle`). Pages of a step with a load are stored once that load is
-proven: after a bad page they would be wrong, under a right name.
+A load within the step brings checked, pinned pages. A load between steps may meet a bad page; its blocks are reported,
+and vLLM computes them. A store reads its blocks after the steps submitted before its flush; steps that write the blocks
+wait until it has read them (`settle`). Pages of a step with a load are stored once that load is proven: after a bad
+page they would be wrong, under a right name.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class LoadBatch:
 
 
 def begin_loads(engines: Sequence[CacheEngine], orders: Sequence[LoadOrder], counts: Counter[str]) -> list[LoadBatch]:
-    """Begin the loads of a step: one for all requests that the step computes, and one for each request between steps.
+    """Begin a step's loads: one for all requests that the step computes, and one for each request between steps.
 
-    `engines`: of each pool; with several, all loads go between steps. The fetched pages are kept until each load has
-    leased them.
+    `engines`: of each pool; with several, all loads go between steps. Fetched pages are kept until each load has leased
+    them.
     """
     within = [order for order in orders if not order.between]
     batches = [[within]] if within else []
@@ -182,10 +182,10 @@ _PAGES, _STEPS = 16, 8  # waiting single pages and steps until a flush while req
 
 
 class Stores:
-    """Waiting stores, and stores that still read blocks of vLLM's. A thread passes them to the engine.
+    """Waiting stores, and stores that still read vLLM's blocks. A thread passes them to the engine.
 
-    Passing on costs some 0.1 ms of Python, for any number of pages. So single pages wait for others: their blocks keep
-    their bytes until a step is about to write them.
+    A pass costs some 0.1 ms of Python for any number of pages. So single pages wait for others: their blocks keep their
+    bytes until a step is about to write them.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class Stores:
         self._thread = StoreThread("gdscache-stores")
 
     def begin(self, orders: Sequence[StoreOrder], *, last: bool = False, unproven: int = 0) -> None:
-        """Store the pages of a step, of all requests together. Never waits for a disk.
+        """Store a step's pages, of all requests together. Never waits for a disk.
 
-        `last`: a request has ended, and there may be no further step. `unproven`: the number of the latest steps, this
-        one included, that may have begun on bad pages (`Loads.unproven`).
+        `last`: a request has ended, and there may be no further step. `unproven`: the number of latest steps, this one
+        included, that may have begun on bad pages (`Loads.unproven`).
         """
         self._held.append((list(orders), last))
         ending = self._let_go(unproven)
@@ -375,8 +375,8 @@ class Loads:
         """The forward pass has been submitted. False if vLLM takes the step back: nothing of it may be stored.
 
         vLLM takes a step back if pages of its load were bad; their blocks are reported. Overlapping steps cannot be
-        taken back (`VerifiedLoadError`). Raises `LayerHooksError` if the pass did not wait for a layer. `idle`: there
-        was no pass, so the verdicts on earlier loads are waited for.
+        taken back (`VerifiedLoadError`). Raises `LayerHooksError` if the pass did not wait for a layer. `idle`: without
+        a pass, so this waits for the verdicts on earlier loads.
         """
         step, self._step = self._step, self._step + 1
         if self._now is not None:

@@ -192,14 +192,14 @@ def test_ids_other_than_those_computed_are_not_committed(model: PreTrainedModel,
     ids, other = tokens(), tokens(seed=3)
     with PrefixCache(engine, model).open(ids) as cache:
         model(other, past_key_values=cache)
-        with pytest.raises(SequenceStateError, match="not those that the model computed"):
+        with pytest.raises(SequenceStateError, match="not the tokens that the model computed"):
             cache.commit(ids)
     nothing_is_cached(engine)
     with PrefixCache(engine, model).open(ids[:, :9]) as cache:  # the prompt is right, what follows is not
         model(ids[:, :9], past_key_values=cache)
         for n in range(9, PROMPT):
             model(ids[:, n : n + 1], past_key_values=cache)
-        with pytest.raises(SequenceStateError, match="not those that the model computed"):
+        with pytest.raises(SequenceStateError, match="not the tokens that the model computed"):
             cache.commit(torch.cat([ids[:, :20], other[:, 20:]], 1))
         cache.commit(ids)
     engine.drain(20)

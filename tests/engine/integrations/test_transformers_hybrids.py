@@ -559,7 +559,7 @@ def test_what_the_ids_do_not_tell_is_refused(gemma: PreTrainedModel, tmp_path: P
             gemma.generate(ids, past_key_values=cache, max_new_tokens=2, num_beams=2)
         with prefixes.open(ids) as cache:
             gemma(tokens(seed=3), past_key_values=cache)
-            with pytest.raises(SequenceStateError, match="not those that the model computed"):
+            with pytest.raises(SequenceStateError, match="not the tokens that the model computed"):
                 cache.commit(ids)
         with pytest.raises(SequenceStateError):
             cache.commit(tokens(seed=3))
