@@ -362,7 +362,7 @@ class PageTable:
 
     def _recount(self, pages: Collection[Entry]) -> None:
         """Count followers anew. `pages`: all pages."""
-        self._orders.settle()
+        self._orders.bring_in()
         slots = {e.key: e.slot for e in pages}
         counts = Counter(self._followed(pages))
         self._children = array("i", bytes(4 * self.slots))

@@ -63,7 +63,7 @@ class Loader:
         self._device = device
         self._running: set[LayerwiseLoad] = set()  # running, or waiting for a thread; the manager's lock guards it
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
-        self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
+        self._lane = executor.lane(Priority.LOAD, self.manager.bring_in, threads)
         self._closed = False
         self.order = threading.RLock()  # serializes plans; taken before the manager's lock
 

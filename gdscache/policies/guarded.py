@@ -51,8 +51,8 @@ class Bets:
 
     @property
     def won(self) -> bool:
-        settled = self._won + self._lost
-        return settled >= self.LEAST and self._won - self._lost >= self.CLEAR * math.sqrt(settled)
+        decided = self._won + self._lost
+        return decided >= self.LEAST and self._won - self._lost >= self.CLEAR * math.sqrt(decided)
 
     def clear(self) -> None:
         self.open.clear()

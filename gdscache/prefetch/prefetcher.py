@@ -324,7 +324,7 @@ class Prefetcher:
         if work is not None:
             self._ends[request.end.value] += 1
             if work.claim is not None:
-                self._manager.pins.settle(work.claim)
+                self._manager.pins.keep_run(work.claim)
             work.finish(time.monotonic() - request.begun)
             self.calls.ended()
 

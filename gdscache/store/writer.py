@@ -92,7 +92,7 @@ class TierWriter:
         self._completing = False
         self._closing = False
         self._dropping = False
-        self._lane = executor.lane(Priority.DEMOTION, manager.settle, 2)
+        self._lane = executor.lane(Priority.DEMOTION, manager.bring_in, 2)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
         """Take all pages, or raise and take none."""

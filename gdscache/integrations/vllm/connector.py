@@ -281,7 +281,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         table.alone.clear()
         if self._lead is None:
             orders.loads, orders.stores = loads, stores
-            self._joined.settle(fresh)
+            self._joined.wait_until_read(fresh)
         else:
             orders.told, orders.marks = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
         if idle and not loads and (deferred or self._joined.busy()):
@@ -292,7 +292,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: the next owner of a block that a store still reads waits
-        (`VllmSession.settle`)."""
+        (`VllmSession.wait_until_read`)."""
         self._table.finish(request.request_id)
         return False, None
 
