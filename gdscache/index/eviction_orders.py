@@ -148,7 +148,7 @@ class Orders:
         return itertools.chain.from_iterable(self._of_priority)
 
     def defer(self, key: bytes) -> None:
-        """As `EvictionPolicy.defer`. This and the next two need settled orders."""
+        """As `EvictionPolicy.defer`. This and the next two need orders that are up to date."""
         (self._of(key) if self.retained else self.policy).defer(key)
 
     def hasten(self, key: bytes) -> None:
