@@ -73,6 +73,8 @@ class Catalog:
 
     Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
     `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
+
+    Many methods: each transaction on the one database is one, and each step of its opening.
     """
 
     def __init__(

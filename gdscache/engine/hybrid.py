@@ -83,6 +83,8 @@ class HybridEngine:
     `engines`: of each pool of groups in the same planes, a `CacheEngine`, and `names` of its groups. All methods may be
     called from many threads, and Ctrl-C does what it does to a `CacheEngine`. Raises a subclass of `GdsCacheError` that
     names what cannot be opened.
+
+    Many methods: they are the calls of a `CacheEngine`, each over all pools.
     """
 
     def __init__(

@@ -24,6 +24,8 @@ class Orders:
 
     New pages and uses are only noted. They enter the orders when these are read, when a page is taken out, or by
     `bring_in`: neither a request that finds its pages nor one that brings pages waits for that.
+
+    Many methods: those of an `EvictionPolicy`, for all priorities, and those of retentions.
     """
 
     changes_kept = 8192  # most changes that may wait

@@ -66,6 +66,8 @@ class StorePlanner:
 
     Each outlet has at most `store.queue` bytes, and so have the other `queued` pages; without a landing tier both have
     it together.
+
+    Many methods: each step and each outcome of a page is one; all change one account of the queue.
     """
 
     def __init__(

@@ -79,6 +79,8 @@ class TierWriter:
     """Writes pages to a durable tier in the background.
 
     Every page gets one outcome, after any error. `size`: of a batch.
+
+    Many methods: three public ones, and the steps of a batch.
     """
 
     def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:

@@ -43,7 +43,10 @@ _log = logging.getLogger("gdscache")
 
 
 class TierManager:
-    """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it."""
+    """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it.
+
+    Many methods: each question about pages over all tiers is one, and each is asked under one lock.
+    """
 
     # Limits, which tests may set for one manager.
     changes_kept = 1024  # changes of an eviction order that may wait for its next use

@@ -120,7 +120,10 @@ class RankNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module. Raises the `IntegrationError` of the first unsupported setting of vLLM."""
+    """See the module. Raises the `IntegrationError` of the first unsupported setting of vLLM.
+
+    Many methods: vLLM's `KVConnectorBase_V1` names the public ones, and each hands over.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
