@@ -73,6 +73,8 @@ class Catalog:
 
     Thread-safe: one connection writes and one reads, each under its own lock. After `close` every method raises
     `EngineClosedError`; an error of the disk is raised as `IOFailedError`.
+
+    Many methods: each transaction on the one database is one, and each step of its opening.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Catalog:
                         recovered = scan(writer, slots, self._slab.extent_bytes, now)
                         clean(writer, recovered, slots)
                     self._namespace_ids = {}
-                    self._settle(recovered.unsettled, now)
+                    self._count_lifetimes(recovered.uncounted, now)
                     return dataclasses.replace(recovered, set_aside=self._set_aside)
             except CorruptCatalogError as error:
                 self._close_connections()
@@ -146,21 +148,21 @@ class Catalog:
         conversion.present(copy, catalog_file.check(copy, self.path, self._slab).version)
         scan(copy, slots, self._slab.extent_bytes, now)
 
-    def _settle(self, slots: Int64Array, now: float) -> None:
+    def _count_lifetimes(self, slots: Int64Array, now: float) -> None:
         """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open. So
         does a disk that takes no write: the pages are usable all the same."""
         try:
             with catalog_file.sqlite_errors(self.path, "written"):
-                self._settle_all(slots, now)
+                self._count_all_lifetimes(slots, now)
         except IOFailedError as error:
             log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
 
-    def _settle_all(self, slots: Int64Array, now: float) -> None:
+    def _count_all_lifetimes(self, slots: Int64Array, now: float) -> None:
         said = time.monotonic()
         for first in range(0, len(slots), conversion.STEP_ROWS):
             some = slots[first : first + conversion.STEP_ROWS]
             with self._transaction() as writer:
-                conversion.settle(writer, int(some[0]), int(some[-1]), milliseconds(now))
+                conversion.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
             done = first + len(some)
             if done == len(slots) or time.monotonic() - said >= PROGRESS_S:
                 said = time.monotonic()

@@ -38,10 +38,10 @@ VIEWS = (
 )
 
 # A lifetime that does not begin at a time of this clock: it begins at the epoch, or later than now.
-UNSETTLED = "lifetime IS NOT NULL AND (written = 0 OR written > :now)"
-SETTLE = (
+UNCOUNTED = "lifetime IS NOT NULL AND (written = 0 OR written > :now)"
+COUNT_LIFETIMES = (
     "UPDATE retention SET lifetime = CASE WHEN written > :now THEN lifetime ELSE max(lifetime - :now, 0) END, "
-    f"written = :now WHERE place BETWEEN :first AND :last AND {UNSETTLED}"
+    f"written = :now WHERE place BETWEEN :first AND :last AND {UNCOUNTED}"
 )
 
 
@@ -59,7 +59,7 @@ def present(connection: sqlite3.Connection, version: int) -> None:
             connection.execute(statement)
 
 
-def settle(writer: sqlite3.Connection, first: int, last: int, now: int) -> None:
+def count_lifetimes(writer: sqlite3.Connection, first: int, last: int, now: int) -> None:
     """Count the lifetimes of the places `first` to `last` from `now` on (milliseconds since the epoch), if they do not
     begin at a time of this clock: those of the previous format keep their end, those from the future their length."""
-    writer.execute(SETTLE, {"now": now, "first": first, "last": last})
+    writer.execute(COUNT_LIFETIMES, {"now": now, "first": first, "last": last})

@@ -72,7 +72,7 @@ class Recovered:
 
     `above`: the position of each page's parent; -1 if absent. `retained`: the positions of pages with a retention of
     their own, with columns `priorities` (int64) and `expires` (float64, seconds since the epoch; infinite: never).
-    `unsettled`: ascending slots of pages whose lifetime does not begin at a time of the recovery's clock.
+    `uncounted`: ascending slots of pages whose lifetime does not begin at a time of the recovery's clock.
     """
 
     slots: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
@@ -88,7 +88,7 @@ class Recovered:
     retained: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     priorities: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     expires: Float64Array = dataclasses.field(default_factory=NO_FLOATS.copy)
-    unsettled: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
+    uncounted: Int64Array = dataclasses.field(default_factory=NO_INTEGERS.copy)
     causes: dict[int, str] = dataclasses.field(default_factory=dict)
     set_aside: Path | None = None
 
@@ -120,7 +120,7 @@ class _Retentions:
     slots: Int64Array
     priorities: Int64Array
     expires: Float64Array
-    unsettled: npt.NDArray[np.bool_]
+    uncounted: npt.NDArray[np.bool_]
     broken: list[int]
 
     def positions(self, slots: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
@@ -183,7 +183,7 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
         retained=retained,
         priorities=retentions.priorities[there],
         expires=retentions.expires[there],
-        unsettled=retentions.slots[there & retentions.unsettled],
+        uncounted=retentions.slots[there & retentions.uncounted],
         causes=causes,
     )
 

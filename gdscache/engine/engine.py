@@ -83,6 +83,8 @@ class CacheEngine:
 
     Ctrl-C inside a call that changes an engine ends the engine, cleanly; inside a wait it ends the wait. So does any
     other exception of a signal's handler. A handler must not call the engine, except `close`.
+
+    Many methods: they are the public calls, and a program finds them in one place.
     """
 
     def __init__(

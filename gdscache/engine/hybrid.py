@@ -84,6 +84,8 @@ class HybridEngine:
     `engines`: a `CacheEngine` for each pool of groups in the same planes, and `names` of its groups. All methods may be
     called from many threads; Ctrl-C works as for `CacheEngine`. Raises a subclass of `GdsCacheError` that names the
     part that cannot be opened.
+
+    Many methods: they are the calls of a `CacheEngine`, each over all pools.
     """
 
     def __init__(

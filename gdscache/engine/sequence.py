@@ -86,6 +86,8 @@ class Sequence:
     Made by `CacheEngine.sequence`. `slots[i]` is the slot of page `i` in the planes, a partial tail included; the first
     `cached_tokens // page_tokens` pages are cached, the caller computes the others. Pages shared with other sequences
     are read-only. Leaving without `commit` publishes nothing. One thread at a time.
+
+    Many methods: nine public calls, and their steps under the engine's lock.
     """
 
     def __init__(self, engine: CacheEngine, gpu: GpuTier, tokens: Any, salt: str) -> None:

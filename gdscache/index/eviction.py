@@ -30,11 +30,11 @@ class EvictablePages(PageTable):
         self._orders.use(keys)
 
     @property
-    def unsettled(self) -> int:
-        return self._orders.unsettled
+    def waiting(self) -> int:
+        return self._orders.waiting
 
-    def settle(self, most: int | None = None) -> None:
-        self._orders.settle(most)
+    def bring_in(self, most: int | None = None) -> None:
+        self._orders.bring_in(most)
 
     def coldest(self) -> bytes | None:
         """The page that eviction looks at first."""

@@ -23,7 +23,9 @@ class Orders:
     """The pages of a tier, the lowest priority first, within a priority in the order of a policy.
 
     New pages and uses are only noted. They enter the orders when these are read, when a page is taken out, or by
-    `settle`: neither a request that finds its pages nor one that brings pages waits for that.
+    `bring_in`: neither a request that finds its pages nor one that brings pages waits for that.
+
+    Many methods: those of an `EvictionPolicy`, for all priorities, and those of retentions.
     """
 
     changes_kept = 8192  # most changes that may wait
@@ -71,14 +73,14 @@ class Orders:
             if retention == DEFAULT:
                 self._note((page,))
             else:
-                self.settle()
+                self.bring_in()
                 self._keep(page.key, retention)
                 self._of(page.key).insert(page.key, page.parent)
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses of present pages; whether a page is present is checked before the next page comes."""
         self._uses += keys
-        if self.unsettled > self.changes_kept:
+        if self.waiting > self.changes_kept:
             self.sift()
 
     def sift(self) -> None:
@@ -88,13 +90,13 @@ class Orders:
             self._note(self._present(uses))
 
     def remove(self, key: bytes) -> None:
-        self.settle()
+        self.bring_in()
         self._of(key).remove(key)
         if key in self.retained:
             self._forget(key)
 
     def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
-        self.settle()
+        self.bring_in()
         if not self.retained:
             self.policy.evict_all(gone)
             return
@@ -106,11 +108,11 @@ class Orders:
                 self.hasten(freed)
 
     @property
-    def unsettled(self) -> int:
+    def waiting(self) -> int:
         """New pages and uses that have not entered the orders yet."""
         return self._changed + len(self._uses)
 
-    def settle(self, most: int | None = None) -> None:
+    def bring_in(self, most: int | None = None) -> None:
         """Let the `most` oldest changes enter the orders, or all."""
         self.sift()
         left = self._changed if most is None else min(most, self._changed)
@@ -136,16 +138,16 @@ class Orders:
             self._changes.append(some)
             self._changed += len(some)
             if self._changed > self.changes_kept:
-                self.settle(self._changed - self.changes_kept)
+                self.bring_in(self._changed - self.changes_kept)
 
     # -- for eviction -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[bytes]:
-        self.settle()
+        self.bring_in()
         return itertools.chain.from_iterable(self._of_priority)
 
     def defer(self, key: bytes) -> None:
-        """As `EvictionPolicy.defer`. This and the next two need settled orders."""
+        """As `EvictionPolicy.defer`. This and the next two need orders that are up to date."""
         (self._of(key) if self.retained else self.policy).defer(key)
 
     def hasten(self, key: bytes) -> None:
@@ -161,7 +163,7 @@ class Orders:
 
     def retain(self, page: Page, retention: Retention) -> None:
         """A present page gets this retention. With another priority it is new in that priority's order."""
-        self.settle()
+        self.bring_in()
         key, before = page.key, self._of(page.key)
         if key in self.retained:
             self._forget(key)

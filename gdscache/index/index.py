@@ -48,6 +48,8 @@ class PageIndex(EvictablePages):
 
     `forget(slot)` is called when a visible page is dropped, `recycle(slot)` when its slot is given back, which is later
     if the page is leased. By default the slot is free then; the SSD tier also waits for the committed deletion.
+
+    Many methods: each change of a page's state is one, so that no caller changes the columns.
     """
 
     def __init__(

@@ -61,7 +61,10 @@ class Entry:
 
 
 class PageTable:
-    """The pages in slots `0 ... slots-1` of a tier. A page may be present without its parent."""
+    """The pages in slots `0 ... slots-1` of a tier. A page may be present without its parent.
+
+    Many methods: each question about pages is one, so that no caller reads the columns.
+    """
 
     def __init__(self, slots: int, policy: EvictionPolicy) -> None:
         self.slots = slots
@@ -357,7 +360,7 @@ class PageTable:
     # -- all of them anew ---------------------------------------------------------------------------------------------
 
     def _recount(self, pages: Collection[Entry]) -> None:
-        self._orders.settle()
+        self._orders.bring_in()
         slots = {e.key: e.slot for e in pages}
         counts = Counter(self._followed(pages))
         self._children = array("i", bytes(4 * self.slots))

@@ -64,7 +64,7 @@ class Loader:
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
         self.changed = threading.Condition(self.manager.lock)  # notified when `_running` becomes empty
-        self._lane = executor.lane(Priority.LOAD, self.manager.settle, threads)
+        self._lane = executor.lane(Priority.LOAD, self.manager.bring_in, threads)
         self._closed = False
         self.order = threading.RLock()  # serializes plans; taken before the manager's lock
 

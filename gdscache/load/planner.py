@@ -43,6 +43,8 @@ class LoadPlanner:
     The *landing* tier is the first one in memory. Pages of slower tiers get slots in it as they are read. `due`
     functions are called before a load is planned. `prefetched` is told which pages loads read. The manager's lock
     guards everything here.
+
+    Many methods: they are the steps of one plan, and share its lock and its leases.
     """
 
     def __init__(

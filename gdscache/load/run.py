@@ -66,6 +66,8 @@ class LoadRun:
     `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, with at least the planned pages;
     None for a prefetch, whose pages stay in the landing tier. `sizes`: of the groups of layers that are read.
     `checked`: the pages are in memory and verified; they are not hashed again and have no deadline.
+
+    Many methods: the steps of one load and the events of its move change one state.
     """
 
     def __init__(

@@ -44,6 +44,8 @@ class MooncakeTier(DurableTier):
     `replicas`: copies of each page. `tenant`: the store's name for this group of users, whose pages it keeps apart.
     `hostname`: the name by which other machines reach this process. `devices`: RDMA devices. `deadline`: seconds of a
     call, after which the pool is not used until it answers again. `batch`: pages of a call, 128 at most.
+
+    Many methods: those of `DurableTier`, and the questions to the pool.
     """
 
     name = "mooncake"

@@ -51,8 +51,8 @@ class Bets:
 
     @property
     def won(self) -> bool:
-        settled = self._won + self._lost
-        return settled >= self.LEAST and self._won - self._lost >= self.CLEAR * math.sqrt(settled)
+        decided = self._won + self._lost
+        return decided >= self.LEAST and self._won - self._lost >= self.CLEAR * math.sqrt(decided)
 
     def clear(self) -> None:
         self.open.clear()
@@ -79,6 +79,8 @@ class Guarded:
 
     With more than `EXACT` pages the shadow covers a sample of `SAMPLE` to twice `SAMPLE` pages; then the bound is an
     estimate from the sample, and following is the LRU order of the present pages.
+
+    Many methods: those of `EvictionPolicy`, and the terms of the bound.
     """
 
     EXACT = 100_000

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 
 class Prefetcher:
-    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin."""
+    """Carries prefetches out: a few threads move chunks, and one waits until the next may begin.
+
+    Many methods: the calls of handles, and the steps of a chunk, which change one queue under one lock.
+    """
 
     def __init__(self, loader: Loader, held: PrefetchedPages, layout: PageLayout, limits: EngineLimits) -> None:
         """`held` hears which prefetched pages loads use."""
@@ -319,7 +322,7 @@ class Prefetcher:
         if work is not None:
             self._ends[request.end.value] += 1
             if work.claim is not None:
-                self._manager.pins.settle(work.claim)
+                self._manager.pins.keep_run(work.claim)
             work.finish(time.monotonic() - request.begun)
             self.calls.ended()
 

@@ -54,6 +54,8 @@ class _Part:
 
 
 class RanksMoving:
+    """Many methods: those of `Moving`, and one for each answer of a rank."""
+
     lands: Callable[[int, float], Landed | None] | None = None
 
     def __init__(self, executor: RanksExecutor, number: int, move: Move, listener: Listener | None) -> None:
@@ -255,7 +257,10 @@ class RanksMoving:
 
 
 class RanksExecutor(ThreadDriver):
-    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name."""
+    """See `Executor`. `memories`: the checksums of the slots in the ranks' memories, by name.
+
+    Many methods: those of `Executor`, and one for each kind of message.
+    """
 
     def __init__(
         self, ranks: RankSet, memories: Mapping[str, PoolMemory], layers: int, stop: Callable[[str], object]

@@ -100,7 +100,10 @@ class _Told:
 
 
 class Service:
-    """Serves one leader over a connection, in `run`. `leave` ends that."""
+    """Serves one leader over a connection, in `run`. `leave` ends that.
+
+    Many methods: each message of the leader has one.
+    """
 
     def __init__(
         self, connection: socket.socket, planes: Sequence[Sequence[torch.Tensor]], rank: int, shard: int

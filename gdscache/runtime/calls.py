@@ -73,7 +73,10 @@ class Direct(contextlib.nullcontext[None]):
 
 
 class Calls:
-    """The public calls of one engine, and the process that they belong to."""
+    """The public calls of one engine, and the process that they belong to.
+
+    Many methods: each way in which a call begins, waits, breaks off or ends is one.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()

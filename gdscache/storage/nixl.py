@@ -124,7 +124,7 @@ class NixlTransport(DirectFiles):
             _log.error("a call of NIXL has not ended for %g s: it keeps its memory and files", HANG_S)
             return
         try:
-            self._settle()
+            self._release_if_over()
         finally:
             self._lock.release()
 
@@ -142,7 +142,7 @@ class NixlTransport(DirectFiles):
             except self._nixl_errors as caught:
                 raise failed(op.value, path, offset, RuntimeError(_said(caught))) from caught
             finally:
-                self._settle()
+                self._release_if_over()
         try:
             with self._lock:
                 done = self._is_done(self._agent.transfer(handle))
@@ -186,9 +186,9 @@ class NixlTransport(DirectFiles):
         except self._nixl_errors as refusal:
             _log.warning("NIXL does not release a transfer that ended: %s", _said(refusal))
         self._live -= 1
-        self._settle()
+        self._release_if_over()
 
-    def _settle(self) -> None:
+    def _release_if_over(self) -> None:
         """After `close`, release everything once no transfer is under way."""
         if self._closed and not self._live:
             self._give_back()
@@ -255,7 +255,7 @@ class NixlTransport(DirectFiles):
                 try:
                     return action()
                 finally:
-                    self._settle()
+                    self._release_if_over()
 
         try:
             return within(CALL_S, "gdscache-nixl-call", locked)

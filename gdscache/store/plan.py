@@ -66,6 +66,8 @@ class StorePlanner:
 
     Each outlet has at most `store.queue` bytes, and so have the other `queued` pages; without a landing tier both have
     it together.
+
+    Many methods: each step and each outcome of a page is one; all change one account of the queue.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class StorePlanner:
         Returns the first page without a slot: one that needs a bounce slot when none is left, else `end`.
         """
         if self._manager.clearing.epoch(job.namespace) != job.epoch:
-            self.settle(job, range(at, end), "cleared")
+            self.finish_pages(job, range(at, end), "cleared")
             return end
         pages, landing = job.pages, self._landing
         while at < end:
@@ -261,7 +263,7 @@ class StorePlanner:
                 going = [some[n] for n in chosen]
                 self._set_out(self._copied(job, going, [entries[i] for i in going], landing, to), parcels)
         taken = {some[n] for to, chosen in ways.items() if to for n in chosen}
-        self.settle(job, [i for i in places if i not in taken])
+        self.finish_pages(job, [i for i in places if i not in taken])
 
     def _bounce(self, job: StoreJob, at: int, stop: int, bounced: list[int], parcels: list[Parcel]) -> int:
         """Pages without a slot in the landing tier: to tiers of files through the bounce reserve.
@@ -271,9 +273,9 @@ class StorePlanner:
         quarantine = self._manager.quarantine  # its writes hold the bounce slots
         full = "" if self._landing is None else f"{self._landing.name}_full"
         if quarantine.off and self._policy != "write_through_selective":
-            self.settle(job, [i for i in range(at, stop) if self._lacking(job.pages[i])], quarantine.cause)
+            self.finish_pages(job, [i for i in range(at, stop) if self._lacking(job.pages[i])], quarantine.cause)
         if quarantine.off or self._policy in ("never", "write_through_selective"):
-            self.settle(job, range(at, stop), full)
+            self.finish_pages(job, range(at, stop), full)
             return stop
         while at < stop:
             room = max((outlet.room for outlet in self.outlets), default=0)
@@ -293,14 +295,14 @@ class StorePlanner:
                     )
                 else:
                     for n in some:
-                        self.settle(job, (places[n],), causes.get(n, full))
+                        self.finish_pages(job, (places[n],), causes.get(n, full))
             at = places.stop
         return at
 
     def turn_away(self, job: StoreJob, i: int) -> None:
         """No bounce slot is free for page `i`, and the SSD is behind: drop it."""
         _, causes = self._offer((job.pages[i],), behind=True)
-        self.settle(job, (i,), causes.get(0, ""))
+        self.finish_pages(job, (i,), causes.get(0, ""))
 
     def _copied(
         self, job: StoreJob, places: Sequence[int], entries: Sequence[Entry], landing: Tier, to: tuple[Outlet, ...]
@@ -334,10 +336,10 @@ class StorePlanner:
             return True
         for lease in parcel.leases:
             self._manager.end(lease)
-        self.settle(job, parcel.places_of(shown))
+        self.finish_pages(job, parcel.places_of(shown))
         for i in parcel.places:  # pages that left the CPU tier meanwhile
             if i in job.left:
-                self.settle(job, (i,), "expired" if self._manager.expiry.was(job.pages[i].key) else "cleared")
+                self.finish_pages(job, (i,), "expired" if self._manager.expiry.was(job.pages[i].key) else "cleared")
         return False
 
     def _measure(self, parcel: Parcel, source: str, target: str, pages: int) -> None:
@@ -375,7 +377,7 @@ class StorePlanner:
                 # a page refused for good is clean too, else it could never be evicted
                 self._manager.cpu_index.mark_clean(entries[row])
         for why, some in parcel.by_cause(over).items():
-            self.settle(job, parcel.places_of(some), why)
+            self.finish_pages(job, parcel.places_of(some), why)
         parcel.end(outlet, rows)
 
     def released(self, parcel: Parcel, outlet: Outlet, rows: Sequence[int]) -> list[int]:
@@ -407,15 +409,15 @@ class StorePlanner:
             outlet.admission.not_written(len(rows))
         for lease in parcel.leases:
             self._manager.end(lease)
-        self.settle(parcel.job, parcel.places, "error")
+        self.finish_pages(parcel.job, parcel.places, "error")
 
-    def settle(self, job: StoreJob, places: Iterable[int], cause: str = "") -> None:
+    def finish_pages(self, job: StoreJob, places: Iterable[int], cause: str = "") -> None:
         """The outcome of pages is final. May be called again."""
         left = job.left
         some = [i for i in places if i in left]
         if not some:
             return
-        job.receipt.finish(job.numbers_of(some), cause)  # first: if it raises, `settle` is called again
+        job.receipt.finish(job.numbers_of(some), cause)  # first: if it raises, `finish_pages` is called again
         left.difference_update(some)
         if cause:
             self._manager.counts["dropped", cause] += len(some)

@@ -236,7 +236,7 @@ class Storer:
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:
-            self._planner.settle(job.plan, job.plan.left - job.given, "error")  # only an exception leaves any
+            self._planner.finish_pages(job.plan, job.plan.left - job.given, "error")  # only an exception leaves any
             if job.sources is not None:
                 self._manager.end(job.sources)
             self._jobs.discard(job)
@@ -279,7 +279,7 @@ class Storer:
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
     ) -> int:
         if self._dropping or self._manager.calls.broken_by:
-            self._planner.settle(job, range(at, end), "closed")
+            self._planner.finish_pages(job, range(at, end), "closed")
             return end
         return self._planner.place(job, at, end, slots, bounced, parcels)
 

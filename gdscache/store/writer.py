@@ -78,6 +78,8 @@ class TierWriter:
     """Writes pages to a durable tier in the background.
 
     Every page gets one outcome, after any error. `size`: of a batch.
+
+    Many methods: three public ones, and the steps of a batch.
     """
 
     def __init__(self, manager: TierManager, tier: DurableTier, executor: Executor, extent_bytes: int) -> None:
@@ -91,7 +93,7 @@ class TierWriter:
         self._completing = False
         self._closing = False
         self._dropping = False
-        self._lane = executor.lane(Priority.DEMOTION, manager.settle, 2)
+        self._lane = executor.lane(Priority.DEMOTION, manager.bring_in, 2)
 
     def put(self, pages: Sequence[Outgoing]) -> None:
         """Take all pages, or raise and take none."""

@@ -43,11 +43,14 @@ _log = logging.getLogger("gdscache")
 
 
 class TierManager:
-    """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it."""
+    """Chains the tiers: lookup, leases, counting. `clearing` drops pages; `LoadPlanner` plans loads over it.
+
+    Many methods: each question about pages over all tiers is one, and each is asked under one lock.
+    """
 
     # Limits, which tests may set for one manager.
-    unsettled = 1024  # changes of an eviction order that may wait for its next use
-    settled = 1024  # changes brought in under the lock at a time: some tenths of a millisecond
+    changes_kept = 1024  # changes of an eviction order that may wait for its next use
+    changes_at_once = 1024  # changes brought in under the lock at a time: some tenths of a millisecond
     close_s = 5.0  # seconds that close() waits for late I/O
 
     def __init__(
@@ -337,7 +340,7 @@ class TierManager:
             self.busy.tell()
         self.tell()
 
-    def settle(self) -> None:
+    def bring_in(self) -> None:
         """`learn`, and bring the eviction orders and the filter of evicted pages nearly up to date: for threads that no
         caller waits for, after work on many pages.
 
@@ -347,12 +350,12 @@ class TierManager:
         while self.fates.waiting:
             time.sleep(PAUSE_S)
             with self.lock:
-                self.fates.bring_in(self.settled)
+                self.fates.bring_in(self.changes_at_once)
         for tier in self.tiers.values():
-            while tier.index.unsettled > self.unsettled:
+            while tier.index.waiting > self.changes_kept:
                 time.sleep(PAUSE_S)
                 with self.lock:
-                    tier.index.settle(self.settled)
+                    tier.index.bring_in(self.changes_at_once)
 
     # -- figures --------------------------------------------------------------------------------------------------
 

@@ -243,7 +243,7 @@ class Pins:
         if new:
             claim._lease.hold(index, new, index.hold_run(new, 0, len(new)))
 
-    def settle(self, claim: Claim) -> None:
+    def keep_run(self, claim: Claim) -> None:
         """No more pages of a claim will come. It keeps the pages before the first missing one, and ends if it has
         none."""
         landing = self.manager.landing

@@ -61,6 +61,8 @@ class SsdTier(DurableTier):
 
     `reserve`: free slots that are kept ready, at most an eighth of all. `wall_clock`: seconds since the epoch; pages
     that have expired by then are dropped at once. `open_slab(slots)` opens the slab; by default in this process.
+
+    Many methods: those of `DurableTier`, and the steps of opening, commits and checks.
     """
 
     name = "ssd"

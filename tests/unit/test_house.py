@@ -203,3 +203,17 @@ def test_no_two_packages_have_a_public_class_of_one_name() -> None:
                 homes.setdefault(node.name, set()).add(package(module))
     twice = {name: found for name, found in homes.items() if len(found) > 1}
     assert twice.keys() == TWICE.keys(), twice
+
+
+MOST_METHODS = 20  # of a class that does not say why it has more
+
+
+def test_a_class_with_many_methods_says_why() -> None:
+    wrong = []
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+                if (methods > MOST_METHODS) != ("Many methods: " in (ast.get_docstring(node) or "")):
+                    wrong.append(f"{module}.{node.name} has {methods}")
+    assert not wrong

@@ -45,7 +45,7 @@ void Moves::begin(MoveSpec spec) {
     const MustNotFail reserve;
     moves_.emplace(move.id, std::move(owned));
     open_.emplace(move.order, &move);
-    settle(move);
+    end_if_done(move);
 }
 
 bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
@@ -63,7 +63,7 @@ bool Moves::extend(int64_t id, std::vector<Way> ways, bool last) {
             if (move.rows() != 0) announce(move, group);
         }
     }
-    settle(move);
+    end_if_done(move);
     return true;
 }
 
@@ -130,7 +130,7 @@ bool Moves::cancel(int64_t id) {
     move.cancelled = news_.io = true;
     tell_all(move);
     for (int32_t way = 0; way < move.ways(); ++way) call_off(move, way);
-    settle(move);
+    end_if_done(move);
     return true;
 }
 
@@ -216,7 +216,7 @@ void Moves::expire(Nanoseconds now) {
         Move& move = *next++->second;
         if (move.expired || move.spec.until > now || move.work == Work::kGather) continue;
         pass_deadline(move);
-        settle(move);
+        end_if_done(move);
     }
 }
 
@@ -255,7 +255,7 @@ void Moves::pass_deadline(Move& move) {
     }
 }
 
-void Moves::settle(Move& move) {
+void Moves::end_if_done(Move& move) {
     if (move.over || move.spec.open || move.ios != 0 || move.copying != 0) return;
     const bool all = std::ranges::all_of(move.group, [](const Move::Layers& group) { return group.todo == 0; });
     if (!all && !move.broken) return;

@@ -159,7 +159,7 @@ private:
     void end_late(Move& move, int32_t row);
     void let_go(Flight& flight);
     void pass_deadline(Move& move);
-    void settle(Move& move);
+    void end_if_done(Move& move);
     void drop_forgotten(Move& move);
 
     Limits limits_;

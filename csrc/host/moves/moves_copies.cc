@@ -115,7 +115,7 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
         }
         // None of these lies in the reserve: pages that pass through it go into planes, or nowhere.
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
-        settle(move);
+        end_if_done(move);
         return nullptr;
     }
     const int64_t part = gather ? limits_.extent_bytes : std::max<int64_t>(1, group.end - group.begin);
@@ -227,7 +227,7 @@ bool Moves::copy_ended(int64_t number, const uint64_t* found, const char* broken
     }
     --move.copying;
     if (copying.queued) --move.group[copying.group].flying;
-    settle(move);
+    end_if_done(move);
     drop_forgotten(move);
     return true;
 }

@@ -105,7 +105,7 @@ const IoJob* Moves::next_read(Move& move, int32_t disk) {
         move.go_on(number, page);
         return issue(move, std::move(flight));
     }
-    settle(move);
+    end_if_done(move);
     return nullptr;
 }
 
@@ -223,7 +223,7 @@ bool Moves::io_ended(int64_t job, const IoEnd* ends, int64_t count, const uint64
         else if (flight.copies != 0) may_be_copied(move, flight.group, flight.way);  // a window is whole
         let_go(flight);
     }
-    settle(move);
+    end_if_done(move);
     drop_forgotten(move);
     return true;
 }

@@ -49,14 +49,14 @@ void LifetimeOrder::begin(std::span<const Key> keys, std::shared_ptr<ReuseSample
 void LifetimeOrder::insert(std::span<const New> pages) {
     ++changes_;
     for (const New& page : pages) {
-        if (!run_.empty() && run_.back().key != page.parent) settle();
+        if (!run_.empty() && run_.back().key != page.parent) enter_run();
         run_.push_back(page);
     }
 }
 
 void LifetimeOrder::touch(std::span<const Key> keys) {
     ++changes_;
-    settle();
+    enter_run();
     for (const Key& key : keys) {
         uint32_t id = pages_.find(key);
         require(id != kNone, "a page that is not in the order");
@@ -74,7 +74,7 @@ void LifetimeOrder::touch(std::span<const Key> keys) {
 
 void LifetimeOrder::evict(std::span<const Gone> gone) {
     ++changes_;
-    settle();
+    enter_run();
     for (size_t n = 0; n < gone.size(); ++n) {
         const uint32_t id = pages_.find(gone[n].key);
         require(id != kNone, "a page that is not in the order");
@@ -119,7 +119,7 @@ bool LifetimeOrder::is_deferred(const Key& key) const {
 }
 
 // Enter the pages of a run, whose length is now known.
-void LifetimeOrder::settle() {
+void LifetimeOrder::enter_run() {
     if (run_.empty()) return;
     std::vector<New> run;
     run.swap(run_);
@@ -242,7 +242,7 @@ void LifetimeOrder::take(uint32_t id) {
 }
 
 LifetimeOrder::Walk::Walk(LifetimeOrder& order)
-    : order_((order.settle(), order)),
+    : order_((order.enter_run(), order)),
       changes_(order.changes_),
       level_(order.levels_.begin()),
       at_(order.restored_.first()) {}

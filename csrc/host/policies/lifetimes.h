@@ -91,7 +91,7 @@ public:
     };
 
 private:
-    void settle();
+    void enter_run();
     void enter(std::span<const New> run, int64_t size);
     void use(uint32_t id);
     void widen();

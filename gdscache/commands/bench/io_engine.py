@@ -33,6 +33,8 @@ class ColdEngine(Closeable):
 
     Opening stores `total` bytes of pages. It needs about 1.3 times `total` of disk, twice `total` of host memory and
     twice `total` on the device.
+
+    Many methods: each measured way of pages is one.
     """
 
     def __init__(

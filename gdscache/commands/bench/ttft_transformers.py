@@ -49,7 +49,10 @@ _CHUNKS = 4  # of a miss: three of them are stored during the next one
 
 
 class TransformersClient:
-    """The model and its planes while open, with one cache at a time (`open_cache`)."""
+    """The model and its planes while open, with one cache at a time (`open_cache`).
+
+    Many methods: each kind of measured request is one, and each step of its forward pass.
+    """
 
     def __init__(self, settings: Settings, longest: int, directory: Path) -> None:
         """`longest`: tokens of the longest prompt."""

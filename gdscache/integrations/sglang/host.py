@@ -31,7 +31,10 @@ from gdscache.runtime.threads import log_failure
 
 
 class HostPages:
-    """The SSD tier under one host pool. Thread-safe."""
+    """The SSD tier under one host pool. Thread-safe.
+
+    Many methods: HiCache's calls for one pool, and the steps that they share.
+    """
 
     def __init__(self, engine: CacheEngine) -> None:
         """The planes of `engine` are the pool's memory, a block a page."""

@@ -79,7 +79,10 @@ class _Lead:
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang."""
+    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang.
+
+    Many methods: SGLang's `UnifiedCacheLinker` names the public ones.
+    """
 
     def __init__(
         self,

@@ -60,7 +60,10 @@ _SIZES = ("pp_size", "attn_cp_size", "dcp_size")
 
 
 class GdsCacheStorage(HiCacheStorage):  # type: ignore[misc]
-    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang."""
+    """See the module. Raises the `GdsCacheError` of the first unsupported setting of SGLang.
+
+    Many methods: SGLang's `HiCacheStorage` names the public ones.
+    """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self._server, self._model = resolved(get_server_args()), process_model_config()

@@ -120,7 +120,10 @@ class RankNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """See the module. Raises the `IntegrationError` of the first unsupported setting of vLLM."""
+    """See the module. Raises the `IntegrationError` of the first unsupported setting of vLLM.
+
+    Many methods: vLLM's `KVConnectorBase_V1` names the public ones, and each hands over.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -281,7 +284,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         table.alone.clear()
         if self._lead is None:
             orders.loads, orders.stores = loads, stores
-            self._joined.settle(fresh)
+            self._joined.wait_until_read(fresh)
         else:
             orders.told, orders.marks = self._lead.step(loads, stores, fresh, idle=idle, last=orders.last)
         if idle and not loads and (deferred or self._joined.busy()):
@@ -292,7 +295,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: the next owner of a block that a store still reads waits
-        (`VllmSession.settle`)."""
+        (`VllmSession.wait_until_read`)."""
         self._table.finish(request.request_id)
         return False, None
 

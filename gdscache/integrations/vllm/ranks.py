@@ -112,7 +112,7 @@ class Lead:
         be right. `fresh`: blocks that this step may write. Raises like `Loads.end_step`.
         """
         self._end_step(idle=idle, last=last)
-        self.settle(fresh)
+        self.wait_until_read(fresh)
         batches = begin_loads(self._engines, loads, self._counts)
         self._loads.begin(batches)
         self._computed = [*stores]
@@ -120,8 +120,8 @@ class Lead:
         marks = [of.begin() if pool in pools else b"" for pool, of in enumerate(self._marks)] if pools else []
         return self._told(batches), marks
 
-    def settle(self, blocks: Set[int]) -> None:
-        self._stores.settle(blocks)
+    def wait_until_read(self, blocks: Set[int]) -> None:
+        self._stores.wait_until_read(blocks)
 
     def reads(self) -> Set[int]:
         return self._stores.reads() | {block for order in self._computed for block in order.blocks}

@@ -21,7 +21,7 @@ from gdscache.integrations.fetching import PinningCache
 class Storing(Protocol):
     """The owner of stores: `Stores`, or `Lead`."""
 
-    def settle(self, blocks: Set[int]) -> None: ...
+    def wait_until_read(self, blocks: Set[int]) -> None: ...
 
     def reads(self) -> Set[int]: ...
 
@@ -43,14 +43,14 @@ class VllmSession(PinningCache):
         """Use this owner of stores. `busy()`: whether loads between steps are under way."""
         self._stores, self._busy = stores, busy
 
-    def settle(self, blocks: Set[int]) -> None:
+    def wait_until_read(self, blocks: Set[int]) -> None:
         """Wait until no store reads these blocks: they are about to be written.
 
         The scheduler calls it before anything of a step reaches the worker. All stores of earlier steps have begun by
         then, since both are one thread.
         """
         if self._stores is not None:
-            self._stores.settle(blocks)
+            self._stores.wait_until_read(blocks)
 
     def reads(self) -> Set[int]:
         """Blocks that stores of the steps so far read, or will read."""

@@ -5,8 +5,8 @@ With workers in other processes, `Loads` is in each of them and beside the sched
 
 A load within the step brings checked, pinned pages. A load between steps may meet a bad page; its blocks are reported,
 and vLLM computes them. A store reads its blocks after the steps submitted before its flush; steps that write the blocks
-wait until it has read them (`settle`). Pages of a step with a load are stored once that load is proven: after a bad
-page they would be wrong, under a right name.
+wait until it has read them (`wait_until_read`). Pages of a step with a load are stored once that load is proven: after
+a bad page they would be wrong, under a right name.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Stores:
         self._reading.append((self._thread.start(store), frozenset(blocks)))
         self._counts["offered_pages"] += len(pages)
 
-    def settle(self, blocks: Set[int]) -> None:
+    def wait_until_read(self, blocks: Set[int]) -> None:
         """Wait until no store reads one of these blocks. Raises like `prove`, without storing unproven pages."""
         if not all(blocks.isdisjoint(order.blocks) for step, _ in self._held for order in step):
             self._let_all_go()
@@ -310,9 +310,9 @@ class PoolStores:
         for stores in self._pools:
             stores.begin_anew(salt)
 
-    def settle(self, blocks: Set[int]) -> None:
+    def wait_until_read(self, blocks: Set[int]) -> None:
         for stores in self._pools:
-            stores.settle(blocks)
+            stores.wait_until_read(blocks)
 
     def reads(self) -> Set[int]:
         return set[int]().union(*(stores.reads() for stores in self._pools))

@@ -117,7 +117,7 @@ def test_a_kill_at_any_statement_leaves_a_directory_of_5_or_of_6(name: str, tmp_
         assert len(inspect(path)["namespaces"]) == 2
         with opened(path) as catalog:
             whole(catalog.recover(SLOTS, NOW), catalog, expected)
-            assert len(catalog.recover(SLOTS, NOW).unsettled) == 0
+            assert len(catalog.recover(SLOTS, NOW).uncounted) == 0
         assert state(path) == 6
         number += 1
     assert number > 2 * len(conversion.CONVERT)
@@ -203,7 +203,7 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
     old(path, 40, 23)
     monkeypatch.setattr(conversion, "STEP_ROWS", 5)
     steps: list[int] = []
-    genuine = conversion.settle
+    genuine = conversion.count_lifetimes
 
     def fail(writer: sqlite3.Connection, first: int, last: int, now: int) -> None:
         if len(steps) == 3:
@@ -212,7 +212,7 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
         genuine(writer, first, last, now)
 
     caplog.set_level(logging.INFO, "gdscache.disk.catalog")
-    with opened(path) as catalog, mock.patch.object(conversion, "settle", fail):
+    with opened(path) as catalog, mock.patch.object(conversion, "count_lifetimes", fail):
         assert (len(catalog.recover(40, NOW)), len(catalog.retentions())) == (40, 23)
         said = [record.getMessage().partition(": ")[2] for record in caplog.records]
         assert said[0] == "converted from format 5 to 6"
@@ -224,8 +224,8 @@ def test_ends_are_counted_anew_in_steps_that_a_failure_may_part(
         assert connection.execute("SELECT count(*) FROM retention WHERE written = 0").fetchone() == (8,)
     with opened(path) as catalog:
         found = catalog.recover(40, NOW + 50)
-        assert found.unsettled.tolist() == list(range(15, 23))
-        assert catalog.recover(40, NOW + 50).unsettled.tolist() == []
+        assert found.uncounted.tolist() == list(range(15, 23))
+        assert catalog.recover(40, NOW + 50).uncounted.tolist() == []
         expected = {slot: (0, (int(NOW * 1000) + 100_000 + slot * 1000) / 1000) for slot in range(23)}
         assert catalog.retentions() == expected
     said = [record.getMessage().partition(": ")[2] for record in caplog.records]

@@ -88,7 +88,7 @@ class Hybrid:
         return chains
 
     def settle(self, blocks: Sequence[Sequence[int]]) -> None:
-        self.stores.settle({block for own in blocks for block in own})
+        self.stores.wait_until_read({block for own in blocks for block in own})
         self.engine.drain(WAIT)
         self.give(blocks)
 
@@ -389,7 +389,7 @@ def test_what_is_stored_while_groups_are_cleared_is_dropped(opened: Callable[...
         if not blocks:
             blocks.extend(hybrid.begin_store(chain))
             with ThreadPoolExecutor(1) as other:
-                other.submit(hybrid.stores.settle, set(blocks[0])).result()
+                other.submit(hybrid.stores.wait_until_read, set(blocks[0])).result()
 
     with mock.patch.multiple(hybrid.pools[0].manager.clearing, piece=1, sleep=pause):
         hybrid.pools[0].invalidate(*hybrid.engine.namespaces())

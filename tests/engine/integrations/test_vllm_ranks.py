@@ -109,7 +109,7 @@ class Ranks:
         self.fill(blocks, mark)
         self.step(None, [stored(seed, blocks)])
         self.step(idle=True)
-        self.lead.settle(set(blocks))
+        self.lead.wait_until_read(set(blocks))
         self.engine.drain(30)
 
     def answers(self) -> tuple[list[set[str]], list[set[int]]]:

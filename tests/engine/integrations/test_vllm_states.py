@@ -266,7 +266,7 @@ def store(engine: Engine) -> None:
     table.finish("first")
     fresh = table.take_fresh()
     assert engine.pool.owners.total() == 0, "nothing is kept behind the end of a request"
-    engine.session.settle(fresh)
+    engine.session.wait_until_read(fresh)
     assert not engine.session.reads() & fresh
     engine.engine.drain(WAIT)
 

@@ -77,7 +77,7 @@ class Worker:
     def store(self, seed: int, blocks: list[int], mark: int) -> None:
         self.fill(blocks, mark)
         self.stores.begin([StoreOrder("r", hashes(seed), 0, tuple(blocks))])
-        self.stores.settle(set(blocks))
+        self.stores.wait_until_read(set(blocks))
         self.session.engine.drain(30)
 
 
@@ -226,11 +226,11 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
     stores.begin([StoreOrder("a", hashes(1), 0, (0, 1, 2)), StoreOrder("b", hashes(2), 3, (5, 6))])
     stores.begin([StoreOrder("a", hashes(1), 3, (3, 4))])
     until(lambda: left(handles) == [5, 2], "they are handed over")
-    stores.settle({7, 8})  # nobody reads these
+    stores.wait_until_read({7, 8})  # nobody reads these
     written = threading.Event()
 
     def write() -> None:
-        stores.settle({2, 9})
+        stores.wait_until_read({2, 9})
         written.set()
 
     thread = threading.Thread(target=write)
@@ -240,9 +240,9 @@ def test_blocks_that_a_store_reads_are_waited_for() -> None:
     assert written.wait(WAIT)
     thread.join()
     assert counts["blocks_awaited"] == 1
-    stores.settle({0, 1, 2, 5, 6})  # have been read
+    stores.wait_until_read({0, 1, 2, 5, 6})  # have been read
     handles[1].read(None)
-    stores.settle(set(range(BLOCKS)))
+    stores.wait_until_read(set(range(BLOCKS)))
     stores.close()
 
 
@@ -263,11 +263,11 @@ def test_single_pages_are_handed_over_together() -> None:
     until(lambda: left(handles) == [7, 16, 3], "they are handed over")
     stores.begin(one, last=True)
     stores.begin(one)
-    stores.settle({8})
+    stores.wait_until_read({8})
     until(lambda: left(handles) == [7, 16, 3, 1], "they are handed over")
     for handle in handles:
         handle.read(None)
-    waited = threading.Thread(target=stores.settle, args=({7, 8},))
+    waited = threading.Thread(target=stores.wait_until_read, args=({7, 8},))
     waited.start()  # somebody is to write to it: it is handed over, and waited for
     until(lambda: len(handles) == 5, "the page is handed over")
     handles[4].read(None)
@@ -330,7 +330,7 @@ def test_what_a_step_computes_is_stored_when_its_load_is_proven() -> None:
     assert loads.unproven == 1
     end_step(loads, stores, [StoreOrder("r", hashes(2), 3, (11, 12))])
     assert loads.unproven == 2
-    stores.settle({6, 7})  # nobody waits with these
+    stores.wait_until_read({6, 7})  # nobody waits with these
     stores.flush()
     assert len(handles) == 1
     end_step(loads, stores, [], idle=True)  # nothing is computed: the verdict is waited for
@@ -383,14 +383,14 @@ def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
         loads.wait_all()
         end_step(loads, stores, [StoreOrder("r", hashes(1), 1, (9, 10))])
         if status is PageStatus.LOADED:
-            writes = threading.Thread(target=stores.settle, args=({10},))
+            writes = threading.Thread(target=stores.wait_until_read, args=({10},))
             writes.start()
             until(lambda: left(handles) == [2], "it is handed over")
             handles[0].read(None)
             writes.join(WAIT)
         else:
             with pytest.raises(VerifiedLoadError):
-                stores.settle({10})
+                stores.wait_until_read({10})
         stores.close()
     assert len(handles) == 1
 

@@ -610,7 +610,7 @@ class ClaimsMachine(RuleBasedStateMachine):
         if self.asked:
             asked = data.draw(st.sampled_from(self.asked))
             with self.manager.lock, self.letting_go():
-                self.manager.pins.settle(asked.claim)
+                self.manager.pins.keep_run(asked.claim)
                 asked.pages = asked.pages[: self.good(asked)]
                 asked.holds = {n: ages for n, ages in asked.holds.items() if n in asked.pages}
                 asked.settled = True

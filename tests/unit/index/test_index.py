@@ -33,7 +33,7 @@ steps = st.lists(
         st.tuples(st.just("evict"), st.integers(1, 3)),
         st.tuples(st.just("retain"), st.integers(0, 3)),
         st.tuples(st.just("drop"), st.integers(0, 3)),
-        st.tuples(st.just("settle"), st.integers(1, 5)),
+        st.tuples(st.just("bring_in"), st.integers(1, 5)),
     ),
     max_size=30,
 )
@@ -61,14 +61,14 @@ def test_what_counts_later_counts_as_if_it_had_at_once(policy: str, steps: list[
                     index.release(entry)
             elif what == "evict":
                 index.evict(given_)
-            elif what == "settle":
-                index.settle(given_)
+            elif what == "bring_in":
+                index.bring_in(given_)
             elif what == "retain":
                 index.retain(chains[given_][0].key, Retention(1, None))
             elif (entry := index.get(chains[given_][-1].key)) is not None:
                 index.drop(entry)
-        at_once.settle()
-        assert later.unsettled <= kept
+        at_once.bring_in()
+        assert later.waiting <= kept
         assert {e.key for e in later} == {e.key for e in at_once}
     assert list(later._orders) == list(at_once._orders)
     assert later.check() == at_once.check() == []
@@ -150,7 +150,7 @@ def test_check_sees_what_is_wrong() -> None:
     entries[0].leases = -1
     assert index.check()
     index, entries = fresh()
-    index.settle()
+    index.bring_in()
     index._orders.policy.remove(entries[0].key)
     assert index.check()
     index, _ = fresh()

@@ -95,7 +95,7 @@ class World:
         """A step, as the connector has it. Raises `VerifiedLoadError`."""
         step, self.now = self.given[number], number
         if 0 <= step.written < number:
-            self.stores.settle({8 * step.written})
+            self.stores.wait_until_read({8 * step.written})
         if step.load is not None:
             fetch: Any = SimpleNamespace(checked=lambda first, pages: SimpleNamespace(pages=[0]), release=lambda: None)
             self.loads.begin(begin_loads([self.engine], [LoadOrder("r", fetch, 0, (0,))], Counter()))
