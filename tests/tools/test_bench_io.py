@@ -38,7 +38,12 @@ pytestmark = pytest.mark.suite
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
 TINY = dataclasses.replace(
-    Settings.of("quick"), total=16 * MIB, row_total=4 * MIB, ways=("host",), repeat=1, sweep_sizes=(64 * KIB,)
+    Settings.of("quick", everything=True),
+    total=16 * MIB,
+    row_total=4 * MIB,
+    ways=("host",),
+    repeat=1,
+    sweep_sizes=(64 * KIB,),
 )
 RAM = Path("/dev/shm")
 HAS_RAM = RAM.is_dir() and os.access(RAM, os.W_OK) and io_cache.in_memory(RAM)
@@ -115,6 +120,17 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     assert [f"loads from a RAM disk, {size} pages" for size in ("4MiB", "1MiB", "256KiB")] == causes[:3]
 
 
+def test_what_developers_read_is_not_measured_unasked() -> None:
+    cpu, unasked = torch.device("cpu"), Settings.of("default")
+    names = {part.name.partition(",")[0] for part in io.parts(unasked, cpu)}
+    assert names == {"stores and loads", "a file a page"}
+    assert unasked.ways == ()
+    everything = {part.name.partition(",")[0] for part in io.parts(Settings.of("default", everything=True), cpu)}
+    assert names | {"host reads", "cold loads", "beside threads of Python", "direct reads"} <= everything
+    direct = io.parts(dataclasses.replace(unasked, ways=("cufile",)), cpu)
+    assert {part.name.partition(",")[0] for part in direct} == names | {"direct reads"}
+
+
 def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str], report: dict[str, Any]) -> None:
     path, shown = quick
     assert {p.name for p in path.iterdir()} == {"r.json", "r.svg"}
@@ -146,13 +162,13 @@ def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, 
         if r["case"].startswith("stores and loads") and r["unit"] == "GB/s" and "copies" not in r["against"]:
             kind = r["what"].split(",")[0]
             speeds[kind] = max(speeds.get(kind, 0.0), r["figure"]["median"])
-    assert f"Loads from the SSD tier move {console.figure(speeds['cold load'])} GB/s" in said
-    assert f"Stores to the SSD tier move {console.figure(speeds['store'])} GB/s" in said
+    assert f"{console.figure(speeds['cold load'])} GB/s of loads" in said
+    assert f"{console.figure(speeds['store'])} GB/s of stores" in said
     assert "of memory beside its pools" in said
     assert io.bottom({**report, "comparisons": [], "memory": None}) == []
     usual = [line for table in io.tables(report) for line in table.lines(80)]
     assert len(usual) < 60
-    assert not any(word in line for line in usual for word in ("beside Python", "checksums", "host only"))
+    assert not any(word in line for line in usual for word in ("beside Python", "checksums", "copies and sums"))
 
 
 def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
