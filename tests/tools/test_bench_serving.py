@@ -122,6 +122,13 @@ def test_engines_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [run.gpus(number) for number in range(2)] == ["5,7", "5,7"]
 
 
+def test_other_files_are_not_drawn(gdscache: Any, tmp_path: Path) -> None:
+    for content in ("nothing", "{}"):
+        (tmp_path / "r.json").write_text(content)
+        status, _, err = gdscache("bench", "ttft", "--from", tmp_path / "r.json", "--plot", tmp_path / "r.png")
+        assert (status, "--from cannot draw" in err) == (2, True), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

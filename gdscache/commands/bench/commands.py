@@ -35,8 +35,18 @@ Resume = Annotated[
 ]
 Everything = Annotated[bool, typer.Option("--all", help="Measure and show what only developers of gdscache read, too.")]
 Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
-_TRANSFORMERS, _SERVERS = "transformers", "vLLM and SGLang"
+_SERVERS = "vLLM and SGLang"
+_WAYS = (
+    "Way to keep the cache: none; cpu, files or gdscache in vLLM; hicache, storage or linker in SGLang. "
+    "Repeat it for several. Default: all."
+)
+_POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
+
+
+def _of(engines: str, text: str, *names: str, **bounds: Any) -> Any:
+    """An option of one kind of engine."""
+    return typer.Option(*names, rich_help_panel=engines, help=text, **bounds)
 
 
 @bench_app.callback()
@@ -144,75 +154,36 @@ def ttft(
     plot: Plot = None,
     everything: Everything = False,
     quick: Quick = False,
-    device: Annotated[
-        str | None, typer.Option(rich_help_panel=_TRANSFORMERS, help="Device of the model: auto, cpu, cuda or cuda:N.")
-    ] = None,
+    device: Annotated[str | None, _of("transformers", "Device of the model: auto, cpu, cuda or cuda:N.")] = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=_TRANSFORMERS, help="Report to continue. It is written again, or --report is."),
+        Path | None, _of("transformers", "Report to continue. It is written again, or --report is.")
     ] = None,
     python: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_SERVERS, help="Python that has the server and gdscache. Default: the one that runs this."
-        ),
+        str | None, _of(_SERVERS, "Python with the server and gdscache. Default: the one of gdscache.")
     ] = None,
-    disk: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=_SERVERS, help="Second directory, on a disk: restarts from there, too."),
-    ] = None,
-    ways: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--way",
-            rich_help_panel=_SERVERS,
-            help="Way to keep the cache: none; cpu, files or gdscache in vLLM; hicache, storage or linker in SGLang. "
-            "Repeat it for several. Default: all.",
-        ),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(rich_help_panel=_SERVERS, help="Tokens of a prompt: 32768.")] = None,
-    page_tokens: Annotated[int | None, typer.Option(rich_help_panel=_SERVERS, help="Tokens of a page: 64.")] = None,
+    disk: Annotated[Path | None, _of(_SERVERS, "Second directory, on a disk: restarts from there, too.")] = None,
+    ways: Annotated[list[str] | None, _of(_SERVERS, _WAYS, "--way")] = None,
+    tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a prompt: 32768.")] = None,
+    page_tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a page: 64.", min=1)] = None,
     turns: Annotated[
-        int | None,
-        typer.Option(min=0, rich_help_panel=_SERVERS, help="Loads of traffic of each kind: 3. 0: first tokens only."),
+        int | None, _of(_SERVERS, "Loads of traffic of each kind: 3. 0: first tokens only.", min=0)
     ] = None,
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=4, rich_help_panel=_SERVERS, help="Only so many stages of 4. Restarts begin with the second."
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_SERVERS,
-            help="When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk.",
-        ),
-    ] = None,
-    graphs: Annotated[
-        bool | None, typer.Option("--graphs", rich_help_panel=_SERVERS, help="Decode by CUDA graphs.")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, rich_help_panel=_SERVERS, help="GPUs of an engine: 1.")] = None,
-    at_once: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_SERVERS, help="Engines that are open side by side: 4.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_SERVERS, help="ssd.threads for files on a RAM disk.")
-    ] = None,
+    stages: Annotated[int | None, _of(_SERVERS, "Stages of 4. Restarts begin with the second.", min=1, max=4)] = None,
+    policy: Annotated[str | None, _of(_SERVERS, _POLICY)] = None,
+    graphs: Annotated[bool | None, _of(_SERVERS, "Decode by CUDA graphs.", "--graphs")] = None,
+    tp: Annotated[int | None, _of(_SERVERS, "GPUs of an engine: 1.", min=1)] = None,
+    at_once: Annotated[int | None, _of(_SERVERS, "Engines that are open side by side: 4.", min=1)] = None,
+    threads: Annotated[int | None, _of(_SERVERS, "ssd.threads for files on a RAM disk.", min=1)] = None,
     drawn: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            rich_help_panel=_SERVERS,
-            help="Measure nothing: draw this report into --plot, several as columns.",
-        ),
+        list[Path] | None, _of(_SERVERS, "Draw these reports into --plot, and measure nothing.", "--from")
     ] = None,
 ) -> None:
     """Measure the time to first token of hits against computing: in transformers, or inside vLLM or SGLang.
 
-    In transformers (the extra hf) hits are measured from every place, with and without overlap and the gate, and the
-    cost of a miss. In vLLM and SGLang, first tokens and requests a second are measured with no cache, the server's own
-    caches and gdscache. Models have random weights: nothing is downloaded.
+    In transformers (the extra hf) hits from the GPU, the CPU tier and the SSD are measured, and the cost of a miss;
+    with --all also other places, longer prompts, loads without overlap, and the gate. In vLLM and SGLang, first tokens
+    and requests a second are measured with no cache, the server's own caches and gdscache. Models have random weights:
+    nothing is downloaded.
 
     Transformers take about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB of
     GPU memory, 12 GiB of host memory and 12 GiB of disk; with --all 75, 40 and 45 GiB. A server takes about ten
@@ -360,7 +331,11 @@ def _draw(reports: Sequence[Path], plot: Path | None) -> None:
     if plot is None:
         raise InvalidValueError("--from needs --plot", "name the file to draw into")
     figure = require_matplotlib(plot).figure.Figure(layout="constrained")
-    draw([json.loads(path.read_text()) for path in reports], figure)
+    try:
+        draw([json.loads(path.read_text()) for path in reports], figure)
+    except (ValueError, KeyError, TypeError) as error:
+        hint = "name reports of --engine vllm or sglang"
+        raise InvalidValueError(f"--from cannot draw these files: {error}", hint) from None
     figure.savefig(plot, dpi=150)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_rows_engine, io_sweep, kit, memory
+from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_sweep, kit, memory
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
 from gdscache.commands.bench.io_sweep import OPS, SIZES
@@ -118,13 +118,13 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
             run.case("ceilings", lambda: {"ceilings": {name: action() for name, action in best.items()}})
         if run.found["ceilings"] is None:
             return
-        for part in [part for part in some if part.action is not io_rows_engine.direct_reads]:
+        for part in [part for part in some if part.action is not io_rows.direct_reads]:
             compare(run, settings, device, part, file)
         run.case("memory", lambda: {"memory": memory.engine_memory(file.parent, settings.memory_pages)})
         for way in settings.ways:
             sweep(run, settings, device, way, file)
         direct = next((way for way in run.found["ways"] if way["way"] == "cufile"), {"cause": "it is not asked for"})
-        for part in [part for part in some if part.action is io_rows_engine.direct_reads]:
+        for part in [part for part in some if part.action is io_rows.direct_reads]:
             compare(run, settings, device, dataclasses.replace(part, cause=direct["cause"]), file)
 
 
@@ -145,14 +145,13 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
             found.append(Part(label, action, ram, cause if ram else ""))
 
     sized("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS))
-    sized("a file a page", io_rows_engine.file_per_page, settings.pages)
+    sized("a file a page", io_rows.file_per_page, settings.pages)
     if settings.everything:
-        found += [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
-        sized("loads from a RAM disk", io_rows_engine.loads_from_memory, tuple(io_rows_engine.ONWARD_TARGETS), ram=True)
+        sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
         sized("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS))
         found.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
     if "cufile" in settings.ways:
-        found.append(Part("direct reads", io_rows_engine.direct_reads))
+        found.append(Part("direct reads", io_rows.direct_reads))
     return found
 
 
