@@ -87,7 +87,7 @@ def test_a_slab_of_nothing_is_refused(tmp_path: Path, extent: int, slots: int) -
 
 def test_more_than_the_disk_has_is_refused_before_writing(tmp_path: Path) -> None:
     slots = shutil.disk_usage(tmp_path).total * 2 // EXTENT
-    with pytest.raises(errors.NoSpaceError, match=f"{slots * EXTENT:,}") as caught:
+    with pytest.raises(errors.NoSpaceError, match=r"needs .* in all") as caught:
         Slab.open(tmp_path, EXTENT, slots)
     assert "ssd.capacity" in caught.value.hint
     assert not list(tmp_path.iterdir())
