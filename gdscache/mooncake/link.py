@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from gdscache.errors import TierUnavailableError
 from gdscache.mooncake.client import DONE, Client, MooncakeClient, MooncakeQueries, PoolAddress
+from gdscache.sizes import about
 
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
 _ANSWERS = 3  # answers in a row of each client: each has connections of its own to a restarted master
@@ -89,6 +90,6 @@ def _announce(client: Client, place: int, nbytes: int) -> None:
     code = client.register(place, nbytes)
     if code != DONE:
         raise TierUnavailableError(
-            f"{nbytes:,} bytes of memory cannot be registered with the Mooncake client: code {code}",
+            f"{about(nbytes)} of memory cannot be registered with the Mooncake client: code {code}",
             "raise the limit of locked memory (ulimit -l), or use protocol tcp",
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gdscache.errors import DeadlineError, DeviceError, NativeCallError, TransportUnavailableError
 from gdscache.native import CuFiles, error_of
+from gdscache.sizes import about
 from gdscache.storage.base import Memory, Op, Switch, failed
 from gdscache.storage.calls import within
 from gdscache.storage.native import NativeTransport
@@ -125,7 +126,7 @@ class CufileTransport(NativeTransport):
             self._within(f"{nbytes} bytes were not registered", lambda: cufile.add_memory(address, nbytes))
         except NativeCallError as error:
             raise TransportUnavailableError(
-                f"cuFile cannot register {nbytes} bytes of GPU memory: {error.message}",
+                f"cuFile cannot register {about(nbytes)} of GPU memory: {error.message}",
                 "lower host_buffer (BAR1 limits it), or set gds to off",
             ) from error
         self._registered[address] = nbytes

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError, TransportUnavailableError
+from gdscache.sizes import about
 from gdscache.storage.base import EitherWay, Memory, Op, Switch, failed, refused
 from gdscache.storage.calls import within
 
@@ -118,7 +119,7 @@ class KvikioTransport(EitherWay):
             self._kvikio.memory_register(memory)
         except RuntimeError as error:
             raise TransportUnavailableError(
-                f"cuFile cannot register {memory.numel()} bytes of GPU memory: {error}",
+                f"cuFile cannot register {about(memory.numel())} of GPU memory: {error}",
                 "make the staging ring smaller (BAR1 limits it), or set gds to off",
             ) from error
 

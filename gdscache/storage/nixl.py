@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gdscache.errors import DeadlineError, IOFailedError, TransportUnavailableError
+from gdscache.sizes import about
 from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, address_of, failed, memory_of, refused
 from gdscache.storage.calls import within
 from gdscache.storage.files import DirectFiles
@@ -105,7 +106,7 @@ class NixlTransport(DirectFiles):
             raise
         except self._nixl_errors as error:
             raise TransportUnavailableError(
-                f"NIXL cannot register {place.nbytes} bytes of GPU memory: {_said(error)}",
+                f"NIXL cannot register {about(place.nbytes)} of GPU memory: {_said(error)}",
                 "make the staging ring smaller (BAR1 limits it), or set gds to off",
             ) from error
 

@@ -205,7 +205,6 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--way", "gds"), "unknown way 'gds'"),
         (("io", "--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
         (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
-        (("ttft", "--dir", "{}", "--full", "--quick"), "choose one"),
         (("copy", "--total", "much"), "--total 'much'"),
         (("copy", "--pin", "all"), "--pin 'all'"),
     ],

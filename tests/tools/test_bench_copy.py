@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -468,7 +469,7 @@ def test_the_neighbours_work(gpu: Stand) -> None:
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 
-QUICK = copy.Settings.of("quick")
+QUICK = copy.Settings.of("quick", everything=True)
 
 
 def settings(**changes: Any) -> copy.Settings:
@@ -649,7 +650,7 @@ def test_fresh_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed(report: dict[str, Any], width: int) -> str:
-    lines = [line for table in copy.tables(report) for line in table.lines(width)]
+    lines = [line for table in copy.details(report) for line in table.lines(width)]
     assert max(map(len, lines)) <= width
     return "\n".join(lines)
 
@@ -673,6 +674,26 @@ def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
         ):
             assert words in text, words
     assert "MISSED" not in printed({**report, "settings": {"profile": "quick"}}, width)
+
+
+def test_people_get_whole_pages_of_64_tokens_and_what_it_comes_to(report: dict[str, Any]) -> None:
+    shown = [line for table in copy.tables(report) for line in table.lines(80)]
+    assert len(shown) < 80
+    assert not any(word in line for line in shown for word in ("1 token", "checksums", "page-locking"))
+    [said] = copy.bottom(report)
+    usual = {row["direction"]: row for row in report["copies"] if (row["geometry"], row["page_tokens"]) == ("gqa", 64)}
+    for direction, words in (("load", "Loads to the GPU"), ("store", "stores from it")):
+        assert f"{words} move {console.figure(usual[direction]['gb_per_second']['median'])} GB/s" in said
+    assert "A model's work takes" in said
+    assert copy.bottom({**report, "copies": [], "beside": []}) == []
+
+
+def test_pages_of_64_tokens_are_measured_unasked() -> None:
+    found = copy.bench(Stand()).run(dataclasses.replace(settings(), everything=False))
+    assert {row["page_tokens"] for row in found["copies"]} == {64}
+    assert found["complete"]
+    assert found["kernel_build"] is found["pinning"] is None
+    assert found["beside"]
 
 
 def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) -> None:
@@ -710,7 +731,9 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(copy_gpu, "Gpu", Interrupted)
     asked: list[copy.Settings] = []
-    monkeypatch.setattr(copy.Settings, "of", lambda profile: asked.append(settings(profile=profile)) or asked[-1])
+    monkeypatch.setattr(
+        copy.Settings, "of", lambda profile, everything: asked.append(settings(profile=profile)) or asked[-1]
+    )
     files = ("--report", tmp_path / "r.json", "--plot", tmp_path / "r.svg")
     status, out, _ = gdscache("bench", "copy", "--total", "16MiB", "--pairs", "3", *files)
     assert status == 130
@@ -745,7 +768,7 @@ def numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     if not (find_spec("cupy") or find_spec("cuda.core")):
         pytest.skip("neither cuda-core nor CuPy is installed")
-    command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick"]
+    command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick", "--all"]
     command += ["--report", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

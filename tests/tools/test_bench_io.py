@@ -17,8 +17,7 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
-from gdscache.commands.bench import io_rows_engine as engine_rows
+from gdscache.commands.bench import bare, io, io_cache, io_rows, io_rows_beside, io_sweep, io_ways, measure
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_files import FilePerPage
@@ -38,7 +37,12 @@ pytestmark = pytest.mark.suite
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
 TINY = dataclasses.replace(
-    Settings.of("quick"), total=16 * MIB, row_total=4 * MIB, ways=("host",), repeat=1, sweep_sizes=(64 * KIB,)
+    Settings.of("quick", everything=True),
+    total=16 * MIB,
+    row_total=4 * MIB,
+    ways=("host",),
+    repeat=1,
+    sweep_sizes=(64 * KIB,),
 )
 RAM = Path("/dev/shm")
 HAS_RAM = RAM.is_dir() and os.access(RAM, os.W_OK) and io_cache.in_memory(RAM)
@@ -94,7 +98,6 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     targets = {(r["case"], r["target"]) for r in measure.judged(report["comparisons"])}
     assert {("a file a page, 256KiB pages", 2.0), ("a file a page, 256KiB pages", 1.5)} <= targets
     on_disk = report["machine"]["storage"]["file_system"] not in io_cache.IN_MEMORY
-    assert (("host reads", 0.95) in targets) == on_disk
     beside = {
         (f"beside threads of Python, {size} pages", limit) for size in ("1MiB", "4MiB") for limit in (0.96, 0.55, 0.93)
     }
@@ -103,8 +106,7 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     stores = {("stores and loads, 4MiB pages", 0.85), ("stores and loads, 1MiB pages", 0.78)}
     assert (stores <= targets) == on_disk
     assert {r["transport"] for r in rows.values()} == {engine_transport(Path())}
-    threads = {r["threads"] for r in rows.values() if r["case"] != "host reads"}  # those are scouted
-    assert threads == {report["settings"]["threads"]}
+    assert {r["threads"] for r in rows.values()} == {report["settings"]["threads"]}
     for r in rows.values():
         assert r["ratio"] == pytest.approx(r["figure"]["median"] / r["against_figure"]["median"])
         if "target" in r:
@@ -113,6 +115,17 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
     assert report["memory"]["pages"] == report["settings"]["memory_pages"]
     causes = [entry["what"] for entry in report["cannot"]]
     assert [f"loads from a RAM disk, {size} pages" for size in ("4MiB", "1MiB", "256KiB")] == causes[:3]
+
+
+def test_what_developers_read_is_not_measured_unasked() -> None:
+    cpu, unasked = torch.device("cpu"), Settings.of("default")
+    names = {part.name.partition(",")[0] for part in io.parts(unasked, cpu)}
+    assert names == {"stores and loads", "a file a page"}
+    assert unasked.ways == ()
+    everything = {part.name.partition(",")[0] for part in io.parts(Settings.of("default", everything=True), cpu)}
+    assert names | {"loads from a RAM disk", "beside threads of Python", "direct reads"} <= everything
+    direct = io.parts(dataclasses.replace(unasked, ways=("cufile",)), cpu)
+    assert {part.name.partition(",")[0] for part in direct} == names | {"direct reads"}
 
 
 def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str], report: dict[str, Any]) -> None:
@@ -146,13 +159,13 @@ def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, 
         if r["case"].startswith("stores and loads") and r["unit"] == "GB/s" and "copies" not in r["against"]:
             kind = r["what"].split(",")[0]
             speeds[kind] = max(speeds.get(kind, 0.0), r["figure"]["median"])
-    assert f"Loads from the SSD tier move {console.figure(speeds['cold load'])} GB/s" in said
-    assert f"Stores to the SSD tier move {console.figure(speeds['store'])} GB/s" in said
+    assert f"{console.figure(speeds['cold load'])} GB/s of loads" in said
+    assert f"{console.figure(speeds['store'])} GB/s of stores" in said
     assert "of memory beside its pools" in said
     assert io.bottom({**report, "comparisons": [], "memory": None}) == []
     usual = [line for table in io.tables(report) for line in table.lines(80)]
     assert len(usual) < 60
-    assert not any(word in line for line in usual for word in ("beside Python", "checksums", "host only"))
+    assert not any(word in line for line in usual for word in ("beside Python", "checksums", "copies and sums"))
 
 
 def test_gds_that_is_required_is_proven_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,11 +472,8 @@ def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatc
     for refused, wanted in ((False, here), (True, "posix")):
         if refused:
             refuse_ring(monkeypatch)
-        (row,) = io_rows.host_reads(place(tmp_path))
-        assert row["transport"] == wanted
-        assert row["threads"] in io_rows.HOST_THREADS
-        assert {r["transport"] for r in engine_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
-        assert {r["transport"] for r in engine_rows.cold_loads(place(tmp_path))} == {wanted}
+        assert {r["transport"] for r in io_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
+        assert {r["transport"] for r in io_rows_beside.stores_and_loads(place(tmp_path), MIB)} == {wanted}
 
 
 def test_threads_of_comparisons_are_the_engine_s_and_more_on_a_ram_disk(
@@ -491,7 +501,7 @@ def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
 
 
 def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path) -> None:
-    rows = engine_rows.loads_from_memory(place(tmp_path), 256 * KIB)
+    rows = io_rows.loads_from_memory(place(tmp_path), 256 * KIB)
     assert [r["what"] for r in rows[:4]] == 2 * ["RAM disk → GPU via CPU, 256KiB pages"] + 2 * [
         "RAM disk → GPU via CPU, 256KiB pages that pass the CPU tier by"
     ]
@@ -503,7 +513,7 @@ def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path) -> Non
     assert all(r["against"] == "a page-locked copy" and "target" not in r for r in (rows[1], rows[3]))
     assert len(rows) == 4
     assert all((r["transport"], r["threads"]) == (engine_transport(tmp_path), 2) for r in rows)
-    rows = engine_rows.loads_from_memory(place(tmp_path), MIB)
+    rows = io_rows.loads_from_memory(place(tmp_path), MIB)
     assert [r["target"] for r in rows if "target" in r] == [0.90, 0.90, 0.97]
     assert rows[-1]["against"] == "without checksums"
     assert not list(tmp_path.iterdir())
@@ -533,9 +543,8 @@ def test_a_run_goes_on_where_a_report_ends(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("measured again")
 
     with monkeypatch.context() as patch:
-        for module, name in ((io_sweep, "ceiling"), (io_sweep, "sweep"), (io_rows, "host_reads")):
+        for module, name in ((io_sweep, "ceiling"), (io_sweep, "sweep"), (io_rows_beside, "stores_and_loads")):
             patch.setattr(module, name, never)
-        patch.setattr(engine_rows, "cold_loads", never)
         again = BENCH.run(TINY, tmp_path, done=whole)
     assert (again["cells"], again["comparisons"], again["ways"]) == (
         whole["cells"],

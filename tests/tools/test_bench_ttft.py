@@ -26,10 +26,10 @@ from tests.support.terminal import on_terminal
 
 pytestmark = pytest.mark.suite
 
-SMALL = dataclasses.replace(Settings.of("quick", "cpu"), prompts=(96,), page_tokens=8, repeat=1)
+SMALL = dataclasses.replace(Settings.of("quick", "cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
-    "model", "cells", "waits", "not_run", "verdicts",
+    "model", "cells", "waits", "verdicts",
 ]  # fmt: skip
 
 
@@ -73,11 +73,11 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/4", True, 0)
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/5", True, 0)
     wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
-    listed = [row["what"] for name in ("cannot", "failed", "not_run") for row in report[name]]
+    listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
-    assert report["failed"] == report["not_run"] == []
+    assert report["failed"] == []
     assert all("ssd direct" in row["what"] for row in report["cannot"])
     assert all("the planes are on cpu" in row["cause"] for row in report["cannot"])
     assert "the planes are" in printed
@@ -153,9 +153,7 @@ def some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def only(*wanted: Cell) -> None:
         everything = cells(SMALL)
         assert set(wanted) <= set(everything)
-        monkeypatch.setattr(
-            ttft, "chosen", lambda _: (list(wanted), {cell: "not now" for cell in everything if cell not in wanted})
-        )
+        monkeypatch.setattr(ttft, "chosen", lambda _: list(wanted))
 
     return only
 
@@ -341,21 +339,20 @@ def test_without_transformers_it_names_the_extra(tmp_path: Path) -> None:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_profiles_measure() -> None:
+def test_what_is_measured_unasked() -> None:
     for device in ("cuda:0", "cpu"):
-        default, full = Settings.of("default", device), Settings.of("full", device)
-        short, middle, long = default.prompts
-        wanted, others = chosen(default)
-        assert set(wanted) | set(others) == set(cells(default))
-        assert not set(wanted) & set(others)
-        assert {cell.prompt for cell in wanted} == {short, middle}
-        assert {cell for cell in cells(default) if cell.prompt == middle} <= set(wanted)
-        assert all(cell.prompt in (short, long) and "--full" in cause for cell, cause in others.items())
-        assert chosen(full) == (cells(full), {})
-        assert full.budget_seconds is None
+        default, everything = Settings.of("default", device), Settings.of("default", device, everything=True)
+        wanted = chosen(default)
+        assert {cell.prompt for cell in wanted} == set(default.prompts[:2])
+        assert {cell.where for cell in wanted} == {NOWHERE, "gpu", "cpu", "ssd_via_cpu"}
+        assert all(cell.overlap and not cell.gate for cell in wanted)
+        assert len(wanted) == 2 * (1 + 3 * 3)
+        assert chosen(everything) == cells(everything)
+        assert everything.budget_seconds is None
+    assert {cell.prompt for cell in chosen(Settings.of("quick", "cpu"))} == {256}
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (8192, 32768, 131072)
-    whole = cells(Settings.of("full", "cuda:0"))
+    whole = cells(Settings.of("default", "cuda:0"))
     assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2))
     assert [cell_of(cell.describe()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
@@ -478,9 +475,8 @@ def test_a_plot_of_what_there_is(tmp_path: Path, quick: tuple[Path, dict[str, An
 
 def test_settings_that_measure_nothing() -> None:
     SMALL.check()
-    for change, words in ({"preset": "90b"}, "unknown preset '90b'"), ({"engine": "mine"}, "unknown engine 'mine'"):
-        with pytest.raises(InvalidValueError, match=words):
-            dataclasses.replace(SMALL, **change).check()
+    with pytest.raises(InvalidValueError, match="unknown preset '90b'"):
+        dataclasses.replace(SMALL, preset="90b").check()
     with pytest.raises(InvalidValueError, match="a prompt of 63 tokens"):
         dataclasses.replace(SMALL, prompts=(63,), page_tokens=16).check()
     assert np.isfinite(Settings().budget_seconds or 0.0)

@@ -476,7 +476,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[errors.GdsCacheError], st
     "no slab": (lambda p: (p / "slab-0.bin").unlink(), errors.IOFailedError, "slab-0.bin does not exist"),
     "linked slab": (linked("slab-0.bin"), errors.NotARegularFileError, "slab-0.bin"),
     "linked catalogue": (linked("catalog.sqlite"), errors.NotARegularFileError, "catalog.sqlite"),
-    "no catalogue": (lambda p: (p / "catalog.sqlite").unlink(), errors.IOFailedError, "catalog.sqlite does not exist"),
+    "no catalogue": (lambda p: (p / "catalog.sqlite").unlink(), errors.IOFailedError, "no catalog.sqlite is in it"),
 }
 
 
@@ -518,7 +518,7 @@ def test_a_path_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, look:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / NEW_NAME).write_text("x")
-    with pytest.raises(errors.IOFailedError, match=r"catalog\.sqlite does not exist"):
+    with pytest.raises(errors.IOFailedError, match=r"no catalog\.sqlite is in it"):
         look(foreign)
     assert [f.name for f in foreign.iterdir()] == [NEW_NAME]  # and no lock
 

@@ -16,7 +16,7 @@ import pytest
 
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.plan import DRIVE_WRITES, HOST_PRICE, SCHEMA, Limits, cost, grid, mean_of, plan
+from gdscache.commands.replay.plan import DRIVE_WRITES, HOST_PRICE, SCHEMA, Limits, cost, grid, lifetime, mean_of, plan
 from gdscache.commands.replay.setup import Asked, setups
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
@@ -184,7 +184,8 @@ def test_a_plan_that_wears_a_drive_out_says_so() -> None:
     hot = looped(points=2)
     assert hot["recommended"]["drive_writes_per_day"] > DRIVE_WRITES
     [warning] = hot["warnings"]
-    assert f"{hot['recommended']['drive_writes_per_day']:.0f} times a day" in warning
+    assert f"wear the SSD out in {lifetime(hot['recommended']['drive_writes_per_day'])}" in warning
+    assert (lifetime(0.5), lifetime(5.0), lifetime(1826.25)) == ("10.0 years", "1.0 years", "1.0 days")
     assert "--writes-a-day" in warning
     cool = planned((work, [1e6 * at for at in times]), SMALL_POOL, points=2)
     assert cool["recommended"]["drive_writes_per_day"] <= DRIVE_WRITES

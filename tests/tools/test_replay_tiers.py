@@ -610,6 +610,16 @@ def test_a_plot_is_drawn(gdscache, trace: Path, tmp_path: Path) -> None:
     assert "GB written to the SSD" in text
 
 
+def test_one_capacity_is_drawn_as_bars(gdscache, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    drawn = tmp_path / "one.svg"
+    assert gdscache("replay", trace, "--cpu", "2", "--ssd", "4", "--plot", drawn)[0] == 0
+    text = drawn.read_text()
+    for label in ("infinite cache", "optimum", "as configured", "plain LRU"):
+        assert f"<!-- {label} -->" in text
+    assert "GB written to the SSD" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

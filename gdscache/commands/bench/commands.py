@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from gdscache.commands import EXIT_FAILED, EXIT_INTERRUPTED
-from gdscache.commands.console import App
+from gdscache.commands.console import App, require_matplotlib
 from gdscache.errors import InvalidValueError
 from gdscache.sizes import parse_size
 
@@ -26,14 +26,27 @@ Json = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Wri
 Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")]
 Quick = Annotated[
     bool,
-    typer.Option("--quick", help="Small sizes, a minute or two. Shows that everything runs; judges no figure."),
+    typer.Option(
+        "--quick", help="Small sizes: half a minute, servers some minutes. Shows that all runs; judges nothing."
+    ),
 ]
 Resume = Annotated[
     Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --report if that is given.")
 ]
-Everything = Annotated[bool, typer.Option("--all", help="Show what only developers of gdscache read, too.")]
+Everything = Annotated[bool, typer.Option("--all", help="Measure and show what only developers of gdscache read, too.")]
 Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
+_SERVERS = "vLLM and SGLang"
+_WAYS = (
+    "Way to keep the cache: none; cpu, files or gdscache in vLLM; hicache, storage or linker in SGLang. "
+    "Repeat it for several. Default: all."
+)
+_POLICY = "When HiCache stops to fetch a prompt's files. Default: wait_complete, best_effort from a disk."
 _Settings = TypeVar("_Settings", bound="DataclassInstance")
+
+
+def _of(engines: str, text: str, *names: str, **bounds: Any) -> Any:
+    """An option of one kind of engine."""
+    return typer.Option(*names, rich_help_panel=engines, help=text, **bounds)
 
 
 @bench_app.callback()
@@ -57,6 +70,7 @@ def copy(
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
+    everything: Everything = False,
     quick: Quick = False,
 ) -> None:
     """Measure copies of pages between host and GPU against cudaMemcpyAsync, alone and beside a model's work.
@@ -68,7 +82,7 @@ def copy(
     from gdscache.commands.bench.copy_gpu import Gpu
 
     given = {"total": _size("--total", total), "pairs": pairs, "pin": _size("--pin", pin), "path": path}
-    settings = _replaced(measured.Settings.of(_profile(quick=quick)), given)
+    settings = _replaced(measured.Settings.of(_profile(quick=quick), everything=everything), given)
     settings.check()
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
 
@@ -78,7 +92,9 @@ def io(
     directory: Dir = Path(),
     ways: Annotated[
         list[str] | None,
-        typer.Option("--way", help="A way between disk and memory. Repeat it for several ways. Default: all."),
+        typer.Option(
+            "--way", help="A way between disk and memory. Repeat it for several. Default: none, with --all all."
+        ),
     ] = None,
     total: Annotated[
         str | None, typer.Option(help="Size of the file that the ways read and write. Default: 1GiB.")
@@ -99,10 +115,10 @@ def io(
     everything: Everything = False,
     quick: Quick = False,
 ) -> None:
-    """Measure stores and loads of this cache, an engine's memory, and every way between disk and memory.
+    """Measure stores and loads of this cache against what the disk can, and an engine's memory.
 
-    Stores and loads are compared with a bare O_DIRECT loop and with other ways to keep pages. Each way between disk and
-    memory is measured for several sizes of requests.
+    Stores and loads are compared with a bare O_DIRECT loop, and with a file a page. Ways between disk and memory that
+    are asked for are measured for several sizes of requests.
 
     The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and
     4 GiB with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
@@ -116,9 +132,9 @@ def io(
         "ways": tuple(ways) if ways else None,
         "require_gds": require_gds,
     }
-    settings = _replaced(Settings.of(_profile(quick=quick)), given)
+    settings = _replaced(Settings.of(_profile(quick=quick), everything=everything), given)
     settings.check()
-    BENCH.command(settings, directory, json_file, plot, resume, everything=everything)
+    BENCH.command(settings, directory, json_file, plot, resume)
 
 
 @bench_app.command("ttft")
@@ -126,36 +142,91 @@ def ttft(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory of the SSD tier. Default: /dev/shm, if it is a RAM disk.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine that computes: transformers.")] = "transformers",
+    engine: Annotated[str, typer.Option(help="Engine that computes: transformers, vllm or sglang.")] = "transformers",
     preset: Annotated[
-        str | None, typer.Option(help="Shape of the model: tiny, 1b or 8b. Default: 8b, and tiny without a GPU.")
+        str | None,
+        typer.Option(
+            help="Shape of the model: tiny, 1b or 8b, of servers others too. Default: 8b, tiny without a GPU."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device of the model: auto, cpu, cuda or cuda:N.")] = "auto",
     repeat: Repeat = None,
-    resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
-    full: Annotated[bool, typer.Option("--full", help="Measure every prompt, share, place, overlap and gate.")] = False,
     everything: Everything = False,
     quick: Quick = False,
+    device: Annotated[str | None, _of("transformers", "Device of the model: auto, cpu, cuda or cuda:N.")] = None,
+    resume: Annotated[
+        Path | None, _of("transformers", "Report to continue. It is written again, or --report is.")
+    ] = None,
+    python: Annotated[
+        str | None, _of(_SERVERS, "Python with the server and gdscache. Default: the one of gdscache.")
+    ] = None,
+    disk: Annotated[Path | None, _of(_SERVERS, "Second directory, on a disk: restarts from there, too.")] = None,
+    ways: Annotated[list[str] | None, _of(_SERVERS, _WAYS, "--way")] = None,
+    tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a prompt: 32768.")] = None,
+    page_tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a page: 64.", min=1)] = None,
+    turns: Annotated[
+        int | None, _of(_SERVERS, "Loads of traffic of each kind: 3. 0: first tokens only.", min=0)
+    ] = None,
+    stages: Annotated[int | None, _of(_SERVERS, "Stages of 4. Restarts begin with the second.", min=1, max=4)] = None,
+    policy: Annotated[str | None, _of(_SERVERS, _POLICY)] = None,
+    graphs: Annotated[bool | None, _of(_SERVERS, "Decode by CUDA graphs.", "--graphs")] = None,
+    tp: Annotated[int | None, _of(_SERVERS, "GPUs of an engine: 1.", min=1)] = None,
+    at_once: Annotated[int | None, _of(_SERVERS, "Engines that are open side by side: 4.", min=1)] = None,
+    threads: Annotated[int | None, _of(_SERVERS, "ssd.threads for files on a RAM disk.", min=1)] = None,
+    drawn: Annotated[
+        list[Path] | None, _of(_SERVERS, "Draw these reports into --plot, and measure nothing.", "--from")
+    ] = None,
 ) -> None:
-    """Measure the time to first token of hits, against recomputing and against the ideal, and the cost of a miss.
+    """Measure the time to first token of hits against computing: in transformers, or inside vLLM or SGLang.
 
-    The engine is transformers (the extra hf), with a Llama of random weights: nothing is downloaded.
+    In transformers (the extra hf) hits from the GPU, the CPU tier and the SSD are measured, and the cost of a miss;
+    with --all also other places, longer prompts, loads without overlap, and the gate. In vLLM and SGLang, first tokens
+    and requests a second are measured with no cache, the server's own caches and gdscache. Models have random weights:
+    nothing is downloaded.
 
-    The bench ends after about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB
-    of GPU memory, 12 GiB of host memory and 12 GiB of disk; with --full 75, 40 and 45 GiB. A RAM disk takes host memory
-    too. A hit whose tokens differ from those of recomputing counts as failed.
+    Transformers take about eight minutes, and --resume measures the cases that are left. The 8b shape needs 35 GiB of
+    GPU memory, 12 GiB of host memory and 12 GiB of disk; with --all 75, 40 and 45 GiB. A server takes about ten
+    minutes, 25 GiB of GPU memory for each engine that is open, and 40 GiB of host memory. A RAM disk takes host memory
+    too.
     """
     from gdscache.commands.bench import ttft as measured
-    from gdscache.commands.bench.ttft_cells import Settings
-    from gdscache.cuda.streams import resolve_device
 
-    settings = Settings.of(_profile(full=full, quick=quick), str(resolve_device(device)))
-    settings = _replaced(settings, {"engine": engine, "preset": preset, "repeat": repeat})
-    settings.check()
-    place = measured.place(directory)
-    measured.BENCH.command(settings, place, json_file, plot, resume, everything=everything)
+    profile, place = _profile(quick=quick), measured.place(directory)
+    common = {"preset": preset, "repeat": repeat, "everything": everything}
+    own: dict[str, Any] = {"--device": device, "--resume": resume}
+    servers: dict[str, Any] = {
+        "python": python,
+        "disk": disk and str(disk),
+        "ways": tuple(ways) if ways else None,
+        "tokens": tokens,
+        "page_tokens": page_tokens,
+        "turns": turns,
+        "stages": stages,
+        "policy": policy,
+        "graphs": graphs,
+        "tp": tp,
+        "at_once": at_once,
+        "threads": threads,
+    }
+    if drawn:
+        _draw(drawn, plot)
+    elif engine == "transformers":
+        from gdscache.commands.bench.ttft_cells import Settings
+        from gdscache.cuda.streams import resolve_device
+
+        _refuse({f"--{name.replace('_', '-')}": value for name, value in servers.items()}, "vllm and sglang")
+        on = str(resolve_device(device or "auto"))
+        settings = _replaced(Settings.of(profile, on, everything=everything), common)
+        settings.check()
+        measured.BENCH.command(settings, place, json_file, plot, resume)
+    else:
+        from gdscache.commands.bench import serving
+
+        _refuse(own, "transformers")
+        asked = _replaced(serving.Settings.of(profile, engine, python), common | servers)
+        asked.check()
+        serving.BENCH.command(asked, place, json_file, plot)
 
 
 @bench_app.command("links")
@@ -247,10 +318,29 @@ def compare(
     )
 
 
-def _profile(*, full: bool = False, quick: bool) -> str:
-    if full and quick:
-        raise InvalidValueError("--full and --quick were both given", "choose one")
-    return "full" if full else "quick" if quick else "default"
+def _refuse(given: Mapping[str, Any], engines: str) -> None:
+    """Raises `InvalidValueError` for options that another engine takes."""
+    if wrong := [option for option, value in given.items() if value is not None]:
+        raise InvalidValueError(f"{wrong[0]} is an option of --engine {engines}", "leave it out, or choose that engine")
+
+
+def _draw(reports: Sequence[Path], plot: Path | None) -> None:
+    """Draw reports that were measured before."""
+    from gdscache.commands.bench.serving_report import draw
+
+    if plot is None:
+        raise InvalidValueError("--from needs --plot", "name the file to draw into")
+    figure = require_matplotlib(plot).figure.Figure(layout="constrained")
+    try:
+        draw([json.loads(path.read_text()) for path in reports], figure)
+    except (ValueError, KeyError, TypeError) as error:
+        hint = "name reports of --engine vllm or sglang"
+        raise InvalidValueError(f"--from cannot draw these files: {error}", hint) from None
+    figure.savefig(plot, dpi=150)
+
+
+def _profile(*, quick: bool) -> str:
+    return "quick" if quick else "default"
 
 
 def _replaced(settings: _Settings, given: Mapping[str, Any]) -> _Settings:

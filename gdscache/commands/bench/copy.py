@@ -25,7 +25,13 @@ from gdscache.sizes import GIB, MIB, about
 
 MEMCPY = "cudaMemcpyAsync"
 NO_SUMS = "without checksums"
-BESIDE_CELL = ("gqa", 64, "all", "load")  # geometry, page_tokens, part, direction of what runs beside a model's work
+USUAL_TOKENS = 64  # of a page
+BESIDE_CELL = (
+    "gqa",
+    USUAL_TOKENS,
+    "all",
+    "load",
+)  # geometry, page_tokens, part, direction of what runs beside a model's work
 KERNELS, PINNING = "building the kernels", "page-locking"
 
 
@@ -35,7 +41,8 @@ class Settings(kit.Settings):
 
     `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure. `product`
     and `attention` are the edge of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs`
-    times each way; `builds` the rounds of building kernels. `path`: of all copies; `auto` is an engine's.
+    times each way; `builds` the rounds of building kernels. `path`: of all copies; `auto` is an engine's. Without
+    `everything` pages of 64 tokens are measured, and nothing of what a process pays once.
     """
 
     total: int = 1 * GIB
@@ -49,10 +56,11 @@ class Settings(kit.Settings):
     path: str = "auto"
 
     @classmethod
-    def of(cls, profile: str) -> Settings:
+    def of(cls, profile: str, *, everything: bool = False) -> Settings:
+        """The settings of a profile."""
         if profile == "quick":
-            return cls(profile, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
-        return cls(profile)
+            return cls(profile, everything, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
+        return cls(profile, everything)
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings that measure nothing."""
@@ -71,19 +79,20 @@ def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
         "pinning": None,
     }
     measured = functools.partial(measure, gpu=gpu, startup=startup)
-    return kit.Bench("copy", "gdscache.bench.copy/3", sections, measured, tables, plot)
+    return kit.Bench("copy", "gdscache.bench.copy/3", sections, measured, tables, plot, details, bottom)
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
-    """Every cell, with one pool and one `GpuCopies` a layout.
+    """The chosen cells, with one pool and one `GpuCopies` a layout.
 
     Raises `KernelUnavailableError` where the kernels cannot be built, and `CapacityError` and `PinnedMemoryError` where
     memory is short. A case fails where copies give other bytes.
     """
     settings.check()
-    run.plan([*map(label, cells()), *((KERNELS, PINNING) if startup else ())])
+    every = [cell for cell in cells() if settings.everything or cell.page_tokens == USUAL_TOKENS]
+    run.plan([*map(label, every), *((KERNELS, PINNING) if startup and settings.everything else ())])
     with frozen_heap():
-        for (geometry, page_tokens), of_layout in itertools.groupby(cells(), lambda c: (c.geometry, c.page_tokens)):
+        for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
             wanted = [cell for cell in of_layout if run.wants(label(cell))]
             if wanted:
                 with Pool(gpu, geometry.layout(page_tokens), settings.total) as pool:
@@ -199,17 +208,44 @@ def what(row: Row) -> str:
 
 
 def tables(report: kit.Report) -> list[Table]:
-    """What was measured, also a part of it."""
-    judged, names = not kit.quick(report), {"ours": "gb_per_second", "other": "against_gb_per_second"}
-    found = [
-        lines_table(title, [Line.of(f"{what(r)} ({_routes(r)})", r, **names) for r in rows], judged=judged)
-        for title, rows in (
-            ("Copies against cudaMemcpyAsync", report["copies"]),
-            ("Checksums on, against off", report["checksums"]),
-        )
+    """What was measured, also a part of it: copies of all layers of pages, alone and beside a model's work."""
+    whole = [row for row in report["copies"] if "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS]
+    beside = [row for row in report["beside"] if not row["sums"]]
+    worked = lines_table("Beside a model's work", _beside_lines(beside), judged=not kit.quick(report))
+    return [_lines(report, "Copies against cudaMemcpyAsync", whole), worked]
+
+
+def details(report: kit.Report) -> list[Table]:
+    """Every page and layer, checksums, and what a process pays once."""
+    judged = not kit.quick(report)
+    return [
+        _lines(report, "All copies against cudaMemcpyAsync", report["copies"]),
+        _lines(report, "Checksums on, against off", report["checksums"]),
+        lines_table("Beside a model's work, all", _beside_lines(report["beside"]), judged=judged),
+        _startup(report, judged=judged),
     ]
-    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=judged)
-    return [*found, worked, _startup(report, judged=judged)]
+
+
+def bottom(report: kit.Report) -> list[str]:
+    """What an engine's user has of it: speeds of loads and stores beside a plain copy's, and what they cost a model."""
+    found, said = [], {"load": "Loads to the GPU", "store": "stores from it"}
+    for row in report["copies"]:
+        usual = row["geometry"] == "gqa" and "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
+        if usual and row["direction"] in said:
+            rate, best = (figure(row[key]["median"]) for key in ("gb_per_second", "against_gb_per_second"))
+            moved = f"{said[row['direction']]} move {rate} GB/s, {figure(row['ratio'])} of"
+            found.append(f"{moved} the {best} GB/s of a plain copy")
+    text = [f"{', '.join(found)}."] if found else []
+    work = [row["work"]["ratio"] for row in report["beside"] if not row["sums"]]
+    if work:
+        text.append(f"A model's work takes {figure(max(work))} times as long beside a load as beside a plain copy.")
+    return [" ".join(text)] if text else []
+
+
+def _lines(report: kit.Report, title: str, rows: Sequence[Row]) -> Table:
+    names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
+    lines = [Line.of(f"{what(row)} ({_routes(row)})", row, **names) for row in rows]
+    return lines_table(title, lines, judged=not kit.quick(report))
 
 
 def _beside_lines(rows: Sequence[Row]) -> list[Line]:

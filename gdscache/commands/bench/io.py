@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_rows_engine, io_sweep, kit, memory
+from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_sweep, kit, memory
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
 from gdscache.commands.bench.io_sweep import OPS, SIZES
@@ -39,9 +39,9 @@ class Settings(kit.Settings):
     """How much is measured: sizes in bytes.
 
     `total`: the file of the sweep; `row_total`: what a comparison moves a round, `ram_total` the same on the RAM disk.
-    A way's figure for a size has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds. `threads`: of the
-    transport in comparisons; None is the engine's default, more on a RAM disk. `calls`: of an engine that a round times
-    one by one. `memory_pages`: of the engine whose memory is measured.
+    A figure for a size of one of `ways` has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds. `threads`:
+    of the transport in comparisons; None is the engine's default, more on a RAM disk. `calls`: of an engine that a
+    round times one by one. `memory_pages`: of the engine whose memory is measured.
     """
 
     total: int = 1 * GIB
@@ -55,16 +55,18 @@ class Settings(kit.Settings):
     calls: int = 100
     pages: tuple[int, ...] = (256 * KIB, 1 * MIB)
     memory_pages: int = 10_000
-    ways: tuple[str, ...] = tuple(BY_NAME)
+    ways: tuple[str, ...] = ()
     require_gds: bool = False
     ram_disk: str = RAM_DISK
 
     @classmethod
-    def of(cls, profile: str) -> Settings:
+    def of(cls, profile: str, *, everything: bool = False) -> Settings:
+        """The settings of a profile. No way is swept without `everything`."""
+        ways = tuple(BY_NAME) if everything else ()
         if profile != "quick":
-            return cls(profile)
-        sizes = (64 * KIB, 1 * MIB)
-        return cls(profile, 32 * MIB, 16 * MIB, 16 * MIB, 2, sizes, 1, 0.02, 4, 10, (256 * KIB,), memory_pages=500)
+            return cls(profile, everything, ways=ways)
+        sizes, small = (64 * KIB, 1 * MIB), (32 * MIB, 16 * MIB, 16 * MIB, 2)
+        return cls(profile, everything, *small, sizes, 1, 0.02, 4, 10, (256 * KIB,), memory_pages=500, ways=ways)
 
     def threads_on(self, *, ram: bool) -> int:
         """Threads of a comparison, on a RAM disk or on a disk."""
@@ -92,7 +94,7 @@ class Part:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """Comparisons, the memory of an engine, and the sweep; files go into temporary directories, which are deleted.
+    """Comparisons, an engine's memory, and the sweep of ways. Files go into temporary directories, which are deleted.
 
     Raises `TransportUnavailableError` where GPUDirect Storage is required and not proven, and `CapacityError` where the
     disk has no room.
@@ -116,18 +118,18 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
             run.case("ceilings", lambda: {"ceilings": {name: action() for name, action in best.items()}})
         if run.found["ceilings"] is None:
             return
-        for part in [part for part in some if part.action is not io_rows_engine.direct_reads]:
+        for part in [part for part in some if part.action is not io_rows.direct_reads]:
             compare(run, settings, device, part, file)
         run.case("memory", lambda: {"memory": memory.engine_memory(file.parent, settings.memory_pages)})
         for way in settings.ways:
             sweep(run, settings, device, way, file)
         direct = next((way for way in run.found["ways"] if way["way"] == "cufile"), {"cause": "it is not asked for"})
-        for part in [part for part in some if part.action is io_rows_engine.direct_reads]:
+        for part in [part for part in some if part.action is io_rows.direct_reads]:
             compare(run, settings, device, dataclasses.replace(part, cause=direct["cause"]), file)
 
 
 def parts(settings: Settings, device: torch.device) -> list[Part]:
-    """The comparisons, the most telling first."""
+    """The comparisons, the most telling first; those of developers with `everything` alone."""
     ram, needed, cause = Path(settings.ram_disk), 2 * settings.ram_total, ""
     if device.type != "cuda":
         cause = "torch sees no CUDA device"
@@ -135,19 +137,22 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
         cause = f"{ram} is no RAM disk that may be written"
     elif shutil.disk_usage(ram).free < needed:
         cause = f"{ram} has less than {about(needed)} free"
-    found = [Part("host reads", io_rows.host_reads), Part("cold loads", io_rows_engine.cold_loads)]
-    sized: list[tuple[str, Callable[..., list[Row]], Sequence[int], bool]] = [
-        ("loads from a RAM disk", io_rows_engine.loads_from_memory, tuple(io_rows_engine.ONWARD_TARGETS), True),
-        ("a file a page", io_rows_engine.file_per_page, settings.pages, False),
-        ("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS), False),
-        ("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS), False),
-    ]
-    for name, of, sizes, on_ram in sized:
+    found: list[Part] = []
+
+    def sized(name: str, of: Callable[..., list[Row]], sizes: Sequence[int], *, ram: bool = False) -> None:
         for size in sizes:
             action, label = functools.partial(of, page_bytes=size), f"{name}, {format_size(size)} pages"
-            found.append(Part(label, action, on_ram, cause if on_ram else ""))
-    found.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
-    return [*found, Part("direct reads", io_rows_engine.direct_reads)]
+            found.append(Part(label, action, ram, cause if ram else ""))
+
+    sized("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS))
+    sized("a file a page", io_rows.file_per_page, settings.pages)
+    if settings.everything:
+        sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
+        sized("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS))
+        found.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
+    if "cufile" in settings.ways:
+        found.append(Part("direct reads", io_rows.direct_reads))
+    return found
 
 
 def compare(run: kit.Run, settings: Settings, device: torch.device, part: Part, file: Path) -> None:
@@ -214,9 +219,9 @@ def require_gds(directory: Path, device: torch.device) -> str:
 
 
 def tables(report: kit.Report) -> list[Table]:
-    """What this cache makes of the disk, also a part of it."""
+    """What this cache makes of the disk, and what ways to the disk give that were asked for; also a part of it."""
     with_targets = not kit.quick(report)
-    found = [lines_table("This cache", [_line(r) for r in report["comparisons"] if _plain(r)], judged=with_targets)]
+    found = [lines_table("This cache", [_line(row) for row in _usual(report)], judged=with_targets)]
     if (held := report["memory"]) is not None:
         table = Table(
             f"Memory of an engine, {held['pages']:,} pages", "what", "resident", *(["target"] if with_targets else [])
@@ -224,30 +229,31 @@ def tables(report: kit.Report) -> list[Table]:
         said = [verdict(held, "at most", about)] if with_targets else []
         table.add_row("beyond its pools and an interpreter with torch", about(held["beyond_bytes"]), *said)
         found.append(table)
-    return found
+    return [*found, _swept(report)]
 
 
 def details(report: kit.Report) -> list[Table]:
-    """Beside threads of Python, CPU seconds, checksums; and the disk by every way that bytes can go."""
-    others = [_line(r) for r in report["comparisons"] if not _plain(r)]
+    """What else was compared: beside threads of Python, CPU seconds, checksums, other loops; and the bare loop."""
+    usual = _usual(report)
+    others = [_line(row) for row in report["comparisons"] if row not in usual]
     loops = Table("Ceilings: the bare loop", "what", "GB/s", "best way", "")
     for name, r in (report["ceilings"] or {}).items():
         rates, way = r["gb_per_second"], f"{r['threads']} threads x {about(r['io_bytes'])}"
         spread = f"{figure(rates['median'])} ({figure(rates['min'])} to {figure(rates['max'])})"
         loops.add_row(name, spread, way, "O_DIRECT" if r["direct"] else "through the page cache")
-    return [lines_table("Details", others, judged=not kit.quick(report)), loops, _swept(report)]
+    return [lines_table("Details", others, judged=not kit.quick(report)), loops]
 
 
 def bottom(report: kit.Report) -> list[str]:
     """What an engine's user has of it: speeds of loads and stores beside the disk's own, and the memory."""
     found = []
-    for what, words in (("cold load", "Loads from the SSD tier move"), ("store", "Stores to the SSD tier move")):
-        own = [r for r in report["comparisons"] if r["case"].startswith("stores and loads") and "loop," in r["against"]]
-        some = [r for r in own if r["what"].startswith(what) and "copies" not in r["against"]]
+    for what, words in (("cold load", "loads"), ("store", "stores")):
+        some = [r for r in _usual(report) if r["case"].startswith("stores and loads") and r["what"].startswith(what)]
         if some:
             r = max(some, key=lambda row: row["figure"]["median"])
             rate, least = figure(r["figure"]["median"]), figure(r["against_figure"]["median"])
-            found.append(f"{words} {rate} GB/s here; the bare disk moves {least} GB/s ({figure(r['ratio'])} of it).")
+            found.append(f"{rate} GB/s of {words}, {figure(r['ratio'])} of the {least} GB/s that it can")
+    found = [f"Your disk gives this cache {', and '.join(found)}."] if found else []
     if (held := report["memory"]) is not None:
         found.append(f"An engine takes {about(held['beyond_bytes'])} of memory beside its pools.")
     missed = sum(not part["met"] for part in judged(report))
@@ -256,9 +262,13 @@ def bottom(report: kit.Report) -> list[str]:
     return [" ".join(found)] if found else []
 
 
-def _plain(row: kit.Report) -> bool:
-    """Whether a comparison is one of speeds with nothing beside it."""
-    return row["unit"] == "GB/s" and "beside" not in row["what"] and not row["what"].startswith("checksums")
+def _usual(report: kit.Report) -> list[kit.Report]:
+    """Comparisons of speeds with nothing beside, each with the first way that it is held against."""
+    found: dict[str, kit.Report] = {}
+    for row in report["comparisons"]:
+        if row["unit"] == "GB/s" and "beside" not in row["what"] and not row["what"].startswith("checksums"):
+            found.setdefault(row["what"], row)
+    return list(found.values())
 
 
 def _line(row: kit.Report) -> Line:

@@ -1,29 +1,37 @@
-"""Shared parts of the comparisons of `gdscache bench io`, and reads without an engine. Each part returns rows of
-figures measured in turns."""
+"""Comparisons of `gdscache bench io` with an engine: cold loads from the SSD into the planes, through the CPU tier; and
+what comparisons share. Each part returns rows of figures measured in turns."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from gdscache.commands.bench import io_cache, machine
-from gdscache.commands.bench.bare import BareLoop, best
-from gdscache.commands.bench.io_ways import OpenWay, engine_way
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way
+from gdscache.commands.bench.io_engine import ColdEngine
+from gdscache.commands.bench.io_files import FilePerPage
+from gdscache.commands.bench.io_ways import OpenWay
 from gdscache.commands.bench.measure import Series, interleave, rate
+from gdscache.commands.bench.neighbours import LABELS, beside
 from gdscache.commands.bench.rows import compared
 from gdscache.commands.console import Progress
-from gdscache.sizes import GIB, MIB
+from gdscache.sizes import GIB, KIB, MIB, format_size
 from gdscache.storage.base import Op
 
-HOST_TARGET = 0.95
-HOST_THREADS = (4, 8, 16)  # tried thread counts
-SUBMIT_PAGES = 128  # of one submit, as in a load
+ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop with copies
+FILE_READ_TARGET, FILE_WRITE_TARGET = 2.0, 1.5  # against one file a page
+SUMS_TARGET = 0.97
+SUMS_PAGE = 1 * MIB
+DIRECT_TARGET, DIRECT_BESIDE_TARGET = 0.95, 0.55
+_DIRECT_SSD = {"transport": "cufile", "gds": "auto", "route": "direct"}
+_PAGE = 1 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,48 +105,157 @@ class Metered:
         return Series(tuple(self._cpu))
 
 
-def host_reads(place: Place) -> list[Row]:
-    """Reads of 1 MiB extents in random order into host memory, submitted as in a load, against the bare loop."""
-    label, scouted, name = "host reads of 1 MiB extents", {}, engine_way(place.directory)
-    with BareLoop(place.file, place.nbytes) as bare:
-        bare_ways = bare.scout(Op.READ, place.progress)
-        for number, threads in enumerate(HOST_THREADS):
-            place.progress(number, len(HOST_THREADS), f"{label}: {threads} threads")
-            with OpenWay(name, place.file, threads, place.nbytes, place.device) as way:
-                read = extents(place, way)
-                scouted[threads] = max(read() for _ in range(3))
-        threads = max(scouted, key=lambda threads: scouted[threads])
-        with OpenWay(name, place.file, threads, place.nbytes, place.device) as way:
-            ways = {"ours": extents(place, way), **bare.runs(Op.READ, bare_ways)}
-            found = interleave(ways, place.repeat, place.progress, label)
-            direct, transport = way.transport.direct, way.transport.name
-        chosen = best(bare_ways, found)
-        state = io_cache.state([place.file], direct=direct and bare.direct)
-    limit = HOST_TARGET if place.on_disk else None
-    figures = found["ours"], f"bare loop, {chosen.label}", found[chosen.label]
-    return [row(place, label, MIB, figures, limit, transport=transport, threads=threads, cache=state)]
-
-
-def extents(place: Place, way: OpenWay) -> Callable[[], float]:
-    """Every extent of the file once, in random order; all submits come before the first wait."""
-    order = np.random.default_rng(3).permutation(place.nbytes // MIB).tolist()
-    submits = [order[at : at + SUBMIT_PAGES] for at in range(0, len(order), SUBMIT_PAGES)]
-
-    def once() -> float:
-        if not way.transport.direct:
-            io_cache.drop([place.file])
-        start = time.perf_counter()
-        begun = [way.begin(Op.READ, [(n * MIB, n * MIB) for n in some], MIB) for some in submits]
-        for batch in begun:
-            way.finish(batch)
-        return rate(len(order) * MIB, time.perf_counter() - start)
-
-    return once
-
-
 def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[Series, str, Series]:
     """CPU seconds per GiB of two metered ways, ours first, as arguments of `row`."""
     ours, other = ways.values()
     assert isinstance(ours, Metered)
     assert isinstance(other, Metered)
     return ours.cpu_per_gib, against, other.cpu_per_gib
+
+
+def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
+    """RAM disk → GPU against one page-locked copy, and against the bare loop that reads with the same number of threads
+    and copies on. Once with pages that stay in the CPU tier, and once with pages that pass through the bounce reserve;
+    then the loop has memory of the loads' reserve."""
+    what = f"RAM disk → GPU via CPU, {format_size(page_bytes)} pages"
+    with opened(place, page_bytes) as engine, BareLoop(engine.slab, engine.nbytes) as bare:
+        loops = _onward(place, engine, bare)
+        ways: dict[str, Callable[[], float]] = {
+            "ours": cold(engine, engine.load),
+            "passing": cold(engine, engine.load_passing),
+            "copy": engine.copy,
+            **{name: run for some in loops.values() for name, run in some.items()},
+        }
+        if page_bytes == SUMS_PAGE:
+            ways["plain"] = cold(engine, engine.load_unchecked)
+        for measure in ways.values():
+            measure()
+        found = interleave(ways, place.repeat, place.progress, what)
+        more = facts(engine)
+        _check(engine)
+        rows = []
+        for kind, label in {"ours": what, "passing": f"{what} that pass the CPU tier by"}.items():
+            loop = max(loops[kind], key=lambda name: found[name].median)
+            against = found[kind], loop, found[loop]
+            rows.append(row(place, label, page_bytes, against, ONWARD_TARGETS[page_bytes], **more))
+            copied = found[kind], "a page-locked copy", found["copy"]
+            rows.append(row(place, label, page_bytes, copied, None, **more))
+        if "plain" in found:
+            sums = found["ours"], "without checksums", found["plain"]
+            rows.append(row(place, f"checksums, {what}", page_bytes, sums, SUMS_TARGET, **more))
+    return rows
+
+
+def _onward(place: Place, engine: ColdEngine, bare: BareLoop) -> dict[str, dict[str, Callable[[], float]]]:
+    """The bare loops with copies: for staying pages, and through memory of the size of the loads' reserve."""
+    found: dict[str, dict[str, Callable[[], float]]] = {}
+    for kind, through in (("ours", None), ("passing", engine.reserve_bytes)):
+        onward = Onward(engine.flat(), through)
+        ways = onward.ways(Way(place.threads, size) for size in IO_BYTES)
+        memory = "" if through is None else f" through {format_size(through)}"
+        runs = bare.runs(Op.READ, ways, onward)
+        found[kind] = {f"bare loop that copies on{memory}, {name}": run for name, run in runs.items()}
+    return found
+
+
+def file_per_page(place: Place, page_bytes: int) -> list[Row]:
+    """An engine against one file a page: stores until on the device, and cold loads of pages in random order."""
+    label = f"{format_size(page_bytes)} pages"
+    with opened(place, page_bytes) as engine, tempfile.TemporaryDirectory(dir=place.directory) as theirs:
+        files = FilePerPage(Path(theirs), engine.pages, page_bytes)
+        returned: list[float] = []
+
+        def store() -> float:
+            seconds = engine.nbytes / engine.store() / 1e9
+            start = time.perf_counter()
+            io_cache.sync(place.directory)
+            return rate(engine.nbytes, seconds + time.perf_counter() - start)
+
+        def write() -> float:
+            until_return, until_device = files.write()
+            returned.append(until_return)
+            return until_device
+
+        for warm_up in (store, store, write):
+            warm_up()
+        returned.clear()
+        stored = interleave({"ours": store, "files": write}, place.repeat, place.progress, f"{label}: stores, files")
+        io_cache.drop(files.files)
+        state = io_cache.state(files.files, direct=False)
+        ways = {"ours": cold(engine, engine.load_scattered), "files": files.read}
+        ways["threads"] = lambda: files.read(place.threads)
+        loaded = interleave(ways, place.repeat, place.progress, f"{label}: loads, files")
+        files.check()
+        more = facts(engine) | {"cache": state}
+    many = f"a file a page, {place.threads} threads"
+    early = Series(tuple(returned))
+    read = loaded["ours"], "a file a page", loaded["files"]
+    written = stored["ours"], "a file a page, until on the device", stored["files"]
+    return [
+        row(place, f"random {label}, load", page_bytes, read, FILE_READ_TARGET, **more),
+        row(place, f"{label}, store", page_bytes, written, FILE_WRITE_TARGET, **more),
+        row(place, f"random {label}, load", page_bytes, (loaded["ours"], many, loaded["threads"]), None, **more),
+        row(
+            place,
+            f"{label}, store",
+            page_bytes,
+            (stored["ours"], "a file a page, until it returns", early),
+            None,
+            **more,
+        ),
+    ]
+
+
+def direct_reads(place: Place) -> list[Row]:
+    """Cold loads on the direct route, without Python on the way of the bytes, against a loop in C++ of the same cuFile
+    calls with the same number of threads, and beside a thread with Python."""
+    with (
+        opened(place, _PAGE, _DIRECT_SSD) as engine,
+        OpenWay("cufile", engine.slab, place.threads, engine.nbytes, place.device) as way,
+    ):
+        label = "SSD → GPU direct, cold, 1 MiB pages"
+        loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
+        loops["beside"] = beside("busy", engine.load)
+        found = interleave(loops, place.repeat, place.progress, label)
+        more = facts(engine)
+        _check(engine)
+    bare = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
+    busy = found["beside"], "alone", found["ours"]
+    return [
+        row(place, label, _PAGE, bare, DIRECT_TARGET, **more),
+        row(place, f"{label}, beside {LABELS['busy']}", _PAGE, busy, DIRECT_BESIDE_TARGET, **more),
+    ]
+
+
+@contextlib.contextmanager
+def opened(place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) -> Iterator[ColdEngine]:
+    """An engine in a temporary directory. `ssd`: changed keys of its section."""
+    with (
+        tempfile.TemporaryDirectory(dir=place.directory) as name,
+        ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device, ssd) as engine,
+    ):
+        yield engine
+
+
+def facts(engine: ColdEngine, *, direct: bool = True) -> dict[str, Any]:
+    """The facts of an engine's rows about its bytes. `direct`: whether the reference bypasses the page cache."""
+    cache = io_cache.state([engine.slab], direct=engine.direct and direct)
+    return {"nbytes": engine.nbytes, "transport": engine.transport["name"], "cache": cache}
+
+
+def cold(engine: ColdEngine, load: Callable[[], float]) -> Callable[[], float]:
+    """The load. For a transport that fills the page cache, the slab is dropped from it first."""
+
+    def once() -> float:
+        if not engine.direct:
+            io_cache.drop([engine.slab])
+        return load()
+
+    return once
+
+
+def _check(engine: ColdEngine) -> None:
+    """Load once more, into overwritten planes, and compare the bytes."""
+    engine.blank()
+    engine.load()
+    engine.check()

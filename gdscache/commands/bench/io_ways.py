@@ -19,7 +19,6 @@ from gdscache.cuda.host_memory import HostBuffer
 from gdscache.errors import DeviceError, IOFailedError, NativeCallError, ShortIOError, StorageError
 from gdscache.native import Disk, error_of
 from gdscache.sizes import KIB, MIB
-from gdscache.storage import open_transport as open_as_configured
 from gdscache.storage.base import Op, Transport, address_of, failed, memory_of, part
 from gdscache.storage.native import NativeTransport
 
@@ -235,14 +234,6 @@ def open_transport(name: str, threads: int, device: torch.device) -> Transport:
     from gdscache.storage.nixl import NixlTransport
 
     return NixlTransport(threads, gds=name == "nixl_gds_mt")
-
-
-def engine_way(directory: Path) -> str:
-    """The way of an engine's default transport there, without GPUDirect Storage."""
-    with open_as_configured(
-        "auto", directory=directory, device="cpu", threads=1, direct_io="auto", gds="off"
-    ) as transport:
-        return "uring" if transport.name == "uring" else "host"
 
 
 def check(way: OpenWay) -> None:

@@ -53,14 +53,18 @@ Keep = Callable[[dict[str, Any]], None]
 """Called with what was measured so far, after every case."""
 
 _ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
-_MAY_DIFFER = ("profile", "budget_seconds", "ways", "require_gds")  # between a report and the run that goes on with it
+# Settings that may differ between a report and the run that continues it.
+_MAY_DIFFER = ("profile", "everything", "budget_seconds", "ways", "require_gds")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much is measured. `profile`: `default`, `full` or `quick` (seconds: to see that it works)."""
+    """How much is measured. `profile`: `default` or `quick` (small, to see that it works). `everything`: also what only
+    developers of gdscache read.
+    """
 
     profile: str = "default"
+    everything: bool = False
 
     def describe(self) -> dict[str, Any]:
         """Plain data; sizes in bytes."""
@@ -209,8 +213,6 @@ class Bench:
         json_file: Path | None = None,
         plot: Path | None = None,
         resume: Path | None = None,
-        *,
-        everything: bool = False,
     ) -> None:
         """The command: a progress bar, tables, the JSON file, the plot, the exit status."""
         matplotlib = None if plot is None else require_matplotlib(plot)
@@ -229,7 +231,7 @@ class Bench:
         with progress_bar() as progress:
             found = self.run(settings, directory, progress, keep, done)
         report = {**head, **found}
-        details = self.details(report) if everything else ()
+        details = self.details(report) if settings.everything else ()
         show(*_above(report), *self.tables(report), *details, *below(report), *self.bottom(report))
         if written is not None:
             write_json(written, report)

@@ -44,7 +44,7 @@ class Settings(kit.Settings):
     @classmethod
     def of(cls, profile: str) -> Settings:
         ranks = max(1, torch.cuda.device_count())
-        return cls(profile, ranks, 32 << 20, 2) if profile == "quick" else cls(profile, ranks)
+        return cls(profile, ranks=ranks, total=32 << 20, repeat=2) if profile == "quick" else cls(profile, ranks=ranks)
 
     def check(self) -> None:
         """Raise `InvalidValueError` where ranks would share a link."""

@@ -16,7 +16,7 @@ from gdscache.commands.bench import io_cache, kit, ttft_report
 from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
 from gdscache.commands.bench.ttft_answers import Answer, compare, percentiles, series_of, worst
 from gdscache.commands.bench.ttft_ceilings import Ceilings
-from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds
+from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds, usual
 from gdscache.errors import CapacityError, GdsCacheError
 from gdscache.sizes import about
 
@@ -37,13 +37,12 @@ def place(directory: Path | None) -> Path:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """All cells; files go into a temporary directory, which is deleted.
+    """The chosen cells; files go into a temporary directory, which is deleted.
 
-    What the profile leaves out is under `not_run`. Raises `InvalidValueError` and `CapacityError`.
+    Raises `InvalidValueError` and `CapacityError`.
     """
     settings.check()
-    cells, others = chosen(settings)
-    run.found["not_run"] = [{"what": cell.label, "cause": cause} for cell, cause in others.items()]
+    cells = chosen(settings)
     run.plan([cell.label for cell in cells], settings.budget_seconds)
     todo = [cell for cell in cells if run.wants(cell.label)]
     try:
@@ -154,7 +153,8 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
             run.fail(cell.label, broken[cell])
         else:
             row = _row(client, cell, answers, counted, ceilings.loops)
-            once = cell.where == "cpu" and cell.cached == 50 and cell.overlap and not cell.gate  # a length of prompt
+            everything = client.settings.everything
+            once = everything and cell.where == "cpu" and cell.cached == 50 and usual(cell)  # a length of prompt
             waits = [client.wait_many(cell)] if once else []
             run.add(cell.label, {"cells": [row], "waits": waits}, wrong=_wrong(cell, row, answers[cell]))
 
@@ -208,6 +208,6 @@ def near_tie(settings: Settings) -> float:
     return NEAR_TIE if settings.dtype in ("bfloat16", "float16") else 0.0
 
 
-SECTIONS: dict[str, Any] = {"model": None, "cells": [], "waits": [], "not_run": [], "verdicts": []}
+SECTIONS: dict[str, Any] = {"model": None, "cells": [], "waits": [], "verdicts": []}
 _SHOWN = ttft_report.tables, ttft_report.plot, ttft_report.details, ttft_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/4", SECTIONS, measure, *_SHOWN)
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/5", SECTIONS, measure, *_SHOWN)

@@ -4,58 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gdscache.commands.bench import kit
+from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.errors import InvalidValueError
 
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
 NOWHERE = "none"
-ENGINES = ("transformers",)
-PRESETS: dict[str, dict[str, int]] = {  # shapes of Llama models, as `LlamaConfig` has them
-    "tiny": {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 4096,
-    },
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128_256,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128_256,
-    },
-}
 SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """How much is measured. `engine`: which one; `prompts`: tokens, short, middle and long; `preset` the model's shape.
+    """How much is measured. `prompts`: tokens, short, middle and long; `preset` the model's shape.
 
-    The default profile measures the middle prompt wholly and `SHORT_PLACES` of the short one, the full one everything.
+    Without `everything` the short and the middle prompt are measured, as an engine has its hits, from `USUAL` places.
     A cell has `repeat` rounds, and after `budget_seconds` no further group of cells is begun. `new_tokens` are
     compared with those of a run without a cache. `ceiling_bytes` are moved at most for a figure of a ceiling.
     """
 
-    engine: str = "transformers"
     preset: str = "8b"
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -68,22 +38,20 @@ class Settings(kit.Settings):
     seed: int = 0
 
     @classmethod
-    def of(cls, profile: str, device: str) -> Settings:
-        """The settings of a profile (`default`, `full`, `quick`): without a GPU a tiny model and short prompts."""
+    def of(cls, profile: str, device: str, *, everything: bool = False) -> Settings:
+        """The settings of a profile: without a GPU a tiny model and short prompts."""
         tiny: dict[str, Any] = {"preset": "tiny", "device": device, "dtype": _dtype(device)}
         if profile == "quick":
-            return cls(profile, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
-        budget = None if profile == "full" else 420.0
+            return cls(profile, everything, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
+        budget = None if everything else 420.0
         if device.startswith("cuda"):
-            return cls(profile, device=device, budget_seconds=budget)
-        return cls(profile, **tiny, prompts=(512, 2048, 8192), budget_seconds=budget)
+            return cls(profile, everything, device=device, budget_seconds=budget)
+        return cls(profile, everything, **tiny, prompts=(512, 2048, 8192), budget_seconds=budget)
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings that measure nothing."""
-        for value, known in ((self.engine, ENGINES), (self.preset, PRESETS)):
-            if value not in known:
-                what = "preset" if known is PRESETS else "engine"
-                raise InvalidValueError(f"unknown {what} {value!r}", f"choose of {', '.join(known)}")
+        if self.preset not in LLAMAS:
+            raise InvalidValueError(f"unknown preset {self.preset!r}", f"choose of {', '.join(LLAMAS)}")
         for tokens in self.prompts:
             if tokens < 4 * self.page_tokens:
                 raise InvalidValueError(f"a prompt of {tokens} tokens", f"use at least {4 * self.page_tokens}")
@@ -151,24 +119,22 @@ def cells(settings: Settings) -> list[Cell]:
     return found
 
 
-SHORT_PLACES = (NOWHERE, "gpu", "cpu", "ssd_via_cpu")  # of the default profile's short prompt
-_LEFT_OUT = "not part of the default profile: --full measures it"
+USUAL = (NOWHERE, "gpu", "cpu", "ssd_via_cpu")
 
 
-def chosen(settings: Settings) -> tuple[list[Cell], dict[Cell, str]]:
-    """What a profile measures, and why not the others."""
-    wanted, others = [], {}
-    for cell in cells(settings):
-        if settings.profile == "default" and not _usual(settings.prompts, cell):
-            others[cell] = _LEFT_OUT
-        else:
-            wanted.append(cell)
-    return wanted, others
+def chosen(settings: Settings) -> list[Cell]:
+    """What is measured of the matrix."""
+    longest = max(settings.prompts) if len(settings.prompts) > 2 else None
+    return [
+        cell
+        for cell in cells(settings)
+        if settings.everything or (usual(cell) and cell.where in USUAL and cell.prompt != longest)
+    ]
 
 
-def _usual(prompts: Collection[int], cell: Cell) -> bool:
-    short, middle = sorted(prompts)[:2] if len(prompts) > 1 else (0, *prompts)
-    return cell.prompt == middle or (cell.prompt == short and cell.where in SHORT_PLACES)
+def usual(cell: Cell) -> bool:
+    """Whether it is as an engine has it: loads run under the forward pass, and no gate decides."""
+    return cell.overlap and not cell.gate
 
 
 def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.bench.measure import target
-from gdscache.commands.bench.ttft_cells import NOWHERE, PLACES, SWITCHED, cell_of
+from gdscache.commands.bench.ttft_cells import NOWHERE, PLACES, SWITCHED, cell_of, usual
 from gdscache.commands.console import Table, duration, figure, percent, verdict
 
 Row = Mapping[str, Any]
@@ -160,7 +160,7 @@ _TOLD, _TOLD_PLACES = 90, {"cpu": "the CPU tier", "ssd_via_cpu": "the SSD"}
 
 def _usual(report: Row) -> list[Row]:
     """Hits as an engine has them: loads run under the forward pass, and no gate decides."""
-    return [r for r in report["cells"] if r["where"] != NOWHERE and r["overlap"] and not r["gate"]]
+    return [r for r in report["cells"] if r["where"] != NOWHERE and usual(cell_of(r))]
 
 
 _LOOKS = {

@@ -22,8 +22,9 @@ import torch
 from gdscache import CacheEngine, Config, LayerwiseLoad
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
+from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.commands.bench.ttft_answers import Answer, percentiles, stored_bytes
-from gdscache.commands.bench.ttft_cells import CACHED, PRESETS, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
+from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
@@ -79,7 +80,7 @@ class TransformersClient:
 
     def describe(self) -> dict[str, Any]:
         """The model, as plain data."""
-        return {"engine": "transformers", "name": self.settings.preset, **PRESETS[self.settings.preset]}
+        return {"engine": "transformers", "name": self.settings.preset, **LLAMAS[self.settings.preset]}
 
     # -- caches ----------------------------------------------------------------------------------------------------
 
@@ -417,7 +418,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 def _model(settings: Settings, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(settings.seed)
-    shape: dict[str, Any] = {**PRESETS[settings.preset], "max_position_embeddings": 1 << 18}
+    shape: dict[str, Any] = {**LLAMAS[settings.preset], "max_position_embeddings": 1 << 18}
     shape |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shape["initializer_range"] = 2 / math.sqrt(shape["hidden_size"])  # so that tokens attend to some others, not to all
     config = LlamaConfig.from_dict(shape)

@@ -123,8 +123,9 @@ def os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        lacks = f", so {path.parent} has no SSD tier" if path.name == CATALOG_NAME and path.parent.is_dir() else ""
-        raise IOFailedError(f"{path} does not exist{lacks}", "name the ssd.path of a config", errno.ENOENT) from error
+        tier = path.name == CATALOG_NAME and path.parent.is_dir()
+        lacks = f"{path.parent} has no SSD tier: no {CATALOG_NAME} is in it" if tier else f"{path} does not exist"
+        raise IOFailedError(lacks, "name the ssd.path of a config", errno.ENOENT) from error
     except OSError as error:
         raise IOFailedError(
             f"{path} cannot be read: {error.strerror}", "read it as its owner; see the kernel log", error.errno

@@ -28,7 +28,7 @@ HOST_PRICE = 20.0  # price of a byte of host memory, in bytes of the SSD
 _NEAR = 1.15  # sizes with a smaller ratio count as equal
 _REFINED = 3  # runs for each tier, after the grid
 _SOME = 0.01  # share of rejected pages from which a warning is shown
-DRIVE_WRITES = 3  # rated drive writes a day over five years, for server drives
+DRIVE_WRITES, RATED_YEARS = 1, 5  # drive writes a day over years: the rating of most server drives
 
 Row = Mapping[str, Any]
 
@@ -253,10 +253,16 @@ def _warnings(chosen: Row) -> list[str]:
     if a_day is None or a_day <= DRIVE_WRITES:
         return []
     return [
-        f"This traffic would write the whole SSD {a_day:.0f} times a day, and drives are built for about 1 to "
-        f"{DRIVE_WRITES} drive writes a day, for five years. Limit the writes with --writes-a-day, or replay the trace "
-        "with store.admission: second_offer or tinylfu."
+        f"This traffic would wear the SSD out in {lifetime(a_day)}, if it is built for one drive write a day over "
+        f"{RATED_YEARS} years, as most are. Limit the writes with --writes-a-day, or replay the trace with "
+        "store.admission: second_offer or tinylfu."
     ]
+
+
+def lifetime(writes_a_day: float) -> str:
+    """How long a drive lasts at so many drive writes a day, in words."""
+    days = 365.25 * RATED_YEARS * DRIVE_WRITES / writes_a_day
+    return f"{days / 365.25:,.1f} years" if days >= 365.25 else f"{days:,.1f} days"
 
 
 def _binds(search: _Search, token_bytes: float) -> list[str]:

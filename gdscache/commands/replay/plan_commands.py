@@ -108,11 +108,14 @@ def _table(report: Mapping[str, Any]) -> Table:
         least = duration(forever["first_token_seconds"][name])
         plan.add_row(f"TTFT {name}", f"{duration(here)}; no cache {duration(without)}, infinite tiers {least}")
     if chosen["ssd_bytes"] and chosen["ssd_written_bytes_per_day"] is not None:
-        a_day = figure(chosen["drive_writes_per_day"])
+        from gdscache.commands.replay.plan import lifetime
+
+        a_day = chosen["drive_writes_per_day"]
+        worn = f"; a drive that is built for one a day lasts {lifetime(a_day)}" if a_day else ""
         plan.add_row(
             "SSD wear",
-            f"{about(int(chosen['ssd_written_bytes_per_day']))} a day, {a_day} drive writes a day, "
-            f"if all of it is as these {w['seconds']:,.0f} s",
+            f"{about(int(chosen['ssd_written_bytes_per_day']))} a day, {figure(a_day)} drive writes a day, "
+            f"if all of it is as these {w['seconds']:,.0f} s{worn}",
         )
     plan.add_row("target", f"a mean of {duration(report['target_seconds'])}" + ("" if report["met"] else ", not met"))
     plan.add_row("limited by", "; ".join(_BINDS[name] for name in report["binds"]))

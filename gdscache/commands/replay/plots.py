@@ -14,15 +14,17 @@ _GB = 1e9
 
 
 def replay_plot(report: Row, path: Path) -> None:
-    """Plot the hit pages over the capacity: a line for each policy, the optimum, and an infinite cache as the limit.
-    With an SSD, a second plot has the hit pages over the bytes written, a point for each run; the line is the
-    frontier. For a model with states: the hit tokens over the CPU tier, beside vLLM's own offloading.
+    """Plot the hit pages over the capacity: a line for each policy, the optimum, and an infinite cache as the limit; as
+    bars for a single capacity. For several runs with an SSD, a second plot has the hit pages over the bytes written, a
+    point for each run; the line is the frontier. For a model with states: the hit tokens over the CPU tier, beside
+    vLLM's own offloading.
 
     Raises `MissingPackageError` without matplotlib and `InvalidValueError` for an unknown file name suffix.
     """
     matplotlib = require_matplotlib(path)
-    written = [run for run in report["runs"] if run.get("ssd")]
-    figure = matplotlib.figure.Figure(figsize=(13 if written else 8, 6), layout="constrained")
+    written = [run for run in report["runs"] if run.get("ssd") and len(report["runs"]) > 1]
+    one = len(report["optimum"]) == 1
+    figure = matplotlib.figure.Figure(figsize=(13 if written else 8, 3 if one else 6), layout="constrained")
     panels = figure.subplots(1, 2 if written else 1, squeeze=False)[0]
     lines: dict[str, list[Row]] = {}
     for run in report["runs"]:
@@ -30,11 +32,14 @@ def replay_plot(report: Row, path: Path) -> None:
     colors = {label: f"C{number % 10}" for number, label in enumerate(lines)}
     if all(run["offloading"] for run in report["runs"]):
         _over_memory(panels[0], lines, colors)
+    elif one:
+        _bars(panels[0], report, colors)
     else:
         _over_capacity(panels[0], report, lines, colors)
     if written:
         _over_writes(panels[1], written, colors)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    if not one or written:
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     workload = report["workload"]
     figure.suptitle(f"{workload['requests']:,} requests, pages of {workload['page_tokens']} tokens")
     figure.savefig(path, dpi=150)
@@ -42,6 +47,19 @@ def replay_plot(report: Row, path: Path) -> None:
 
 def _label(run: Row) -> str:
     return ", ".join(f"{k} {v}" for k, v in run["varied"].items() if k not in _SIZES) or "as configured"
+
+
+def _bars(axes: Any, report: Row, colors: Mapping[str, str]) -> None:
+    runs = [(_label(run), run["hit_rate"], colors[_label(run)]) for run in report["runs"]]
+    (best,), (plain,) = report["optimum"], report["plain_lru"]
+    ends = ("infinite cache", report["infinite"]["hit_rate"], "0.8"), ("optimum (Belady)", best["hit_rate"], "black")
+    for place, (name, rate, color) in enumerate([*ends, *runs, ("plain LRU", plain["hit_rate"], "0.6")]):
+        axes.barh(place, 100 * rate, color=color, label=name)
+        axes.annotate(f"{100 * rate:.1f}", (100 * rate, place), (3, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(runs) + 3), ["infinite cache", "optimum", *(name for name, _, _ in runs), "plain LRU"])
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel(f"pages hit, %; all tiers hold {best['capacity_percent']:.3g} % of the trace's unique pages")
 
 
 def _over_capacity(axes: Any, report: Row, lines: Mapping[str, list[Row]], colors: Mapping[str, str]) -> None:

@@ -1,17 +1,15 @@
-"""One run of vLLM, offline, as ordered: `python vllm_run.py ORDER ANSWERS`. See bench.py."""
+"""One run of vLLM, offline: `python -m gdscache.commands.bench.serving_vllm ORDER ANSWERS`. See serving.py."""
 
 from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import parts
+from gdscache.commands.bench import serving_run
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 SCHEDULER = (
@@ -65,7 +63,7 @@ def transfer(order: dict[str, Any]) -> Any:
 
 
 # vLLM's default, one graph for a step that only decodes; without a compiler, which would take a minute an engine.
-GRAPHS = {"backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": parts.GRAPHS}
+GRAPHS = {"backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": serving_run.GRAPHS}
 ENDS = ("build_connector_meta", "clear_connector_metadata")  # the last call of a step, of either side
 EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
 
@@ -124,9 +122,7 @@ class Steps:
         """Of steps that computed something since the last call, in microseconds; means of calls are over all steps."""
         steps, clock = self._steps or [(0.0, 0)], statistics.median(self.empty or [0.0])
         seconds = [max(0.0, spent - clock * calls) for spent, calls in steps]
-        found = {f"{side} steps": float(len(steps)), f"{side} clock": clock * 1e6}
-        found |= {side: statistics.median(seconds) * 1e6, f"{side} mean": statistics.fmean(seconds) * 1e6}
-        found[f"{side} with clocks"] = statistics.median(spent for spent, _ in steps) * 1e6
+        found = {side: statistics.median(seconds) * 1e6, f"{side} mean": statistics.fmean(seconds) * 1e6}
         found |= {name: spent * 1e6 / len(steps) for name, spent in self.by_name.items()}
         self._clear()
         return found
@@ -142,28 +138,17 @@ class TimedWorker:
         return self._steps.told("worker")
 
 
-def thread_seconds() -> dict[str, float]:
-    """CPU seconds of this process's threads, by their names."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    found: dict[str, float] = {}
-    for task in Path("/proc/self/task").iterdir():
-        name = names.get(int(task.name)) or (task / "comm").read_text().strip()
-        user, system = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
-        found[name] = found.get(name, 0.0) + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return found
-
-
 def main() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
-    answers = parts.Answers()
+    answers = serving_run.Answers()
     order = answers.order
     way = order["way"]
     steps = Steps(SCHEDULER) if way == "gdscache" else None
     given: dict[str, Any] = {} if way == "none" else {"kv_transfer_config": transfer(order)}
     if order["gpu"]:
         given |= {"kv_cache_memory_bytes": order["kv_cache"], "gpu_memory_utilization": 0.1}
-        given["attention_config"] = {"backend": order["attention"]}
+        given["attention_config"] = {"backend": "FLASH_ATTN"}
     else:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all memory that is free
     if order["states"]:
@@ -171,7 +156,7 @@ def main() -> None:
     if order["tp"] > 1:
         given |= {"tensor_parallel_size": order["tp"], "distributed_executor_backend": "mp"}
     if steps is not None:
-        given["worker_extension_cls"] = "vllm_run.TimedWorker"
+        given["worker_extension_cls"] = "gdscache.commands.bench.serving_vllm.TimedWorker"
     started = time.monotonic()
     llm = LLM(
         order["model"],
@@ -180,7 +165,7 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=order["tokens"] + 64,
         max_num_batched_tokens=order["tokens"] + 64,
-        max_num_seqs=parts.CLIENTS,
+        max_num_seqs=serving_run.CLIENTS,
         enforce_eager=not order["graphs"],
         compilation_config=GRAPHS if order["graphs"] else None,
         block_size=order["block"],
@@ -190,10 +175,13 @@ def main() -> None:
     if steps is not None:
         llm.collective_rpc("time_steps")
 
-    def told(steps: Steps) -> dict[str, float]:
-        """Both sides; of the workers the slowest."""
-        workers = llm.collective_rpc("told_steps")
-        return steps.told("scheduler") | max(workers, key=lambda of: float(of["worker"]))
+    def told(kind: str) -> None:
+        """Note what steps took since the last call, on both sides; of the workers the slowest."""
+        if steps is not None:
+            workers = llm.collective_rpc("told_steps")
+            found = steps.told("scheduler") | max(workers, key=lambda of: float(of["worker"]))
+            if kind:
+                answers.add(f"{kind}_step_us", found)
 
     def sampling(tokens: int) -> Any:
         return SamplingParams(max_tokens=tokens, temperature=0.0, detokenize=False, ignore_eos=True)
@@ -202,20 +190,7 @@ def main() -> None:
         asked = [TokensPrompt(prompt_token_ids=p) for p in prompts]
         return [found.num_cached_tokens or 0 for found in llm.generate(asked, sampling(tokens), use_tqdm=False)]
 
-    answers.wait_for_turn()
-    parts.first_tokens(generate, llm.reset_prefix_cache, answers)
-    if order["traffic"]:
-        parts.warm_up(generate, order)
-        for name, prompts in parts.traffic(order):
-            if steps is not None:
-                told(steps)
-            before = thread_seconds()
-            parts.rate(generate, name, prompts, answers)
-            spent = {thread: s - before.get(thread, 0.0) for thread, s in thread_seconds().items()}
-            if steps is not None:
-                answers.add(f"{name}_step_us", told(steps))
-                answers.add(f"{name}_thread_s", {thread: s for thread, s in spent.items() if s > 0.05})
-            time.sleep(2)
+    serving_run.measure(answers, generate, llm.reset_prefix_cache, told)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,17 +1,16 @@
-"""One run of SGLang, offline, as ordered: `python sglang_run.py ORDER ANSWERS`. See bench.py."""
+"""One run of SGLang, offline: `python -m gdscache.commands.bench.serving_sglang ORDER ANSWERS`. See serving.py."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import parts
+from gdscache.commands.bench import serving_run
 
 
 def cache(order: dict[str, Any]) -> dict[str, Any]:
@@ -28,8 +27,8 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
             "unified_cache_external_linker_config": {
-                "linker": "TimedLinker",
-                "linker_module_path": "timed_linker",
+                "linker": "GdsCacheLinker",
+                "linker_module_path": "gdscache.integrations.sglang.linker",
                 "linker_extra_config": {"config": tiers, "ssd_wait": 5.0},
             },
         }
@@ -73,20 +72,19 @@ def drop_files(order: dict[str, Any], began: float) -> None:
 def main() -> None:
     import sglang
 
-    answers = parts.Answers()
+    answers = serving_run.Answers()
     order = answers.order
-    calls = parts.Calls(sys.argv[2] + ".calls")
     started = time.monotonic()
     engine = sglang.Engine(
         model_path=order["model"],
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        attention_backend=order["attention"],
+        attention_backend="triton",
         sampling_backend="pytorch",
         disable_cuda_graph=not order["graphs"],
         disable_prefill_cuda_graph=True,
-        cuda_graph_bs_decode=parts.GRAPHS,
+        cuda_graph_bs_decode=serving_run.GRAPHS,
         page_size=order["block"],
         mem_fraction_static=0.9,  # of what is free; the number of tokens is what bounds it
         max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
@@ -94,11 +92,11 @@ def main() -> None:
         context_length=order["tokens"] + 64,
         chunked_prefill_size=order["tokens"] + 64,
         max_prefill_tokens=order["tokens"] + 64,
-        max_running_requests=parts.CLIENTS,
+        max_running_requests=serving_run.CLIENTS,
         schedule_policy="lpm",
         log_level="warning",
         # Of a request that runs three states are in use: its own, and two that are kept in turns.
-        **({"max_mamba_cache_size": 4 * parts.CLIENTS} if order["states"] else {}),
+        **({"max_mamba_cache_size": 4 * serving_run.CLIENTS} if order["states"] else {}),
         **cache(order),
     )
     answers.say(opened_s=time.monotonic() - started)
@@ -108,20 +106,16 @@ def main() -> None:
         found = engine.generate(input_ids=list(prompts), sampling_params=sampling)
         return [one["meta_info"].get("cached_tokens") or 0 for one in found]
 
-    answers.wait_for_turn()
+    began = 0.0
+
+    def after(kind: str) -> None:
+        nonlocal began
+        began = began or time.time()
+        drop_files(order, began)
+
     # Nothing is flushed: that empties HiCache's host memory too, and torch's, which the next prompt allocates anew.
     # The GPU has room for two prompts, so the third pushes the first one out.
-    parts.first_tokens(generate, lambda: None, answers)
-    if order["traffic"]:
-        parts.warm_up(generate, order)
-        began = time.time()
-        for name, prompts in parts.traffic(order):
-            before = calls.told()
-            parts.rate(generate, name, prompts, answers)
-            time.sleep(2)
-            if spent := calls.told(before):
-                answers.add(f"{name}_calls_s", spent)
-            drop_files(order, began)
+    serving_run.measure(answers, generate, after=after)
     engine.shutdown()
 
 

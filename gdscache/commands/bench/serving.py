@@ -1,0 +1,358 @@
+"""First tokens and requests a second in vLLM or SGLang: their own caches, and gdscache. Behind `gdscache bench ttft`.
+
+A run is a process with one engine and one way of keeping the KV cache (`serving_vllm.py`, `serving_sglang.py`). Runs of
+a stage open their engines side by side, which takes a minute or two, and measure one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import typer
+
+from gdscache.commands.bench import io_cache, kit, serving_report, serving_run
+from gdscache.commands.bench.serving_report import DISKS, NAMES
+from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, STATES, model_config, token_bytes
+from gdscache.errors import InvalidValueError, MissingPackageError
+from gdscache.sizes import GIB
+
+OPEN_S, MEASURE_S, PROBE_S = 400.0, 300.0, 120.0
+POLICIES = ("wait_complete", "best_effort", "timeout")
+HICACHE = ("hicache", "storage")  # ways that fetch pages from files by HiCache's policy
+TRAFFIC = ("none", "cpu", "gdscache", "hicache", "linker")  # ways that serve traffic, too
+GPU_ONLY = {"cpu", "files"}  # ways of vLLM that it refuses without a GPU
+TAIL = 1500  # characters of a failed run's log
+
+
+class Way(NamedTuple):
+    """A run of a stage. `second`: its files are in the directory of --disk."""
+
+    way: str
+    restarted: bool = False
+    second: bool = False
+
+
+STAGES = {
+    "vllm": (
+        (Way("none"), Way("cpu"), Way("files"), Way("gdscache")),
+        (Way("files", restarted=True), Way("gdscache", restarted=True), Way("gdscache", second=True)),
+        (Way("gdscache", restarted=True, second=True),),  # what loads from the disk take is not known yet
+        (Way("gdscache", restarted=True, second=True),),
+    ),
+    "sglang": (
+        (Way("none"), Way("hicache"), Way("storage"), Way("linker")),
+        (*(Way(way, restarted=True) for way in ("hicache", "storage", "linker")), Way("storage", second=True)),
+        (Way("storage", restarted=True, second=True), Way("linker", second=True)),
+        (Way("storage", restarted=True, second=True),),
+    ),
+}
+_PROBE = """
+import importlib.metadata as metadata, importlib.util, json, sys
+names, found = metadata.packages_distributions(), {}
+for name in sys.argv[1:]:
+    if importlib.util.find_spec(name) is not None:
+        found[name] = metadata.version(names[name][0]) if name in names else "a source tree"
+import torch
+print(json.dumps([found, torch.cuda.device_count()]))
+"""
+
+
+class Probed(NamedTuple):
+    """What a Python has: versions of packages by name, and the number of GPUs that its torch sees."""
+
+    versions: dict[str, str]
+    gpus: int
+
+
+def probe(engine: str, python: str) -> Probed:
+    """Ask the Python that is to run the engine. Raises `InvalidValueError` where it does not run, and
+    `MissingPackageError` where it lacks the engine or gdscache."""
+    needed = (engine, "gdscache", "torch")
+    try:
+        ended = subprocess.run([python, "-c", _PROBE, *needed], capture_output=True, text=True, timeout=PROBE_S)
+        found = Probed(*json.loads(ended.stdout.splitlines()[-1]))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InvalidValueError(f"--python {python} does not run: {error}", "name a Python") from None
+    except (IndexError, ValueError):
+        cause = (ended.stderr.splitlines() or [f"exit status {ended.returncode}"])[-1]
+        raise InvalidValueError(f"--python {python} has no torch that works: {cause}", "name another Python") from None
+    missing = [name for name in needed if name not in found.versions]
+    if missing:
+        raise MissingPackageError(
+            f"{python} has no {missing[0]}", f"name a Python with {engine} and gdscache: --python PATH"
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(kit.Settings):
+    """How much is measured. A figure is the median of `repeat` prompts of `tokens` tokens, 90 % of them asked before.
+
+    `turns`: loads of traffic of each kind; `stages`: so many from the first on, restarts begin with the second; `ways`:
+    only these, empty for all; `policy`: when HiCache stops to fetch a prompt's files, None for `wait_complete` on a RAM
+    disk; `graphs`: decode by CUDA graphs; `tp`: GPUs of an engine; `at_once`: engines that are open side by side;
+    `threads`: of gdscache's, for files on a RAM disk. `gpus` and `versions` are what the Python has.
+    """
+
+    engine: str = "vllm"
+    preset: str = "8b"
+    tokens: int = 32_768
+    page_tokens: int = 64
+    repeat: int = 3
+    turns: int = 3
+    stages: int = 4
+    ways: tuple[str, ...] = ()
+    policy: str | None = None
+    graphs: bool = False
+    tp: int = 1
+    at_once: int = 4
+    threads: int = min(28, os.cpu_count() or 1)
+    python: str = sys.executable
+    disk: str | None = None
+    gpus: int = 0
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, profile: str, engine: str, python: str | None) -> Settings:
+        """The settings of a profile: `quick`, and every profile without a GPU, has a tiny model and short prompts."""
+        if engine not in STAGES:
+            raise InvalidValueError(f"unknown engine {engine!r}", f"choose of transformers, {', '.join(STAGES)}")
+        probed = probe(engine, python or sys.executable)
+        found = cls(profile, engine=engine, python=python or sys.executable, gpus=probed.gpus, versions=probed.versions)
+        if profile == "quick":
+            return dataclasses.replace(found, preset="tiny", tokens=1024, turns=1, stages=2)
+        return found if found.gpus else dataclasses.replace(found, preset="tiny", tokens=4096)
+
+    def check(self) -> None:
+        """Raises `InvalidValueError` for settings that measure nothing."""
+        known = {way.way for stage in STAGES[self.engine] for way in stage}
+        for what, values, choice in (
+            ("preset", (self.preset,), (*LLAMAS, *HYBRIDS)),
+            ("way", self.ways, sorted(known)),
+            ("policy", (self.policy,) if self.policy else (), POLICIES),
+        ):
+            if wrong := [value for value in values if value not in choice]:
+                raise InvalidValueError(f"unknown {what} {wrong[0]!r}", f"choose of {', '.join(choice)}")
+        if self.engine == "sglang" and self.repeat < 3:
+            raise InvalidValueError(f"--repeat {self.repeat}", "use 3 at least: SGLang's GPU cache holds two prompts")
+        if not self.gpus and (self.engine == "sglang" or self.preset != "tiny"):
+            what = "SGLang" if self.engine == "sglang" else f"the preset {self.preset}"
+            raise InvalidValueError(f"{what} needs a GPU, and torch of {self.python} sees none", "use --preset tiny")
+        if self.tp > max(1, self.gpus):
+            raise InvalidValueError(f"--tp {self.tp} with {self.gpus} GPUs", f"use at most {max(1, self.gpus)}")
+        if self.tokens < 256:
+            raise InvalidValueError(f"a prompt of {self.tokens} tokens", "use at least 256")
+
+
+def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
+    """The runs of each stage, and whether each of them serves traffic: the last one of a way and a directory does. So
+    all first tokens of a way are measured before traffic pushes its prompts out."""
+    stages = [
+        [way for way in stage if (not settings.ways or way.way in settings.ways) and (settings.disk or not way.second)]
+        for stage in STAGES[settings.engine][: settings.stages]
+    ]
+    last = {(way.way, way.second): at for at, stage in enumerate(stages) for way in stage if way.way in TRAFFIC}
+    return [
+        [(way, settings.turns > 0 and last.get((way.way, way.second)) == at) for way in stage]
+        for at, stage in enumerate(stages)
+    ]
+
+
+def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
+    """All runs; files go into temporary directories, which are deleted. Raises `InvalidValueError`."""
+    settings.check()
+    stages, serving = chosen(settings), Serving(run, settings)
+    run.plan([serving.label(at, way, directory) for at, stage in enumerate(stages) for way, _ in stage])
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_terminable())
+        made = [Path(given) for given in (directory, settings.disk) if given is not None]
+        serving.folders = [Path(undo.enter_context(_folder(one))) for one in made]
+        serving.model.mkdir()
+        (serving.model / "config.json").write_text(json.dumps(model_config(settings.preset)))
+        for at, stage in enumerate(stages):
+            some = [(way, traffic) for way, traffic in stage if settings.gpus or way.way not in GPU_ONLY]
+            for way, _ in (one for one in stage if one not in some):
+                run.cannot(serving.label(at, way, directory), "vLLM's own offloading needs a GPU")
+            for first in range(0, len(some), settings.at_once):
+                serving.side_by_side(at, some[first : first + settings.at_once])
+
+
+def _folder(directory: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the bench as an error does, so that the engines that it has started are killed."""
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclasses.dataclass
+class Running:
+    """A process with an engine."""
+
+    label: str
+    order: dict[str, Any]
+    answers: Path
+    process: subprocess.Popen[bytes]
+
+    def file(self, suffix: str) -> Path:
+        return Path(f"{self.answers}{suffix}")
+
+    @property
+    def opened(self) -> bool:
+        """Whether it waits for its turn, or has ended."""
+        return self.file(".ready").exists() or self.process.poll() is not None
+
+    def end(self) -> None:
+        """Kill the process, and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Serving:
+    """Starts runs, and has one after the other measure."""
+
+    def __init__(self, run: kit.Run, settings: Settings) -> None:
+        self.run, self.settings = run, settings
+        self.folders: list[Path] = []
+        self._started = 0
+
+    @property
+    def model(self) -> Path:
+        """The directory of the model's configuration; its weights are made up when an engine opens."""
+        return self.folders[0] / "model"
+
+    def label(self, stage: int, way: Way, directory: Path) -> str:
+        """The name of a case."""
+        where = DISKS[self._where(Path(self.settings.disk or "") if way.second else directory)]
+        return f"stage {stage + 1}: {NAMES[way.way]}{', restarted' if way.restarted else ''}, {where}"
+
+    @staticmethod
+    def _where(directory: Path) -> str:
+        return "ram" if io_cache.in_memory(directory) else "disk"
+
+    def order(self, way: Way, *, traffic: bool) -> dict[str, Any]:
+        """What a run is told."""
+        settings, folder = self.settings, self.folders[way.second]
+        small, nbytes = settings.preset == "tiny", token_bytes(settings.preset)
+        of, where = model_config(settings.preset), self._where(folder)
+        states = settings.preset in STATES
+        prompt = GIB if small else max(settings.tokens * nbytes, 6 * GIB if states else 0)
+        policy = settings.policy or ("wait_complete" if where == "ram" else "best_effort")  # a disk may be slow
+        self._started += 1
+        return {
+            "way": way.way,
+            "restarted": way.restarted,
+            "where": where,
+            "folder": str(folder),
+            "policy": policy if way.way in HICACHE else None,
+            "traffic": traffic,
+            "turns": settings.turns,
+            "model": str(self.model),
+            "tokens": settings.tokens,
+            "cached": settings.tokens * 9 // 10 // 128 * 128,
+            "part": 128 if small else serving_run.PART,
+            "repeat": settings.repeat,
+            "ends": 500 + 100 * self._started,  # of prompts, so that no run asks for another one's
+            "gpu": not small,
+            "groups": "layer_types" in of or "attn_layer_indices" in of,
+            "states": states,
+            "block": settings.page_tokens,
+            "graphs": settings.graphs,
+            "tp": settings.tp,
+            "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
+            "token_bytes": nbytes,
+            "cpu": GIB if small else 9 * prompt // 2,
+            "ssd": GIB if small else 11 * prompt // 2,
+            "host_buffer": "64MiB" if small else "512MiB",
+            "threads": settings.threads if where == "ram" else 8,  # the default, 8, keeps a disk busy and no RAM disk
+        }
+
+    def gpus(self, number: int) -> str:
+        """The GPUs of the engine of that number, of those that are open side by side."""
+        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        every = visible or [str(gpu) for gpu in range(self.settings.gpus)]
+        first = number % max(1, len(every) // self.settings.tp) * self.settings.tp
+        return ",".join(every[first : first + self.settings.tp])
+
+    def side_by_side(self, stage: int, ways: Sequence[tuple[Way, bool]]) -> None:
+        """Open an engine for each, and have one after the other measure."""
+        running: list[Running] = []
+        try:
+            for way, traffic in ways:
+                running.append(self._start(stage, way, len(running), traffic=traffic))
+            opened, begun = 0, time.monotonic()
+            while opened < len(running) and time.monotonic() - begun < OPEN_S:
+                opened = sum(one.opened for one in running)
+                self.run.say(f"{opened} of {len(running)} engines are open")
+                time.sleep(0.2)
+            for one in running:
+                self._measure(one)
+        finally:
+            for one in running:
+                one.end()
+
+    def _start(self, stage: int, way: Way, number: int, *, traffic: bool) -> Running:
+        order = self.order(way, traffic=traffic)
+        answers = self.folders[0] / f"{self._started}.json"
+        label = self.label(stage, way, self.folders[way.second])
+        order_file, log = answers.with_suffix(".order"), answers.with_suffix(".log")
+        order_file.write_text(json.dumps(order))
+        one = {"CUDA_VISIBLE_DEVICES": self.gpus(number)} if self.settings.gpus > 1 else {}
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [*command(self.settings), str(order_file), str(answers)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | one,
+            )
+        return Running(label, order, answers, process)
+
+    def _measure(self, one: Running) -> None:
+        self.run.say(one.label)
+        one.file(".go").touch()
+        try:
+            status: int | None = one.process.wait(MEASURE_S if one.file(".ready").exists() else 1)
+        except subprocess.TimeoutExpired:
+            status = None
+        one.end()
+        found = json.loads(one.answers.read_text()) if one.answers.exists() else {}
+        row = {key: one.order[key] for key in ("way", "restarted", "where", "policy")} | found
+        wrong = ""
+        if status != 0:
+            log = one.answers.with_suffix(".log").read_text(errors="replace")
+            typer.echo(f"{one.label}\n{log[-TAIL:]}", err=True)
+            wrong = "it was not ready in time" if status is None else f"exit status {status}"
+        self.run.add(one.label, {"rows": [row]}, wrong=wrong)
+        self.run.save()  # a machine may be gone before the last run ends
+
+
+def command(settings: Settings) -> list[str]:
+    """What starts a run, before its files."""
+    return [settings.python, "-m", f"gdscache.commands.bench.serving_{settings.engine}"]
+
+
+_SHOWN = serving_report.tables, serving_report.plot, serving_report.details, serving_report.bottom
+BENCH = kit.Bench("ttft", "gdscache.bench.serving/3", {"rows": []}, measure, *_SHOWN)

@@ -1,0 +1,167 @@
+"""The report of `gdscache bench ttft` of vLLM or SGLang: tables, and the plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gdscache.commands.console import Table, figure, percent
+
+Row = Mapping[str, Any]
+Bar = tuple[str, Sequence[float], str]  # what it is of, its values, its colour
+
+KINDS = {"shared": "half of each prompt shared", "lone": "nothing shared"}
+DISKS = {"ram": "RAM disk", "disk": "disk"}
+NAMES = {
+    "none": "no cache",
+    "cpu": "vLLM's CPU offloading",
+    "files": "vLLM's file tier",
+    "gdscache": "gdscache",
+    "hicache": "HiCache",
+    "storage": "gdscache under HiCache",
+    "linker": "gdscache's linker",
+}
+OURS = ("gdscache", "storage", "linker")
+
+
+def first_bars(report: Row) -> list[Bar]:
+    """Milliseconds to the first token, way by way."""
+    plain: Row = next((row["first"] for row in report["rows"] if "recomputed" in row.get("first", {})), {})
+    bars: list[Bar] = [("recomputed", plain["recomputed"]["ms"], "0.6")] if plain else []
+    for row in report["rows"]:
+        found, names = row.get("first", {}).get("loaded"), [name for name, _, _ in bars]
+        of = f"\nafter a restart, {DISKS[row['where']]}" if row["restarted"] else ", CPU memory"
+        name = NAMES[row["way"]] + of + (f", {row['policy']}" if row["restarted"] and row.get("policy") else "")
+        if found and (row["restarted"] or name not in names):  # CPU memory is the same whatever is below it
+            bars.append((f"{name}, again" if name in names else name, found["ms"], _colour(row)))
+    return [*bars, ("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
+
+
+def traffic_bars(report: Row, kind: str) -> list[Bar]:
+    """Requests a second, way by way."""
+    bars: list[Bar] = []
+    for row in report["rows"]:
+        if found := row.get(f"{kind}_requests_per_s"):
+            name = NAMES[row["way"]] + (", after a restart" if row["restarted"] else "")
+            name += f", {DISKS[row['where']]}" if row["restarted"] or row["where"] == "disk" else ""
+            bars.append((name, found if isinstance(found, list) else [found], _colour(row)))  # schema 1: one turn
+    return bars
+
+
+def _colour(row: Row) -> str:
+    return "tab:green" if row["way"] in OURS else "0.6" if row["way"] == "none" else "tab:orange"
+
+
+def tables(report: Row) -> list[Table]:
+    """First tokens and requests a second."""
+    first = Table(_first_title(report), "way", "ms")
+    for name, values, _ in first_bars(report):
+        first.add_row(name.replace("\n", ", "), _spread(values))
+    return [first, *(_rates(report, kind) for kind in KINDS)]
+
+
+def _rates(report: Row, kind: str) -> Table:
+    table = Table(f"Requests a second, {KINDS[kind]}", "way", "requests/s")
+    for name, values, _ in traffic_bars(report, kind):
+        table.add_row(name, _spread(values))
+    return table
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{figure(statistics.median(values))} ({figure(min(values))} to {figure(max(values))})"
+
+
+def _first_title(report: Row) -> str:
+    return f"Time to first token; {_settings(report)['tokens']:,} tokens, 90 % cached"
+
+
+def _settings(report: Row) -> Row:
+    settings: Row = report.get("settings", report)  # schema 2: beside the rows
+    return settings
+
+
+def details(report: Row) -> list[Table]:
+    """What was cached, and what the connector takes of a step."""
+    cached = Table("Cached, and opening", "case", "tokens of first tokens", "share of traffic", "opened in")
+    steps = Table("The connector's time a step, medians", "case", "traffic", "scheduler", "worker")
+    for row in report["rows"]:
+        first = ", ".join(f"{name} {max(found['cached']):,}" for name, found in row.get("first", {}).items())
+        shares = [percent(statistics.median(row[f"{kind}_cached"])) for kind in KINDS if f"{kind}_cached" in row]
+        cached.add_row(row["case"], first, ", ".join(shares), figure(row.get("opened_s", 0.0), "s"))
+        for kind in (kind for kind in KINDS if f"{kind}_step_us" in row):
+            found = row[f"{kind}_step_us"][-1]
+            steps.add_row(row["case"], KINDS[kind], *(figure(found[side], "us") for side in ("scheduler", "worker")))
+    return [cached, steps]
+
+
+def bottom(report: Row) -> list[str]:
+    """What a server's user has of the cache."""
+    found = {name: statistics.median(values) for name, values, _ in first_bars(report)}
+    computed, said = found.get("recomputed"), []
+    if computed is not None and len(found) > 2:
+        loaded = [
+            f"{figure(ms)} ms with {name.replace(chr(10), ' ')} ({figure(computed / ms)} times as fast)"
+            for name, ms in found.items()
+            if name not in ("recomputed", "resident on the GPU")
+        ]
+        said.append(
+            f"A prompt of {_settings(report)['tokens']:,} tokens has its first token after {figure(computed)} ms where "
+            f"all of it is computed. With 90 % of it cached: {'; '.join(loaded)}."
+        )
+    for kind, words in KINDS.items():
+        rates = [f"{figure(statistics.median(values))} with {name}" for name, values, _ in traffic_bars(report, kind)]
+        if rates:
+            said.append(f"Requests a second, {words}: {', '.join(rates)}.")
+    return [" ".join(said)] if said else []
+
+
+def plot(report: Row, drawn: Any) -> None:
+    """The plot of one report."""
+    draw([report], drawn)
+
+
+def draw(reports: Sequence[Row], drawn: Any) -> None:
+    """A column a report: first tokens, and below them requests a second. What was not measured has no panel."""
+    columns = []
+    for report in reports:
+        bars = {"first": first_bars(report)} | {kind: traffic_bars(report, kind) for kind in KINDS}
+        kinds = [kind for kind in KINDS if bars[kind]]
+        columns.append((report, bars, [["first"] * 2] * bool(bars["first"]) + [(kinds * 2)[:2]] * bool(kinds)))
+    lines = max(sum(len(bars[row[0]]) + 3 for row in rows) for _, bars, rows in columns)
+    drawn.set_size_inches(8 * len(reports), 0.7 + 0.33 * lines)
+    for part, (report, bars, rows) in zip(drawn.subfigures(1, len(reports), squeeze=False)[0], columns, strict=True):
+        gpus, settings = report["machine"]["gpus"] or ["no GPU"], _settings(report)
+        tp = settings.get("tp", 1)  # the first reports do not say it
+        where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
+        part.suptitle(f"{settings['engine']} {settings['versions'][settings['engine']]}, {where}", fontsize=10)
+        part.supxlabel("bars: medians; dots: single prompts and turns", fontsize=8)
+        panels = part.subplot_mosaic(rows, height_ratios=[len(bars[r[0]]) + 1 for r in rows]) if rows else {}
+        for name, longest in _longest(rows, bars):
+            if name == "first":
+                _panel(panels[name], bars[name], longest, f"ms; {_first_title(report).lower()}", "%.0f")
+            else:
+                _panel(panels[name], bars[name], longest, "requests a second", "%.1f")
+                panels[name].set_title(KINDS[name], fontsize=9)
+        if "lone" in panels and [bar[0] for bar in bars["shared"]] == [bar[0] for bar in bars["lone"]]:
+            panels["lone"].tick_params(labelleft=False)
+
+
+def _longest(rows: Sequence[Sequence[str]], bars: Mapping[str, Sequence[Bar]]) -> Iterator[tuple[str, float]]:
+    """The panels of all rows, with the largest value of their row: one scale side by side."""
+    for row in rows:
+        longest = max(max(values) for name in row for _, values, _ in bars[name])
+        yield from ((name, longest) for name in dict.fromkeys(row))
+
+
+def _panel(axes: Any, bars: Sequence[Bar], longest: float, label: str, form: str) -> None:
+    """Bars of medians with their figures, and a dot for each single value; `longest` is the largest of these."""
+    for place, (_, values, filled) in enumerate(bars):
+        median = statistics.median(values)
+        axes.barh(place, median, color=filled)
+        axes.plot(values, [place] * len(values), ".", color="black", markersize=4)
+        axes.annotate(form % median, (0, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.06 * longest)
+    axes.set_xlabel(label, fontsize=9)

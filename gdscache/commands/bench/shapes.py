@@ -1,0 +1,81 @@
+"""Shapes of models with made-up weights, as transformers' configurations name them. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+STATES = ("qwen3-next", "bamba-9b")  # shapes of models that keep a state
+LLAMAS: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 4096,
+    },
+    "1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256,
+    },
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+    },
+    "70b": {
+        "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+    },
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,
+        "intermediate_size": 10_240, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024,
+        "layer_types": [FULL if layer % 6 == 5 else WINDOW for layer in range(34)], "rope_local_base_freq": 10_000.0,
+        "hidden_activation": "gelu_pytorch_tanh", "vocab_size": 262_208,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "sliding_window": 128, "layer_types": [WINDOW, FULL] * 12, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0, "attention_bias": True,
+        "vocab_size": 201_088,
+    },
+    # Qwen3-Next with 32 of its 512 experts: a token still goes through 10 of them.
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+        "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "partial_rotary_factor": 0.25,
+        "layer_types": [FULL if layer % 4 == 3 else LINEAR for layer in range(48)], "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "num_experts": 32, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "norm_topk_prob": True,
+        "mlp_only_layers": [], "vocab_size": 151_936,
+    },
+    "bamba-9b": {
+        "architectures": ["BambaForCausalLM"], "model_type": "bamba", "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27],
+        "num_attention_heads": 32, "num_key_value_heads": 8, "attn_rotary_emb": 64, "mamba_n_heads": 128,
+        "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False, "vocab_size": 128_256,
+    },
+}  # fmt: skip
+_OF_ALL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": 128, "rms_norm_eps": 1e-05,
+    "rope_theta": 500_000.0, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 131_072,
+}  # fmt: skip
+
+
+def model_config(name: str) -> dict[str, Any]:
+    """The content of a model's `config.json`."""
+    found: dict[str, Any] = _OF_ALL | {**LLAMAS, **HYBRIDS}[name]
+    return found
+
+
+def token_bytes(name: str) -> int:
+    """Bytes of a token, in bfloat16, in all layers with keys and values, as if none of them had a window."""
+    of = model_config(name)
+    layers = len(of.get("attn_layer_indices", ())) or sum(
+        kind in (FULL, WINDOW) for kind in of.get("layer_types", [FULL] * of["num_hidden_layers"])
+    )
+    found: int = 2 * layers * of["num_key_value_heads"] * of["head_dim"] * 2
+    return found

@@ -1,0 +1,262 @@
+"""`gdscache bench ttft` of vLLM and SGLang: what runs are told, and the figures drawn. The engines have stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.figure
+import pytest
+
+from gdscache.commands.bench import io_cache, kit, serving, serving_report, serving_sglang
+from gdscache.commands.bench.shapes import HYBRIDS, LLAMAS, token_bytes
+from gdscache.errors import InvalidValueError, MissingPackageError
+
+# A run that answers at once: every value follows from its order.
+RUN = """
+import json, pathlib, sys
+order = json.loads(pathlib.Path(sys.argv[1]).read_text())
+answers = pathlib.Path(sys.argv[2])
+found = {"opened_s": 1.0, "first": {"loaded": {"ms": [9.0, 7.0, 8.0], "cached": [640] * 3}}}
+if not order["restarted"]:
+    found["first"] |= {name: {"ms": [ms], "cached": [0]} for name, ms in (("recomputed", 20.0), ("resident", 5.0))}
+if order["traffic"]:
+    found |= {f"{kind}_requests_per_s": [4.0, 6.0] for kind in ("shared", "lone")}
+    found |= {"shared_cached": [0.25, 0.25], "shared_step_us": [{"scheduler": 60.0, "worker": 50.0}]}
+answers.write_text(json.dumps(found))
+pathlib.Path(f"{answers}.ready").touch()
+assert pathlib.Path(order["model"], "config.json").exists()
+mark = pathlib.Path(order["folder"], order["way"])
+if order["way"] not in ("none", "cpu"):
+    assert mark.exists() == order["restarted"], "a restart begins with the files of the run before"
+    mark.touch()
+if order["way"] == "hicache":
+    print("no such backend")
+    sys.exit(3)
+"""
+GPU = serving.Probed({"vllm": "0.33.0", "sglang": "0.5.23", "gdscache": "1", "torch": "2"}, 1)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gdscache: Any) -> Callable[..., tuple[int, Any, str]]:
+    """Run the bench with stand-ins for engines and a GPU: (exit status, its report, what it printed)."""
+    (tmp_path / "run.py").write_text(RUN)
+    monkeypatch.setattr(serving, "probe", lambda engine, python: GPU)
+    monkeypatch.setattr(serving, "command", lambda settings: [sys.executable, str(tmp_path / "run.py")])
+
+    def start(engine: str, *arguments: str) -> tuple[int, Any, str]:
+        (tmp_path / "ram").mkdir(exist_ok=True)
+        file = tmp_path / "r.json"
+        options = "--dir", str(tmp_path / "ram"), "--report", str(file)
+        status, out, err = gdscache("bench", "ttft", "--engine", engine, *options, *arguments)
+        assert list((tmp_path / "ram").iterdir()) == []
+        return status, json.loads(file.read_text()), out + err
+
+    return start
+
+
+def test_all_first_tokens_of_a_way_come_before_its_traffic() -> None:
+    """And a run of the first stage alone has the traffic of every way."""
+    for engine, ours in ("vllm", "gdscache"), ("sglang", "linker"):
+        whole = serving.Settings(engine=engine, disk="/disk")
+        for stages in range(1, 5):
+            runs = [one for stage in serving.chosen(dataclasses.replace(whole, stages=stages)) for one in stage]
+            for second in (False, True):
+                own = [traffic for way, traffic in runs if (way.way, way.second) == (ours, second)]
+                assert own == [False] * (len(own) - 1) + [True] * bool(own)
+            assert [way.way for way, traffic in runs if traffic].count("none") == 1
+        assert not any(traffic for stage in serving.chosen(dataclasses.replace(whole, turns=0)) for _, traffic in stage)
+
+
+def test_a_run_of_both_directories(bench: Callable[..., tuple[int, Any, str]], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    status, report, out = bench("vllm", "--disk", str(tmp_path / "disk"), "--plot", str(tmp_path / "r.png"), "--all")
+    assert (status, report["complete"], report["left"], report["failed"]) == (0, True, 0, [])
+    assert [(row["way"], row["restarted"], "shared_requests_per_s" in row) for row in report["rows"]] == [
+        ("none", False, True), ("cpu", False, True), ("files", False, False), ("gdscache", False, False),
+        ("files", True, False), ("gdscache", True, True), ("gdscache", False, False),
+        ("gdscache", True, False), ("gdscache", True, True),
+    ]  # fmt: skip
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "A prompt of 32,768 tokens has its first token after 20.0 ms where all of it is computed" in out
+    assert "8.00 ms with gdscache, CPU memory (2.50 times as fast)" in out
+    assert "60.0 us" in out
+
+
+def test_a_run_that_fails_keeps_what_it_had(bench: Callable[..., tuple[int, Any, str]]) -> None:
+    status, report, out = bench("sglang", "--turns", "0", "--stages", "1", "--policy", "timeout")
+    assert (status, report["complete"]) == (1, True)
+    [failed] = report["failed"]
+    assert (failed["cause"], "HiCache" in failed["what"], "no such backend" in out) == ("exit status 3", True, True)
+    policies = {row["way"]: row["policy"] for row in report["rows"]}
+    assert policies == {"none": None, "hicache": "timeout", "storage": "timeout", "linker": None}
+    assert all("loaded" in row["first"] for row in report["rows"])
+
+
+def test_hicache_does_not_wait_for_a_slow_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = serving.Serving(kit.Run({"rows": []}), serving.Settings(engine="sglang"))
+    run.folders = [tmp_path, tmp_path]
+    for memory, policy, threads in (True, "wait_complete", run.settings.threads), (False, "best_effort", 8):
+        monkeypatch.setattr(io_cache, "in_memory", lambda _, memory=memory: memory)
+        order = run.order(serving.Way("storage"), traffic=False)
+        assert (order["policy"], order["threads"]) == (policy, threads)
+        found = serving_sglang.cache(order)
+        assert found["hicache_storage_prefetch_policy"] == policy
+        assert found["hicache_size"] == order["cpu"] >> 30
+    assert "hicache_storage_prefetch_policy" not in serving_sglang.cache(order | {"way": "linker"})
+    assert serving_sglang.cache(order | {"way": "none"}) == {}
+    assert serving_sglang.cache(order | {"way": "storage", "tp": 2})["hicache_size"] == order["cpu"] >> 31, "of a rank"
+
+
+def test_engines_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = serving.Serving(kit.Run({"rows": []}), serving.Settings(gpus=4, tp=2))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [run.gpus(number) for number in range(3)] == ["0,1", "2,3", "0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [run.gpus(number) for number in range(2)] == ["5,7", "5,7"]
+
+
+def test_other_files_are_not_drawn(gdscache: Any, tmp_path: Path) -> None:
+    for content in ("nothing", "{}"):
+        (tmp_path / "r.json").write_text(content)
+        status, _, err = gdscache("bench", "ttft", "--from", tmp_path / "r.json", "--plot", tmp_path / "r.png")
+        assert (status, "--from cannot draw" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--engine", "tgi"), "unknown engine 'tgi'"),
+        (("--engine", "vllm", "--device", "cpu"), "--device is an option of --engine transformers"),
+        (("--turns", "2"), "--turns is an option of --engine vllm and sglang"),
+        (("--from", "r.json"), "--from needs --plot"),
+        (("--engine", "sglang", "--repeat", "2"), "use 3 at least"),
+        (("--engine", "vllm", "--tp", "2"), "--tp 2 with 1 GPUs"),
+        (("--engine", "vllm", "--way", "hicache"), "unknown way 'hicache'"),
+        (("--engine", "sglang", "--policy", "never"), "unknown policy 'never'"),
+        (("--engine", "vllm", "--preset", "7b"), "unknown preset '7b'"),
+        (("--engine", "vllm", "--tokens", "100"), "use at least 256"),
+    ],
+)
+def test_what_is_refused(
+    gdscache: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serving, "probe", lambda engine, python: GPU)
+    status, _, err = gdscache("bench", "ttft", "--dir", str(tmp_path), *arguments)
+    assert (status, words in err) == (2, True), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_a_model_is_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "probe", lambda engine, python: GPU._replace(gpus=0))
+    settings = serving.Settings.of("default", "vllm", None)
+    settings.check()
+    assert settings.preset == "tiny"
+    for change in {"preset": "8b"}, {"engine": "sglang"}:
+        with pytest.raises(InvalidValueError, match="needs a GPU"):
+            dataclasses.replace(settings, **change).check()
+
+
+def test_the_python_of_a_server() -> None:
+    with pytest.raises(MissingPackageError, match="has no no_such_engine"):
+        serving.probe("no_such_engine", sys.executable)
+    assert set(serving.probe("numpy", sys.executable).versions) == {"numpy", "gdscache", "torch"}
+    for python, words in ("/no/such/python", "does not run"), ("/bin/false", "no torch that works: exit status 1"):
+        with pytest.raises(InvalidValueError, match=words):
+            serving.probe("vllm", python)
+
+
+def test_bytes_of_a_token() -> None:
+    assert token_bytes("8b") == 128 << 10
+    assert token_bytes("bamba-9b") == 3 * 2 * 8 * 128 * 2, "three of its layers attend"
+    assert token_bytes("qwen3-next") == 12 * 2 * 2 * 256 * 2
+    assert all(token_bytes(name) for name in (*LLAMAS, *HYBRIDS))
+
+
+# -- the plot ----------------------------------------------------------------------------------------------------------
+
+
+def report(*rows: dict[str, Any]) -> dict[str, Any]:
+    about = {"engine": "sglang", "versions": {"sglang": "0.5.23"}, "tokens": 1024}
+    return {
+        "settings": about,
+        "machine": {"gpus": ["a GPU"]},
+        "rows": [{"restarted": False, "where": "ram", **row} for row in rows],
+    }
+
+
+FIRST = {"recomputed": {"ms": [20.0]}, "resident": {"ms": [5.0]}}
+TRAFFIC = {"shared_requests_per_s": [4.0, 7.5], "lone_requests_per_s": [3.0, 3.5]}
+PANELS = ("time to first token", "half of each prompt shared", "nothing shared")
+LOADED = {"way": "storage", "restarted": True, "where": "disk", "first": {"loaded": {"ms": [9.0, 8.0, 33.0]}}}
+
+
+@pytest.fixture
+def drawn(gdscache: Any, tmp_path: Path) -> Callable[..., str]:
+    """What `--from` draws of reports, as an SVG in which text is text."""
+
+    def draw(*reports: dict[str, Any]) -> str:
+        options = []
+        for number, content in enumerate(reports):
+            (tmp_path / f"{number}.json").write_text(json.dumps(content))
+            options += ["--from", str(tmp_path / f"{number}.json")]
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            status, _, err = gdscache("bench", "ttft", *options, "--plot", str(tmp_path / "plot.svg"))
+        assert status == 0, err
+        return (tmp_path / "plot.svg").read_text().replace("&#x27;", "'")
+
+    return draw
+
+
+def test_a_plot_has_the_panels_that_there_are_values_for(drawn: Callable[..., str]) -> None:
+    first, lone = {"way": "none", "first": FIRST}, {"lone_requests_per_s": TRAFFIC["lone_requests_per_s"]}
+    for rows, panels in (
+        ([first | TRAFFIC, {"way": "linker", **TRAFFIC}], PANELS),
+        ([first, LOADED], PANELS[:1]),
+        ([{"way": "hicache", **TRAFFIC}], PANELS[1:]),
+        ([{"way": "hicache", **lone}], PANELS[2:]),
+        ([{"way": "hicache", "error": "status -9"}], ()),
+    ):
+        text = drawn(report(*rows))
+        assert tuple(words for words in PANELS if words in text) == panels
+        assert "sglang 0.5.23, a GPU" in text
+
+
+def test_a_plot_has_another_report_beside_and_reads_old_ones(drawn: Callable[..., str]) -> None:
+    old = {"engine": "vllm", "versions": {"vllm": "0.33.0"}, "tokens": 4096, "machine": {"gpus": ["a GPU"]}}
+    other = {**old, "rows": report({"way": "cpu", **TRAFFIC})["rows"]}
+    text = drawn(report({"way": "none", "first": FIRST}), other)
+    for words in ("sglang 0.5.23, a GPU", "time to first token", "vllm 0.33.0, a GPU", "vLLM's CPU offloading"):
+        assert words in text, words
+
+
+def test_bars_are_medians_of_prompts_and_turns() -> None:
+    in_memory = {"way": "storage", "first": LOADED["first"]}
+    rows = {"way": "none", "first": FIRST} | TRAFFIC, in_memory, in_memory
+    found = report(*rows, LOADED | {"policy": "best_effort"}, LOADED, LOADED)
+    assert [(name, values) for name, values, _ in serving_report.first_bars(found)] == [
+        ("recomputed", [20.0]),
+        ("gdscache under HiCache, CPU memory", [9.0, 8.0, 33.0]),
+        ("gdscache under HiCache\nafter a restart, disk, best_effort", [9.0, 8.0, 33.0]),
+        ("gdscache under HiCache\nafter a restart, disk", [9.0, 8.0, 33.0]),
+        ("gdscache under HiCache\nafter a restart, disk, again", [9.0, 8.0, 33.0]),
+        ("resident on the GPU", [5.0]),
+    ]
+    assert serving_report.traffic_bars(found, "shared") == [("no cache", [4.0, 7.5], "0.6")]
+    one_turn = report({"way": "linker", "restarted": True, "shared_requests_per_s": 7.25})  # schema 1
+    assert serving_report.traffic_bars(one_turn, "shared") == [
+        ("gdscache's linker, after a restart, RAM disk", [7.25], "tab:green")
+    ]
+    on_disk = report({"way": "linker", "where": "disk", "shared_requests_per_s": [7.0]})
+    assert serving_report.traffic_bars(on_disk, "shared") == [("gdscache's linker, disk", [7.0], "tab:green")]
+    axes = matplotlib.figure.Figure().subplots()
+    serving_report._panel(axes, [("a", [9.0, 8.0, 33.0], "0.6"), ("b", [4.0, 7.5], "0.6")], 33.0, "ms", "%.1f")
+    assert [bar.get_width() for bar in axes.patches] == [9.0, 5.75]
+    assert [text.get_text() for text in axes.texts] == ["9.0", "5.8"]
+    assert [list(dots.get_xdata()) for dots in axes.lines] == [[9.0, 8.0, 33.0], [4.0, 7.5]]
