@@ -16,6 +16,7 @@ from gdscache.cuda.driver import Driver
 from gdscache.errors import CapacityError, DeviceError, EngineClosedError, PinnedMemoryError
 from gdscache.runtime.allocation import allocating
 from gdscache.runtime.threads import Workers
+from gdscache.sizes import about
 
 HOST_PAGE = 4096
 MAX_REGISTRATION = 4 << 30
@@ -79,11 +80,11 @@ class HostBuffer:
             if cause and pin == "on":
                 self.close()
                 raise PinnedMemoryError(
-                    f"{nbytes} bytes of host memory cannot be page-locked: {cause}",
+                    f"{about(nbytes)} of host memory cannot be page-locked: {cause}",
                     "set pin to auto or off, make the pool smaller, or raise the locked-memory limit (ulimit -l)",
                 )
             if cause and torch.cuda.is_available():
-                _log.warning("host memory of %d bytes stays pageable: %s", nbytes, cause)
+                _log.warning("%s of host memory stay pageable: %s", about(nbytes), cause)
 
     @property
     def pinned(self) -> bool:

@@ -29,6 +29,7 @@ from gdscache.errors import (
     NotARegularFileError,
     SlotRangeError,
 )
+from gdscache.sizes import about
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
@@ -260,8 +261,8 @@ def _check_space(path: Path, total: int, status: os.stat_result) -> None:
     needed, free = total - occupied, shutil.disk_usage(path.parent).free
     if needed > free:
         raise NoSpaceError(
-            f"{path} needs {needed:,} bytes more ({total:,} in all), and the file system has {free:,} free",
-            f"set ssd.capacity to at most {occupied + free:,} bytes, or free space there",
+            f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",
+            f"set ssd.capacity to at most {(occupied + free) >> 20}MiB, or free space there",
         )
 
 
@@ -272,12 +273,12 @@ def _allocate(path: Path, fd: int, total: int) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(
-                f"{path} cannot grow to {total:,} bytes: {error.strerror}; the file system reports "
-                f"{shutil.disk_usage(path.parent).free:,} free",
+                f"{path} cannot grow to {about(total)}: {error.strerror}; the file system reports "
+                f"{about(shutil.disk_usage(path.parent).free)} free",
                 "lower ssd.capacity, or free space (or quota) there",
             ) from error
         raise IOFailedError(
-            f"{path} cannot grow to {total:,} bytes: {error.strerror}",
+            f"{path} cannot grow to {about(total)}: {error.strerror}",
             "lower ssd.capacity, or set ssd.path to another file system",
             error.errno,
         ) from error
