@@ -1,4 +1,4 @@
-"""gdscache: a GPUDirect Storage tiered cache engine for the KV cache of transformers."""
+"""gdscache: a KV cache of transformers on three tiers: GPU, host memory and SSD."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

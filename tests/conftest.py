@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,25 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+# Why tests are skipped: the first kind whose pattern a reason has.
+_SKIPS = {
+    "for other reasons": r"without a? ?CUDA|there is a |a real libcuda",
+    "for want of a GPU": r"GPU|CUDA|libcuda|cuFile|GDS_MT",
+    "for want of a package or program": r"install|no [\w-]+ (at|for)|C compiler|matplotlib|GDSCACHE_|kvikio|nixl",
+    "by what this system or user cannot do": r"root|io_uring|O_DIRECT|RAM disk|processor|kernel|file|user|memory",
+}
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Why tests were skipped, in four sums; `-rs` lists every reason."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
+    kinds = [next((kind for kind, words in _SKIPS.items() if re.search(words, one)), "") for one in reasons]
+    sums = Counter(kind or "for other reasons" for kind in kinds)
+    if reasons:
+        said = ", ".join(f"{sums[kind]:,} {kind}" for kind in sorted(_SKIPS))
+        terminalreporter.write_line(f"skipped: {said} (PYTEST_ARGS=-rs lists them)")
 
 
 @pytest.fixture(autouse=True)

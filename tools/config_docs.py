@@ -39,12 +39,15 @@ COMMENTED = (
     "status",
 )  # sections that have an effect by their presence, and are shown commented out
 HEAD = """\
-# Every key with its default. Copy the file and keep the lines that you change. `gdscache config print` prints it.
-# The model's name and sizes and the SSD's path have no default: these are examples, of a small Llama shape.
-# Needs 1 GiB of GPU memory (or host memory, without a GPU), 4 GiB of host memory and 16 GiB on an SSD.
+# Every key with its default. Copy the file and keep the lines that you change.
+# `gdscache config print` prints it.
+# The model's name and sizes and the SSD's path have no default: these are
+# examples, of a small Llama shape.
+# Needs 1 GiB of GPU memory (or host memory, without a GPU), 4 GiB of host
+# memory and 16 GiB on an SSD.
 """
 COMMENT = 32  # the column at which a comment begins
-WIDTH = 118
+WIDTH = 78
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -89,7 +89,9 @@ def init(
         if as_json:
             typer.echo(json.dumps({"name": name.value, "file": absolute}, indent=2))
         else:
-            typer.echo(f"{absolute}: written. Change model and ssd.path in it, then: gdscache config check {file}")
+            typer.echo(
+                f"{absolute}: written. Its first lines say what it needs. To check it: gdscache config check {file}"
+            )
         return
     _init_for(SupportedEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)
 

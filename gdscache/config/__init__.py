@@ -5,9 +5,10 @@ A tier exists if its section exists; `gpu` always does. Importing this needs nei
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -18,17 +19,17 @@ from pydantic import (
     Strict,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
     field_validator,
-    model_validator,
 )
 
 from gdscache.config.file import read_places
 from gdscache.config.model import ModelConfig, PlaneConfig
-from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, explain, reject
+from gdscache.config.problems import COLLECT, NOWHERE, ConfigSection, dotted, explain, rejected
 from gdscache.errors import CapacityError, ConfigError, ConfigFileError, GeometryError, InvalidValueError
 from gdscache.limits import MAX_COUNT, MAX_DEVICE_INDEX, MAX_SECONDS
-from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size
+from gdscache.sizes import GIB, MIB, SIZE_SCHEMA, Size, format_size, parse_size
 
 __all__ = [
     "Config",
@@ -284,7 +285,7 @@ class Config(ConfigSection):
     missing_key: ClassVar[type[ConfigError]] = GeometryError
 
     model: ModelConfig = Field(description="the model whose cache this is")
-    gpu: GpuConfig = Field(default=GpuConfig(), description="the GPU pool and its staging ring")
+    gpu: GpuConfig = Field(default=GpuConfig(), validate_default=True, description="the GPU pool and its staging ring")
     cpu: CpuConfig | None = Field(
         default=None, description="the CPU tier, a pool in host memory; null or absent means no such tier"
     )
@@ -294,6 +295,7 @@ class Config(ConfigSection):
     )
     host_buffer: Size = Field(
         default=256 * MIB,
+        validate_default=True,
         description="size of the bounce reserve in host memory, for pages that cannot stay in the CPU tier; "
         "half for loads, half for stores",
     )
@@ -307,7 +309,7 @@ class Config(ConfigSection):
         le=MAX_SECONDS,
         description="seconds after which loads and prefetches stop waiting for reads, and a batch of writes is dropped",
     )
-    store: StoreConfig = Field(default=StoreConfig(), description="how pages are stored")
+    store: StoreConfig = Field(default=StoreConfig(), validate_default=True, description="how pages are stored")
     load: LoadConfig = Field(default=LoadConfig(), description="how pages are loaded")
     events: EventsConfig | None = Field(default=None, description="KV events; null or absent means none are emitted")
     log: LogConfig = Field(default=LogConfig(), description="lines of the log at INFO")
@@ -347,46 +349,67 @@ class Config(ConfigSection):
             raise ValueError("path and stripes name a directory twice")
         return ssd
 
-    @model_validator(mode="after")
-    def _has_what_policies_need(self, info: ValidationInfo) -> Self:
-        if self.store.write_policy in ("write_through_selective", "write_back") and self.cpu is None:
-            message = (
-                f"store.write_policy is {self.store.write_policy}, which keeps pages in the CPU tier; there is none"
-            )
-            raise reject(InvalidValueError, message, "add a cpu section, or set it to write_through", info)
-        return self
+    @field_validator("store")
+    @classmethod
+    def _has_what_policies_need(cls, store: StoreConfig, info: ValidationInfo) -> StoreConfig:
+        if store.write_policy in ("write_through_selective", "write_back") and info.data.get("cpu", ...) is None:
+            message = f"store.write_policy is {store.write_policy}, which keeps pages in the CPU tier; there is none"
+            hint = "add a cpu section, or set it to write_through"
+            raise rejected(InvalidValueError, {("write_policy",): (message, hint)})
+        return store
 
-    @model_validator(mode="after")
-    def _holds_a_page(self, info: ValidationInfo) -> Self:
-        extent = sum(layout.extent_bytes for layout in self.model.pool_layouts())  # each pool holds a page
-        halves = {"gpu.staging": self.gpu.staging}
-        wholes = {"gpu.capacity": self.gpu.capacity}
-        if self.cpu:
-            wholes["cpu.capacity"] = self.cpu.capacity
-        if self.ssd:
-            wholes["ssd.capacity"] = self.ssd.capacity
-        wholes |= {f"tiers[{number}].capacity": tier.capacity for number, tier in enumerate(self.tiers)}
-        if self.cpu or self.ssd or self.tiers:
-            halves["host_buffer"] = self.host_buffer
-            wholes["store.queue"] = self.store.queue
-        need = f"one page needs {_figures(extent)}"
-        small = [f"{key} is {_figures(size)}, {need}" for key, size in wholes.items() if size < extent]
-        small += [
-            f"half of {key} is {_figures(size // 2)}, {need}" for key, size in halves.items() if size // 2 < extent
-        ]
-        hint = f"raise it to {format_size(extent)} or more ({format_size(2 * extent)} where a half counts), "
-        if self.ssd and self.ssd.endurance is not None and self.ssd.endurance < 8 * extent:
-            small.append(
-                f"ssd.endurance is {_figures(self.ssd.endurance)} a day, an eighth of which goes at once, and {need}"
-            )
-            hint = f"raise ssd.endurance to {format_size(8 * extent)} or more, or set it to null; {hint}"
-        if small:
-            raise reject(CapacityError, "; ".join(small), hint + "or lower model.page_tokens", info)
-        return self
+    @field_validator("gpu", "cpu", "ssd", "tiers", "host_buffer", "store", mode="wrap")
+    @classmethod
+    def _holds_pages(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        """Every size holds a page of the model, or as many as `_PAGES` says, also in a section with other mistakes."""
+        try:
+            checked, error = handler(value), None
+        except ValidationError as caught:
+            checked, error = value, caught
+        model, name = info.data.get("model"), str(info.field_name)
+        has_tier = any(info.data.get(tier, True) for tier in ("cpu", "ssd", "tiers"))
+        small: dict[tuple[int | str, ...], tuple[str, str]] = {}
+        if model is not None and (has_tier or name not in ("host_buffer", "store")):
+            extent = sum(layout.extent_bytes for layout in model.pool_layouts())  # each pool holds a page
+            for loc, size in _sizes(name, checked):
+                key = dotted((name, *loc))
+                pages, what = _PAGES.get(key, (1, "one page"))
+                if size < pages * extent:
+                    message = f"{key} is {_figures(size)}, and {what} needs {_figures(pages * extent)}"
+                    small[loc] = message, f"raise it to {format_size(pages * extent)}, or lower model.page_tokens"
+        if error is not None or small:
+            raise rejected(CapacityError, small, error)
+        return checked
+
+
+# How many pages a size holds at least, where it is not one.
+_PAGES = {
+    "gpu.staging": (2, "a page in each half"),
+    "host_buffer": (2, "a page in each half"),
+    "ssd.endurance": (8, "a page in an eighth, which goes at once,"),
+}
+_SIZES = {"store": ("queue",), "gpu": ("capacity", "staging"), "ssd": ("capacity", "endurance")}
+
+
+def _sizes(name: str, value: Any) -> Iterator[tuple[tuple[int | str, ...], int]]:
+    """The sizes of a field, each with its place below the field. `value`: a checked value, or plain data."""
+    if name == "host_buffer":
+        given: dict[tuple[int | str, ...], Any] = {(): value}
+    elif name == "tiers":
+        given = {(number, "capacity"): _get(tier, "capacity") for number, tier in enumerate(value or ())}
+    else:
+        given = {(key,): _get(value, key) for key in _SIZES.get(name, ("capacity",))}
+    for loc, size in given.items():
+        with contextlib.suppress(ValueError):  # reported already, or absent
+            yield loc, parse_size(size)
+
+
+def _get(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
 
 
 def _figures(size: int) -> str:
-    return f"{format_size(size)} ({size:,} bytes)" if size % 1024 == 0 and size else f"{size:,} bytes"
+    return format_size(size) if size and size % 1024 == 0 else f"{size:,} bytes"
 
 
 _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"

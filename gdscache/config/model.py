@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, Field, Strict, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, Strict, WithJsonSchema, model_validator
 
-from gdscache.config.problems import ConfigSection, reject
+from gdscache.config.problems import ConfigSection, rejected
 from gdscache.errors import ConfigError, GeometryError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import pools_of, rows_of
@@ -112,20 +112,21 @@ class ModelConfig(ConfigSection):
     )
 
     @model_validator(mode="after")
-    def _describes_a_page(self, info: ValidationInfo) -> Self:
+    def _describes_a_page(self) -> Self:
         for problems, hint in ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS)):
             if problems:
-                raise reject(GeometryError, "; ".join(problems), hint, info)
+                raise rejected(GeometryError, {(): ("; ".join(problems), hint)})
         try:
             extent = max(layout.extent_bytes for layout in self.pool_layouts())
         except GeometryError as error:
-            raise reject(GeometryError, f"model: {error.message}", error.hint or self._hint, info) from None
+            raise rejected(GeometryError, {(): (f"model: {error.message}", error.hint or self._hint)}) from None
         if extent > MAX_EXTENT_BYTES:
             message = (
                 f"model: a page of {self.page_tokens} tokens (model.page_tokens) and {self.layers} layers has "
                 f"{extent:,} bytes; the system reads and writes at most {MAX_EXTENT_BYTES:,} at once"
             )
-            raise reject(GeometryError, message, "lower model.page_tokens, or correct the sizes of the planes", info)
+            hint = "lower model.page_tokens, or correct the sizes of the planes"
+            raise rejected(GeometryError, {(): (message, hint)})
         return self
 
     @property

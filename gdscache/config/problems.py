@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from gdscache.errors import CapacityError, ConfigError, GeometryError, InvalidValueError, UnknownKeyError
 
@@ -51,11 +51,24 @@ class _Problem:
     line: int | None = None
 
 
-def reject(cause: type[ConfigError], message: str, hint: str, info: ValidationInfo) -> Exception:
-    """The exception of a whole section's validator: an entry of `explain`'s list, or the `cause` at once."""
-    if info.context == COLLECT:
-        return PydanticCustomError(cause.__name__, "{message}", {"message": message, "hint": hint})
-    return cause(message, hint)
+def rejected(
+    cause: type[ConfigError],
+    problems: Mapping[tuple[int | str, ...], tuple[str, str]],
+    others: ValidationError | None = None,
+) -> ValidationError:
+    """The exception of a validator with several problems: a message and a hint for each place below its field.
+
+    `others`: pydantic's own errors of the same field.
+    """
+    lines: list[InitErrorDetails] = []
+    for details in others.errors(include_url=False) if others is not None else ():
+        kind, context = details["type"], details.get("ctx", {})
+        own = PydanticCustomError(kind, "{message}", context) if kind in _BY_NAME else kind
+        lines.append({"type": own, "loc": details["loc"], "input": details["input"], "ctx": context})
+    for loc, (message, hint) in problems.items():
+        one = PydanticCustomError(cause.__name__, "{message}", {"message": message, "hint": hint})
+        lines.append({"type": one, "loc": loc, "input": None})
+    return ValidationError.from_exception_data(cause.__name__, lines)
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

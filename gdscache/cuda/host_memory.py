@@ -84,7 +84,7 @@ class HostBuffer:
                     "set pin to auto or off, make the pool smaller, or raise the locked-memory limit (ulimit -l)",
                 )
             if cause and torch.cuda.is_available():
-                _log.warning("host memory of %s stays pageable: %s", about(nbytes), cause)
+                _log.warning("%s of host memory stay pageable: %s", about(nbytes), cause)
 
     @property
     def pinned(self) -> bool:

