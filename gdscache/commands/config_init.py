@@ -36,21 +36,22 @@ class Shipped(Enum):
 
 
 Start = Enum("Start", {kind.name: kind.value for kind in (*SupportedEngine, *Shipped)})  # type: ignore[misc]
-Printed = Enum("Printed", {**{kind.name: kind.value for kind in Shipped}, "ALERTS": "alerts"})  # type: ignore[misc]
+Printed = Enum("Printed", {**{kind.name: kind.value for kind in Shipped}, "ALERTS": "alerts", "GRAFANA": "grafana"})  # type: ignore[misc]
 
 
 def shipped_text(name: str) -> str:
     """The text of a file of configs/: inside the installed package, or beside it in a source tree."""
     package = Path(__file__).resolve().parents[1]
     inside, beside = package / "configs", package.parent / "configs"
-    return ((inside if inside.is_dir() else beside) / f"{name}.yaml").read_text(encoding="utf-8")
+    [file] = (inside if inside.is_dir() else beside).glob(f"{name}.*")
+    return file.read_text(encoding="utf-8")
 
 
 def print_shipped(
     name: Annotated[Printed, typer.Argument(help="One of the files that gdscache ships.")] = Printed("default"),  # noqa: B008
 ) -> None:
     """Print a file that gdscache ships. `default` is a configuration that has every key with its default value, and
-    `alerts` has rules for Prometheus."""
+    `alerts` has rules for Prometheus, `grafana` a dashboard."""
     typer.echo(shipped_text(name.value), nl=False)
 
 

@@ -315,6 +315,9 @@ FAMILIES = (
         _by_cause("refused", REFUSALS),
     ),
     _gauge(
+        "gdscache_endurance_bytes", "Bytes that ssd.endurance lets be written a day.", (), _endurance("bytes_per_day")
+    ),
+    _gauge(
         "gdscache_endurance_left_bytes", "Bytes that ssd.endurance lets be written now.", (), _endurance("left_bytes")
     ),
     # Tiers

@@ -108,6 +108,7 @@ def test_refusals_by_cause_and_what_endurance_leaves(open_host: OpenHost) -> Non
     extent = layout_of(MHA).extent_bytes
     host = open_host(store={"admission": "second_offer"}, ssd_options={"endurance": 24 * extent})  # 3 pages at once
     value = registry_of(host.engine).get_sample_value
+    assert value("gdscache_endurance_bytes") == 24 * extent
     assert value("gdscache_endurance_left_bytes") == 3 * extent
     host.keep(prompt(1, 5))
     assert value("gdscache_refused_pages_total", {"cause": "second_offer"}) == 5

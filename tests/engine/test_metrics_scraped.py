@@ -15,7 +15,7 @@ from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, WAIT, OpenHost, drop_from, flip_file, layout_of, prompt, until
 from tests.support.pages import offset_of
-from tests.support.prometheus import rules, scraping
+from tests.support.prometheus import dashboard_queries, rules, scraping
 from tests.support.ranks import RanksHost
 
 FAULTY = "tests.support.faulty:FaultyTransport"
@@ -53,6 +53,35 @@ def test_prometheus_has_every_metric_of_an_engine(open_host: OpenHost, tmp_path:
         assert server.value('increase(gdscache_stored_pages_total{tier="ssd"}[1m])') > 0
         assert server.value("histogram_quantile(0.5, sum by (le) (gdscache_store_duration_seconds_bucket))") > 0
         assert server.firing() == set()
+
+
+def test_every_query_of_the_dashboard_gives_series(open_host: OpenHost, tmp_path: Path) -> None:
+    extent = layout_of(MHA).extent_bytes
+    host = open_host(cpu=8, ssd=24, transport=FAULTY, ssd_options={"endurance": 16 * extent})  # two pages at once
+    ranks = RanksHost(tmp_path / "ranks", [0, 1])
+    for number in range(1, 5):
+        host.engine.observe_prefill(100 * number, 0, 0.1 * number)
+    host.engine.observe_load("ssd", 1 << 20, 0.1)
+    try:
+        with served({"host": host.engine, "ranks": ranks.engine}) as port, scraping(tmp_path, port) as server:
+            ranks.store(prompt(1, 3))
+            with PLAN.rule(Op.WRITE, Fault.EIO, times=1):
+                host.store(prompt(1, 2)).result(WAIT)  # dropped from the SSD
+            host.store(prompt(2, 3)).result(WAIT)  # beyond the budget
+            host.engine.lookup(prompt(1, 4))
+            host.load(prompt(1, 2))
+            silent = {"lost at open: {{cause}}"}  # a good directory has none
+
+            def unanswered() -> list[str]:
+                return [said for said, asked in dashboard_queries() if said not in silent and not server.query(asked)]
+
+            until(lambda: not unanswered(), "every query has series", 30)
+            by_legend = dict(dashboard_queries())
+            assert server.value(by_legend["computing would take"]) > 0
+            assert server.value(by_legend["budget"]) == 16 * extent
+            assert server.value(by_legend["ranks"]) == 2
+    finally:
+        ranks.close()
 
 
 @pytest.mark.suite

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 START_S = 150.0
 LEARNED = {"gdscache_load_bytes_per_second", "gdscache_load_latency_seconds", "gdscache_prefill_tokens_per_second"}
 ABSENT = {  # of this engine: it has no such section
-    "gdscache_endurance_left_bytes", "gdscache_event_batches", "gdscache_event_dropped_pages",
-    "gdscache_event_waiting_pages", "gdscache_copies",
+    "gdscache_endurance_bytes", "gdscache_endurance_left_bytes", "gdscache_event_batches",
+    "gdscache_event_dropped_pages", "gdscache_event_waiting_pages", "gdscache_copies",
 }  # fmt: skip
 PAGE = 128 << 10  # bytes: 32 tokens of 4 layers of two heads of 128, K and V
 PROMPT = [3 + number * 7 % 400 for number in range(700)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "configs" / "alerts.yaml"
+DASHBOARD = ROOT / "configs" / "grafana.json"
 
 
 def installed(name: str) -> str:
@@ -33,6 +35,14 @@ def installed(name: str) -> str:
 def rules() -> list[dict[str, Any]]:
     """The alerts that gdscache ships."""
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def dashboard_queries() -> Iterator[tuple[str, str]]:
+    """The legend and the expression of each query of the dashboard, with everything chosen that can be."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            expression = target["expr"].replace("$__rate_interval", "1m")
+            yield target["legendFormat"], re.sub(r"\$\w+", ".*", expression)
 
 
 def free_port() -> int:

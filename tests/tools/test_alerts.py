@@ -1,7 +1,9 @@
-"""The alerts that gdscache ships: each fires for its fault, under each engine's names; none for an engine at rest."""
+"""The alerts that gdscache ships: each fires for its fault, under each engine's names; none for an engine at rest. And
+the dashboard: its queries run in tests/engine/test_metrics_scraped.py."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import yaml
 
 from gdscache.metrics import FAMILIES
-from tests.support.prometheus import ALERTS, installed, rules
+from tests.support.prometheus import ALERTS, DASHBOARD, dashboard_queries, installed, rules
 
 PREFIXES = ("", "vllm:", "sglang:")
 # By alert: the series of its fault, and its values, a minute each (Prometheus' notation).
@@ -75,6 +77,34 @@ def asked(rule: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _is(series: str, metric: str, labels: str) -> bool:
     return series.startswith(metric + "{") and labels in series
+
+
+def test_the_dashboard_fits_one_screen_and_asks_for_metrics_and_labels_that_exist() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not taken & cells, f"{panel['title']} lies over another panel"
+        assert all(x < 24 and y < 24 for x, y in cells)
+        taken |= cells
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+        assert panel["description"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) == 12
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "job", "instance"}
+    known = {family.sample: family for family in FAMILIES}
+    known |= {f"{family.name}{end}": family for family in FAMILIES if family.bounds for end in ("_bucket", "_sum")}
+    for legend, expression in dashboard_queries():
+        asked = re.findall(
+            r'{__name__=~"\(vllm:\|sglang:\)\?(\w+)", job=~"\.\*", instance=~"\.\*"(?:, (\w+)[!=][^}]*)?}', expression
+        )
+        assert len(asked) == expression.count("__name__") > 0, legend
+        labels = {label for name, _ in asked for label in (*known[name].labels, "le")}
+        by = {label for part in re.findall(r"by \(([^)]*)\)", expression) for label in part.split(", ")}
+        assert by <= labels
+        assert {label for _, label in asked if label} <= labels
+        assert {*re.findall(r"{{(\w+)}}", legend)} == by - {"le"}, legend
 
 
 def promtool(tests: list[dict[str, Any]], folder: Path) -> None:
