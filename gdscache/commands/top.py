@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from gdscache.commands import EXIT_FAILED
 from gdscache.commands.console import duration
@@ -28,9 +29,6 @@ from gdscache.disk import status_page
 from gdscache.disk.status_page import CAUSED, FRESH_S, STATUS_NAME, Status, TierState
 from gdscache.errors import NotADirectoryPathError, printable
 from gdscache.sizes import significant
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 SCHEMA = "gdscache.top/1"
 WINDOW_S = 5.0  # seconds that a rate is measured over
@@ -78,14 +76,9 @@ class Watched:
 
 
 def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[Watched]:
-    """Each directory, or those below it that the pools of a hybrid model have; of `known`, if they are there already.
-
-    Raises `NotADirectoryPathError`.
-    """
+    """Each directory, or the directories below it of a hybrid model's pools. Those in `known` are kept."""
     paths: list[Path] = []
     for directory in directories:
-        if not directory.is_dir():
-            raise NotADirectoryPathError(f"{directory} is not a directory", "name ssd.path or status.path of a config")
         below = sorted(path for path in directory.glob(f"{POOL_PREFIX}*") if path.is_dir())
         paths += below if below and not (directory / STATUS_NAME).exists() else [directory, *below]
     by_path = {one.path: one for one in known}
@@ -139,8 +132,6 @@ def _tiers(status: Status) -> Sequence[TierState]:
 
 def screen(reports: Sequence[Report], width: int) -> Text:
     """Directories beside each other as far as `width` allows, the others below them."""
-    from rich.text import Text
-
     beside = max(1, min(len(reports), (width + len(_BETWEEN)) // (_COLUMN + len(_BETWEEN))))
     room = (width + len(_BETWEEN)) // beside - len(_BETWEEN)
     lines: list[Text] = []
@@ -152,7 +143,7 @@ def screen(reports: Sequence[Report], width: int) -> Text:
 
 
 def _directory(report: Report, room: int) -> list[Text]:
-    """The lines of one directory: what it is, and sections in as many columns as there is room for."""
+    """The lines of one directory: its state, and sections in as many columns as fit."""
     columns = (room + len(_GAP)) // (_COLUMN + len(_GAP)) or 1
     width = (room + len(_GAP)) // columns - len(_GAP)
     path = report["path"] if len(report["path"]) <= room else f"…{report['path'][1 - room :]}"
@@ -170,15 +161,11 @@ def _directory(report: Report, room: int) -> list[Text]:
 
 
 def _side_by_side(blocks: Sequence[Sequence[Text]], width: int, gap: str) -> list[Text]:
-    from rich.text import Text
-
     empty = Text(" " * width)
     return [Text(gap, style=_NOTE).join(row) for row in itertools.zip_longest(*blocks, fillvalue=empty)]
 
 
 def _lines(section: Section, width: int) -> list[Text]:
-    from rich.text import Text
-
     lines = [Text(printable(text), style) for text, style in section]
     for line in lines:
         line.highlight_regex(f"[{_EIGHTHS}█]+", "cyan")
@@ -186,17 +173,22 @@ def _lines(section: Section, width: int) -> list[Text]:
     return lines
 
 
-def _row(width: int, first: str, *cells: str, sizes: Sequence[int]) -> str:
-    """Cells at the right, each with its size; the first takes what is left."""
-    rest = "".join(cell.rjust(size) for cell, size in zip(cells, sizes, strict=True))
-    room = width - len(rest)
-    return (first if len(first) <= room else f"{first[: room - 1]}…").ljust(room) + rest
+def _table(width: int, sizes: Sequence[int], titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Section:
+    """A line of titles and the rows; nothing without rows. The first cells have the room that `sizes` leave."""
+    room = width - sum(sizes)
+    lines: Section = []
+    for first, *cells in (titles, *rows):
+        shown = first if len(first) <= room else f"{first[: room - 1]}…"
+        line = "".join([shown.ljust(room), *(cell.rjust(size) for cell, size in zip(cells, sizes, strict=False))])
+        lines.append((line, "" if lines else _TITLE))
+    return lines if len(lines) > 1 else []
 
 
 def _about(report: Report) -> Section:
     state, good = report["state"], report["state"] == "running" and not report["late"]
     if "pid" not in report:
-        why = "no engine has it open" if state == "no status page" else "look with the gdscache that has it open"
+        why = "no engine has it open, or this user may not read it"
+        why = why if state == "no status page" else "look with the gdscache that has it open"
         return [(f"{state}: {why}", _WARNING)]
     age = f"page {report['age_seconds']:.1f} s old"
     said = f"{age}: its process, or the device, hangs" if report["late"] else f"{state.replace('_', ' ')}, {age}"
@@ -209,65 +201,65 @@ def _about(report: Report) -> Section:
 
 
 def _tier_rows(report: Report, width: int) -> Section:
-    sizes = (8, 12)
-    rows = [(_row(width, "TIER", "full", "of", sizes=sizes), _TITLE)]
+    rows = []
     for tier in report["tiers"]:
-        share = tier["pages"] / (tier["slots"] or 1)
-        cells = _share(share), _bytes(tier["slots"] * report["extent_bytes"])
-        rows.append((_row(width, f"{tier['name']:<5}{_bar(share)}", *cells, sizes=sizes), ""))
-    return rows
+        share, size = tier["pages"] / (tier["slots"] or 1), tier["slots"] * report["extent_bytes"]
+        rows.append((f"{tier['name']:<5}{_bar(share)}", _share(share), _bytes(size)))
+    return _table(width, (8, 12), ("TIER", "full", "of"), rows)
 
 
 def _flows(report: Report, width: int) -> Section:
     """Rates by tier, and those of lookups and stores."""
-    rates, sizes = report["rates"], (8, 9, 9, 8)
+    rates = report["rates"]
     if rates is None:
         return [] if report["late"] else [("no rates yet: they need two pages", _NOTE)]
-    rows = [(_row(width, "FLOW", "hits", "load/s", "store/s", "evict/s", sizes=sizes), _TITLE)]
-    for name, of in rates["tiers"].items():
-        cells = _share(of["hit_rate"]), _bytes(of["loaded_bytes"]), _bytes(of["stored_bytes"])
-        rows.append((_row(width, name, *cells, _number(of["evicted_pages"]), sizes=sizes), ""))
-    rows.append((_row(width, "all", _share(rates["hit_rate"]), "", "", "", sizes=sizes), ""))
+    rows = [
+        (
+            name,
+            _share(of["hit_rate"]),
+            *map(_bytes, (of["loaded_bytes"], of["stored_bytes"])),
+            _number(of["evicted_pages"]),
+        )
+        for name, of in rates["tiers"].items()
+    ]
+    titles = "FLOW", "hits", "load/s", "store/s", "evict/s"
     asked = f"{_number(rates['lookups'])} lookups/s of {_number(rates['lookup_pages'])} pages/s"
-    return [*rows, (asked, ""), (f"{_number(rates['stores'])} stores/s", "")]
+    table = _table(width, (8, 9, 9, 8), titles, [*rows, ("all", _share(rates["hit_rate"]))])
+    return [*table, (asked, ""), (f"{_number(rates['stores'])} stores/s", "")]
 
 
 def _latencies(report: Report, width: int) -> Section:
-    sizes = (9, 9, 9)
-    rows = [(_row(width, "TAKES", "median", "99 %", "samples", sizes=sizes), _TITLE)]
-    for what, took in report["latencies"].items():
-        if took["samples"]:
-            times = duration(took["median_seconds"]), duration(took["p99_seconds"])
-            rows.append((_row(width, what.replace("_", " "), *times, str(took["samples"]), sizes=sizes), ""))
-    return rows if len(rows) > 1 else []
+    rows = [
+        (name.replace("_", " "), duration(one["median_seconds"]), duration(one["p99_seconds"]), str(one["samples"]))
+        for name, one in report["latencies"].items()
+        if one["samples"]
+    ]
+    return _table(width, (9, 9, 9), ("TAKES", "median", "99 %", "samples"), rows)
 
 
 def _slowest(report: Report, width: int) -> Section:
-    sizes = (5, 11, 9)
-    rows = [(_row(width, "SLOWEST LOADS", "", "", "ago", sizes=sizes), _TITLE)]
-    for load in report["slowest_loads"][:_LOADS]:
-        ago = _ago(report["written"] - load["ended"])
-        cells = load["tier"], _bytes(load["nbytes"]), ago
-        rows.append((_row(width, duration(load["seconds"]), *cells, sizes=sizes), ""))
-    return rows if len(rows) > 1 else []
+    rows = [
+        (duration(load["seconds"]), load["tier"], _bytes(load["nbytes"]), _ago(report["written"] - load["ended"]))
+        for load in report["slowest_loads"][:_LOADS]
+    ]
+    return _table(width, (5, 11, 9), ("SLOWEST LOADS", "", "", "ago"), rows)
 
 
 def _causes(report: Report, width: int) -> Section:
-    """Why pages were not found or not stored; of each group the most frequent causes now come first."""
-    sizes, rates = (8, 10), report["rates"]
-    rows = [(_row(width, "CAUSES", "pages/s", "in all", sizes=sizes), _TITLE)]
+    """Why pages were not found or not stored: the most frequent causes of the last seconds, then of all time."""
+    rates = report["rates"]
     found = [
-        (0.0 if rates is None else rates["causes"][group].get(cause, 0.0), pages, f"{group} {cause}")
+        (0.0 if rates is None else rates["causes"][group][cause], pages, f"{group} {cause}")
         for group, causes in report["causes"].items()
         for cause, pages in causes.items()
     ]
-    for rate, pages, name in sorted(found, key=lambda one: one[:2], reverse=True)[:_CAUSES]:
-        rows.append((_row(width, name, "" if rates is None else _number(rate), f"{pages:,}", sizes=sizes), ""))
-    return rows if len(rows) > 1 else []
+    most = sorted(found, reverse=True)[:_CAUSES]
+    rows = [(name, "" if rates is None else _number(rate), f"{pages:,}") for rate, pages, name in most]
+    return _table(width, (8, 10), ("CAUSES", "pages/s", "in all"), rows)
 
 
 def _ranks(report: Report) -> Section:
-    """How many ranks run, and those that do not."""
+    """The number of ranks that run, and each rank that does not."""
     ranks = report["ranks"]
     if len(ranks) < 2:
         return []
@@ -329,6 +321,9 @@ def top(
 
     With --once the exit status is 1 if an engine does not run, or its page is missing or late.
     """
+    for directory in directories:
+        if not directory.is_dir():
+            raise NotADirectoryPathError(f"{directory} is not a directory", "name ssd.path or status.path of a config")
     engines = watched(directories)
     if once:
         reports = _once(engines)
@@ -356,7 +351,7 @@ def _once(engines: Sequence[Watched]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _shown(*, as_json: bool) -> Iterator[Callable[[Sequence[Report]], None]]:
-    """What shows a frame: in place on a terminal, one behind the other elsewhere."""
+    """The function that shows a frame: in place on a terminal, below the frame before it elsewhere."""
     if as_json or not sys.stdout.isatty():
         yield functools.partial(_print, as_json=as_json)
         return

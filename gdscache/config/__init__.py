@@ -415,7 +415,7 @@ def _figures(size: int) -> str:
 _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 
-# What differs between replicas of a server.
+# Keys whose values differ between replicas of a server.
 _VARIED = {"ssd": ("path", "stripes"), "events": ("endpoint", "replay"), "status": ("path",)}
 _LABELS = ("name", "weights")  # keys that a file may have for a model that the inference engine describes
 

@@ -35,7 +35,7 @@ FRESH_S = 5.0  # a page written within this time has a living owner
 FILE_MODE = 0o600
 MAGIC = b"gdscstat"
 PAGE_FORMAT = 3
-_READ = (2, PAGE_FORMAT)  # what format 3 added is 0 in a page of format 2
+_READ = (2, PAGE_FORMAT)  # the fields that format 3 added are 0 in a page of format 2
 STATES = ("running", "switched_off", "stopped")
 # An engine's counts, by group and name; `misses`, `dropped` and `refused` over all causes.
 COUNTS = (

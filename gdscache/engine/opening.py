@@ -312,7 +312,7 @@ def _open_status(
 
 
 def _open_page(path: Path, figures: Callable[[], Figures]) -> StatusWriter:
-    """What writes the status page of an engine without an SSD, into a directory of its own."""
+    """The writer of the status page of an engine without an SSD, in a directory of its own."""
     try:
         directory = CacheDirectory.open(path)
     except StorageError as error:
@@ -434,7 +434,7 @@ def _figures(config: Config, pool: _Pool, manager: TierManager, journal: Journal
 
 
 def _work(latency: str) -> tuple[str, str]:
-    """What is done, and in which tier, of a latency of the status page: `load_cpu`, or `read`, of the SSD."""
+    """The work and the tier of a latency of the status page: `load_cpu`, or `read`, which is of the SSD."""
     what, _, tier = latency.partition("_")
     return what, tier or SsdTier.name
 

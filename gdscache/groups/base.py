@@ -44,7 +44,7 @@ class Group:
 
     @property
     def words(self) -> str:
-        """What the layers keep: `full: all tokens`, `window: the last 1,024`."""
+        """The tokens that the layers keep: `full: all tokens`, `window: the last 1,024`."""
         span = f"{self.span:,}"
         kept = {"all": "all tokens", "window": f"the last {span}", "chunk": f"chunks of {span}", "state": "a state"}
         return f"{self.name}: {kept[self.keeps]}"

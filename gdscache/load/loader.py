@@ -237,7 +237,7 @@ class Loader:
 
 
 def _moved(parts: Iterable[LoadPart]) -> dict[str, Any]:
-    """What a timeline is told of a load that is over."""
+    """The bytes by tier, and the number of bad pages, of a finished load."""
     tiers: Counter[str] = Counter()
     bad = 0
     for part in parts:

@@ -45,12 +45,12 @@ class Latencies:
         kept.append(seconds)
 
     def loaded(self, tier: str, nbytes: int, seconds: float) -> None:
-        """A load of `nbytes` took `seconds` from its begin to its verdict. `tier`: the slowest of its pages."""
+        """A load of `nbytes` whose slowest tier is `tier` took `seconds` from its begin to its verdict."""
         self.note("load", tier, seconds)
         self._loads.append(SlowLoad(tier, time.time(), seconds, nbytes))
 
     def slowest(self, most: int) -> list[SlowLoad]:
-        """The slowest of the last loads, the slowest first."""
+        """The slowest loads of the last minutes, the slowest first."""
         since = time.time() - SLOW_S
         return heapq.nlargest(most, (load for load in list(self._loads) if load.ended > since), key=lambda one: one[2])
 

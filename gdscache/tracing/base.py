@@ -21,7 +21,7 @@ class Span:
         pass
 
     def add(self, /, **about: Any) -> None:
-        """More of what it is about: of a load, `bytes`, those by `tiers`, and `bad_pages`."""
+        """More facts of the span: of a load, its `bytes`, those by `tiers`, and `bad_pages`."""
 
 
 _NOTHING = Span()

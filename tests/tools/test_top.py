@@ -167,6 +167,10 @@ def test_directories_without_a_page(tmp_path: Path, gdscache: Gdscache) -> None:
     assert status == 1
     assert "no engine has it open" in words
     assert "format 9" in words
+    engines = top.watched([tmp_path / "free"])
+    (tmp_path / "free").rmdir()
+    assert top.watched([tmp_path / "free"], engines) == engines
+    assert engines[0].look()["state"] == "no status page"
     status, _, error = gdscache("top", tmp_path / "nowhere", "--once")
     assert status == 2
     assert "nowhere is not a directory" in error
