@@ -108,6 +108,11 @@ class Prefetch:
         """How many of its first pages have had their turn: they are there, under way, or bad. It grows."""
         return self._work.at
 
+    @property
+    def short(self) -> bool:
+        """Whether pins had no room for some of its pages when it began."""
+        return self._request.short
+
     def done(self) -> bool:
         """True when it has ended; never waits."""
         return self._work.over.is_set()
@@ -176,11 +181,12 @@ class Prefetch:
 
 class PrefetchWork:
     """The pages of one prefetch and what has become of them: none, until what there is of them is known (`begin`).
-    The manager's lock guards it. `pin`: for how many seconds they are to be pinned, if they are.
+    The manager's lock guards it. `pin`: for how many seconds they are to be pinned, if they are; `whole`: all of them,
+    or none.
     """
 
-    def __init__(self, pin: float | None = None) -> None:
-        self.pin = pin
+    def __init__(self, pin: float | None = None, *, whole: bool = False) -> None:
+        self.pin, self.whole = pin, whole
         self.begun = False
         self.pages: Sequence[Page] = ()
         self.tiers: tuple[str, ...] = ()

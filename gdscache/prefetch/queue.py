@@ -115,13 +115,15 @@ class PrefetchRequest:
     `end` is why it ends; it is over when no chunk of it is `flying` any more.
 
     `until`: when its pins end, by the queue's clock; None: it has none. Those with pins are bounded by these, not by
-    the quota. `short`: there are pages for which they had no room. `chunks`: of it that have begun.
+    the quota. `short`: there are pages for which they had no room. `bad`: a page's bytes were not what was stored.
+    `chunks`: of it that have begun.
     """
 
-    __slots__ = ("begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
+    __slots__ = ("bad", "begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
 
     def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
         self.of(pages, until, short=short)
+        self.bad = False
         self.begun = 0.0
         self.parked: float | None = None  # not looked at before this time
         self.swept = 0  # unused pages that were looked for since it found the quota used up
@@ -230,10 +232,15 @@ class PrefetchQueue:
         """It keeps its turn until somebody else's page is there."""
         request.parked = self._clock() + PARKED_S
 
-    def land(self, request: PrefetchRequest, *, good: bool) -> None:
-        """A chunk has ended; unless all its pages are good, the request ends."""
+    def land(self, request: PrefetchRequest, *, good: bool, bad: bool = False) -> None:
+        """A chunk has ended; the request too, unless it is good: all its pages could be read.
+
+        `bad`: the bytes of some were not what was stored. The pages behind come all the same. Who computes them again
+        has those stored that their tiers lack, so what else is bad must have left its tier by then.
+        """
         request.flying -= 1
         self.flying -= 1
+        request.bad = request.bad or bad
         if request.end is not None:
             self._end_if_over(request)
         elif good:
@@ -302,5 +309,7 @@ class PrefetchQueue:
 
 
 def _through(request: PrefetchRequest) -> PrefetchEnd:
-    """How a request ends of which every page has come."""
+    """How a request ends of which every page has had its turn."""
+    if request.bad:
+        return PrefetchEnd.ERROR
     return PrefetchEnd.NO_ROOM if request.short else PrefetchEnd.COMPLETE
