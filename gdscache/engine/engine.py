@@ -537,7 +537,12 @@ class CacheEngine:
         with self.calls:
             return self._prefetch(tokens, start, salt, pin)
 
-    def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None) -> Prefetch:
+    def prefetch_whole(self, hit: Hit, pin: float | None) -> Prefetch:
+        """`prefetch`, of a hit that is of use as a whole: with `pin` its pages come if all of them have room."""
+        with self.calls:
+            return self._prefetch(hit, 0, "", pin, whole=True)
+
+    def _prefetch(self, tokens: Any, start: int, salt: str, pin: float | None, *, whole: bool = False) -> Prefetch:
         self._check_open()
         if isinstance(tokens, Hit):
             if start or salt:
@@ -551,7 +556,7 @@ class CacheEngine:
             pin = arguments.span(pin, "pin", LONGEST_TTL)
             if self.manager.landing is None:
                 raise InvalidValueError("pin is given, and there is no CPU tier", "add a cpu section, or leave pin out")
-        return self._parts.prefetcher.start(pages, int(start), pin)
+        return self._parts.prefetcher.start(pages, int(start), pin, whole=whole)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> Pin:
         """Keep the cached prefix of `tokens` from eviction, on every tier that has pages of it, for `seconds` at most.

@@ -379,7 +379,8 @@ class HybridEngine:
     def prefetch(self, tokens: Any, start: int = 0, salt: str = "", *, pin: float | None = None) -> HybridPrefetch:
         """Begin to bring the pages of a hit from the SSD into the CPU tier; returns at once. `tokens`: token ids or
         `PageHashes`, for their longest hit without a gate; or a `HybridHit`, which has its own `start` and `salt`.
-        `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`."""
+        `pin`: seconds for which they are kept there: see `CacheEngine.prefetch`. Where pins have no room for all of the
+        pages, none is brought or pinned."""
         if isinstance(tokens, HybridHit):
             if start or salt:
                 message = f"a hit is given with start {arguments.shown(start)} and salt {arguments.shown(salt)}"
@@ -391,8 +392,9 @@ class HybridEngine:
         with contextlib.ExitStack() as undo:
             parts: list[Prefetch | None] = []
             for engine, part in zip(self.engines, hit.parts, strict=True):
-                parts.append(undo.enter_context(engine.prefetch(part, pin=pin)) if part.pages else None)
-            undo.pop_all()
+                parts.append(undo.enter_context(engine.prefetch_whole(part, pin)) if part.pages else None)
+            if not any(part.short for part in filter(None, parts)):
+                undo.pop_all()
         return HybridPrefetch(self, hit, parts)
 
     def pin(self, tokens: Any, seconds: float, salt: str = "") -> HybridPin:

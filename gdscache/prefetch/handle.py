@@ -108,6 +108,11 @@ class Prefetch:
         """Leading pages that are present, under way, or bad. It grows."""
         return self._work.at
 
+    @property
+    def short(self) -> bool:
+        """Whether pins had no room for some of its pages when it began."""
+        return self._request.short
+
     def done(self) -> bool:
         """Whether it has ended; never waits."""
         return self._work.over.is_set()
@@ -176,10 +181,10 @@ class Prefetch:
 
 class PrefetchWork:
     """The pages of one prefetch and their progress; empty until `begin`. The manager's lock guards it. `pin`: seconds
-    that the pages are pinned; None: no pins."""
+    that the pages are pinned; None: no pins. `whole`: all of them are pinned, or none."""
 
-    def __init__(self, pin: float | None = None) -> None:
-        self.pin = pin
+    def __init__(self, pin: float | None = None, *, whole: bool = False) -> None:
+        self.pin, self.whole = pin, whole
         self.begun = False
         self.pages: Sequence[Page] = ()
         self.tiers: tuple[str, ...] = ()

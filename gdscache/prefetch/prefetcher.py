@@ -70,11 +70,14 @@ class Prefetcher:
             undo.pop_all()
         self._turns.submit(self._serve, self._serve)
 
-    def start(self, pages: Sequence[Page], start: int = 0, pin: float | None = None) -> Prefetch:
+    def start(
+        self, pages: Sequence[Page], start: int = 0, pin: float | None = None, *, whole: bool = False
+    ) -> Prefetch:
         """Begin to bring the consecutive cached pages that only slower tiers have to the CPU tier.
 
-        `start`: the token that the first begins with. `pin`: seconds to keep them there at most. If a tier beyond this
-        machine has to be asked for pages, that comes first, in the background.
+        `start`: the token that the first begins with. `pin`: seconds to keep them there at most; `whole`: keep all of
+        them, or bring none. If a tier beyond this machine has to be asked for pages, that comes first, in the
+        background.
         """
         manager = self._manager
         with manager.lock, contextlib.ExitStack() as undo:
@@ -82,7 +85,7 @@ class Prefetcher:
                 raise EngineClosedError(
                     "the engine was closed meanwhile", "open a new one with CacheEngine.from_config"
                 )
-            request, work = PrefetchRequest(0), PrefetchWork(pin)
+            request, work = PrefetchRequest(0), PrefetchWork(pin, whole=whole)
             request.begun = time.monotonic()
             self._requests += 1
             self._live[request] = work
@@ -128,8 +131,12 @@ class Prefetcher:
             if work.pin is not None:
                 claim = manager.pins.claim(pages[: len(found)], work.pin, self.layout.page_tokens)
                 undo.callback(manager.pins.end, claim)
-                beyond = len(found) - len(claim.pages)
-                del found[len(claim.pages) :]
+                held = len(claim.pages)
+                if work.whole and held < len(found):
+                    manager.pins.end(claim)
+                    held = 0
+                beyond = len(found) - held
+                del found[held:]
             slow = {name for name, tier in manager.tiers.items() if tier.kind == "files"}
             present = min((found.index(name) for name in slow if name in found), default=len(found))
             if landing is None:
@@ -301,7 +308,7 @@ class Prefetcher:
             self._live[request].land(numbers, statuses)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
-            self._queue.land(request, good=set(statuses) == {PageStatus.LOADED.value})
+            self._queue.land(request, good=_READ.issuperset(statuses), bad=PageStatus.CHECKSUM.value in statuses)
             on_failure.pop_all()
             self._pump()
             if self._queue.wake() is not None:
@@ -327,6 +334,7 @@ class Prefetcher:
             self.calls.ended()
 
 
+_READ = {PageStatus.LOADED.value, PageStatus.CHECKSUM.value}
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 

@@ -95,13 +95,14 @@ class PrefetchRequest:
 
     `end`: why it ends; it is over when no chunk of it is `flying` any more. `until`: when its pins end, by the queue's
     clock; None: no pins. Requests with pins are bounded by these, not by the quota. `short`: the pins had no room for
-    all pages. `chunks`: begun so far.
+    all pages. `bad`: a page's bytes were not those that were stored. `chunks`: begun so far.
     """
 
-    __slots__ = ("begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
+    __slots__ = ("bad", "begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
 
     def __init__(self, pages: int, until: float | None = None, *, short: bool = False) -> None:
         self.of(pages, until, short=short)
+        self.bad = False
         self.begun = 0.0
         self.parked: float | None = None  # skipped until this time
         self.swept = 0  # unused pages swept since it found the quota used up
@@ -210,9 +211,16 @@ class PrefetchQueue:
         """It keeps its turn until another plan has brought the next page."""
         request.parked = self._clock() + PARKED_S
 
-    def land(self, request: PrefetchRequest, *, good: bool) -> None:
+    def land(self, request: PrefetchRequest, *, good: bool, bad: bool = False) -> None:
+        """A chunk has ended; the request too, unless it is good: all its pages could be read.
+
+        `bad`: the bytes of some pages were not those that were stored. The pages behind them come all the same: a
+        request that computes these pages again stores those that their tiers lack, so every bad page must have left
+        its tier by then.
+        """
         request.flying -= 1
         self.flying -= 1
+        request.bad = request.bad or bad
         if request.end is not None:
             self._end_if_over(request)
         elif good:
@@ -277,4 +285,6 @@ class PrefetchQueue:
 
 
 def _through(request: PrefetchRequest) -> PrefetchEnd:
+    if request.bad:
+        return PrefetchEnd.ERROR
     return PrefetchEnd.NO_ROOM if request.short else PrefetchEnd.COMPLETE

@@ -413,9 +413,7 @@ def test_a_part_of_each_group_on_each_rank(story: Story, tmp_path: Path) -> None
     }
     kind = story.kind
     prompts, whole = kind.prompts[:4], kind.whole(*kind.prompts[:4])
-    plain = story.of(*prompts, *JUNCTIONS[:2])
-    if kind.content:  # to the last digit: the sums of several ranks are others
-        plain = kind.alone(tmp_path, story.model, *prompts, *JUNCTIONS[:2], **ranks)["alone"]
+    plain = kind.alone(tmp_path, story.model, *prompts, *JUNCTIONS[:2], **ranks)["alone"]  # other sums than one rank's
     plain, parted = plain[: len(prompts)], plain[len(prompts) :]
     script = Script()
     script.add("", ("sizes", {}))
@@ -441,8 +439,7 @@ def test_a_part_of_each_group_on_each_rank(story: Story, tmp_path: Path) -> None
         flip = ("flip", {"tier": "ssd", "group": group, "zero": zero})
         again.add("bad", RESET, TELL, flip, ask(LONG), DRAIN, TELL)
         again.add("mended", RESET, ask(LONG), DRAIN)
-    cache = {} if kind.content else SMALL
-    asked_again, rest = story.play(again, tmp_path, tmp_path / "ssd", cache=cache, **ranks)
+    asked_again, rest = story.play(again, tmp_path, tmp_path / "ssd", cache=SMALL, **ranks)
     assert parts.cached(asked_again["again"]) == parts.cached(asked_again["together"]) == whole
     kind.same(asked_again["again"], plain)
     if kind.steady:

@@ -28,6 +28,7 @@ from gdscache.testing.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 from tests.support.helpers import MHA, WAIT, drop_from, expected, flip_file, read_page, until, write_page
 from tests.support.hybrid import MODELS, HybridHost
+from tests.support.slow_prefetch import PAGEWISE
 
 OpenHybrid = Callable[..., HybridHost]
 
@@ -199,6 +200,36 @@ def test_a_bad_page_is_all_the_hit(opened: Callable[..., Hybrid], bad: int) -> N
     again.release()
 
 
+@pytest.mark.parametrize("model", ["together", "state"])
+@pytest.mark.parametrize("room", ["much", "little"])
+def test_all_bad_pages_of_a_hit_leave_at_once_and_are_mended(
+    opened: Callable[..., Hybrid], model: str, room: str
+) -> None:
+    """Not only those of the first chunk: what is computed is stored where its tiers lack it. Without room for pins the
+    load between steps finds them."""
+    hybrid = opened(model=MODELS[model], cpu=40 if room == "much" else 4, ssd=80, limits=PAGEWISE)
+    chains = hybrid.store(1, 48)
+    hybrid.drop("cpu")
+    for pool, (engine, chain) in enumerate(zip(hybrid.pools, chains, strict=True)):
+        index = engine.manager.tiers["ssd"].index
+        for one in chain:
+            if hybrid.engine.groups[one.group].keeps == "all":
+                slot = index.get(one.page.key).slot
+                flip_file(hybrid.slab(pool), slot * engine.layout.extent_bytes + 100)
+    fetch = ended(hybrid.fetch(1, 48))
+    whole = [range(len(pages)) for pages in fetch.pages]
+    assert (fetch.verified(), fetch.crowded()) == (0, room == "little")
+    if fetch.crowded():
+        assert not all(hybrid.load(fetch, *whole, between=True))
+    fetch.release()
+    assert hybrid.fetch(1, 48).wanted == 0
+    hybrid.store(1, 48)
+    hybrid.drop("cpu")
+    fetch = ended(hybrid.fetch(1, 48))
+    assert (fetch.wanted * hybrid.engine.alignment, fetch.crowded()) == (48, room == "little")
+    assert all(hybrid.load(fetch, *whole, between=True))
+
+
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_page_that_is_cleared_is_all_the_hit(opened: Callable[..., Hybrid], group: int, late: bool) -> None:
@@ -223,8 +254,10 @@ def test_without_room_all_goes_between_steps(opened: Callable[..., Hybrid]) -> N
     hybrid = opened(cpu=8)
     hybrid.store(1, 24)
     hybrid.drop("cpu")
-    fetch = ended(hybrid.fetch(1, 24))  # pins hold half of the tier
+    with PLAN.rule(Op.READ, Fault.EIO):  # pins hold half of the tier: nothing is brought
+        fetch = ended(hybrid.fetch(1, 24))
     assert (fetch.wanted, fetch.verified(), fetch.crowded()) == (6, 0, True)
+    assert hybrid.pools[0].stats()["prefetch"]["pinned_pages"] == 0
     with pytest.raises(LoadOrderError):
         fetch.checked(0, 8)
     assert hybrid.load(fetch, range(8), between=True) == [True] * 8

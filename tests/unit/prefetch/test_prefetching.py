@@ -127,6 +127,7 @@ class Queue(RuleBasedStateMachine):
         self.requests: list[PrefetchRequest] = []
         self.left: dict[PrefetchRequest, int] = {}
         self.expected: dict[PrefetchRequest, PrefetchEnd] = {}
+        self.bad: set[PrefetchRequest] = set()
         self.turn: dict[PrefetchRequest, int] = {}  # the number of its last turn: the smallest is next
         self.parked: dict[PrefetchRequest, float] = {}
         self.chunks: list[tuple[PrefetchRequest, list[bytes]]] = []  # under way
@@ -221,26 +222,28 @@ class Queue(RuleBasedStateMachine):
                 self.decide(request, PrefetchEnd.NO_ROOM)
             self.queue.begin(request, chunk=False, left=self.left[request])
             if not self.left[request] and not self.flying(request):
-                self.decide(request, PrefetchEnd.COMPLETE)
+                self.decide(request, PrefetchEnd.ERROR if request in self.bad else PrefetchEnd.COMPLETE)
         if then == "no_room":
             self.decide(request, PrefetchEnd.NO_ROOM)
         if request in self.expected:
             self.queue.stop(request, self.expected[request])
 
     @precondition(lambda self: self.chunks)
-    @rule(data=st.data(), good=st.sampled_from([True, True, True, False]))
-    def land(self, data: st.DataObject, good: bool) -> None:
+    @rule(data=st.data(), what=st.sampled_from(["good", "good", "good", "bad", "unread"]))
+    def land(self, data: st.DataObject, what: str) -> None:
         request, landed = self.chunks.pop(data.draw(st.integers(0, len(self.chunks) - 1)))
         for key in landed:
-            if good:
+            if what == "good":
                 self.tier[key] = int(key)
                 self.unused.add(key)
-            self.held.land(key, int(key) if good else None)
-        if not good:
+            self.held.land(key, int(key) if what == "good" else None)
+        if what == "bad":
+            self.bad.add(request)
+        if what == "unread":
             self.decide(request, PrefetchEnd.ERROR)
         elif not self.left[request] and not self.flying(request):
-            self.decide(request, PrefetchEnd.COMPLETE)
-        self.queue.land(request, good=good)
+            self.decide(request, PrefetchEnd.ERROR if request in self.bad else PrefetchEnd.COMPLETE)
+        self.queue.land(request, good=what != "unread", bad=what == "bad")
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), why=st.sampled_from([PrefetchEnd.CANCELLED, PrefetchEnd.STOPPED, PrefetchEnd.CLOSED]))
