@@ -261,26 +261,21 @@ class Serving:
         prompt = GIB if small else max(settings.tokens * nbytes, 6 * GIB if states else 0)
         policy = settings.policy or ("wait_complete" if where == "ram" else "best_effort")  # a disk may be slow
         self._started += 1
-        return {
+        step = max(128, settings.page_tokens)  # no page is cached in part
+        return settings.describe() | {
             "way": way.way,
             "restarted": way.restarted,
             "where": where,
             "folder": str(folder),
             "policy": policy if way.way in HICACHE else None,
             "traffic": traffic,
-            "turns": settings.turns,
             "model": str(self.model),
-            "tokens": settings.tokens,
-            "cached": settings.tokens * 9 // 10 // 128 * 128,
+            "cached": settings.tokens * 9 // 10 // step * step,
             "part": 128 if small else serving_run.PART,
-            "repeat": settings.repeat,
             "ends": 500 + 100 * self._started,  # of prompts, so that no run asks for another one's
             "gpu": not small,
             "groups": "layer_types" in of or "attn_layer_indices" in of,
             "states": states,
-            "block": settings.page_tokens,
-            "graphs": settings.graphs,
-            "tp": settings.tp,
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
             "token_bytes": nbytes,
             "cpu": GIB if small else 9 * prompt // 2,

@@ -85,7 +85,7 @@ def main() -> None:
         disable_cuda_graph=not order["graphs"],
         disable_prefill_cuda_graph=True,
         cuda_graph_bs_decode=serving_run.GRAPHS,
-        page_size=order["block"],
+        page_size=order["page_tokens"],
         mem_fraction_static=0.9,  # of what is free; the number of tokens is what bounds it
         max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
         tp_size=order["tp"],

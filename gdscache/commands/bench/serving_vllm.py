@@ -13,27 +13,14 @@ from gdscache.commands.bench import serving_run
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 SCHEDULER = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished_all_groups",
-)
+    "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+    "update_connector_output", "request_finished_all_groups",
+)  # fmt: skip
 WORKER = (
-    "handle_preemptions",
-    "bind_connector_metadata",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_transfer_results",
-    "get_finished",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
-)
+    "handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer",
+    "wait_for_save", "get_transfer_results", "get_finished", "get_block_ids_with_load_errors",
+    "get_kv_connector_stats", "build_connector_worker_meta", "clear_connector_metadata",
+)  # fmt: skip
 
 
 def transfer(order: dict[str, Any]) -> Any:
@@ -168,7 +155,7 @@ def main() -> None:
         max_num_seqs=serving_run.CLIENTS,
         enforce_eager=not order["graphs"],
         compilation_config=GRAPHS if order["graphs"] else None,
-        block_size=order["block"],
+        block_size=order["page_tokens"],
         **given,
     )
     answers.say(opened_s=time.monotonic() - started)
