@@ -264,10 +264,10 @@ def main() -> int:
         return 0
     tiny = options.tiny
     if not tiny and (missing := missing_packages()):
-        print(f"no language model here ({', '.join(missing)} missing): a tiny one with random weights stands in")
+        print(f"no language model without {', '.join(missing)}: this is --tiny")
         tiny = True
     name = "a tiny Llama with random weights" if tiny else "SmolLM2 135M"
-    print(f"{name} reads {' and '.join(DOCUMENTS)}, some {DOCUMENT_TOKENS:,} tokens", flush=True)
+    print(f"{name} reads {' and '.join(DOCUMENTS)}, {DOCUMENT_TOKENS:,} tokens", flush=True)
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
         return 0 if run_demo(tiny, options.dir, options.json) else 1
