@@ -33,7 +33,7 @@ Quick = Annotated[
 Resume = Annotated[
     Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --report if that is given.")
 ]
-Everything = Annotated[bool, typer.Option("--all", help="Measure and show what only developers of gdscache read, too.")]
+Everything = Annotated[bool, typer.Option("--all", help="Also measure and show figures for gdscache's developers.")]
 Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
 _SERVERS = "vLLM and SGLang"
 _WAYS = (

@@ -257,7 +257,7 @@ def bottom(report: kit.Report) -> list[str]:
         found.append(f"An engine takes {about(held['beyond_bytes'])} of memory beside its pools.")
     missed = sum(not part["met"] for part in judged(report))
     if missed and not kit.quick(report):
-        found.append(f"{missed} figures miss their target; docs/performance.md says what the targets are.")
+        found.append(f"{missed} figures miss their target; docs/performance.md explains the targets.")
     return [" ".join(found)] if found else []
 
 
