@@ -50,7 +50,7 @@ SOURCES = {"computed": "computed", "cpu": "from CPU", "ssd": "from SSD"}
 
 
 def missing_packages() -> list[str]:
-    """What the real model needs and this environment does not have."""
+    """The real model's packages that this environment lacks."""
     return [name for name in (WHEEL, "gguf", "accelerate") if importlib.util.find_spec(name) is None]
 
 
@@ -147,7 +147,7 @@ class FirstToken:
 
 @contextlib.contextmanager
 def said(words: str) -> Iterator[None]:
-    """Print what is being done, and a dot every two seconds until it is done."""
+    """Print `words`, and a dot every two seconds until the work is done."""
     done = threading.Event()
 
     def dots() -> None:
@@ -177,7 +177,7 @@ def answer(model: Model, ids: torch.Tensor, prefixes: PrefixCache | None) -> dic
             tokens = model.model.generate(ids, past_key_values=cache, **options)
             cache.commit(tokens)
             sources = cache.sources
-        prefixes.engine.drain(600)  # so that what is timed next has the machine to itself
+        prefixes.engine.drain(600)  # so that the next timing has the machine to itself
     return {
         "source": max(sources, key=lambda tier: sources[tier], default="computed"),
         "seconds": first.at - started,
@@ -203,7 +203,7 @@ def run_phase(phase: str, tiny: bool, directory: Path) -> None:
     results: list[dict[str, Any]] = []
     with CacheEngine.from_config(configuration(model.model, directory)) as engine:
         if phase == "first":
-            engine.clear()  # what an earlier run left in a given directory
+            engine.clear()  # pages of an earlier run in a given directory
         for question in QUESTIONS[phase]:
             print(f"  {question}")
             ids = model.prompt(question).to(device)

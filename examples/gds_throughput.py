@@ -103,7 +103,7 @@ def main() -> None:
         found = [try_one(name, device, path, options) for device in devices for name in names[device]]
     print(f"GPUDirect Storage: {'yes' if any(found) else 'no'}")
     if options.require_gds and not any(found):
-        sys.exit("GPUDirect Storage was required; gdscache doctor says what is missing")
+        sys.exit("GPUDirect Storage was required; gdscache doctor shows the missing parts")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=60, help="of a mutant's tests at most, as they took once")
     parser.add_argument("--json", type=Path, help="the report's file")
-    parser.add_argument("--known", type=Path, help="keep what coverage found in this directory, or take it from there")
+    parser.add_argument("--known", type=Path, help="directory of the coverage data: kept there, or read from there")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="of these the tests of a line are taken")
     parser.add_argument("--only", default="", help="mutants whose line has this in it")
     options = parser.parse_args()

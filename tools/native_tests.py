@@ -116,7 +116,7 @@ def run(command: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}; all, where none is named")
-    parser.add_argument("--rounds", type=int, help="of what is drawn at random")
+    parser.add_argument("--rounds", type=int, help="of the random cases")
     arguments = parser.parse_args()
     if unknown := set(arguments.kinds) - set(KINDS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")

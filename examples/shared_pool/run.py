@@ -126,7 +126,7 @@ def main() -> None:
             told = engine.ask(prompts[name])
             source = ", ".join(f"{n} from {tier}" for tier, n in told["from"].items()) or "nothing cached"
             print(f"prompt {name} to engine {engine.name}: {told['computed']} pages computed, {source}")
-            assert told["right"], "bytes are not those that were computed"
+            assert told["right"], "bytes differ from the computed ones"
         for name, prompt in prompts.items():
             for engine in engines:
                 engine.hear()

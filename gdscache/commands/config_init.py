@@ -91,7 +91,7 @@ def init(
             typer.echo(json.dumps({"name": name.value, "file": absolute}, indent=2))
         else:
             typer.echo(
-                f"{absolute}: written. Its first lines say what it needs. To check it: gdscache config check {file}"
+                f"{absolute}: written. Its first lines name its requirements. To check it: gdscache config check {file}"
             )
         return
     _init_for(SupportedEngine(name.value), file, cpu, ssd, directory, force=force, as_json=as_json)

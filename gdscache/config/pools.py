@@ -63,7 +63,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
     if config.events is not None and config.events.endpoint is not None:
         raise InvalidValueError(
             f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
-            "leave events.endpoint out, and publish what on_events() tells",
+            "leave events.endpoint out, and publish the events of on_events()",
         )
     layouts = config.model.pool_layouts()
     extents, every = [layout.extent_bytes for layout in layouts], window_every(config)

@@ -118,7 +118,7 @@ def planes_of(model: torch.nn.Module, parts: Sequence[LayerPart]) -> list[dict[s
 
 
 def groups_of(parts: Sequence[LayerPart]) -> list[dict[str, Any]]:
-    """`model.groups` of the parts: those that keep all tokens, those of each size of window, and the states."""
+    """`model.groups` of the parts: parts that keep all tokens, windows by size, and states."""
     kinds: dict[tuple[Keeps, int], list[int]] = {}
     for number, part in enumerate(parts):
         kinds.setdefault((part.keeps, part.span), []).append(number)

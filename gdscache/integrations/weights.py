@@ -35,7 +35,7 @@ _HINT = "name the directory that has the files of weights, or set model.weights 
 
 
 def fresh_salt() -> str:
-    """A salt for pages of weights without a name: those that an inference engine has got at run time."""
+    """A salt for pages of weights without a name, which an inference engine has got at run time."""
     return f"weights:{secrets.token_hex(16)}"
 
 

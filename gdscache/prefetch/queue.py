@@ -95,7 +95,7 @@ class PrefetchRequest:
 
     `end`: why it ends; it is over when no chunk of it is `flying` any more. `until`: when its pins end, by the queue's
     clock; None: no pins. Requests with pins are bounded by these, not by the quota. `short`: the pins had no room for
-    all pages. `bad`: a page's bytes were not those that were stored. `chunks`: begun so far.
+    all pages. `bad`: a page's bytes differed from the stored ones. `chunks`: begun so far.
     """
 
     __slots__ = ("bad", "begun", "chunks", "end", "flying", "pages", "parked", "short", "swept", "until")
@@ -214,9 +214,9 @@ class PrefetchQueue:
     def land(self, request: PrefetchRequest, *, good: bool, bad: bool = False) -> None:
         """A chunk has ended; the request too, unless it is good: all its pages could be read.
 
-        `bad`: the bytes of some pages were not those that were stored. The pages behind them come all the same: a
-        request that computes these pages again stores those that their tiers lack, so every bad page must have left
-        its tier by then.
+        `bad`: the bytes of some pages differed from the stored ones. The pages behind them come all the same: a
+        request that computes these pages again stores the pages that their tiers lack, so every bad page must have
+        left its tier by then.
         """
         request.flying -= 1
         self.flying -= 1

@@ -145,7 +145,8 @@ class ReferenceExecutor:
                     self._scatter(layer, way.targets[page], extent[start:stop])
                 if way.sums is not None and digest(extent[start:stop]) != way.sums[page, layer]:
                     return PageStatus.CHECKSUM
-        return PageStatus.LOADED
+        into_planes = any(way.target == PLANES for way in move.ways)
+        return PageStatus.CANCELLED if cancelled and into_planes else PageStatus.LOADED
 
     def _scatter(self, layer: int, blocks: npt.NDArray[np.int64], found: Bytes) -> None:
         at = 0

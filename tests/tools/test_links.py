@@ -34,6 +34,6 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
 
 def test_more_ranks_than_links_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links.torch.cuda, "device_count", lambda: 2)
-    links.Settings("default", 2).check()
+    links.Settings("default", ranks=2).check()
     with pytest.raises(InvalidValueError, match="--ranks 3 on 2 GPUs"):
-        links.Settings("default", 3).check()
+        links.Settings("default", ranks=3).check()

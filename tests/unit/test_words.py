@@ -20,12 +20,6 @@ import gdscache
 
 ROOT = Path(gdscache.__file__).parent
 MOST = 1.0  # riddles per 1,000 words
-# Packages above it, with the limit that they keep until they are rewritten.
-ABOVE: dict[str, float] = {
-    "commands": 6,
-    "examples": 20,
-    "tools": 22,
-}
 
 RIDDLE = re.compile(
     r"""
@@ -116,9 +110,8 @@ def test_texts_name_their_nouns(package: str) -> None:
         for line, text in texts(path):
             words += len(WORD.findall(text))
             found += [f"{path.relative_to(ROOT.parent)}:{line}: {riddle}" for riddle in riddles(text)]
-    limit = ABOVE.get(package, MOST)
     rate = 1000 * len(found) / max(words, 1)
-    assert len(found) <= max(1.0, limit * words / 1000), f"{rate:.1f} per 1,000 of {words} words:\n" + "\n".join(found)
+    assert len(found) <= max(1.0, MOST * words / 1000), f"{rate:.1f} per 1,000 of {words} words:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`gdscache bench`: the commands. What measures is imported by the command that runs it."""
+"""`gdscache bench`: the commands. Each imports its bench when it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Quick = Annotated[
 Resume = Annotated[
     Path | None, typer.Option("--resume", help="Report to continue. It is written again, to --report if that is given.")
 ]
-Everything = Annotated[bool, typer.Option("--all", help="Measure and show what only developers of gdscache read, too.")]
+Everything = Annotated[bool, typer.Option("--all", help="Also measure and show figures for gdscache's developers.")]
 Repeat = Annotated[int | None, typer.Option(min=1, help="Rounds for each figure.")]
 _SERVERS = "vLLM and SGLang"
 _WAYS = (
@@ -53,10 +53,10 @@ def _of(engines: str, text: str, *names: str, **bounds: Any) -> Any:
 def bench() -> None:
     """Measure this machine against its own ceilings.
 
-    Ctrl-C ends a bench with a report of the cases that were measured until then, and --resume continues it. The exit
-    status is 1 if a case failed, and 130 after Ctrl-C.
+    Ctrl-C ends a bench with a report of the cases measured so far, and --resume continues it. The exit status is 1 if a
+    case failed, and 130 after Ctrl-C.
     """
-    logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # their configurations are odd on purpose
+    logging.getLogger("gdscache.config").setLevel(logging.ERROR)  # the benches' configurations are unusual on purpose
 
 
 @bench_app.command("copy")
@@ -115,13 +115,13 @@ def io(
     everything: Everything = False,
     quick: Quick = False,
 ) -> None:
-    """Measure stores and loads of this cache against what the disk can, and an engine's memory.
+    """Measure stores and loads of this cache against the disk's own speed, and an engine's memory.
 
     Stores and loads are compared with a bare O_DIRECT loop, and with a file a page. Ways between disk and memory that
     are asked for are measured for several sizes of requests.
 
-    The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and
-    4 GiB with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
+    The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and 4 GiB
+    with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.
     """
     from gdscache.commands.bench.io import BENCH, Settings
 
@@ -266,7 +266,7 @@ def report(
 ) -> None:
     """Run every bench that this machine can, and write one page of it.
 
-    The page has the machine, a sentence, a plot and tables of each bench, and what could not be measured and why.
+    The page has the machine, a sentence, a plot and tables of each bench, and the causes of missing figures.
     """
     import torch
 
@@ -295,7 +295,8 @@ def compare(
     everything: Annotated[bool, typer.Option("--all", help="Show the figures that are the same, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
 ) -> None:
-    """Say what changed from report A to report B beyond noise: where the spreads of four rounds or more do not meet."""
+    """Show the changes from report A to report B beyond noise: figures whose spreads of four rounds or more do not
+    meet."""
     from gdscache.commands.bench import compare as measured
     from gdscache.commands.console import Table, figure, show
 
@@ -319,13 +320,13 @@ def compare(
 
 
 def _refuse(given: Mapping[str, Any], engines: str) -> None:
-    """Raises `InvalidValueError` for options that another engine takes."""
+    """Raises `InvalidValueError` for another engine's options."""
     if wrong := [option for option, value in given.items() if value is not None]:
         raise InvalidValueError(f"{wrong[0]} is an option of --engine {engines}", "leave it out, or choose that engine")
 
 
 def _draw(reports: Sequence[Path], plot: Path | None) -> None:
-    """Draw reports that were measured before."""
+    """Plot existing reports."""
     from gdscache.commands.bench.serving_report import draw
 
     if plot is None:
@@ -344,7 +345,7 @@ def _profile(*, quick: bool) -> str:
 
 
 def _replaced(settings: _Settings, given: Mapping[str, Any]) -> _Settings:
-    """The settings, with those options that were given."""
+    """The settings, with the given options."""
     return dataclasses.replace(settings, **{key: value for key, value in given.items() if value is not None})
 
 

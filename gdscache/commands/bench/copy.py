@@ -1,4 +1,5 @@
-"""Copies of pages between host and GPU against plain ones: alone, and beside a model's work. `gdscache bench copy`."""
+"""Copies of pages between host and GPU against plain copies: alone, and beside a model's work. `gdscache bench
+copy`."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ BESIDE_CELL = (
     USUAL_TOKENS,
     "all",
     "load",
-)  # geometry, page_tokens, part, direction of what runs beside a model's work
+)  # geometry, page_tokens, part, direction of the copies beside a model's work
 KERNELS, PINNING = "building the kernels", "page-locking"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """How much is measured: sizes in bytes.
+    """The bench's sizes, in bytes.
 
-    `total` is moved each way in a run, `beside_total` beside a model's work; `pairs` of runs make a figure. `product`
-    and `attention` are the edge of the matrices and the tokens; `pin` is the pool that is page-locked, `pin_pairs`
-    times each way; `builds` the rounds of building kernels. `path`: of all copies; `auto` is an engine's. Without
-    `everything` pages of 64 tokens are measured, and nothing of what a process pays once.
+    `total`: bytes of a run each way; `beside_total`: the same beside a model's work. `pairs`: pairs of runs for a
+    figure. `product`, `attention`: the edge of the matrices and the tokens. `pin`: the page-locked pool; `pin_pairs`:
+    its allocations each way. `builds`: rounds of the kernel build. `path`: of all copies; `auto` is an engine's.
+    Without `everything` pages of 64 tokens are measured, without one-time costs.
     """
 
     total: int = 1 * GIB
@@ -57,19 +58,18 @@ class Settings(kit.Settings):
 
     @classmethod
     def of(cls, profile: str, *, everything: bool = False) -> Settings:
-        """The settings of a profile."""
         if profile == "quick":
             return cls(profile, everything, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
         return cls(profile, everything)
 
     def check(self) -> None:
-        """Raises `InvalidValueError` for settings that measure nothing."""
+        """Raises `InvalidValueError` for settings without a measurement."""
         if self.path not in PATHS:
             raise InvalidValueError(f"unknown path {self.path!r}", f"choose of {', '.join(PATHS)}")
 
 
 def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
-    """The bench on one GPU. `startup`: also what fresh processes pay."""
+    """The bench on one GPU. `startup`: with the one-time costs of fresh processes."""
     sections: dict[str, Any] = {
         "mover": {},
         "copies": [],
@@ -83,10 +83,10 @@ def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
-    """The chosen cells, with one pool and one `GpuCopies` a layout.
+    """Measure the chosen cells, with one pool and one `GpuCopies` a layout.
 
-    Raises `KernelUnavailableError` where the kernels cannot be built, and `CapacityError` and `PinnedMemoryError` where
-    memory is short. A case fails where copies give other bytes.
+    Raises `KernelUnavailableError` if the kernels cannot be built, and `CapacityError` or `PinnedMemoryError` if memory
+    is short. A case fails if its copies give other bytes.
     """
     settings.check()
     every = [cell for cell in cells() if settings.everything or cell.page_tokens == USUAL_TOKENS]
@@ -104,7 +104,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
 def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Sequence[Cell]) -> None:
     with contextlib.closing(
         gpu.open_copies(pool.planes, settings.path)
-    ) as by:  # its kernels hold the planes, until this returns
+    ) as by:  # its kernels hold the planes until this returns
         run.found["mover"] = run.found["mover"] or gpu.describe(by)
         for cell in some:
             run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, by, cell))
@@ -113,8 +113,8 @@ def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Seq
 def measure_cell(
     settings: Settings, gpu: Gpu, pool: Pool, by: GpuCopies, cell: Cell
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of one cell: against a plain copy; with checksums against without; and for one layout also beside a
-    model's work."""
+    """A cell's rows: against a plain copy; with checksums against without; for one layout also beside a model's
+    work."""
     copies, limit = Copies(pool, cell), cell.target
     assert limit is not None, "a cell has a target"
     copies.check(by)
@@ -175,7 +175,7 @@ def _rates(nbytes: int, runs: Iterable[Timing]) -> dict[str, Any]:
 
 
 def _beside(settings: Settings, gpu: Gpu, by: GpuCopies, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
-    """A load beside matrix products and beside attention: against a plain copy, and with checksums or without."""
+    """A load beside matrix products and beside attention: against a plain copy, and with and without checksums."""
     rows, least = [], max(1, settings.beside_total // copies.nbytes)
     for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
         beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(by, repeat=n), least)
@@ -192,7 +192,6 @@ def _beside(settings: Settings, gpu: Gpu, by: GpuCopies, cell: Cell, copies: Cop
 
 
 def label(cell: Cell) -> str:
-    """A cell in a few words."""
     return what(cell.describe())
 
 
@@ -202,13 +201,13 @@ Row = Mapping[str, Any]
 
 
 def what(row: Row) -> str:
-    """Direction, geometry, size of a page and layers a call, of a row."""
+    """A row's direction, geometry, page size and layers a call."""
     tokens = f"{row['page_tokens']} token{'s' if row['page_tokens'] > 1 else ''}"
     return f"{row['direction']}, {row['geometry']}, {tokens}, {'/'.join(row['parts'])}"
 
 
 def tables(report: kit.Report) -> list[Table]:
-    """What was measured, also a part of it: copies of all layers of pages, alone and beside a model's work."""
+    """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
     whole = [row for row in report["copies"] if "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS]
     beside = [row for row in report["beside"] if not row["sums"]]
     worked = lines_table("Beside a model's work", _beside_lines(beside), judged=not kit.quick(report))
@@ -216,7 +215,7 @@ def tables(report: kit.Report) -> list[Table]:
 
 
 def details(report: kit.Report) -> list[Table]:
-    """Every page and layer, checksums, and what a process pays once."""
+    """Every page and layer, checksums, and one-time costs."""
     judged = not kit.quick(report)
     return [
         _lines(report, "All copies against cudaMemcpyAsync", report["copies"]),
@@ -227,7 +226,7 @@ def details(report: kit.Report) -> list[Table]:
 
 
 def bottom(report: kit.Report) -> list[str]:
-    """What an engine's user has of it: speeds of loads and stores beside a plain copy's, and what they cost a model."""
+    """A user's figures: speeds of loads and stores beside a plain copy's, and their cost to a model."""
     found, said = [], {"load": "Loads to the GPU", "store": "stores from it"}
     for row in report["copies"]:
         usual = row["geometry"] == "gqa" and "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS
@@ -279,8 +278,7 @@ def _routes(row: Row) -> str:
 
 
 def grouped(rows: Sequence[Row], *, judged: bool) -> list[Line]:
-    """Rows that are held against the same target for the same reason, as one line: their median, the least and the
-    largest of their intervals."""
+    """Rows with the same target and reason as one line: their median, and the least and largest of their intervals."""
     groups: dict[str, list[Row]] = {}
     for r in rows:
         kind = "one layer of GQA pages of 64 tokens"
@@ -299,7 +297,7 @@ def grouped(rows: Sequence[Row], *, judged: bool) -> list[Line]:
 
 
 def plot(report: kit.Report, drawn: Any) -> None:
-    """A bar for each target of a copy, and what copies and work beside each other come to."""
+    """A bar for each target of a copy, and for each pair of a copy and the work beside it."""
     judged = not kit.quick(report)
     drawn.set_size_inches(13, 5)
     left, right = drawn.subplots(1, 2)

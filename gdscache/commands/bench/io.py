@@ -1,4 +1,4 @@
-"""What a disk gives by each way that bytes can go, and what this cache makes of it. Behind `gdscache bench io`."""
+"""A disk's speed by each way of bytes, and this cache's speed on it. Behind `gdscache bench io`."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from gdscache.storage.probe import no_gds_driver, probe_cufile
 LEAST = 16 * MIB
 RAM_DISK = "/dev/shm"
 ENGINE_THREADS = int(SsdConfig.model_fields["threads"].default)
-RAM_THREADS = max(ENGINE_THREADS, 12)  # a RAM disk is as fast as the cores that copy its bytes
+RAM_THREADS = max(ENGINE_THREADS, 12)  # the cores that copy its bytes limit a RAM disk
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """How much is measured: sizes in bytes.
+    """The bench's sizes, in bytes.
 
-    `total`: the file of the sweep; `row_total`: what a comparison moves a round, `ram_total` the same on the RAM disk.
-    A figure for a size of one of `ways` has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds. `threads`:
-    of the transport in comparisons; None is the engine's default, more on a RAM disk. `calls`: of an engine that a
-    round times one by one. `memory_pages`: of the engine whose memory is measured.
+    `total`: the file of the sweep. `row_total`: bytes of a round of a comparison; `ram_total`: the same on the RAM
+    disk. A figure for a size of one of `ways` has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds.
+    `threads`: of the transport in comparisons; None is the engine's default, more on a RAM disk. `calls`: single calls
+    of an engine timed in a round. `memory_pages`: pages of the engine in the memory measurement.
     """
 
     total: int = 1 * GIB
@@ -61,7 +61,7 @@ class Settings(kit.Settings):
 
     @classmethod
     def of(cls, profile: str, *, everything: bool = False) -> Settings:
-        """The settings of a profile. No way is swept without `everything`."""
+        """A profile's settings. Without `everything` no way is swept."""
         ways = tuple(BY_NAME) if everything else ()
         if profile != "quick":
             return cls(profile, everything, ways=ways)
@@ -69,11 +69,11 @@ class Settings(kit.Settings):
         return cls(profile, everything, *small, sizes, 1, 0.02, 4, 10, (256 * KIB,), memory_pages=500, ways=ways)
 
     def threads_on(self, *, ram: bool) -> int:
-        """Threads of a comparison, on a RAM disk or on a disk."""
+        """Threads of a comparison."""
         return self.threads or (RAM_THREADS if ram else ENGINE_THREADS)
 
     def check(self) -> None:
-        """Raises `InvalidValueError` for settings that measure nothing."""
+        """Raises `InvalidValueError` for settings without a measurement."""
         unknown = [name for name in self.ways if name not in BY_NAME]
         if unknown:
             raise InvalidValueError(f"unknown way {unknown[0]!r}", f"choose of {', '.join(BY_NAME)}")
@@ -85,7 +85,7 @@ class Settings(kit.Settings):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A comparison: `cause` says why it cannot run here; `ram`: it runs on the RAM disk."""
+    """A comparison. `cause`: the reason why it cannot run here; `ram`: it runs on the RAM disk."""
 
     name: str
     action: Callable[[Place], list[Row]]
@@ -94,10 +94,11 @@ class Part:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """Comparisons, an engine's memory, and the sweep of ways. Files go into temporary directories, which are deleted.
+    """Measure comparisons, an engine's memory, and the sweep of ways. Files go into temporary directories, which are
+    deleted.
 
-    Raises `TransportUnavailableError` where GPUDirect Storage is required and not proven, and `CapacityError` where the
-    disk has no room.
+    Raises `TransportUnavailableError` if GPUDirect Storage is required and not proven, and `CapacityError` if the disk
+    has too little room.
     """
     settings.check()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -129,7 +130,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
 
 def parts(settings: Settings, device: torch.device) -> list[Part]:
-    """The comparisons, the most telling first; those of developers with `everything` alone."""
+    """The comparisons, the most important first; those for developers only with `everything`."""
     ram, needed, cause = Path(settings.ram_disk), 2 * settings.ram_total, ""
     if device.type != "cuda":
         cause = "torch sees no CUDA device"
@@ -156,7 +157,7 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
 
 
 def compare(run: kit.Run, settings: Settings, device: torch.device, part: Part, file: Path) -> None:
-    """A comparison as a case, in a directory of its own where it needs the RAM disk."""
+    """A comparison as a case, on the RAM disk in its own directory."""
     if not run.wants(part.name):
         return
     if part.cause:
@@ -178,7 +179,7 @@ def compare(run: kit.Run, settings: Settings, device: torch.device, part: Part, 
 
 
 def sweep(run: kit.Run, settings: Settings, device: torch.device, way: str, file: Path) -> None:
-    """One way over all sizes, as a case."""
+    """A way over all sizes, as a case."""
     kind = BY_NAME[way]
     if not run.wants(kind.label):
         return
@@ -199,10 +200,8 @@ def sweep(run: kit.Run, settings: Settings, device: torch.device, way: str, file
 
 
 def require_gds(directory: Path, device: torch.device) -> str:
-    """What proves that GPUDirect Storage works in the directory.
-
-    Raises `TransportUnavailableError` with the cause unless the nvidia-fs driver counted reads and writes of a probe.
-    """
+    """The proof that GPUDirect Storage works in the directory. Raises `TransportUnavailableError` with the cause unless
+    the nvidia-fs driver counted reads and writes of a probe."""
     cause = "torch sees no CUDA device" if device.type == "cpu" else no_gds_driver()
     if not cause:
         probe = probe_cufile(directory, device.index)
@@ -219,7 +218,7 @@ def require_gds(directory: Path, device: torch.device) -> str:
 
 
 def tables(report: kit.Report) -> list[Table]:
-    """What this cache makes of the disk, and what ways to the disk give that were asked for; also a part of it."""
+    """This cache's speed on the disk, and the requested ways; also of a partial report."""
     with_targets = not kit.quick(report)
     found = [lines_table("This cache", [_line(row) for row in _usual(report)], judged=with_targets)]
     if (held := report["memory"]) is not None:
@@ -233,7 +232,7 @@ def tables(report: kit.Report) -> list[Table]:
 
 
 def details(report: kit.Report) -> list[Table]:
-    """What else was compared: beside threads of Python, CPU seconds, checksums, other loops; and the bare loop."""
+    """The other comparisons: beside Python threads, CPU seconds, checksums, other loops; and the bare loop."""
     usual = _usual(report)
     others = [_line(row) for row in report["comparisons"] if row not in usual]
     loops = Table("Ceilings: the bare loop", "what", "GB/s", "best way", "")
@@ -245,7 +244,7 @@ def details(report: kit.Report) -> list[Table]:
 
 
 def bottom(report: kit.Report) -> list[str]:
-    """What an engine's user has of it: speeds of loads and stores beside the disk's own, and the memory."""
+    """A user's figures: speeds of loads and stores beside the disk's own, and the memory."""
     found = []
     for what, words in (("cold load", "loads"), ("store", "stores")):
         some = [r for r in _usual(report) if r["case"].startswith("stores and loads") and r["what"].startswith(what)]
@@ -258,12 +257,12 @@ def bottom(report: kit.Report) -> list[str]:
         found.append(f"An engine takes {about(held['beyond_bytes'])} of memory beside its pools.")
     missed = sum(not part["met"] for part in judged(report))
     if missed and not kit.quick(report):
-        found.append(f"{missed} figures miss their target; docs/performance.md says what the targets are.")
+        found.append(f"{missed} figures miss their target; docs/performance.md explains the targets.")
     return [" ".join(found)] if found else []
 
 
 def _usual(report: kit.Report) -> list[kit.Report]:
-    """Comparisons of speeds with nothing beside, each with the first way that it is held against."""
+    """Comparisons of speeds without other work, each with its first reference."""
     found: dict[str, kit.Report] = {}
     for row in report["comparisons"]:
         if row["unit"] == "GB/s" and "beside" not in row["what"] and not row["what"].startswith("checksums"):
@@ -277,7 +276,7 @@ def _line(row: kit.Report) -> Line:
 
 
 def _swept(report: kit.Report) -> Table:
-    """A row a way and operation, a column a size: GB/s."""
+    """GB/s: a row for each way and operation, a column for each size."""
     sizes = sorted({cell["io_bytes"] for cell in report["cells"]})
     names = {way["way"]: f"{way['label']} ({way['word']})" for way in report["ways"]}
     table = Table("Ways, byte-checked: GB/s by size of a request", "way", "", *(format_size(size) for size in sizes))
@@ -292,7 +291,7 @@ def _swept(report: kit.Report) -> Table:
 
 
 def plot(report: kit.Report, drawn: Any) -> None:
-    """Throughput by size, a panel an operation; and the comparisons that have a target, as bars."""
+    """Throughput by size, a panel for each operation; and the comparisons with a target, as bars."""
     lines = [_line(r) for r in report["comparisons"] if "target" in r]
     drawn.set_size_inches(13, 5 + 0.22 * len(lines))
     top, below = drawn.subfigures(2, 1, height_ratios=(4.5, 0.5 + 0.22 * len(lines)))

@@ -1,5 +1,5 @@
-"""Comparisons of `gdscache bench io` with an engine: cold loads from the SSD into the planes, through the CPU tier; and
-what comparisons share. Each part returns rows of figures measured in turns."""
+"""Comparisons of `gdscache bench io` with an engine: cold loads from the SSD into the planes, through the CPU tier.
+Also the comparisons' shared parts. Each part returns rows of figures measured in turns."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""The kit of the benches: what all of them share, once. A bench is a `Bench`: how it measures, how it is shown.
+"""The benches' shared kit. A bench is a `Bench`: its measurement and its display.
 
-* **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and goes through them, the
-  most telling first. `run.case(name, action)` measures one, unless the report that is gone on with has it, or the time
-  is over. Cases that take turns with each other are measured in one `run.guarded(...)`; each is given to `run.add`.
-* **Rows.** An action returns rows of plain data by the key of the report that they belong to. A row says what was
-  measured, the figure and its spread over the rounds, what it is held against, the ratio of both, and the target where
-  there is one (`rows.py`). Each row has the name of its case.
-* **The report** grows with each case, and is written in one step after each. A case that fails is listed with its
-  cause, and the others go on; a case that cannot run here is listed too. After Ctrl-C the report has what was measured
-  until then, and `--resume` goes on: cases that are done are not measured again, cases that failed are.
-* **Tables and bars.** `tables(report)`, `details(report)` (with `--all`), `bottom(report)` (what it comes to, in
-  sentences) and `plot(report, figure)` show a report, also a part of one. With `--quick` no figure is held against its
-  target: it only shows that everything runs.
-* **The exit status** is 0, 1 where a case failed, 130 after Ctrl-C, 2 where nothing was measured at all.
+* **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and measures them in order of importance.
+  `run.case(name, action)` measures one case, unless the resumed report has it or the time is over. Cases that take
+  turns are measured in one `run.guarded(...)`; each is given to `run.add`.
+* **Rows.** An action returns rows of plain data by their key in the report. A row has the measured quantity, its figure
+  and spread over the rounds, its reference, the ratio of both, and a target if there is one (`rows.py`). Each row has
+  the name of its case.
+* **The report** grows with each case, and is written atomically after each. A failed case is listed with its cause, and
+  the others continue; a case that cannot run here is listed too. After Ctrl-C the report has the cases so far, and
+  `--resume` continues it: finished cases are kept, failed ones are measured again.
+* **Tables and bars.** `tables(report)`, `details(report)` (with `--all`), `bottom(report)` (the results in sentences)
+  and `plot(report, figure)` show a report, also a partial one. With `--quick` no figure is compared with its target: it
+  only shows that everything runs.
+* **The exit status** is 0, 1 if a case failed, 130 after Ctrl-C, 2 if no case was measured.
 
-Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (cases that are planned and not
-measured), `done` (names of cases), `cannot` and `failed` (`what`, `cause`), and the bench's own.
+Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (number of planned cases without
+a result), `done` (names of cases), `cannot` and `failed` (`what`, `cause`), and the bench's own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from gdscache.sizes import about
 
 Report = Mapping[str, Any]
 Keep = Callable[[dict[str, Any]], None]
-"""Called with what was measured so far, after every case."""
+"""Called with the report so far, after every case."""
 
 _ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 # Settings that may differ between a report and the run that continues it.
@@ -59,9 +59,8 @@ _MAY_DIFFER = ("profile", "everything", "budget_seconds", "ways", "require_gds")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much is measured. `profile`: `default` or `quick` (small, to see that it works). `everything`: also what only
-    developers of gdscache read.
-    """
+    """A bench's extent. `profile`: `default` or `quick` (small, to see that it works). `everything`: with the figures
+    that only gdscache's developers read."""
 
     profile: str = "default"
     everything: bool = False
@@ -72,7 +71,7 @@ class Settings:
 
 
 class Run:
-    """The cases of one run. `found` is the report as it grows; `sections` are its own keys and what they begin with."""
+    """The cases of a run. `found`: the growing report. `sections`: its own keys with their initial values."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Run:
         keep: Keep = lambda found: None,
         seconds: float | None = None,
     ) -> None:
-        """`seconds`: after these no further case is begun, whatever the bench's own budget is."""
+        """`seconds`: afterwards no further case begins, also within the bench's own budget."""
         before = done or {}
         known = set(before.get("done", ()))
         self.found: dict[str, Any] = {
@@ -102,14 +101,14 @@ class Run:
         self._until = math.inf if seconds is None else time.monotonic() + seconds
 
     def plan(self, names: Sequence[str], budget_seconds: float | None = None) -> None:
-        """The names of all cases. After `budget_seconds` no further case is begun."""
+        """The names of all cases. After `budget_seconds` no further case begins."""
         self._planned = list(names)
         if budget_seconds is not None:
             self._until = min(self._until, time.monotonic() + budget_seconds)
         self._count()
 
     def wants(self, name: str) -> bool:
-        """Whether a case is planned, not measured yet, and may be begun."""
+        """Whether a case is planned, not measured yet, and may begin."""
         return name in self._planned and name not in self.found["done"] and time.monotonic() < self._until
 
     def case(self, name: str, action: Callable[[], Report]) -> None:
@@ -121,7 +120,7 @@ class Run:
 
     @contextlib.contextmanager
     def guarded(self, *names: str) -> Iterator[None]:
-        """What is measured here belongs to these cases: an error fails those that were not added, and is not raised."""
+        """Measure these cases: an error fails the cases that were not added yet, and is not raised."""
         try:
             yield
         except _ERRORS as error:
@@ -131,8 +130,8 @@ class Run:
         self.save()
 
     def add(self, name: str, rows: Report, *, wrong: str = "", lacks: str = "") -> None:
-        """What a case came to. `wrong`: why its figures count for nothing: it has failed. `lacks`: why it cannot be
-        measured here."""
+        """A case's result. `wrong`: the reason why its figures do not count: it has failed. `lacks`: the reason why it
+        cannot be measured here."""
         for key, value in rows.items():
             if isinstance(value, list):
                 self.found[key] += [{"case": name, **row} for row in value]
@@ -146,22 +145,20 @@ class Run:
             self.found["done"].append(name)
 
     def fail(self, name: str, cause: str) -> None:
-        """A case that was begun and has no figure, or a wrong one."""
+        """A begun case without a figure, or with a wrong one."""
         self.found["failed"].append({"what": name, "cause": cause})
 
     def cannot(self, name: str, cause: str) -> None:
-        """A case, or a way, that this machine does not have."""
+        """A case or way that this machine lacks."""
         self.found["cannot"].append({"what": name, "cause": cause})
 
     def _over(self) -> set[str]:
         return {*self.found["done"], *(row["what"] for kind in ("failed", "cannot") for row in self.found[kind])}
 
     def say(self, text: str) -> None:
-        """Move the progress bar."""
         self.progress(len(self._planned) - self.found["left"], len(self._planned), text)
 
     def save(self) -> None:
-        """Hand the report to `keep`."""
         self._count()
         self._keep(self.found)
 
@@ -173,10 +170,8 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A bench. `sections`: its keys of a report, and what they begin with: a list of rows, or None for one value.
-
-    `details`: tables that `--all` shows, for who works on gdscache. `bottom`: what it comes to, in sentences.
-    """
+    """A bench. `sections`: its keys of a report with their initial values: a list of rows, or None for one value.
+    `details`: tables of `--all`, for gdscache's developers. `bottom`: the results in sentences."""
 
     name: str
     schema: str
@@ -196,7 +191,7 @@ class Bench:
         done: Report | None = None,
         seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Measure, as plain data. `done`: a report whose cases are taken over. Raises what is wrong before any case."""
+        """Measure, as plain data. `done`: a report with finished cases. Raises errors that precede the first case."""
         begun = {k: [] if isinstance(v, list) else v for k, v in self.sections.items()}
         run = Run(begun, done, progress, keep, seconds)
         try:
@@ -247,11 +242,11 @@ class Bench:
             raise typer.Exit(EXIT_FAILED)
 
     def head(self, settings: Settings, directory: Path) -> dict[str, Any]:
-        """What a report begins with."""
+        """A report's first keys."""
         return {"schema": self.schema, "machine": machine.describe(directory), "settings": settings.describe()}
 
     def resumed(self, path: Path, settings: Settings, directory: Path) -> dict[str, Any]:
-        """The report that a run goes on with. Raises `InvalidValueError` where it cannot be; see `check_same`."""
+        """The report that a run continues. Raises `InvalidValueError` if it cannot; see `check_same`."""
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -263,8 +258,8 @@ class Bench:
         return found
 
     def check_same(self, found: Report, settings: Settings, directory: Path, path: str) -> None:
-        """Raises `InvalidValueError` where a report is none of this bench, or of other settings, or of another machine
-        or disk. `path` names it."""
+        """Raises `InvalidValueError` for a report of another bench, of other settings, or of another machine or disk.
+        `path` names it."""
         if found.get("schema") != self.schema:
             raise InvalidValueError(f"--resume {path} is no report of bench {self.name}", f"its schema: {self.schema}")
         here = {"settings": settings.describe(), "machine": machine.describe(directory)}
@@ -283,12 +278,11 @@ def quick(report: Report) -> bool:
 
 
 def gpus(machine: Report) -> str:
-    """Each kind once, with its number where there are several."""
+    """Each kind once, with its number if there are several."""
     return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in Counter[str](machine["gpus"]).items())
 
 
 def machine_line(said: Report) -> str:
-    """A machine in one line."""
     storage = said["storage"]
     where = f"{storage['file_system']} on {storage['source']}"
     return f"{said['cpu']}, {said['cores']} cores, {about(said['memory_bytes'])}, {gpus(said) or 'no GPU'}; {where}"
@@ -300,7 +294,7 @@ def _above(report: Report) -> list[str]:
 
 
 def below(report: Report) -> list[Table | str]:
-    """What has no figure, a row for each cause."""
+    """Cases without a figure, a row for each cause."""
     found: list[Table | str] = []
     for key, title in (("cannot", "Cannot be measured here"), ("failed", "Failed")):
         by_cause: dict[str, list[str]] = {}

@@ -153,7 +153,7 @@ class Links:
     def check(self) -> None:
         """Raises `IOFailedError` if a rank's bytes differ from the stored ones."""
         if not all(answer.good for answer in self._every("check", b"")):
-            raise IOFailedError("loaded bytes differ from those that were stored", "report this: the cache is wrong")
+            raise IOFailedError("loaded bytes differ from the stored ones", "report this: the cache is wrong")
 
     def close(self) -> None:
         self._undo.close()

@@ -1,7 +1,7 @@
 """First tokens and requests a second in vLLM or SGLang: their own caches, and gdscache. Behind `gdscache bench ttft`.
 
 A run is a process with one engine and one way of keeping the KV cache (`serving_vllm.py`, `serving_sglang.py`). Runs of
-a stage open their engines side by side, which takes a minute or two, and measure one at a time.
+a stage open their engines at the same time, which takes a minute or two, and measure one at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gdscache.sizes import GIB
 OPEN_S, MEASURE_S, PROBE_S = 400.0, 300.0, 120.0
 POLICIES = ("wait_complete", "best_effort", "timeout")
 HICACHE = ("hicache", "storage")  # ways that fetch pages from files by HiCache's policy
-TRAFFIC = ("none", "cpu", "gdscache", "hicache", "linker")  # ways that serve traffic, too
-GPU_ONLY = {"cpu", "files"}  # ways of vLLM that it refuses without a GPU
+TRAFFIC = ("none", "cpu", "gdscache", "hicache", "linker")  # ways that also serve traffic
+GPU_ONLY = {"cpu", "files"}  # ways that vLLM refuses without a GPU
 TAIL = 1500  # characters of a failed run's log
 
 
@@ -47,7 +47,7 @@ STAGES = {
     "vllm": (
         (Way("none"), Way("cpu"), Way("files"), Way("gdscache")),
         (Way("files", restarted=True), Way("gdscache", restarted=True), Way("gdscache", second=True)),
-        (Way("gdscache", restarted=True, second=True),),  # what loads from the disk take is not known yet
+        (Way("gdscache", restarted=True, second=True),),  # times of loads from the disk are not known yet
         (Way("gdscache", restarted=True, second=True),),
     ),
     "sglang": (
@@ -69,15 +69,15 @@ print(json.dumps([found, torch.cuda.device_count()]))
 
 
 class Probed(NamedTuple):
-    """What a Python has: versions of packages by name, and the number of GPUs that its torch sees."""
+    """A Python's packages: versions by name, and the number of GPUs that its torch sees."""
 
     versions: dict[str, str]
     gpus: int
 
 
 def probe(engine: str, python: str) -> Probed:
-    """Ask the Python that is to run the engine. Raises `InvalidValueError` where it does not run, and
-    `MissingPackageError` where it lacks the engine or gdscache."""
+    """Ask the engine's Python. Raises `InvalidValueError` if it does not run, and `MissingPackageError` if it lacks the
+    engine or gdscache."""
     needed = (engine, "gdscache", "torch")
     try:
         ended = subprocess.run([python, "-c", _PROBE, *needed], capture_output=True, text=True, timeout=PROBE_S)
@@ -97,12 +97,13 @@ def probe(engine: str, python: str) -> Probed:
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """How much is measured. A figure is the median of `repeat` prompts of `tokens` tokens, 90 % of them asked before.
+    """The bench's extent. A figure is the median of `repeat` prompts of `tokens` tokens, 90 % of them cached by an
+    earlier prompt.
 
-    `turns`: loads of traffic of each kind; `stages`: so many from the first on, restarts begin with the second; `ways`:
-    only these, empty for all; `policy`: when HiCache stops to fetch a prompt's files, None for `wait_complete` on a RAM
-    disk; `graphs`: decode by CUDA graphs; `tp`: GPUs of an engine; `at_once`: engines that are open side by side;
-    `threads`: of gdscache's, for files on a RAM disk. `gpus` and `versions` are what the Python has.
+    `turns`: loads of traffic of each kind. `stages`: number of stages; restarts begin with the second. `ways`: only
+    these, empty for all. `policy`: when HiCache stops to fetch a prompt's files, None for `wait_complete` on a RAM
+    disk. `graphs`: decode by CUDA graphs. `tp`: GPUs of an engine. `at_once`: engines open at the same time. `threads`:
+    of gdscache's, for files on a RAM disk. `gpus` and `versions`: of the Python.
     """
 
     engine: str = "vllm"
@@ -125,7 +126,7 @@ class Settings(kit.Settings):
 
     @classmethod
     def of(cls, profile: str, engine: str, python: str | None) -> Settings:
-        """The settings of a profile: `quick`, and every profile without a GPU, has a tiny model and short prompts."""
+        """A profile's settings. `quick`, and every profile without a GPU, has a tiny model and short prompts."""
         if engine not in STAGES:
             raise InvalidValueError(f"unknown engine {engine!r}", f"choose of transformers, {', '.join(STAGES)}")
         probed = probe(engine, python or sys.executable)
@@ -135,7 +136,7 @@ class Settings(kit.Settings):
         return found if found.gpus else dataclasses.replace(found, preset="tiny", tokens=4096)
 
     def check(self) -> None:
-        """Raises `InvalidValueError` for settings that measure nothing."""
+        """Raises `InvalidValueError` for settings without a measurement."""
         known = {way.way for stage in STAGES[self.engine] for way in stage}
         for what, values, choice in (
             ("preset", (self.preset,), (*LLAMAS, *HYBRIDS)),
@@ -156,8 +157,8 @@ class Settings(kit.Settings):
 
 
 def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
-    """The runs of each stage, and whether each of them serves traffic: the last one of a way and a directory does. So
-    all first tokens of a way are measured before traffic pushes its prompts out."""
+    """The runs of each stage, and whether each serves traffic: only the last one of a way and a directory does. So all
+    first tokens of a way are measured before traffic evicts its prompts."""
     stages = [
         [way for way in stage if (not settings.ways or way.way in settings.ways) and (settings.disk or not way.second)]
         for stage in STAGES[settings.engine][: settings.stages]
@@ -170,7 +171,7 @@ def chosen(settings: Settings) -> list[list[tuple[Way, bool]]]:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """All runs; files go into temporary directories, which are deleted. Raises `InvalidValueError`."""
+    """Measure all runs. Files go into temporary directories, which are deleted. Raises `InvalidValueError`."""
     settings.check()
     stages, serving = chosen(settings), Serving(run, settings)
     run.plan([serving.label(at, way, directory) for at, stage in enumerate(stages) for way, _ in stage])
@@ -194,7 +195,7 @@ def _folder(directory: Path) -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the bench as an error does, so that the engines that it has started are killed."""
+    """End the bench on SIGTERM as on an error, so that its engines are killed."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -208,8 +209,6 @@ def _terminable() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Running:
-    """A process with an engine."""
-
     label: str
     order: dict[str, Any]
     answers: Path
@@ -224,14 +223,14 @@ class Running:
         return self.file(".ready").exists() or self.process.poll() is not None
 
     def end(self) -> None:
-        """Kill the process, and what it has started."""
+        """Kill the process and its descendants."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 class Serving:
-    """Starts runs, and has one after the other measure."""
+    """Starts runs, and lets them measure one after the other."""
 
     def __init__(self, run: kit.Run, settings: Settings) -> None:
         self.run, self.settings = run, settings
@@ -240,11 +239,10 @@ class Serving:
 
     @property
     def model(self) -> Path:
-        """The directory of the model's configuration; its weights are made up when an engine opens."""
+        """The directory of the model's configuration; an engine makes up the weights when it opens."""
         return self.folders[0] / "model"
 
     def label(self, stage: int, way: Way, directory: Path) -> str:
-        """The name of a case."""
         where = DISKS[self._where(Path(self.settings.disk or "") if way.second else directory)]
         return f"stage {stage + 1}: {NAMES[way.way]}{', restarted' if way.restarted else ''}, {where}"
 
@@ -253,7 +251,7 @@ class Serving:
         return "ram" if io_cache.in_memory(directory) else "disk"
 
     def order(self, way: Way, *, traffic: bool) -> dict[str, Any]:
-        """What a run is told."""
+        """A run's order."""
         settings, folder = self.settings, self.folders[way.second]
         small, nbytes = settings.preset == "tiny", token_bytes(settings.preset)
         of, where = model_config(settings.preset), self._where(folder)
@@ -272,7 +270,7 @@ class Serving:
             "model": str(self.model),
             "cached": settings.tokens * 9 // 10 // step * step,
             "part": 128 if small else serving_run.PART,
-            "ends": 500 + 100 * self._started,  # of prompts, so that no run asks for another one's
+            "ends": 500 + 100 * self._started,  # of prompts, so that runs have distinct prompts
             "gpu": not small,
             "groups": "layer_types" in of or "attn_layer_indices" in of,
             "states": states,
@@ -285,14 +283,14 @@ class Serving:
         }
 
     def gpus(self, number: int) -> str:
-        """The GPUs of the engine of that number, of those that are open side by side."""
+        """The GPUs of engine `number` of those open at the same time."""
         visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         every = visible or [str(gpu) for gpu in range(self.settings.gpus)]
         first = number % max(1, len(every) // self.settings.tp) * self.settings.tp
         return ",".join(every[first : first + self.settings.tp])
 
     def side_by_side(self, stage: int, ways: Sequence[tuple[Way, bool]]) -> None:
-        """Open an engine for each, and have one after the other measure."""
+        """Open an engine for each way, and let them measure one after the other."""
         running: list[Running] = []
         try:
             for way, traffic in ways:
@@ -345,7 +343,7 @@ class Serving:
 
 
 def command(settings: Settings) -> list[str]:
-    """What starts a run, before its files."""
+    """The command of a run, without its files."""
     return [settings.python, "-m", f"gdscache.commands.bench.serving_{settings.engine}"]
 
 

@@ -1,4 +1,4 @@
-"""The report of `gdscache bench ttft` of vLLM or SGLang: tables, and the plot."""
+"""The report of `gdscache bench ttft` for vLLM or SGLang: tables, and the plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gdscache.commands.console import Table, figure, percent
 
 Row = Mapping[str, Any]
-Bar = tuple[str, Sequence[float], str]  # what it is of, its values, its colour
+Bar = tuple[str, Sequence[float], str]  # name, values, colour
 
 KINDS = {"shared": "half of each prompt shared", "lone": "nothing shared"}
 DISKS = {"ram": "RAM disk", "disk": "disk"}
@@ -33,7 +33,7 @@ def first_bars(report: Row) -> list[Bar]:
         found, names = row.get("first", {}).get("loaded"), [name for name, _, _ in bars]
         of = f"\nafter a restart, {DISKS[row['where']]}" if row["restarted"] else ", CPU memory"
         name = NAMES[row["way"]] + of + (f", {row['policy']}" if row["restarted"] and row.get("policy") else "")
-        if found and (row["restarted"] or name not in names):  # CPU memory is the same whatever is below it
+        if found and (row["restarted"] or name not in names):  # CPU memory is the same with every lower tier
             bars.append((f"{name}, again" if name in names else name, found["ms"], _colour(row)))
     return [*bars, ("resident on the GPU", plain["resident"]["ms"], "0.8")] if "resident" in plain else bars
 
@@ -82,7 +82,7 @@ def _settings(report: Row) -> Row:
 
 
 def details(report: Row) -> list[Table]:
-    """What was cached, and what the connector takes of a step."""
+    """Cached tokens, and the connector's time in a step."""
     cached = Table("Cached, and opening", "case", "tokens of first tokens", "share of traffic", "opened in")
     steps = Table("The connector's time a step, medians", "case", "traffic", "scheduler", "worker")
     for row in report["rows"]:
@@ -96,7 +96,7 @@ def details(report: Row) -> list[Table]:
 
 
 def bottom(report: Row) -> list[str]:
-    """What a server's user has of the cache."""
+    """A server user's gain."""
     found = {name: statistics.median(values) for name, values, _ in first_bars(report)}
     computed, said = found.get("recomputed"), []
     if computed is not None and len(found) > 2:
@@ -117,12 +117,11 @@ def bottom(report: Row) -> list[str]:
 
 
 def plot(report: Row, drawn: Any) -> None:
-    """The plot of one report."""
     draw([report], drawn)
 
 
 def draw(reports: Sequence[Row], drawn: Any) -> None:
-    """A column a report: first tokens, and below them requests a second. What was not measured has no panel."""
+    """A column for each report: first tokens, and requests a second below them. Missing figures have no panel."""
     columns = []
     for report in reports:
         bars = {"first": first_bars(report)} | {kind: traffic_bars(report, kind) for kind in KINDS}
@@ -132,7 +131,7 @@ def draw(reports: Sequence[Row], drawn: Any) -> None:
     drawn.set_size_inches(8 * len(reports), 0.7 + 0.33 * lines)
     for part, (report, bars, rows) in zip(drawn.subfigures(1, len(reports), squeeze=False)[0], columns, strict=True):
         gpus, settings = report["machine"]["gpus"] or ["no GPU"], _settings(report)
-        tp = settings.get("tp", 1)  # the first reports do not say it
+        tp = settings.get("tp", 1)  # missing in the first reports
         where = f"{tp} of {len(gpus)} {gpus[0]} an engine" if tp > 1 else gpus[0]
         part.suptitle(f"{settings['engine']} {settings['versions'][settings['engine']]}, {where}", fontsize=10)
         part.supxlabel("bars: medians; dots: single prompts and turns", fontsize=8)
@@ -148,14 +147,14 @@ def draw(reports: Sequence[Row], drawn: Any) -> None:
 
 
 def _longest(rows: Sequence[Sequence[str]], bars: Mapping[str, Sequence[Bar]]) -> Iterator[tuple[str, float]]:
-    """The panels of all rows, with the largest value of their row: one scale side by side."""
+    """The panels of all rows, with the largest value of their row: one scale for a row."""
     for row in rows:
         longest = max(max(values) for name in row for _, values, _ in bars[name])
         yield from ((name, longest) for name in dict.fromkeys(row))
 
 
 def _panel(axes: Any, bars: Sequence[Bar], longest: float, label: str, form: str) -> None:
-    """Bars of medians with their figures, and a dot for each single value; `longest` is the largest of these."""
+    """Bars of medians with their figures, and a dot for each single value; `longest` is the largest value."""
     for place, (_, values, filled) in enumerate(bars):
         median = statistics.median(values)
         axes.barh(place, median, color=filled)

@@ -1,7 +1,7 @@
-"""What a run of vLLM or SGLang does: prompts, what it is ordered to measure, and when it may. Behind `bench ttft`.
+"""A run of vLLM or SGLang: its prompts, its measurements, and its turn. Behind `bench ttft`.
 
-A run is a process with one engine and one way of keeping the KV cache. Runs of a stage open their engines side by side.
-Each says that it is ready, and measures when it is told to, alone.
+A run is a process with one engine and one way of keeping the KV cache. Runs of a stage open their engines at the same
+time. Each reports that it is ready, and measures alone in its turn.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-WORDS = 4000  # numbers of tokens lie below
+WORDS = 4000  # upper bound of token ids
 CLIENTS = 64  # requests at a time
-GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, CLIENTS]  # requests of a step that decodes, for which there is a CUDA graph
-SETTLE_S, PAUSE_S = 4.0, 2.0  # until what is stored in the background is there; behind a load of traffic
-DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that have the first half of their prompt in common
+GRAPHS = [1, 2, 4, 8, 16, 24, 32, 48, CLIENTS]  # batch sizes of decode steps with a CUDA graph
+SETTLE_S, PAUSE_S = 4.0, 2.0  # for background stores to end; after a load of traffic
+DOCUMENTS, USES, PART, ANSWER = 48, 3, 2048, 16  # requests that share the first half of their prompt
 
 
 def words(seed: str, number: int) -> list[int]:
@@ -27,13 +27,13 @@ def words(seed: str, number: int) -> list[int]:
 
 
 def prompt(beginning: int, end: int, order: dict[str, Any]) -> list[int]:
-    """`order["tokens"]` tokens, of which the first `order["cached"]` follow from `beginning` alone."""
+    """`order["tokens"]` tokens; the first `order["cached"]` depend on `beginning` alone."""
     cached = order["cached"]
     return words(f"beginning {beginning}", cached) + words(f"end {end}", order["tokens"] - cached)
 
 
 def shared_prompts(part: int, turn: int) -> list[list[int]]:
-    """Prompts of two parts, of which `USES` have the first one in common, in an order drawn at random."""
+    """Prompts of two parts, in random order; `USES` prompts share each first part."""
     found = [
         words(f"document {turn} {document}", part) + words(f"question {turn} {document} {use}", part)
         for use in range(USES)
@@ -44,7 +44,7 @@ def shared_prompts(part: int, turn: int) -> list[list[int]]:
 
 
 def lone_prompts(part: int, turn: int) -> list[list[int]]:
-    """Prompts that nothing has been asked for before."""
+    """Prompts without a common part."""
     return [words(f"lone {turn} {number}", 2 * part) for number in range(DOCUMENTS)]
 
 
@@ -59,7 +59,7 @@ Generate = Callable[[Sequence[list[int]], int], Sequence[int]]  # prompts, token
 
 
 class Answers:
-    """What a run says, and its order. Written as it comes, so that a run that is killed leaves what it had."""
+    """A run's order and results. Results are written at once, so that a killed run keeps them."""
 
     def __init__(self) -> None:
         self.order: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
@@ -71,18 +71,17 @@ class Answers:
         self._path.write_text(json.dumps(self._found))
 
     def add(self, name: str, value: object) -> None:
-        """One more value of a series."""
         self.say(**{name: [*self._found.get(name, []), value]})
 
     def wait_for_turn(self) -> None:
-        """Everything is open. Returns when no other run measures."""
+        """Report that everything is open. Returns in this run's turn."""
         Path(f"{self._path}.ready").touch()
         while not Path(f"{self._path}.go").exists():
             time.sleep(0.05)
 
 
 def rate(generate: Generate, name: str, prompts: list[list[int]], answers: Answers) -> None:
-    """Requests a second, all handed over at once; and the share of the prompts' tokens that were cached, anywhere."""
+    """Requests a second, all submitted at once; and the share of the prompts' tokens that were cached in any place."""
     start = time.perf_counter()
     cached = generate(prompts, ANSWER)
     answers.add(f"{name}_requests_per_s", len(prompts) / (time.perf_counter() - start))
@@ -90,10 +89,8 @@ def rate(generate: Generate, name: str, prompts: list[list[int]], answers: Answe
 
 
 def first_tokens(generate: Generate, forget: Callable[[], object], answers: Answers) -> None:
-    """Milliseconds to the first token, and how many tokens were cached, of `order["repeat"]` prompts each way.
-
-    `forget()` has the engine's own GPU cache forget what it has.
-    """
+    """Milliseconds to the first token, and the number of cached tokens, of `order["repeat"]` prompts each way.
+    `forget()` empties the engine's own GPU cache."""
     order = answers.order
     found: dict[str, Any] = {}
 
@@ -110,7 +107,7 @@ def first_tokens(generate: Generate, forget: Callable[[], object], answers: Answ
     if not order["restarted"]:
         for n in range(order["repeat"]):
             turn("recomputed", n, n)
-            if order["groups"]:  # windows and states are kept where prompts part, once two have parted there
+            if order["groups"]:  # windows and states are kept at places where two prompts have parted
                 turn("parted", n, 200 + n)
             turn("resident", n, 100 + n)
         time.sleep(SETTLE_S)
@@ -128,14 +125,13 @@ def measure(
     forget: Callable[[], object] = lambda: None,
     after: Callable[[str], object] = lambda kind: None,
 ) -> None:
-    """All that a run was ordered to measure, once it is its turn. First tokens come before the traffic, which pushes
-    their pages out. `after(kind)` is called behind each load of traffic, and with an empty word before the first one.
-    """
+    """Measure a run's order in its turn. First tokens come before the traffic, which evicts their pages. `after(kind)`
+    is called after each load of traffic, and with an empty word before the first one."""
     answers.wait_for_turn()
     first_tokens(generate, forget, answers)
     if not answers.order["traffic"]:
         return
-    generate(shared_prompts(answers.order["part"], -1)[: CLIENTS // 2], ANSWER)  # the kernels of traffic are compiled
+    generate(shared_prompts(answers.order["part"], -1)[: CLIENTS // 2], ANSWER)  # compiles the kernels of traffic
     after("")
     for kind, prompts in traffic(answers.order):
         rate(generate, kind, prompts, answers)

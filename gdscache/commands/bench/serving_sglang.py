@@ -1,4 +1,4 @@
-"""One run of SGLang, offline: `python -m gdscache.commands.bench.serving_sglang ORDER ANSWERS`. See serving.py."""
+"""A run of SGLang, offline: `python -m gdscache.commands.bench.serving_sglang ORDER ANSWERS`. See serving.py."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def cache(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_files(order: dict[str, Any], began: float) -> None:
-    """HiCache's file backend has no bound: a RAM disk has no room for all pages of the traffic."""
+    """Delete HiCache's files: its file backend has no bound, and a RAM disk has no room for all pages of the
+    traffic."""
     if order["way"] != "hicache":
         return
     for file in Path(order["folder"], "hicache").iterdir():
@@ -86,7 +87,7 @@ def main() -> None:
         disable_prefill_cuda_graph=True,
         cuda_graph_bs_decode=serving_run.GRAPHS,
         page_size=order["page_tokens"],
-        mem_fraction_static=0.9,  # of what is free; the number of tokens is what bounds it
+        mem_fraction_static=0.9,  # of free memory; the number of tokens is the bound
         max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
         tp_size=order["tp"],
         context_length=order["tokens"] + 64,
@@ -95,7 +96,7 @@ def main() -> None:
         max_running_requests=serving_run.CLIENTS,
         schedule_policy="lpm",
         log_level="warning",
-        # Of a request that runs three states are in use: its own, and two that are kept in turns.
+        # A running request uses three states: its own, and two that are kept in turns.
         **({"max_mamba_cache_size": 4 * serving_run.CLIENTS} if order["states"] else {}),
         **cache(order),
     )
@@ -113,8 +114,8 @@ def main() -> None:
         began = began or time.time()
         drop_files(order, began)
 
-    # Nothing is flushed: that empties HiCache's host memory too, and torch's, which the next prompt allocates anew.
-    # The GPU has room for two prompts, so the third pushes the first one out.
+    # No flush: it would also empty HiCache's host memory and torch's, which the next prompt would allocate again. The
+    # GPU has room for two prompts, so the third evicts the first one.
     serving_run.measure(answers, generate, after=after)
     engine.shutdown()
 

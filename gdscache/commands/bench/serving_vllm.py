@@ -1,4 +1,4 @@
-"""One run of vLLM, offline: `python -m gdscache.commands.bench.serving_vllm ORDER ANSWERS`. See serving.py."""
+"""A run of vLLM, offline: `python -m gdscache.commands.bench.serving_vllm ORDER ANSWERS`. See serving.py."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def transfer(order: dict[str, Any]) -> Any:
     return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
 
 
-# vLLM's default, one graph for a step that only decodes; without a compiler, which would take a minute an engine.
+# vLLM's default: one graph for a decode-only step; without a compiler, which would take a minute for each engine.
 GRAPHS = {"backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": serving_run.GRAPHS}
-ENDS = ("build_connector_meta", "clear_connector_metadata")  # the last call of a step, of either side
-EMPTY = "save_kv_layer"  # does nothing: what it takes is what a clock around a call takes
+ENDS = ("build_connector_meta", "clear_connector_metadata")  # the last call of a step, on either side
+EMPTY = "save_kv_layer"  # does nothing: its time is that of the clock around a call
 
 
 class Steps:
-    """Seconds that the connector's calls of one side take of each step.
+    """Seconds that the connector's calls of one side take in each step.
 
-    A step has two calls a layer that do nothing where nothing is loaded, so the clocks would be most of the figure.
-    What they take is left out, by what they mostly take around `EMPTY`. A call within another counts once.
+    A step has two empty calls a layer if nothing is loaded, so the clocks would be most of the figure. Their time is
+    subtracted, as measured around `EMPTY`. A call within another counts once.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ class Steps:
 
     def _clear(self) -> None:
         self._seconds, self._calls, self._computes = 0.0, 0, False  # of this step
-        self._steps: list[tuple[float, int]] = []  # seconds and calls of those that computed something
+        self._steps: list[tuple[float, int]] = []  # of each step with computation
         self.by_name: Counter[str] = Counter()  # seconds by the name of the call
         self.empty: list[float] = []  # seconds of calls of `EMPTY`
 
@@ -92,7 +92,7 @@ class Steps:
                 self.by_name[name] += spent  # type: ignore[assignment]
                 if name == EMPTY:
                     self.empty.append(spent)
-                # A step that computes nothing waits for pages, and ends without `wait_for_save`.
+                # A step without computation waits for pages, and ends without `wait_for_save`.
                 scheduled = name == "build_connector_meta" and arguments[1].total_num_scheduled_tokens > 0
                 self._computes |= scheduled or name == "wait_for_save"
                 if name in ENDS:
@@ -106,7 +106,7 @@ class Steps:
         self._seconds, self._calls, self._computes = 0.0, 0, False
 
     def told(self, side: str) -> dict[str, float]:
-        """Of steps that computed something since the last call, in microseconds; means of calls are over all steps."""
+        """Microseconds of steps with computation since the last call; means of calls are over all steps."""
         steps, clock = self._steps or [(0.0, 0)], statistics.median(self.empty or [0.0])
         seconds = [max(0.0, spent - clock * calls) for spent, calls in steps]
         found = {side: statistics.median(seconds) * 1e6, f"{side} mean": statistics.fmean(seconds) * 1e6}
@@ -116,7 +116,7 @@ class Steps:
 
 
 class TimedWorker:
-    """What a worker of vLLM's can do besides: see `worker_extension_cls`."""
+    """Additions to vLLM's worker: see `worker_extension_cls`."""
 
     def time_steps(self) -> None:
         self._steps = Steps(WORKER)
@@ -137,7 +137,7 @@ def main() -> None:
         given |= {"kv_cache_memory_bytes": order["kv_cache"], "gpu_memory_utilization": 0.1}
         given["attention_config"] = {"backend": "FLASH_ATTN"}
     else:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all memory that is free
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all free memory
     if order["states"]:
         given |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
     if order["tp"] > 1:
@@ -163,7 +163,7 @@ def main() -> None:
         llm.collective_rpc("time_steps")
 
     def told(kind: str) -> None:
-        """Note what steps took since the last call, on both sides; of the workers the slowest."""
+        """Record the steps' times since the last call, on both sides; of the slowest worker."""
         if steps is not None:
             workers = llm.collective_rpc("told_steps")
             found = steps.told("scheduler") | max(workers, key=lambda of: float(of["worker"]))

@@ -1,11 +1,11 @@
-"""Shapes of models with made-up weights, as transformers' configurations name them. Nothing is downloaded."""
+"""Shapes of models with random weights, as in transformers' configurations. Nothing is downloaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-STATES = ("qwen3-next", "bamba-9b")  # shapes of models that keep a state
+STATES = ("qwen3-next", "bamba-9b")  # shapes of models with a state
 LLAMAS: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -39,7 +39,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0, "attention_bias": True,
         "vocab_size": 201_088,
     },
-    # Qwen3-Next with 32 of its 512 experts: a token still goes through 10 of them.
+    # Qwen3-Next with 32 of its 512 experts: a token still passes 10 of them.
     "qwen3-next": {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
         "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
@@ -72,7 +72,7 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def token_bytes(name: str) -> int:
-    """Bytes of a token, in bfloat16, in all layers with keys and values, as if none of them had a window."""
+    """Bytes of a token, in bfloat16, in all layers with keys and values; windows are ignored."""
     of = model_config(name)
     layers = len(of.get("attn_layer_indices", ())) or sum(
         kind in (FULL, WINDOW) for kind in of.get("layer_types", [FULL] * of["num_hidden_layers"])

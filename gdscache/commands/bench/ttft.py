@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from gdscache.commands.bench.ttft_transformers import TransformersClient
 
 RAM_DISK = Path("/dev/shm")
-NEAR_TIE = 0.05  # in 16 bits, logits nearer to each other than this may change places from one batch to another
+NEAR_TIE = 0.05  # in 16 bits, closer logits may swap places between batches
 _ERRORS = (GdsCacheError, RuntimeError, OSError, MemoryError)
 
 
 def place(directory: Path | None) -> Path:
-    """Where the SSD tier's files go: a directory that was named, or a RAM disk, or the working directory."""
+    """The directory of the SSD tier's files: the named one, or a RAM disk, or the working directory."""
     if directory is not None:
         return directory
     usable = RAM_DISK.is_dir() and os.access(RAM_DISK, os.W_OK) and io_cache.in_memory(RAM_DISK)
@@ -37,10 +37,8 @@ def place(directory: Path | None) -> Path:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """The chosen cells; files go into a temporary directory, which is deleted.
-
-    Raises `InvalidValueError` and `CapacityError`.
-    """
+    """Measure the chosen cells. Files go into a temporary directory, which is deleted. Raises `InvalidValueError` and
+    `CapacityError`."""
     settings.check()
     cells = chosen(settings)
     run.plan([cell.label for cell in cells], settings.budget_seconds)
@@ -51,7 +49,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
                 run.found["model"] = client.describe()
                 for route, some in itertools.groupby(todo, lambda cell: cell.route):
                     _route(run, client, route, list(some))
-    finally:  # the targets are those of a GPU and of a model worth caching
+    finally:  # targets are for a GPU and a model worth caching
         judged = settings.device.startswith("cuda") and settings.profile != "quick"
         ram = io_cache.in_memory(directory)
         found = run.found["cells"], run.found["waits"]
@@ -60,7 +58,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _client(settings: Settings, directory: Path, longest: int) -> Iterator[TransformersClient]:
-    from gdscache.commands.bench.ttft_transformers import TransformersClient  # another engine has a client of its own
+    from gdscache.commands.bench.ttft_transformers import TransformersClient  # other engines have other clients
 
     with (
         tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name,
@@ -74,7 +72,7 @@ def _client(settings: Settings, directory: Path, longest: int) -> Iterator[Trans
 
 
 def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence[Cell]) -> None:
-    """Everything that one cache can serve, one length of prompt after another."""
+    """The cells of one cache, one prompt length after another."""
     try:
         client.open_cache(route)
     except _ERRORS as error:
@@ -103,10 +101,10 @@ def _route(run: kit.Run, client: TransformersClient, route: str, cells: Sequence
 
 
 def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ceilings) -> None:
-    """A request that hits nothing, with a cache and without, in turns; the time includes the call of `store`.
+    """A request without a hit, with a cache and without, in turns; the time includes the call of `store`.
 
-    What is looked for is a hundredth of the time, so short prompts have more rounds: as many tokens in all as the
-    middle one.
+    The difference is about a hundredth of the time, so short prompts have more rounds, with as many tokens in total as
+    the middle one.
     """
     ours: list[Answer] = []
     plain: list[Answer] = []
@@ -130,7 +128,7 @@ def _miss(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], _: Ce
 
 
 def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceilings: Ceilings) -> None:
-    """Cells that differ in place, overlap and gate, in turns with their baselines and ceilings."""
+    """Cells with different place, overlap and gate, in turns with their baselines and ceilings."""
     first, repeat = cells[0], client.settings.repeat
     answers: dict[Any, list[Answer]] = {"plain": [], "resident": [], **{cell: [] for cell in cells}}
     rates: dict[str, list[float]] = {name: [] for name in ceilings.ways}
@@ -192,7 +190,7 @@ def _row(
 
 
 def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str:
-    """What makes a cell's figures worth nothing: other tokens, pages from elsewhere, or pages that were bad."""
+    """The reason why a cell's figures do not count: other tokens, pages from elsewhere, or bad pages."""
     if row["tokens"] == "other":
         return "it gave other tokens than without a cache"
     if any(answer.recomputed for answer in answers):
@@ -204,7 +202,7 @@ def _wrong(cell: Cell, row: Mapping[str, Any], answers: Sequence[Answer]) -> str
 
 
 def near_tie(settings: Settings) -> float:
-    """Logits nearer to each other than this may change places."""
+    """Closer logits may swap places."""
     return NEAR_TIE if settings.dtype in ("bfloat16", "float16") else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What `gdscache bench ttft` measures: prompts, shares that are cached, places, overlap and gate. Arithmetic only."""
+"""The cells of `gdscache bench ttft`: prompts, cached shares, places, overlap and gate. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gdscache.errors import InvalidValueError
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
 NOWHERE = "none"
-SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places from which something is loaded
+SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places with a load
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """How much is measured. `prompts`: tokens, short, middle and long; `preset` the model's shape.
+    """The bench's extent. `prompts`: tokens, short, middle and long; `preset`: the model's shape.
 
-    Without `everything` the short and the middle prompt are measured, as an engine has its hits, from `USUAL` places.
-    A cell has `repeat` rounds, and after `budget_seconds` no further group of cells is begun. `new_tokens` are
-    compared with those of a run without a cache. `ceiling_bytes` are moved at most for a figure of a ceiling.
+    Without `everything` the short and the middle prompt are measured, with an engine's usual hits, from `USUAL` places.
+    A cell has `repeat` rounds, and after `budget_seconds` no further group of cells begins. `new_tokens` are compared
+    with those of a run without a cache. `ceiling_bytes`: the most bytes of a ceiling's figure.
     """
 
     preset: str = "8b"
@@ -39,7 +39,7 @@ class Settings(kit.Settings):
 
     @classmethod
     def of(cls, profile: str, device: str, *, everything: bool = False) -> Settings:
-        """The settings of a profile: without a GPU a tiny model and short prompts."""
+        """A profile's settings: without a GPU a tiny model and short prompts."""
         tiny: dict[str, Any] = {"preset": "tiny", "device": device, "dtype": _dtype(device)}
         if profile == "quick":
             return cls(profile, everything, **tiny, prompts=(256,), page_tokens=16, repeat=2, ceiling_bytes=8 << 20)
@@ -49,7 +49,7 @@ class Settings(kit.Settings):
         return cls(profile, everything, **tiny, prompts=(512, 2048, 8192), budget_seconds=budget)
 
     def check(self) -> None:
-        """Raises `InvalidValueError` for settings that measure nothing."""
+        """Raises `InvalidValueError` for settings without a measurement."""
         if self.preset not in LLAMAS:
             raise InvalidValueError(f"unknown preset {self.preset!r}", f"choose of {', '.join(LLAMAS)}")
         for tokens in self.prompts:
@@ -63,7 +63,7 @@ def _dtype(device: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One thing to measure: `cached` percent of a prompt of `prompt` tokens lie at `where`."""
+    """A measurement: `cached` percent of a prompt of `prompt` tokens lie at `where`."""
 
     prompt: int
     cached: int
@@ -83,7 +83,6 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The cell in a few words."""
         words = [f"{self.prompt:,} tokens", f"{self.cached} % cached", self.where.replace("_", " ")]
         if self.where in SWITCHED:
             words += ["overlap" if self.overlap else "no overlap", *(["gate"] if self.gate else [])]
@@ -101,12 +100,12 @@ class Cell:
 
 
 def cell_of(row: Any) -> Cell:
-    """The cell that a row of a report is about."""
+    """The cell of a report's row."""
     return Cell(row["prompt_tokens"], row["cached_percent"], row["where"], row["overlap"], row["gate"])
 
 
 def cells(settings: Settings) -> list[Cell]:
-    """The whole matrix, group by group; groups of one route follow each other."""
+    """The whole matrix, group by group; groups of one route are consecutive."""
     found = []
     for route, prompt, cached in itertools.product(("via_cpu", "direct"), settings.prompts, CACHED):
         if cached == 0:
@@ -123,7 +122,7 @@ USUAL = (NOWHERE, "gpu", "cpu", "ssd_via_cpu")
 
 
 def chosen(settings: Settings) -> list[Cell]:
-    """What is measured of the matrix."""
+    """The matrix's measured cells."""
     longest = max(settings.prompts) if len(settings.prompts) > 2 else None
     return [
         cell
@@ -133,20 +132,21 @@ def chosen(settings: Settings) -> list[Cell]:
 
 
 def usual(cell: Cell) -> bool:
-    """Whether it is as an engine has it: loads run under the forward pass, and no gate decides."""
+    """Whether it is an engine's usual hit: loads run under the forward pass, and no gate decides."""
     return cell.overlap and not cell.gate
 
 
 def cached_tokens(prompt: int, percent: int, page_tokens: int) -> int:
-    """Tokens of a prompt that are cached: full pages, and never its last token."""
+    """A prompt's cached tokens: full pages, and never its last token."""
     return min(prompt * percent // 100, prompt - 1) // page_tokens * page_tokens
 
 
 def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mapping[str, float]) -> float | None:
-    """The least that a load can take: its bytes over the bare ceilings (GB/s by name), all at work at once. None
-    without a ceiling.
+    """A load's least time: its bytes over the bare ceilings (GB/s by name), all at work at once. None without a
+    ceiling.
 
-    What the SSD has is held against a loop that reads it and copies it on; on the straight way, that reads it.
+    SSD bytes are compared with a loop that reads them and copies them on; on the direct route, with a loop that reads
+    them.
     """
     ssd = bytes_by_tier.get("ssd", 0)
     parts = [(ssd, "read")] if where == "ssd_direct" else [(sum(bytes_by_tier.values()), "copy"), (ssd, "onward")]
@@ -156,13 +156,13 @@ def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mappin
 
 
 def expected_tiers(where: str, pages: int) -> list[str]:
-    """The fastest tier of each of the first so many pages."""
+    """The fastest tier of each of the first `pages` pages."""
     upper = {"cpu": pages, "mixed": pages // 2}.get(where, 0)
     return ["cpu"] * upper + ["ssd"] * (pages - upper)
 
 
 def bytes_at(where: str, pages: int, page_bytes: int) -> dict[str, int]:
-    """What has to be moved of so many pages, by tier."""
+    """The bytes to move for `pages` pages, by tier."""
     upper = {"cpu": pages, "mixed": pages // 2}.get(where, 0)
     parts = {"cpu": upper, "ssd": 0 if where == "gpu" else pages - upper}
     return {tier: count * page_bytes for tier, count in parts.items() if count}

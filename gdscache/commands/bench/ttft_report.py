@@ -124,7 +124,7 @@ def details(report: Row) -> list[Table]:
         takes, resident = (duration(r[key]["median"]) for key in ("ttft_seconds", "resident_seconds"))
         hits.add_row(_label(r), takes, resident, transfer, ideal, waited, r["tokens"])
     judged = any("target" in r for r in report["verdicts"])
-    held = Table("What the figures come to", "row", "what", "value", *(["target"] if judged else []))
+    held = Table("Verdicts", "row", "what", "value", *(["target"] if judged else []))
     for r in report["verdicts"]:
         value = duration(r["value"]) if r["name"] == "wait" else figure(r["value"])
         limit = duration if r["name"] == "wait" else figure

@@ -40,7 +40,7 @@ def inspect_tables(report: Mapping[str, Any]) -> list[Table]:
     for file in report["set_aside"]:
         table.add_row("set aside", f"{file['name']!s}, {about(file['bytes'])}: was corrupt; may be deleted")
     if in_use:
-        table.add_row("not shown", "priorities, and pages by namespace: they are read when nobody has it open")
+        table.add_row("not shown", "priorities, and pages by namespace: they are read when the directory is not open")
     return [table, _namespaces(report["namespaces"]), *_made_of(report["namespaces"])]
 
 
@@ -170,7 +170,7 @@ def _owner(owner: Mapping[str, Any]) -> str:
         host = f" (last opened on {owner['host']!s})" if owner["host"] else ""
         return f"unknown: the locks of its host cannot be seen from here{host}"
     if owner["state"] == "free":
-        return "free: nobody has it open"
+        return "free: not open"
     since = f", since {owner['started']!s}: {owner['command']!s}" if owner["started"] else ""
     return f"in use by process {owner['pid']}{since}"
 

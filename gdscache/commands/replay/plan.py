@@ -260,7 +260,7 @@ def _warnings(chosen: Row) -> list[str]:
 
 
 def lifetime(writes_a_day: float) -> str:
-    """How long a drive lasts at so many drive writes a day, in words."""
+    """A drive's life in words, at `writes_a_day` drive writes a day."""
     days = 365.25 * RATED_YEARS * DRIVE_WRITES / writes_a_day
     return f"{days / 365.25:,.1f} years" if days >= 365.25 else f"{days:,.1f} days"
 

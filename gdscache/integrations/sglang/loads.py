@@ -96,7 +96,7 @@ class LoadTable:
 
     def lookup(self, rid: str, keys: Sequence[str]) -> int:
         """The number of the first pages that a load may have: they are checked and pinned. Begins to bring pages that
-        the CPU tier lacks, and waits for those that should come in time."""
+        the CPU tier lacks, and waits for pages that should come in time."""
         self.counts["lookups"] += 1
         found = self._seek(rid, keys) if keys else None
         if found is None:

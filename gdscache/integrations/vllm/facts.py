@@ -117,7 +117,7 @@ def _directory(model: Any, download_dir: str | None = None) -> Path:
 
 
 def _quantisation(config: Any) -> object:
-    """The settings of a quantisation, from whatever source vLLM has read them."""
+    """The settings of a quantisation, from any source of vLLM's."""
     return None if config is None else [type(config).__name__, plain(getattr(config, "__dict__", {}))]
 
 
