@@ -196,7 +196,7 @@ class LruShadow:
 class ShadowKeys:
     """What `LruShadow.walk` returns."""
 
-class Pool:
+class HostPlanes:
     """Planes in host memory.
 
     `planes`: int64 (planes, 4): address, block stride, token stride, row bytes, layer after layer; `first_plane`: int32
@@ -355,7 +355,7 @@ class Executor:
         limits: Any,
         reserve: tuple[str, int, int] | None = None,
         fence: int = 0,
-        pool: Pool | None = None,
+        pool: HostPlanes | None = None,
         gpu: Gpu | None = None,
         disks: Sequence[Any] = (),
         threads: int = 0,

@@ -21,7 +21,7 @@ from gdscache.sizes import about
 HOST_PAGE = 4096
 MAX_REGISTRATION = 4 << 30
 
-Pin = Literal["auto", "on", "off"]
+PageLocking = Literal["auto", "on", "off"]
 
 _HOST = torch.device("cpu")
 _TOUCH_BYTES = 64 << 20
@@ -49,7 +49,7 @@ class HostBuffer:
     def __init__(
         self,
         nbytes: int,
-        pin: Pin = "auto",
+        pin: PageLocking = "auto",
         unit: int = HOST_PAGE,
         *,
         setting: str = "a host buffer",

@@ -18,7 +18,7 @@ import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
-from gdscache.cuda.host_memory import Pin
+from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
 from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written
@@ -30,7 +30,7 @@ from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, RankState, StatusWriter, TierState
 from gdscache.errors import InvalidValueError, IOFailedError, StorageError, TierUnavailableError
 from gdscache.events.base import GroupFacts, KVEventHub
-from gdscache.extents.base import Extents, PoolMemory
+from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
@@ -121,7 +121,7 @@ def _nothing() -> None:
     pass
 
 
-class _Pool(NamedTuple):
+class _Top(NamedTuple):
     """The planes of an engine, and their owner: its GPU tier, its ranks, or the caller."""
 
     layout: PageLayout
@@ -154,14 +154,14 @@ def build(
     with torch.inference_mode(mode=False), contextlib.ExitStack() as placed, contextlib.ExitStack() as undo:
         lock, log, clock = threading.RLock(), LimitedLog(), _clock(config)
         quarantine = Quarantine(lock, log=log)
-        pool = _open_pool(config, attached, addresses, undo)
-        layout, device, extent, deadline = pool.layout, pool.planes.device, pool.layout.extent_bytes, config.deadline
+        top = _open_top(config, attached, addresses, undo)
+        layout, device, extent, deadline = top.layout, top.planes.device, top.layout.extent_bytes, config.deadline
         placed.enter_context(near(device))
-        below = _open_below(config, pool, limits.ssd_reserve, lock, quarantine, clock, log, undo)
+        below = _open_below(config, top, limits.ssd_reserve, lock, quarantine, clock, log, undo)
         outlets = _outlets(config, extent, below.files, limits.admission_offers, log)
         index = None if below.cpu is None else below.cpu.index
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
-        chain: list[Tier | None] = [pool.gpu, below.cpu, *below.files]
+        chain: list[Tier | None] = [top.gpu, below.cpu, *below.files]
         manager = TierManager(
             lock,
             [tier for tier in chain if tier is not None],
@@ -175,10 +175,10 @@ def build(
         name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
         journal = Journal(manager, name, layout.page_bytes, summary=said.summary, requests=said.requests)
         manager.tell = journal.tick
-        copies = open_copies(pool.planes, config.gpu) if isinstance(pool.planes, PagedPlanes) else None
+        copies = open_copies(top.planes, config.gpu) if isinstance(top.planes, PagedPlanes) else None
         if copies is not None:
             undo.callback(copies.close)
-        executor = _executor(pool, copies, manager, below.bounce)
+        executor = _executor(top, copies, manager, below.bounce)
         undo.callback(executor.close)
         writers = {}
         for tier in manager.files if config.store.write_policy != "never" else ():
@@ -196,11 +196,11 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         status = history = None
-        figures = functools.partial(_figures, config, pool, manager, journal)
+        figures = functools.partial(_figures, config, top, manager, journal)
         if below.ssd is not None:
             history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
             history.restore()
-            status = _open_status(config, pool, below.ssd, manager, history, figures)
+            status = _open_status(config, top, below.ssd, manager, history, figures)
         elif config.status is not None:
             status = _open_page(config.status.path, figures)
         if status is not None:
@@ -212,10 +212,10 @@ def build(
             _name_groups(events, config, below.ssd)
             with lock:
                 events.watch(manager.tiers.values())
-        pages = pool.planes.blocks // pool.planes.blocks_per_page
+        pages = top.planes.blocks // top.planes.blocks_per_page
         parts = Parts(
             concerns=tuple(concerns(config, pages, on_gpu=device.type == "cuda")),
-            planes=pool.planes,
+            planes=top.planes,
             manager=manager,
             copies=copies,
             bounce=below.bounce,
@@ -225,7 +225,7 @@ def build(
             executor=executor,
             status=status,
             events=events,
-            ranks=pool.ranks,
+            ranks=top.ranks,
             journal=journal,
             history=history,
         )
@@ -236,28 +236,28 @@ def build(
     return parts
 
 
-def _open_pool(
+def _open_top(
     config: Config,
     attached: Sequence[Sequence[torch.Tensor]] | None,
     addresses: Sequence[RankAddress] | None,
     undo: contextlib.ExitStack,
-) -> _Pool:
+) -> _Top:
     layout = config.model.layout()
     if addresses is not None:
         ranks = _ranks(config, addresses)
         undo.callback(ranks.close)
         layout = dataclasses.replace(layout, shards=ranks.shards)
-        return _Pool(layout, RemotePlanes(layout, ranks), ranks=ranks)
+        return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
     if attached is not None:
-        return _Pool(layout, PagedPlanes(layout, attached))
+        return _Top(layout, PagedPlanes(layout, attached))
     gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
     undo.callback(gpu.close)
-    return _Pool(layout, gpu.pool, gpu=gpu)
+    return _Top(layout, gpu.paged, gpu=gpu)
 
 
 def _open_below(
     config: Config,
-    pool: _Pool,
+    top: _Top,
     reserve: int,
     lock: threading.RLock,
     quarantine: Quarantine,
@@ -265,9 +265,9 @@ def _open_below(
     log: LimitedLog,
     undo: contextlib.ExitStack,
 ) -> _Below:
-    layout, device, cpu, ssd = pool.layout, pool.planes.device, None, None
+    layout, device, cpu, ssd = top.layout, top.planes.device, None, None
     if config.cpu is not None:
-        cpu = CpuTier(_memory(pool, "cpu", config.cpu.capacity), config.eviction)
+        cpu = CpuTier(_memory(top, "cpu", config.cpu.capacity), config.eviction)
         undo.callback(cpu.close)
     if config.ssd is not None:
         ssd = SsdTier(
@@ -278,7 +278,7 @@ def _open_below(
             eviction=config.eviction,
             reserve=reserve,
             wall_clock=clock,
-            open_slab=None if pool.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, pool.ranks),
+            open_slab=None if top.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, top.ranks),
             log=log,
         )
         undo.callback(ssd.close)
@@ -290,7 +290,7 @@ def _open_below(
     _check_served(further, cpu)
     files = [*([] if ssd is None else [ssd]), *further]
     direct = ssd is not None and ssd.direct
-    bounce = _bounce(config, pool, cpu, files, direct, quarantine)
+    bounce = _bounce(config, top, cpu, files, direct, quarantine)
     if bounce is not None:
         undo.callback(bounce.close)
     return _Below(cpu, ssd, files, bounce, direct)
@@ -298,15 +298,15 @@ def _open_below(
 
 def _open_status(
     config: Config,
-    pool: _Pool,
+    top: _Top,
     ssd: SsdTier,
     manager: TierManager,
     history: HistoryFile,
     figures: Callable[[], Figures],
 ) -> StatusWriter:
-    costs = CostsFile(ssd.path, manager.costs, _about(config, pool.layout, pool.planes.device))
+    costs = CostsFile(ssd.path, manager.costs, _about(config, top.layout, top.planes.device))
     costs.restore()
-    names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=pool.layout.shards))
+    names = NamespacesFile(ssd.path, config.model.namespace_fields(shards=top.layout.shards))
     save, beside = functools.partial(_save, costs, history, ssd), functools.partial(_describe, names, ssd)
     return StatusWriter(ssd.path, ssd.catalog_path, figures, save, beside)
 
@@ -390,7 +390,7 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _figures(config: Config, pool: _Pool, manager: TierManager, journal: Journal) -> Figures:
+def _figures(config: Config, top: _Top, manager: TierManager, journal: Journal) -> Figures:
     """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log that is
     due is left to a thread that may wait for a slow log."""
     if journal.due:
@@ -402,7 +402,7 @@ def _figures(config: Config, pool: _Pool, manager: TierManager, journal: Journal
     told = Figures(
         format_version=0,
         directories=0,
-        extent_bytes=pool.layout.extent_bytes,
+        extent_bytes=top.layout.extent_bytes,
         slots=0,
         pages=0,
         free_slots=0,
@@ -411,8 +411,8 @@ def _figures(config: Config, pool: _Pool, manager: TierManager, journal: Journal
         state=state,
         stopped=stopped,
         counts=dict(manager.counts),
-        shards=pool.layout.shards,
-        ranks=_ranks_told(pool.ranks, state),
+        shards=top.layout.shards,
+        ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
         tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in manager.tiers.items()],
         slowest=manager.latencies.slowest(SLOWEST),
@@ -447,10 +447,10 @@ def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
 
 
 def _executor(
-    pool: _Pool, copies: PageCopies | None, manager: TierManager, bounce: Bounce | None
+    top: _Top, copies: PageCopies | None, manager: TierManager, bounce: Bounce | None
 ) -> NativeExecutor | RanksExecutor:
-    if pool.ranks is not None:
-        return _ranks_executor(pool.ranks, pool.layout, manager, bounce)
+    if top.ranks is not None:
+        return _ranks_executor(top.ranks, top.layout, manager, bounce)
     assert copies is not None, "planes that are nowhere"
     memories: dict[str, Extents] = {}
     if manager.cpu is not None:
@@ -469,7 +469,7 @@ def _executor(
     executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline))
     manager.quarantine.on_switch(executor.look)
     if bounce is not None:
-        manager.quarantine.add_pool("bounce_loads", len(bounce.loads), executor.held_slots)
+        manager.quarantine.add_memory("bounce_loads", len(bounce.loads), executor.held_slots)
     return executor
 
 
@@ -487,7 +487,7 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
 
 
 def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
-    memories: dict[str, PoolMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
+    memories: dict[str, SlotMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
     if bounce is not None:
         memories["bounce"] = bounce.extents
     loads = range(0) if bounce is None else bounce.loads
@@ -496,11 +496,11 @@ def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bo
     return RanksExecutor(ranks, memories, layout.n_layers, manager.quarantine.stop)
 
 
-def _memory(pool: _Pool, space: str, capacity: int) -> HostExtents | RemoteMemory:
+def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
     setting = "cpu.capacity" if space == "cpu" else "host_buffer"
-    if pool.ranks is None:
-        return HostExtents(pool.layout, capacity, _pin(pool.planes.device), setting)
-    return RemoteMemory(pool.layout, capacity, pool.ranks, space, setting)
+    if top.ranks is None:
+        return HostExtents(top.layout, capacity, _pin(top.planes.device), setting)
+    return RemoteMemory(top.layout, capacity, top.ranks, space, setting)
 
 
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
@@ -511,13 +511,13 @@ def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
             )
 
 
-def _pin(device: torch.device) -> Pin:
+def _pin(device: torch.device) -> PageLocking:
     return "auto" if device.type == "cuda" else "off"
 
 
 def _bounce(
     config: Config,
-    pool: _Pool,
+    top: _Top,
     cpu: CpuTier | None,
     files: Sequence[DurableTier],
     direct: bool,
@@ -529,11 +529,11 @@ def _bounce(
         for tier in files:
             tier.register(cpu.extents.buffer.view)
     if direct:
-        on_device = DeviceExtents(pool.layout, config.host_buffer, pool.planes.device)
+        on_device = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
         for tier in files:
             tier.register(on_device.rows.view(-1))
         return Bounce(on_device, quarantine)
-    memory = _memory(pool, "bounce", config.host_buffer)
+    memory = _memory(top, "bounce", config.host_buffer)
     if isinstance(memory, HostExtents):
         for tier in files:
             tier.register(memory.buffer.view)

@@ -59,7 +59,7 @@ class _Held:
         if self.left:
             return
         self.left = True
-        event = record(self.gpu.pool.device)
+        event = record(self.gpu.paged.device)
         with self.manager.lock:
             self.gpu.used(self.slots, event)
             if over:
@@ -100,7 +100,7 @@ class Sequence:
         self._held = _Held(self._manager, gpu, engine.config.deadline)
         self._verified = False
         self._begin()
-        self._unwatch = engine.calls.watch(self, on_stream_of_caller(gpu.pool.device, self._held.leave))
+        self._unwatch = engine.calls.watch(self, on_stream_of_caller(gpu.paged.device, self._held.leave))
 
     # -- for the caller
     # ---------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Sequence:
         if rest:
             blocks = np.array(self._held.slots[self._shared : self._shared + len(rest)], np.int64).reshape(-1, 1)
             start = self._shared * self._engine.layout.page_tokens
-            after = [record(self._gpu.pool.device)]
+            after = [record(self._gpu.paged.device)]
             load = self._engine.loader.queue([(rest, blocks, start)], "sequence", after)
             self._held.load = load if load.tokens else None
 
@@ -272,7 +272,7 @@ class Sequence:
         A page that another sequence has published meanwhile is taken from its slot.
         """
         gpu, index = self._gpu, self._gpu.index
-        event = record(gpu.pool.device)
+        event = record(gpu.paged.device)
         with self._manager.lock:
             sources, lease = self._manager.lease("store"), self._held.lease
             assert lease is not None, "a sequence that was not begun"

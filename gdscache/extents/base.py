@@ -31,7 +31,7 @@ class Extents(Protocol):
     def digest(self, slot: int, layers: range) -> Checksums: ...
 
 
-class PoolMemory(Protocol):
+class SlotMemory(Protocol):
     """The memory of a pool of pages, in this process or on ranks. `nbytes`: of all of it."""
 
     slots: int
@@ -48,7 +48,7 @@ class PoolMemory(Protocol):
     def close(self) -> None: ...
 
 
-class Reserved(Extents, PoolMemory, Protocol):
+class Reserved(Extents, SlotMemory, Protocol):
     """Extents with an owner that gives them back."""
 
     layout: PageLayout

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gdscache.cuda.host_memory import HostBuffer, Pin
+from gdscache.cuda.host_memory import HostBuffer, PageLocking
 from gdscache.pages.checksum import Checksums, first_bad_layer, layer_checksums
 from gdscache.pages.layout import PageLayout
 
@@ -22,7 +22,7 @@ class HostExtents:
         self,
         layout: PageLayout,
         capacity: int,
-        pin: Pin,
+        pin: PageLocking,
         setting: str = "a host buffer",
         *,
         descriptor: int | None = None,

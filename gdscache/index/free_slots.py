@@ -219,7 +219,7 @@ def _bin(length: int) -> int:
     return length if length <= EXACT else EXACT - 6 + length.bit_length()
 
 
-class SlotPool:
+class SlotShare:
     """A fixed set of slots for threads to take and give back: a share of the bounce reserve. Prefers neighbours, and
     slots that came back lately."""
 

@@ -353,8 +353,8 @@ class LoadRun:
                 lease.add(tier.index, source)
             if target is not None and landing is not None:
                 lease.add(landing.index, target)
-        pool = "bounce_loads" if target is None or landing is None else landing.name
-        return Late("read", pool, tier.name, plan.slots[row], functools.partial(manager.end, lease))
+        memory = "bounce_loads" if target is None or landing is None else landing.name
+        return Late("read", memory, tier.name, plan.slots[row], functools.partial(manager.end, lease))
 
     def _measure(self) -> None:
         """Tell the cost model how long the pages of a tier took. A prefetch is not measured: it says little about a

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("gdscache.mooncake")
 
 
-class Pool(Protocol):
+class Connection(Protocol):
     """The pool, and the way to connect to it. Threads of `Lines` call these, one at a time."""
 
     master: str
@@ -56,7 +56,7 @@ class Lines:
     """
 
     def __init__(
-        self, pool: Pool, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
+        self, pool: Connection, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.breaker = Breaker(pool.master)
         self.client: Client | None = None

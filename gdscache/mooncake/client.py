@@ -40,7 +40,7 @@ _LOCAL_BUFFER = 16 << 20  # for unregistered memory, which is not used here
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PoolAddress:
+class MooncakeAddress:
     """The address of the pool, and this process's part in it.
 
     `master`: host:port of `mooncake_master`. `metadata`: a metadata server, or `P2PHANDSHAKE`. `hostname`: the name by
@@ -115,7 +115,7 @@ class MooncakeClient:
     Raises `TierUnavailableError`, and the errors of `load_package`.
     """
 
-    def __init__(self, address: PoolAddress) -> None:
+    def __init__(self, address: MooncakeAddress) -> None:
         store = load_package()
         self._store: Any = store.MooncakeDistributedStore()
         self._how: Any = store.ReplicateConfig()
@@ -165,7 +165,7 @@ class MooncakeClient:
 class MooncakeQueries(MooncakeClient):
     """A `Client` that only asks: it listens nowhere, and moves no bytes."""
 
-    def __init__(self, address: PoolAddress) -> None:
+    def __init__(self, address: MooncakeAddress) -> None:
         super().__init__(dataclasses.replace(address, protocol=_QUERIES, devices="", segment=0))
 
 

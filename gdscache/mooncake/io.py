@@ -69,7 +69,7 @@ def is_stored(found: bytes, page: Page, layout: PageLayout, sums: Checksums) -> 
     return stored is not None and np.array_equal(unbound(stored[None], [page.key])[0], sums)
 
 
-class PoolFiles(Transport):
+class MooncakeFiles(Transport):
     """Slots of a tier as objects of the pool, in one file. `pages[slot]`: the page in a leased slot.
 
     `sums[slot]`: checksums, uint64 (slots, layers): expected ones of written slots, actual ones of read slots, which

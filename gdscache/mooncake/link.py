@@ -8,26 +8,26 @@ import threading
 from collections.abc import Callable, Sequence
 
 from gdscache.errors import TierUnavailableError
-from gdscache.mooncake.client import DONE, Client, MooncakeClient, MooncakeQueries, PoolAddress
+from gdscache.mooncake.client import DONE, Client, MooncakeAddress, MooncakeClient, MooncakeQueries
 from gdscache.sizes import about
 
 CONNECT_S = 1.0  # seconds that a TCP connection to the master may take
 _ANSWERS = 3  # answers in a row of each client: each has connections of its own to a restarted master
-Connect = Callable[[PoolAddress], tuple[Client, Client]]
+Connect = Callable[[MooncakeAddress], tuple[Client, Client]]
 
 
-def mooncake(address: PoolAddress) -> tuple[Client, Client]:
+def mooncake(address: MooncakeAddress) -> tuple[Client, Client]:
     return MooncakeClient(address), MooncakeQueries(address)
 
 
-class PoolLink:
-    """See `calls.Pool`. `probe`: a name to ask for, to see whether the pool answers. `back(client)` is called when it
-    answers (again), and returns whether the tier is ready.
+class MooncakeLink:
+    """See `calls.Connection`. `probe`: a name to ask for, to see whether the pool answers. `back(client)` is called when
+    it answers (again), and returns whether the tier is ready.
 
     Memory is registered once: when it is announced, or when the connection is made.
     """
 
-    def __init__(self, address: PoolAddress, connect: Connect, probe: str, back: Callable[[Client], bool]) -> None:
+    def __init__(self, address: MooncakeAddress, connect: Connect, probe: str, back: Callable[[Client], bool]) -> None:
         self.address = address
         self.master = address.master
         self._connect = connect

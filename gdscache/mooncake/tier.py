@@ -19,9 +19,9 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.limits import MAX_SECONDS
 from gdscache.mooncake.calls import Lines
-from gdscache.mooncake.client import Client, PoolAddress, load_package, size_of
-from gdscache.mooncake.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, PoolFiles
-from gdscache.mooncake.link import Connect, PoolLink, mooncake
+from gdscache.mooncake.client import Client, MooncakeAddress, load_package, size_of
+from gdscache.mooncake.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, MooncakeFiles
+from gdscache.mooncake.link import Connect, MooncakeLink, mooncake
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -50,7 +50,7 @@ class MooncakeTier(DurableTier):
 
     name = "mooncake"
     served = False
-    io: PoolFiles
+    io: MooncakeFiles
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class MooncakeTier(DurableTier):
         self._namespaces: set[bytes] = set()  # namespaces of this engine's pages
         self._cleared = 0  # clears so far
         self._asked = self._found = 0
-        address = PoolAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
-        self._link = PoolLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
+        address = MooncakeAddress(master, protocol, devices, metadata, hostname, size_of(segment), replicas, tenant)
+        self._link = MooncakeLink(address.checked(), self.connection(), f"{PREFIX}/probe", self._come_back)
         self._lines = Lines(self._link, deadline=deadline, most=SIDE_BY_SIDE)
-        self.io = PoolFiles(layout, self.index.slots, self._lines, self._name_of, self._written, batch)
+        self.io = MooncakeFiles(layout, self.index.slots, self._lines, self._name_of, self._written, batch)
         self._link.register(*self.io.buffer)
         changed = self._lines.breaker.changed
         with changed:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.streams import Event, Landed
     from gdscache.errors import StorageError
-    from gdscache.index.free_slots import SlotPool
+    from gdscache.index.free_slots import SlotShare
 
 PLANES = "planes"
 _T = TypeVar("_T")
@@ -228,7 +228,7 @@ class Executor(Protocol):
         `listener`."""
         ...
 
-    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
         """A wait for a free slot of a pool, `seconds` at most. It may end early, so check again."""
         ...
 

@@ -15,7 +15,7 @@ from gdscache.runtime.threads import Flag, Workers, failure_of
 
 if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
-    from gdscache.index.free_slots import SlotPool
+    from gdscache.index.free_slots import SlotShare
 
 _T = TypeVar("_T")
 _LOOK_S = 1.0  # steps that wait for a slot check again after this time
@@ -79,7 +79,7 @@ class ThreadDriver:
     def finish(self, steps: Steps[_T]) -> _T:
         return drive(steps)
 
-    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
         return Blocking(functools.partial(pool.wait, max(0.0, min(seconds, _LOOK_S))))
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Wait:

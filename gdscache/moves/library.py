@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gdscache.arrays import Int64Array, integers
 from gdscache.moves.base import Move
-from gdscache.native import NEVER, Executor, Pool
+from gdscache.native import NEVER, Executor, HostPlanes
 from gdscache.pages.layout import DTYPE_BYTES
 from gdscache.pages.planes import PagedPlanes
 
@@ -53,7 +53,7 @@ class Space:
     fence: int = 0
 
 
-class NativePool(Pool):
+class NativePlanes(HostPlanes):
     """Planes in host memory, as the library knows them. The tensors live as long as the pool.
 
     Raises `NativeCallError` for planes that are none in host memory.
@@ -100,7 +100,7 @@ class NativeMoves(Executor):
         limits: MoveLimits = MoveLimits(),
         reserve: tuple[str, int, int] | None = None,
         fence: int = 0,
-        pool: Pool | None = None,
+        pool: HostPlanes | None = None,
         gpu: Gpu | None = None,
         disks: Sequence[Descriptors | None] = (),
         threads: int = 0,

@@ -20,7 +20,7 @@ from gdscache.cuda.streams import Event, Landed, events_of, given
 from gdscache.errors import NativeCallError
 from gdscache.moves.base import PLANES, Listener, Move, Moving, PageStatus, Priority, Wait, Way
 from gdscache.moves.lanes import Blocking, ThreadDriver
-from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, NativePool, Space, until
+from gdscache.moves.library import SPAN_KINDS, MoveLimits, NativeMoves, NativePlanes, Space, until
 from gdscache.moves.machine import Machine
 from gdscache.moves.moving import NativeMoving
 from gdscache.native import put_rows, take_rows
@@ -60,7 +60,7 @@ class NativeExecutor(ThreadDriver):
         self._gpu = machine.copies.gpu
         on_host = self._gpu is None
         with contextlib.ExitStack() as undo:
-            self._pool = NativePool(planes) if on_host else None
+            self._pool = NativePlanes(planes) if on_host else None
             if self._pool is not None:
                 undo.callback(self._pool.close)
             spaces, disks = self._spaces(on_host=on_host)

@@ -35,7 +35,7 @@ from gdscache.ranks.wire import Message
 from gdscache.runtime.threads import Flag
 
 if TYPE_CHECKING:
-    from gdscache.extents.base import PoolMemory
+    from gdscache.extents.base import SlotMemory
     from gdscache.pages.checksum import Checksums
 
 _SPENT = 64
@@ -263,7 +263,7 @@ class RanksExecutor(ThreadDriver):
     """
 
     def __init__(
-        self, ranks: RankSet, memories: Mapping[str, PoolMemory], layers: int, stop: Callable[[str], object]
+        self, ranks: RankSet, memories: Mapping[str, SlotMemory], layers: int, stop: Callable[[str], object]
     ) -> None:
         """`stop(why)`: another process may use a slab."""
         self.ranks = ranks

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
-from gdscache.index.free_slots import SlotPool
+from gdscache.index.free_slots import SlotShare
 from gdscache.runtime.threads import Bell, failure_of, log_failure
 from gdscache.store.outlets import Outlet
 from gdscache.store.parcel import Parcel
@@ -24,7 +24,7 @@ class Forwarder:
         self,
         planner: StorePlanner,
         writers: Mapping[str, TierWriter],
-        spare: SlotPool | None,
+        spare: SlotShare | None,
         idle: Bell,
         deadline: float,
     ) -> None:

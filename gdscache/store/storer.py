@@ -20,7 +20,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.errors import EngineClosedError
-from gdscache.index.free_slots import SlotPool
+from gdscache.index.free_slots import SlotShare
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.moves import PLANES, Executor, Move, Moving, Priority, Steps, Way
 from gdscache.moves.base import failure
@@ -86,7 +86,7 @@ class Storer:
         manager: TierManager,
         planner: StorePlanner,
         executor: Executor,
-        spare: SlotPool | None,
+        spare: SlotShare | None,
         writers: Mapping[str, TierWriter],
         extent_bytes: int,
         config: StoreConfig,

@@ -393,8 +393,8 @@ class TierWriter:
             self._tier.index.release(entry)
             out.release((row,))
 
-        pool = "bounce_stores" if out.space == "bounce" else out.space
-        return Late("write", pool, self._tier.name, entry.slot, ended)
+        memory = "bounce_stores" if out.space == "bounce" else out.space
+        return Late("write", memory, self._tier.name, entry.slot, ended)
 
 
 def _cause(error: StorageError) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gdscache.extents.base import PoolMemory
-from gdscache.index.free_slots import SlotPool
+from gdscache.extents.base import SlotMemory
+from gdscache.index.free_slots import SlotShare
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
 from gdscache.policies import new_policy
@@ -22,7 +22,7 @@ class CpuTier(Tier):
     name = "cpu"
     kind = "memory"
 
-    def __init__(self, extents: PoolMemory, eviction: str = "lru") -> None:
+    def __init__(self, extents: SlotMemory, eviction: str = "lru") -> None:
         self.extents = extents
         self.index = PageIndex(self.extents.slots, new_policy(eviction))
 
@@ -62,13 +62,13 @@ class Bounce:
     """The bounce reserve: extents for pages that only pass through. Half of the slots are for stores, half for loads;
     neither borrows from the other. `quarantine` watches both."""
 
-    def __init__(self, extents: PoolMemory, quarantine: Quarantine) -> None:
+    def __init__(self, extents: SlotMemory, quarantine: Quarantine) -> None:
         self.extents = extents
         half = extents.slots // 2
-        self.stores = SlotPool(range(half))
+        self.stores = SlotShare(range(half))
         self.loads = range(half, 2 * half)  # the executor gives these out
         self._quarantine = quarantine
-        quarantine.add_pool("bounce_stores", self.stores.slots)
+        quarantine.add_memory("bounce_stores", self.stores.slots)
 
     def close(self) -> None:
         self._quarantine.afterwards(self.extents.close)

@@ -1,4 +1,4 @@
-"""The GPU tier: paged planes of the engine's own. On a machine without a GPU the pool is in host memory.
+"""The GPU tier: paged planes of the engine's own. On a machine without a GPU they are in host memory.
 
 Published pages are in the index. Private slots belong to a sequence that is still computing, and have no key. Work on
 the caller's stream may still read a slot when it is given back: the event of that work stays with the slot, and the
@@ -30,7 +30,7 @@ class GpuTier(Tier):
     def __init__(self, layout: PageLayout, capacity: int, device: torch.device, eviction: str = "lru") -> None:
         slots = capacity // layout.page_bytes
         with allocating("gpu.capacity", slots * layout.page_bytes, device):
-            self.pool = PagedPlanes.allocate(layout, slots, device)
+            self.paged = PagedPlanes.allocate(layout, slots, device)
         self.index = PageIndex(slots, new_policy(eviction))
         self.private: set[int] = set()  # slots of sequences, not published
         self._capacity = slots * layout.page_bytes
@@ -42,7 +42,7 @@ class GpuTier(Tier):
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
         """The paged tensors of one layer, a tensor a plane: `(slots, page_tokens, *row)`."""
-        return self.pool.tensors[arguments.whole(layer, "layer", 0, self.pool.layout.n_layers - 1)]
+        return self.paged.tensors[arguments.whole(layer, "layer", 0, self.paged.layout.n_layers - 1)]
 
     def take(self, n: int) -> list[int] | None:
         """`n` private slots, evicting as needed, or None and nothing changed."""
@@ -65,14 +65,14 @@ class GpuTier(Tier):
         look = self._last_use.pop if forget else self._last_use.get
         for event in {look(slot, None) for slot in slots}:
             if event is not None:
-                event.wait(torch.cuda.current_stream(self.pool.device))
+                event.wait(torch.cuda.current_stream(self.paged.device))
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         with lock:
             return self.index.check(elsewhere=list(self.private))
 
     def describe(self) -> dict[str, Any]:
-        return {"device": str(self.pool.device), "private_slots": len(self.private)}
+        return {"device": str(self.paged.device), "private_slots": len(self.private)}
 
     def close(self) -> None:
-        self.pool.tensors = []
+        self.paged.tensors = []

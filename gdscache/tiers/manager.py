@@ -101,7 +101,7 @@ class TierManager:
         # time of the last check of the locks, and whether the next is posted
         self._watched, self._watching = -math.inf, False
         if self.landing is not None:
-            self.quarantine.add_pool(self.landing.name, self.landing.index.slots)
+            self.quarantine.add_memory(self.landing.name, self.landing.index.slots)
 
     # For callers that know the tiers' names: nothing is decided by these properties.
 

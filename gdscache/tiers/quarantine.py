@@ -1,9 +1,9 @@
 """Quarantine: keeps memory and slots of I/O that missed its deadline out of use until that I/O truly ends.
 
 A late request keeps its memory (a CPU or bounce slot) and its SSD slot. No caller waits for it: its transport calls
-back when it ends, and everything is freed then. Where late requests hold more than a quarter of a pool of memory, the
+back when it ends, and everything is freed then. Where late requests hold more than a quarter of a memory, the
 SSD tier is switched off, so that a device that hangs cannot take the rest: its pages miss and nothing is written, until
-no pool has more than an eighth in quarantine.
+no memory has more than an eighth in quarantine.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gdscache.runtime.limited_log import LimitedLog
 from gdscache.tiers.failed_reads import FailedReads
 
 _log = logging.getLogger("gdscache.ssd")
-_OFF_ABOVE, _ON_BELOW = 4, 8  # off above a quarter of a pool, on again at an eighth or less
+_OFF_ABOVE, _ON_BELOW = 4, 8  # off above a quarter of a memory, on again at an eighth or less
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Late:
-    """A request that missed its deadline: the pool of its memory, and the slot of a tier of files that it reads or
+    """A request that missed its deadline: the name of its memory, and the slot of a tier of files that it reads or
     writes.
 
     `give_back` frees both. It is called once, when the request has ended, under the manager's lock and in a thread of
@@ -34,7 +34,7 @@ class Late:
     """
 
     op: Literal["read", "write"]
-    pool: str
+    memory: str
     tier: str
     slot: int
     give_back: Callable[[], object]
@@ -65,9 +65,11 @@ class Quarantine:
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
-        # pools that count the slots of late requests themselves
+        # memories that count the slots of late requests themselves
         self._holds: dict[str, Callable[[], int]] = {}
-        self._requests: Counter[str] = Counter()  # late requests by pool; each holds a slot where `_holds` has no count
+        self._requests: Counter[str] = (
+            Counter()
+        )  # late requests by memory; each holds a slot where `_holds` has no count
         self._late: Counter[str] = Counter()  # by op
         self._counts = {"switch_offs": 0, "held": 0, "ended": 0}
         self._reading: Counter[tuple[str, int]] = Counter()  # tier and slot of late reads
@@ -83,8 +85,8 @@ class Quarantine:
         for callback in self._switched:
             callback()
 
-    def add_pool(self, name: str, slots: int, held: Callable[[], int] | None = None) -> None:
-        """Watch a pool of memory. `held` counts the slots that late requests hold; None: one a request."""
+    def add_memory(self, name: str, slots: int, held: Callable[[], int] | None = None) -> None:
+        """Watch a memory. `held` counts the slots that late requests hold; None: one a request."""
         with self._lock:
             self._slots[name] = slots
             if held is not None:
@@ -105,7 +107,7 @@ class Quarantine:
             self._counts["held"] += len(late)
             for request in late.values():
                 self._late[request.op] += 1
-                self._requests[request.pool] += 1
+                self._requests[request.memory] += 1
                 if request.op == "read":
                     self._reading[request.tier, request.slot] += 1
             submission.on_end(ended)  # called now for pages that have ended
@@ -191,7 +193,7 @@ class Quarantine:
     def _end(self, request: Late) -> None:
         with self._lock:
             request.give_back()
-            self._requests[request.pool] -= 1
+            self._requests[request.memory] -= 1
             self._counts["ended"] += 1
             self._late[request.op] -= 1
             if request.op == "read":
@@ -224,8 +226,8 @@ class Quarantine:
                 for action in reversed(actions):
                     first_to_last.callback(action)
 
-    def _held(self, pool: str) -> int:
-        return self._holds[pool]() if pool in self._holds else self._requests[pool]
+    def _held(self, memory: str) -> int:
+        return self._holds[memory]() if memory in self._holds else self._requests[memory]
 
     def _fullest(self, parts: int) -> str | None:
         return next((name for name, slots in self._slots.items() if self._held(name) * parts > slots), None)

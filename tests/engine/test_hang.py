@@ -376,8 +376,8 @@ def a_batch(n: int) -> tuple[Pending, dict[int, Late], list[int]]:
 
 def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
     keeper = Quarantine(threading.RLock())
-    keeper.add_pool("cpu", 16)
-    keeper.add_pool("bounce_loads", 1000)
+    keeper.add_memory("cpu", 16)
+    keeper.add_memory("bounce_loads", 1000)
     submission, requests, given = a_batch(5)
     keeper.hold(submission, {i: requests[i] for i in range(4)})
     assert not keeper.off, "a quarter is not more than a quarter"
@@ -398,7 +398,7 @@ def test_off_above_a_quarter_and_on_again_at_an_eighth() -> None:
 
 def test_what_ended_meanwhile_is_given_back_at_once() -> None:
     keeper = Quarantine(threading.RLock())
-    keeper.add_pool("cpu", 1)
+    keeper.add_memory("cpu", 1)
     submission, requests, given = a_batch(2)
     submission.finish(0)
     keeper.hold(submission, requests)
@@ -410,7 +410,7 @@ def test_what_ended_meanwhile_is_given_back_at_once() -> None:
 
 def test_two_late_reads_of_one_page_hide_it_until_both_end() -> None:
     keeper = Quarantine(threading.RLock())
-    keeper.add_pool("cpu", 100)
+    keeper.add_memory("cpu", 100)
     batches = [a_batch(1) for _ in range(2)]
     for submission, requests, _ in batches:
         keeper.hold(submission, requests)
@@ -442,7 +442,7 @@ def test_what_waits_for_the_end_of_late_requests_is_done_in_order() -> None:
 
 def test_a_pool_that_knows_what_late_requests_hold_is_believed() -> None:
     keeper = Quarantine(threading.RLock())
-    keeper.add_pool("cpu", 16, lambda: 5)
+    keeper.add_memory("cpu", 16, lambda: 5)
     assert keeper.describe()["held_slots"] == {"cpu": 5}
 
 
@@ -667,7 +667,7 @@ def test_a_tier_that_has_stopped_says_why_once(caplog: pytest.LogCaptureFixture)
 
 def test_a_tier_that_has_stopped_is_not_switched_on_by_i_o_that_ends() -> None:
     keeper = Quarantine(threading.RLock())
-    keeper.add_pool("cpu", 16)
+    keeper.add_memory("cpu", 16)
     submission, requests, given = a_batch(5)
     keeper.hold(submission, requests)
     keeper.stop("another process has the lock")

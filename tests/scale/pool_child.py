@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.mooncake.client import MooncakeClient, PoolAddress
+from gdscache.mooncake.client import MooncakeAddress, MooncakeClient
 from gdscache.mooncake.io import BATCH_PAGES, TRAILER_BYTES
 from gdscache.mooncake.tier import MooncakeTier
 from tests.support.helpers import Host, drop_from, prompt, quiet
@@ -116,7 +116,7 @@ class BareLoop:
     """The calls that the tier makes for its pages, and nothing else. Seconds of one pass over all of them."""
 
     def __init__(self, master: str, pages: int, extent: int) -> None:
-        self._client = MooncakeClient(PoolAddress(master))
+        self._client = MooncakeClient(MooncakeAddress(master))
         self._extent, self._numbers = extent, itertools.count()
         self._names = [""] * pages
         self._extents = HostBuffer(pages * extent, "off")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from gdscache.mooncake.client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, PoolAddress
+from gdscache.mooncake.client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, MooncakeAddress
 from gdscache.mooncake.link import Connect
 from gdscache.mooncake.tier import MooncakeTier
 from tests.support.helpers import MHA, layout_of
@@ -150,7 +150,7 @@ class FakeMooncakeTier(MooncakeTier):
         return connect
 
 
-def connect(address: PoolAddress) -> tuple[Client, Client]:
+def connect(address: MooncakeAddress) -> tuple[Client, Client]:
     pool = POOLS[address.master]
     return FakeClient(pool), FakeClient(pool)
 

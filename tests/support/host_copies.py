@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gdscache.moves.library import NativePool
+from gdscache.moves.library import NativePlanes
 from gdscache.pages.planes import PagedPlanes
 
 
@@ -15,7 +15,7 @@ class HostCopies:
 
     def __init__(self, planes: PagedPlanes) -> None:
         self._layout = planes.layout
-        self._pool = NativePool(planes)
+        self._pool = NativePlanes(planes)
 
     def copy(
         self, extents: Any, slots: Any, blocks: Any, layers: range, *, load: bool = True, sums: bool = False

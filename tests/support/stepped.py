@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gdscache.cuda.streams import Event
     from gdscache.errors import StorageError
-    from gdscache.index.free_slots import SlotPool
+    from gdscache.index.free_slots import SlotShare
 
 _T = TypeVar("_T")
 Place = tuple[str, int]  # a space, and a slot of it; of the planes, the first block
@@ -162,7 +162,7 @@ class SteppedExecutor:
         source, target = places(move)[row]
         self.tags[target] = self.tags.get(source)
 
-    def room(self, pool: SlotPool, seconds: float = math.inf) -> Wait:
+    def room(self, pool: SlotShare, seconds: float = math.inf) -> Wait:
         until = self.now() + seconds
         return When(lambda: pool.free_slots > 0 or self.now() >= until)
 

@@ -22,7 +22,7 @@ from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_startup,
 from gdscache.commands.bench.copy_beside import Beside, Neighbour
 from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Moved, Queued, timed
-from gdscache.commands.bench.copy_pool import Copies, Pool
+from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
 from gdscache.pages.planes import PagedPlanes
 from tests.support.host_copies import HostCopies
@@ -201,8 +201,8 @@ def gpu() -> Stand:
 
 
 @pytest.fixture
-def pool(gpu: Stand) -> Iterator[Pool]:
-    with Pool(gpu, GQA.layout(16), 2 * MIB) as pool:
+def pool(gpu: Stand) -> Iterator[BenchPlanes]:
+    with BenchPlanes(gpu, GQA.layout(16), 2 * MIB) as pool:
         yield pool
     assert gpu.released == 1
 
@@ -225,7 +225,7 @@ def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> Non
 
 @pytest.mark.parametrize("direction", ["load", "store", "both"])
 @pytest.mark.parametrize("part", ["one", "all"])
-def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: Pool, part: str, direction: str) -> None:
+def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: BenchPlanes, part: str, direction: str) -> None:
     cell = cell_of(part, direction)
     copies, by = Copies(pool, cell), StandCopies(gpu, pool.planes)
     ours, plain = timed(gpu, copies.ours(by)), timed(gpu, copies.plain())
@@ -238,14 +238,14 @@ def test_ours_and_the_plain_copy_move_as_many_bytes(gpu: Stand, pool: Pool, part
     assert timed(gpu, copies.plain(repeat=3)).seconds == pytest.approx(3 * plain.seconds, rel=0.1)
 
 
-def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, pool: Pool) -> None:
+def test_one_layer_at_a_time_takes_the_next_layer_with_each_call(gpu: Stand, pool: BenchPlanes) -> None:
     copies = Copies(pool, cell_of("one", "load"))
     copies.ours(StandCopies(gpu, pool.planes))(())
     assert [layers for _, layers, _, _ in gpu.queued] == [range(i, i + 1) for i in (0, 1, 2, 3)]
     assert {len(slots) for _, _, slots, _ in gpu.queued} == {8}  # half of the pool's 16
 
 
-def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: Pool) -> None:
+def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: BenchPlanes) -> None:
     Copies(pool, cell_of("one", "both")).ours(StandCopies(gpu, pool.planes))(())
     (up, _, *load), (down, _, *store) = gpu.queued[0], gpu.queued[-1]
     assert (up, down) == ("load", "store")
@@ -256,7 +256,7 @@ def test_pages_are_shuffled_and_loads_and_stores_share_none(gpu: Stand, pool: Po
     assert load[0] != load[1]
 
 
-def test_plain_copies_keep_to_halves_of_their_own(pool: Pool) -> None:
+def test_plain_copies_keep_to_halves_of_their_own(pool: BenchPlanes) -> None:
     nbytes = 2 * MIB
     for memory in (pool.host, pool.device):
         ends = [memory(d, nbytes) for d in ("load", "store")]
@@ -269,21 +269,21 @@ def test_plain_copies_keep_to_halves_of_their_own(pool: Pool) -> None:
     ("route", "part", "entries"),
     [("staged", "all", 4), ("zero_copy", "one", 32), ("copy_engine", "all", 64), ("copy_engine", "one", 64)],
 )
-def test_entries_are_what_the_copy_engine_gets(pool: Pool, route: str, part: str, entries: int) -> None:
+def test_entries_are_what_the_copy_engine_gets(pool: BenchPlanes, route: str, part: str, entries: int) -> None:
     """Of pages of 512 KiB in 8 layers, with K and V."""
     assert Copies(pool, cell_of(part, "load")).entries(route) == entries
 
 
 @pytest.mark.parametrize("direction", ["load", "store", "both"])
 @pytest.mark.parametrize("part", ["one", "all"])
-def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: Pool, part: str, direction: str) -> None:
+def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: BenchPlanes, part: str, direction: str) -> None:
     copies = Copies(pool, cell_of(part, direction))
     copies.check(StandCopies(gpu, pool.planes))
     with pytest.raises(IOFailedError, match="other bytes"):
         copies.check(StandCopies(gpu, pool.planes, broken=True))
 
 
-def test_one_wrong_byte_is_found(gpu: Stand, pool: Pool) -> None:
+def test_one_wrong_byte_is_found(gpu: Stand, pool: BenchPlanes) -> None:
     class OffByOne(StandCopies):
         def copy(self, extents: Any, slots: Any, blocks: Any, *rest: Any, **options: Any) -> None:
             super().copy(extents, slots, blocks, *rest, **options)
@@ -295,9 +295,9 @@ def test_one_wrong_byte_is_found(gpu: Stand, pool: Pool) -> None:
 
 def test_a_total_that_holds_no_page_is_refused(gpu: Stand) -> None:
     with pytest.raises(CapacityError, match="8MiB"):
-        Pool(gpu, GQA.layout(256), 4 * MIB)
+        BenchPlanes(gpu, GQA.layout(256), 4 * MIB)
     with pytest.raises(CapacityError, match="1024MiB"):
-        Pool(gpu, GQA.layout(16), 1025 * MIB)
+        BenchPlanes(gpu, GQA.layout(16), 1025 * MIB)
 
 
 def test_a_pool_gives_its_memory_back_when_it_cannot_be_filled(gpu: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_a_pool_gives_its_memory_back_when_it_cannot_be_filled(gpu: Stand, monke
 
     monkeypatch.setattr(PagedPlanes, "allocate", refuse)
     with pytest.raises(MemoryError, match="no planes"):
-        Pool(gpu, GQA.layout(16), 2 * MIB)
+        BenchPlanes(gpu, GQA.layout(16), 2 * MIB)
     assert gpu.released == 1
 
 

@@ -189,7 +189,6 @@ def test_nothing_of_the_engine_imports_a_command() -> None:
 # Classes that a package of the engine and a command call by the same name.
 TWICE = {
     "Place": "of an event; of a page in a row of bench io",
-    "Pool": "beyond one machine; of groups of layers; of planes in bench copy",
     "Way": "of pages from space to space; of a bench's bytes",
 }
 

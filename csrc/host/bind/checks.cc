@@ -98,7 +98,7 @@ void check(const Place& space, int64_t extent_bytes, bool on_gpu) {
     refuse_if(space.kind == Kind::kFiles && space.stretch < 1, "files of no stretch");
 }
 
-void check(const Place& planes, const Pool* pool, const Limits& limits) {
+void check(const Place& planes, const HostPlanes* pool, const Limits& limits) {
     refuse_if(!pool, "planes without a pool");
     refuse_if(planes.slots > pool->blocks, "more blocks than the pool has");
     bool same = pool->layers() == limits.layers && pool->page_blocks == limits.page_blocks;

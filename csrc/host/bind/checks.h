@@ -22,7 +22,7 @@ void check(const Limits& limits);
 void check(const Place& space, int64_t extent_bytes, bool on_gpu);
 
 // Planes for pages with these layers: of the host's pool, or of a GPU's.
-void check(const Place& planes, const Pool* pool, const Limits& limits);
+void check(const Place& planes, const HostPlanes* pool, const Limits& limits);
 void check(const Place& planes, const GpuPlanes& gpu, const Limits& limits);
 
 // Whether ways fit these spaces, and each other: loads are not mixed with stores or writes.

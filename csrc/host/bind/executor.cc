@@ -60,7 +60,7 @@ nb::object range_of(int64_t start, int64_t stop) { return nb::module_::import_("
 }  // namespace
 
 OpenExecutor::OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
-                           const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool,
+                           const nb::object& limits, const nb::object& reserve, int64_t fence, const OpenPlanes* pool,
                            const OpenGpu* gpu, const nb::sequence& disks, int threads) {
     const auto bytes = [&](const char* name) { return field<int64_t>(limits, name); };
     Limits sizes(extent_bytes, static_cast<int32_t>(std::min(bounds.size() - 1, kMostLayers + 1)), page_blocks,
@@ -291,7 +291,7 @@ void bind_executor(nb::module_& module) {
     module.attr("WRONG") = kWrong;
     nb::class_<OpenExecutor>(module, "Executor")
         .def(nb::init<const Int64s&, int64_t, int32_t, const nb::dict&, const nb::object&, const nb::object&, int64_t,
-                      const HostPool*, const OpenGpu*, const nb::sequence&, int>(),
+                      const OpenPlanes*, const OpenGpu*, const nb::sequence&, int>(),
              "bounds"_a, "extent_bytes"_a, "page_blocks"_a, "spaces"_a, "limits"_a, "reserve"_a.none() = nb::none(),
              "fence"_a = 0, "pool"_a.none() = nb::none(), "gpu"_a.none() = nb::none(), "disks"_a = nb::make_tuple(),
              "threads"_a = 0)

@@ -15,7 +15,7 @@ namespace gdscache {
 class OpenExecutor {
 public:
     OpenExecutor(const Int64s& bounds, int64_t extent_bytes, int32_t page_blocks, const nb::dict& spaces,
-                 const nb::object& limits, const nb::object& reserve, int64_t fence, const HostPool* pool,
+                 const nb::object& limits, const nb::object& reserve, int64_t fence, const OpenPlanes* pool,
                  const OpenGpu* gpu, const nb::sequence& disks, int threads);
     ~OpenExecutor() { close(); }
     OpenExecutor(OpenExecutor&&) = delete;
@@ -67,7 +67,7 @@ private:
     std::vector<Way> read(const nb::sequence& ways) const;
 
     std::string disk_;  // the first disk's name
-    std::shared_ptr<const Pool> pool_;
+    std::shared_ptr<const HostPlanes> pool_;
     std::shared_ptr<GpuCopies> gpu_;
     std::unique_ptr<Executor> executor_;
     std::unique_ptr<GpuServer> server_;  // ends before the executor

@@ -29,10 +29,10 @@ nb::object layer_sums(const UInt64s& extents, const Int64s& bounds) {
 
 // `kMove`: `gather` or `scatter`. Returns checksums, uint64 (pages, layers); (0, layers) without `summed`.
 template <typename Part, auto kMove>
-nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
+nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64s& parts, const nb::object& layers,
                       bool streamed, bool summed) {
-    const std::shared_ptr<const Pool> kept = from.pool;
-    const Pool& pool = open(kept, "the pool");
+    const std::shared_ptr<const HostPlanes> kept = from.pool;
+    const HostPlanes& pool = open(kept, "the pool");
     const Range range(layers);
     const int64_t pages = parts.size(), count = range.size();
     const bool known = range.start >= 0 && range.start <= range.stop && range.stop <= pool.layers();
@@ -52,32 +52,32 @@ nb::object move_pages(const HostPool& from, const Int64s& blocks, const UInt64s&
 
 }  // namespace
 
-HostPool::HostPool(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks, int64_t block_tokens,
-                   int64_t page_blocks) {
+OpenPlanes::OpenPlanes(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
+                       int64_t block_tokens, int64_t page_blocks) {
     const int64_t count = planes.shape(0), layers = first_plane.size() - 1;
     refuse_if(!planes.has(count, 4) || count < 1 || count > 1 << 24, "no sound number of planes");
     refuse_if(layers < 1 || layers > count, "no sound number of layers");
     refuse_if(first_plane[layers] != count, "the layers have other planes in all");
-    Pool made{{}, {first_plane.data(), first_plane.data() + layers + 1}, blocks, block_tokens, page_blocks};
+    HostPlanes made{{}, {first_plane.data(), first_plane.data() + layers + 1}, blocks, block_tokens, page_blocks};
     for (const int64_t* row = planes.data(); row != planes.data() + 4 * count; row += 4) {
         made.planes.push_back({reinterpret_cast<uint8_t*>(row[0]), row[1], row[2], row[3]});
     }
     check(made);
-    pool = std::make_shared<const Pool>(std::move(made));
+    pool = std::make_shared<const HostPlanes>(std::move(made));
 }
 
 void bind_pages(nb::module_& module) {
     module.def("best_arm", [] { return best_arm().name; });
     module.def("layer_sums", &layer_sums, "extents"_a, "bounds"_a);
 
-    nb::class_<HostPool>(module, "Pool")
+    nb::class_<OpenPlanes>(module, "HostPlanes")
         .def(nb::init<const Int64s&, const Array<const int32_t>&, int64_t, int64_t, int64_t>(), "planes"_a,
              "first_plane"_a, "blocks"_a, "block_tokens"_a, "page_blocks"_a)
         .def("gather", &move_pages<uint8_t, gather>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),
              "streamed"_a = true, "sums"_a = true)
         .def("scatter", &move_pages<const uint8_t, scatter>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),
              "streamed"_a = true, "sums"_a = true)
-        .def("close", [](HostPool& self) { self.pool.reset(); });
+        .def("close", [](OpenPlanes& self) { self.pool.reset(); });
 }
 
 }  // namespace gdscache

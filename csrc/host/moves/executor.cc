@@ -57,7 +57,7 @@ bool Executor::Held::woke() {
 }
 
 Executor::Executor(const Limits& limits, std::vector<Place> places, int32_t reserve_space, Reserve reserve,
-                   const Pool* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads)
+                   const HostPlanes* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads)
     : limits_(limits),
       places_(std::move(places)),
       reserve_space_(reserve.slots() ? reserve_space : -1),

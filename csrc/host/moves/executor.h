@@ -64,8 +64,8 @@ class Executor {
 public:
     // `pool`: planes in host memory, or null. `disks`: nothing is read from or written to a null disk. `threads`: the
     // number of threads that copy and see deadlines pass; 0: all spaces are foreign.
-    Executor(const Limits& limits, std::vector<Place> places, int32_t reserve_space, Reserve reserve, const Pool* pool,
-             std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
+    Executor(const Limits& limits, std::vector<Place> places, int32_t reserve_space, Reserve reserve,
+             const HostPlanes* pool, std::vector<std::unique_ptr<Disk>> disks, int32_t threads);
     ~Executor();
 
     // False if its number is taken.
@@ -164,7 +164,7 @@ private:
     const Limits limits_;
     const std::vector<Place> places_;
     const int32_t reserve_space_;
-    const Pool* const pool_;
+    const HostPlanes* const pool_;
     std::mutex lock_;
     // For ends of moves and groups, ends of late I/O, foreign copies of loads, foreign copies of stores, and copies of
     // ours. A needless notify costs its caller too: it may wait for threads that were notified before and are not awake

@@ -15,7 +15,7 @@ constexpr int64_t kMost = int64_t{1} << 47;  // bytes that a process can address
 // Call `visit(plane's bytes, size)` for the runs of a page's plane in token order. Adjacent rows are one run, within a
 // block and from block to block. `kFetch`: prefetch the plane, which is read.
 template <bool kFetch, typename Visit>
-void each_run(const PlaneMemory& plane, const Pool& pool, const int64_t* blocks, Visit visit) {
+void each_run(const PlaneMemory& plane, const HostPlanes& pool, const int64_t* blocks, Visit visit) {
     const int64_t block_bytes = plane.row_bytes * pool.block_tokens;
     const auto address = [&](int64_t block) { return plane.base + block * plane.block_stride; };
     if (plane.token_stride != plane.row_bytes && pool.block_tokens > 1) {
@@ -106,7 +106,7 @@ private:
 
 }  // namespace
 
-void check(const Pool& pool) {
+void check(const HostPlanes& pool) {
     refuse_if(pool.layers() < 1 || pool.layers() > 1 << 20, "no sound number of layers");
     refuse_if(pool.blocks < 1 || pool.blocks > kMost, "no sound number of blocks");
     refuse_if(pool.block_tokens < 1 || pool.block_tokens > 1 << 20, "no sound number of tokens a block");
@@ -131,13 +131,13 @@ void check(const Pool& pool) {
     refuse_if(total > kMost, "no sound number of bytes a page");
 }
 
-int64_t layer_bytes(const Pool& pool, int64_t layer) {
+int64_t layer_bytes(const HostPlanes& pool, int64_t layer) {
     int64_t rows = 0;
     for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) rows += pool.planes[n].row_bytes;
     return rows * pool.block_tokens * pool.page_blocks;
 }
 
-void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
+void gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
             Store store) {
     const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
@@ -151,8 +151,8 @@ void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last
     }
 }
 
-void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums,
-             Store store) {
+void scatter(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
+             uint64_t* sums, Store store) {
     const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
         Mover mover(arm, sums, store);

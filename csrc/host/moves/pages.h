@@ -19,7 +19,7 @@ struct PlaneMemory {
 };
 
 // The planes of a pool, owned by the caller.
-struct Pool {
+struct HostPlanes {
     std::vector<PlaneMemory> planes;   // layer after layer
     std::vector<int32_t> first_plane;  // of each layer, and behind them the number of planes
     int64_t blocks = 0;
@@ -30,10 +30,10 @@ struct Pool {
 };
 
 // Check counts, sizes and addresses that could overflow. Throws `Error`.
-void check(const Pool& pool);
+void check(const HostPlanes& pool);
 
 // Bytes of a layer in an extent.
-int64_t layer_bytes(const Pool& pool, int64_t layer);
+int64_t layer_bytes(const HostPlanes& pool, int64_t layer);
 
 // Writes go through the caches, or past them (`kStreamed`): better if a move has more bytes than the last cache. The
 // caller then calls `stream_fence` once a move.
@@ -42,11 +42,11 @@ enum class Store { kCached, kStreamed };
 // Copy layers [first, last) of one page out of the planes. `blocks`: its `page_blocks` block indices. `part`: the
 // target of layer `first`; the other layers follow without a gap. `sums`: XXH3-64 of each layer as written to `part`,
 // or null.
-void gather(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
+void gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
             Store store);
 
 // The inverse: out of `part` into the planes. `sums` are of the bytes written to the planes.
-void scatter(const Pool& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums,
-             Store store);
+void scatter(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
+             uint64_t* sums, Store store);
 
 }  // namespace gdscache

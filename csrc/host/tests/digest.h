@@ -9,7 +9,7 @@
 namespace gdscache {
 
 // Of layers [first, last); layer `first` begins at `part`.
-inline void digest(const Pool& pool, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums) {
+inline void digest(const HostPlanes& pool, int64_t first, int64_t last, const uint8_t* part, uint64_t* sums) {
     for (int64_t layer = first; layer < last; layer++) {
         const int64_t nbytes = layer_bytes(pool, layer);
         *sums++ = xxh3(part, static_cast<size_t>(nbytes));

@@ -169,7 +169,7 @@ public:
     Limits limits;
     std::vector<PlaneMemory> planes;
     std::vector<int32_t> first_plane{0};
-    Pool pool;
+    HostPlanes pool;
     std::vector<uint8_t> memory[kSpaces];
     std::vector<uint64_t> sums[kSpaces];
     int files[3];

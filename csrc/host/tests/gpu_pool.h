@@ -107,7 +107,7 @@ struct GpuPool {
     int32_t vector;
     int64_t pages;  // with blocks of their own
     GpuPlanes planes;
-    Pool pool, mirror_pool;
+    HostPlanes pool, mirror_pool;
     bool can_sum = true, can_look = true;
     std::vector<std::unique_ptr<Bytes>> memory;
     std::vector<std::vector<uint8_t>> mirror;

@@ -118,7 +118,7 @@ public:
 private:
     const int64_t* of_page(int64_t page) const { return blocks.data() + page * pool_.planes.page_blocks; }
 
-    void scatter_all(const Pool& pool, uint8_t change) const {
+    void scatter_all(const HostPlanes& pool, uint8_t change) const {
         const int64_t bytes = pool_.planes.bounds.back();
         std::vector<uint8_t> content(static_cast<size_t>(bytes));
         for (int64_t page = 0; page < count; page++) {

@@ -18,7 +18,7 @@ struct Made {
     std::vector<std::vector<uint8_t>> memory;
     std::vector<PlaneMemory> planes;
     std::vector<int32_t> first_plane{0};
-    Pool pool{};
+    HostPlanes pool{};
 };
 
 Made made(Random& random) {
@@ -48,7 +48,7 @@ Made made(Random& random) {
 
 // Calls `visit(byte of a plane)` for the bytes of a layer in their order.
 template <typename Visit>
-void each_byte(const Pool& pool, const int64_t* blocks, int64_t layer, Visit visit) {
+void each_byte(const HostPlanes& pool, const int64_t* blocks, int64_t layer, Visit visit) {
     for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
         const PlaneMemory& plane = pool.planes[n];
         for (int64_t token = 0; token < pool.page_blocks * pool.block_tokens; token++) {
@@ -61,7 +61,7 @@ void each_byte(const Pool& pool, const int64_t* blocks, int64_t layer, Visit vis
 
 void check_page(Random& random) {
     Made all = made(random);
-    const Pool& pool = all.pool;
+    const HostPlanes& pool = all.pool;
     check(pool);
     std::vector<int64_t> blocks(static_cast<size_t>(pool.blocks));
     std::iota(blocks.begin(), blocks.end(), 0);

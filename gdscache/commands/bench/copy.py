@@ -16,7 +16,7 @@ from gdscache.commands.bench import copy_startup, kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
 from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
-from gdscache.commands.bench.copy_pool import Copies, Pool
+from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, duration, figure, verdict
@@ -95,13 +95,13 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
         for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
             wanted = [cell for cell in of_layout if run.wants(label(cell))]
             if wanted:
-                with Pool(gpu, geometry.layout(page_tokens), settings.total) as pool:
+                with BenchPlanes(gpu, geometry.layout(page_tokens), settings.total) as pool:
                     _with_pool(run, settings, gpu, pool, wanted)
     run.case(KERNELS, lambda: {"kernel_build": copy_startup.kernel_build(settings.builds, run.progress)})
     run.case(PINNING, lambda: {"pinning": copy_startup.pinning(settings.pin, settings.pin_pairs, run.progress)})
 
 
-def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Sequence[Cell]) -> None:
+def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Sequence[Cell]) -> None:
     with contextlib.closing(
         gpu.open_copies(pool.planes, settings.path)
     ) as by:  # its kernels hold the planes until this returns
@@ -111,7 +111,7 @@ def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: Pool, some: Seq
 
 
 def measure_cell(
-    settings: Settings, gpu: Gpu, pool: Pool, by: GpuCopies, cell: Cell
+    settings: Settings, gpu: Gpu, pool: BenchPlanes, by: GpuCopies, cell: Cell
 ) -> dict[str, list[dict[str, Any]]]:
     """A cell's rows: against a plain copy; with checksums against without; for one layout also beside a model's
     work."""

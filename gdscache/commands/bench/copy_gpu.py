@@ -13,7 +13,7 @@ import torch
 
 from gdscache.arrays import Int64Array
 from gdscache.config import GpuConfig
-from gdscache.cuda.host_memory import Pin
+from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.streams import Event, record_on
 from gdscache.errors import CapacityError, DeviceError
 from gdscache.extents.base import Extents
@@ -75,7 +75,7 @@ class Timing:
 class Gpu:
     """A CUDA device and the benchmark's streams, all non-blocking and of normal priority."""
 
-    pin: Pin = "on"
+    pin: PageLocking = "on"
 
     def __init__(self) -> None:
         self.device = require_gpu()

@@ -15,7 +15,7 @@ import numpy as np
 
 from gdscache.commands.replay.clock import Clock, Done, MachineModel, Process
 from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
-from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualPool
+from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualShare
 from gdscache.config import Config
 from gdscache.config.pools import pool_parts
 from gdscache.index.retention import DEFAULT, Retention
@@ -200,7 +200,7 @@ class Hierarchy:
         self._spare = None
         if config.ssd is not None:
             half = config.host_buffer // extent // 2
-            self._spare = VirtualPool(clock, range(half, 2 * half))
+            self._spare = VirtualShare(clock, range(half, 2 * half))
         parts = self.manager, self.planner, self.executor, self._spare, writers, extent
         self.storer = Storer(*parts, config.store, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, self.lock), due=[self.storer.offer_earned])

@@ -12,7 +12,7 @@ import numpy as np
 
 from gdscache.arrays import Int64Array
 from gdscache.commands.replay.clock import Clock, DiskModel, Done, MachineModel, Pipe, Process
-from gdscache.index.free_slots import SlotPool
+from gdscache.index.free_slots import SlotShare
 from gdscache.moves.base import PLANES, End, Listener, Move, Moving, PageStatus, Priority, Steps, Way
 from gdscache.pages.checksum import Checksums
 from gdscache.runtime.threads import Flag
@@ -86,8 +86,8 @@ class VirtualExecutor:
             if way.target not in PASSED:
                 self.written[way.target] += pages
 
-    def room(self, pool: SlotPool, seconds: float = math.inf) -> Done:
-        assert isinstance(pool, VirtualPool), "a pool without virtual time"
+    def room(self, pool: SlotShare, seconds: float = math.inf) -> Done:
+        assert isinstance(pool, VirtualShare), "a pool without virtual time"
         return pool.freed
 
     def changed(self, condition: threading.Condition, over: Callable[[], bool], seconds: float) -> Done:
@@ -112,7 +112,7 @@ class VirtualExecutor:
         return np.zeros((len(slots), 0), dtype=np.uint64)
 
 
-class VirtualPool(SlotPool):
+class VirtualShare(SlotShare):
     """A pool that virtual steps can wait for. `freed` fires when slots come back."""
 
     def __init__(self, clock: Clock, slots: range) -> None:

@@ -36,7 +36,7 @@ _ports = itertools.count(1)
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = f"fake:{next(_ports)}"
     POOLS[name] = FakePool()
-    monkeypatch.setattr(pool_link.PoolLink, "reachable", lambda link: not POOLS[link.master].dead)
+    monkeypatch.setattr(pool_link.MooncakeLink, "reachable", lambda link: not POOLS[link.master].dead)
     monkeypatch.setattr(pool_calls, "PROBE_S", 0.005)
     monkeypatch.setattr(pool_calls, "PROBES_S", 0.05)
     yield name

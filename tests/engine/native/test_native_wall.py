@@ -16,7 +16,7 @@ from gdscache.arrays import integers
 from gdscache.errors import DeviceError, InvalidValueError, NativeCallError
 from gdscache.moves import Way
 from gdscache.moves.library import MoveLimits, Space
-from gdscache.native import SHORT, CuFiles, Executor, Gpu, Pool, put_rows, take_rows, take_unbound
+from gdscache.native import SHORT, CuFiles, Executor, Gpu, HostPlanes, put_rows, take_rows, take_unbound
 from gdscache.storage.base import Descriptors
 from tests.support.hooks import hooks
 
@@ -35,7 +35,7 @@ class Opening:
         self.memory, self.sums = np.zeros(SLOTS * EXTENT, np.uint8), np.zeros((SLOTS, LAYERS), np.uint64)
         self.tokens = np.zeros((LAYERS, SLOTS, TOKENS * ROW), np.uint8)
         rows = [(layer.ctypes.data, TOKENS * ROW, ROW, ROW) for layer in self.tokens]
-        self.pool = Pool(integers(rows), np.arange(LAYERS + 1, dtype=np.int32), SLOTS, TOKENS, PAGE_BLOCKS)
+        self.pool = HostPlanes(integers(rows), np.arange(LAYERS + 1, dtype=np.int32), SLOTS, TOKENS, PAGE_BLOCKS)
         self.spaces = {
             "planes": Space("planes", SLOTS, False),
             "cpu": Space("memory", SLOTS, False, self.memory, self.sums),

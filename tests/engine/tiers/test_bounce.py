@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gdscache.extents.base import Reserved
 from gdscache.extents.device import DeviceExtents
 from gdscache.extents.host import HostExtents
-from gdscache.index.free_slots import SlotPool
+from gdscache.index.free_slots import SlotShare
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import EXTENT_ALIGNMENT, PageLayout, Plane
 from gdscache.tiers.cpu import Bounce
@@ -86,7 +86,7 @@ def test_loads_and_stores_have_a_half_each(bounce: Bounce) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
 def test_a_pool_gives_each_slot_to_one_at_a_time(slots: int, acts: list[tuple[bool, int]]) -> None:
-    pool = SlotPool(range(5, 5 + slots))
+    pool = SlotShare(range(5, 5 + slots))
     held: list[list[int]] = []
     for taking, number in acts:
         if taking:
@@ -104,7 +104,7 @@ def test_a_pool_gives_each_slot_to_one_at_a_time(slots: int, acts: list[tuple[bo
 
 def test_what_came_back_last_is_taken_next() -> None:
     """Memory that is still in the processor's cache goes before memory that is not."""
-    pool = SlotPool(range(64))
+    pool = SlotShare(range(64))
     rounds = [pool.try_take(8) for _ in range(4)]
     for _ in range(20):
         pool.give(rounds.pop(0))
@@ -113,7 +113,7 @@ def test_what_came_back_last_is_taken_next() -> None:
 
 
 def test_whoever_waits_for_a_slot_gets_the_first_that_comes_back() -> None:
-    pool = SlotPool(range(2))
+    pool = SlotShare(range(2))
     assert pool.try_take(2) == [0, 1]
     assert not pool.wait(0.001)
     found: list[int] = []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import NativeCallError
-from gdscache.moves.library import NativePool
+from gdscache.moves.library import NativePlanes
 from gdscache.native import layer_sums
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
@@ -72,7 +72,7 @@ def test_moves_like_the_reference(
     rows = torch.arange(pages)
     reference.gather(planes, torch.from_numpy(blocks), torch.from_numpy(expected), rows, layers)
 
-    pool = NativePool(planes)
+    pool = NativePlanes(planes)
     parts = np.array([address(memory) + n * memory.shape[1] + shift + start for n in range(pages)], np.uint64)
     sums = pool.gather(blocks, parts, layers, streamed=streamed)
     assert np.array_equal(extents, expected)
@@ -102,7 +102,7 @@ def small() -> PagedPlanes:
 
 @pytest.mark.parametrize("blocks", [[[5]], [[-1]], [[1 << 62]], [[-(1 << 63)]]])
 def test_blocks_that_are_not_the_pools_are_refused_before_a_byte_moves(blocks: list[list[int]]) -> None:
-    pool, memory = NativePool(small()), np.full((2, 4096), 7, np.uint8)
+    pool, memory = NativePlanes(small()), np.full((2, 4096), 7, np.uint8)
     parts = np.array([address(memory), address(memory) + 4096], np.uint64)
     for call in (pool.gather, pool.scatter):
         with pytest.raises(NativeCallError, match="a block that"):
@@ -111,7 +111,7 @@ def test_blocks_that_are_not_the_pools_are_refused_before_a_byte_moves(blocks: l
 
 
 def test_other_hostile_values_are_refused() -> None:
-    pool, memory = NativePool(small()), np.zeros(4096, np.uint8)
+    pool, memory = NativePlanes(small()), np.zeros(4096, np.uint8)
     parts = np.array([address(memory)], np.uint64)
     for layers in (range(-1, 2), range(4), range(2, 9)):
         with pytest.raises(NativeCallError):
@@ -143,7 +143,7 @@ def test_pools_that_make_no_sense_are_refused(
     monkeypatch.setattr(PagedPlanes, "blocks_per_page", property(lambda self: numbers[2]))
     monkeypatch.setattr(planes, "tensors", [[Strided(t) for t in layer] for layer in planes.tensors])
     with pytest.raises(NativeCallError, match=cause):
-        NativePool(planes)
+        NativePlanes(planes)
 
 
 class Strided:

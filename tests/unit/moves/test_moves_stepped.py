@@ -21,7 +21,7 @@ from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.config import Config
 from gdscache.cuda.streams import Event, Landed
 from gdscache.errors import EngineClosedError
-from gdscache.index.free_slots import SlotPool
+from gdscache.index.free_slots import SlotShare
 from gdscache.moves import PLANES
 from gdscache.pages.keys import Page
 from gdscache.policies.admission import open_admission
@@ -106,7 +106,7 @@ class Run(Order):
         earned = EarnedOffers(None if self.cpu is None else self.cpu.index, outlets, small.policy, hits=1)
         self.manager = TierManager(threading.RLock(), self.tiers, on_use=earned.used)
         self.planner = StorePlanner(self.manager, config.store, 4096, outlets, earned, watermarks=(0.3, 0.5))
-        self.spare = SlotPool(range(small.spare))
+        self.spare = SlotShare(range(small.spare))
         writers = {tier.name: TierWriter(self.manager, tier, executor, 4096) for tier in self.manager.files}
         self.storer = Storer(
             self.manager, self.planner, executor, self.spare, writers, 4096, config.store, config.deadline

@@ -26,7 +26,7 @@ SAMPLE = 4  # pages for the comparison of bytes
 ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
-class Pool(Closeable):
+class BenchPlanes(Closeable):
     """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise.
 
     Loads use one half of the slots and of the blocks, stores the other, both in random order. Plain copies run between
@@ -95,17 +95,17 @@ class Copies:
     each way. `nbytes`: of one direction. `entries`: a run's copies for the copy engine or pages for a kernel, by
     direction."""
 
-    def __init__(self, pool: Pool, cell: Cell) -> None:
-        self.pool = pool
+    def __init__(self, bench: BenchPlanes, cell: Cell) -> None:
+        self.bench = bench
         self.directions = cell.directions
-        self.pages = max(1, min(len(pool.slots["load"]), pool.total // cell.span_bytes))
-        layers = layers_of(pool.layout, cell.parts[0])
-        whole = pool.layout.n_layers // layers
-        count = max(1, pool.total // (self.pages * cell.span_bytes))
+        self.pages = max(1, min(len(bench.slots["load"]), bench.total // cell.span_bytes))
+        layers = layers_of(bench.layout, cell.parts[0])
+        whole = bench.layout.n_layers // layers
+        count = max(1, bench.total // (self.pages * cell.span_bytes))
         self.calls = [range(i % whole * layers, (i % whole + 1) * layers) for i in range(count)]
         self.nbytes = count * self.pages * cell.span_bytes
-        self._slots = {d: pool.slots[d][: self.pages] for d in self.directions}
-        self._blocks = {d: pool.blocks[d][: self.pages] for d in self.directions}
+        self._slots = {d: bench.slots[d][: self.pages] for d in self.directions}
+        self._blocks = {d: bench.blocks[d][: self.pages] for d in self.directions}
 
     @property
     def moved_bytes(self) -> int:
@@ -114,7 +114,7 @@ class Copies:
 
     def entries(self, route: str) -> int:
         """Copies for the copy engine, or pages listed for a kernel, in one direction of a run."""
-        pieces = sum(len(self.pool.layout.layers[layer]) for layers in self.calls for layer in layers)
+        pieces = sum(len(self.bench.layout.layers[layer]) for layers in self.calls for layer in layers)
         return self.pages * (pieces if route == "copy_engine" else len(self.calls))
 
     def routes(self, by: GpuCopies, *, sums: bool = False) -> dict[str, str]:
@@ -129,7 +129,7 @@ class Copies:
             marks: list[Mark] = []
 
             def one_way(direction: Direction) -> list[Moved]:
-                gpu, pages = self.pool.gpu, (self.pool.extents, self._slots[direction], self._blocks[direction])
+                gpu, pages = self.bench.gpu, (self.bench.extents, self._slots[direction], self._blocks[direction])
                 moved = []
                 for layers in self.calls * repeat:
                     moved.append(gpu.move(by, direction, *pages, layers, after, sums=sums))
@@ -138,7 +138,7 @@ class Copies:
                 return moved
 
             ways = [functools.partial(one_way, direction) for direction in self.directions]
-            moved = list(itertools.chain(*self.pool.gpu.together(ways)))
+            moved = list(itertools.chain(*self.bench.gpu.together(ways)))
             finish = (lambda: [m.sums() for m in moved]) if sums else (lambda: None)
             return Queued([m.event for m in moved], marks[0], finish)
 
@@ -146,17 +146,17 @@ class Copies:
 
     def plain(self, *, repeat: int = 1) -> Way:
         """The same number of bytes by one cudaMemcpyAsync a direction, `repeat` times."""
-        pool = self.pool
+        bench = self.bench
 
         def queue(after: Sequence[Event]) -> Queued:
             events: list[Event] = []
             first: Mark = None
             for _ in range(repeat):
                 for direction in self.directions:
-                    ends = pool.device(direction, self.nbytes), pool.host(direction, self.nbytes)
+                    ends = bench.device(direction, self.nbytes), bench.host(direction, self.nbytes)
                     dst, src = ends if direction == "load" else ends[::-1]
-                    events.append(pool.gpu.copy(direction, dst, src, after))
-                first = first or pool.gpu.mark()
+                    events.append(bench.gpu.copy(direction, dst, src, after))
+                first = first or bench.gpu.mark()
             return Queued(events, first)
 
         return queue
@@ -164,20 +164,20 @@ class Copies:
     def check(self, by: GpuCopies) -> None:
         """Run once and compare the bytes of a few pages. Raises `IOFailedError` if they differ."""
         ends = {d: (self._slots[d][-SAMPLE:], torch.from_numpy(self._blocks[d][-SAMPLE:, 0])) for d in self.directions}
-        pool, moved = self.pool, {layer for layers in self.calls for layer in layers}
-        tensors = [(layer, i, t) for layer in moved for i, t in enumerate(pool.planes.tensors[layer])]
+        bench, moved = self.bench, {layer for layers in self.calls for layer in layers}
+        tensors = [(layer, i, t) for layer in moved for i, t in enumerate(bench.planes.tensors[layer])]
         for direction, (slots, blocks) in ends.items():
             if direction == "store":
-                pool.extents.rows[torch.tensor(slots)] = 0
+                bench.extents.rows[torch.tensor(slots)] = 0
             for _, _, tensor in tensors if direction == "load" else ():
                 tensor.view(torch.uint8)[blocks.to(tensor.device)] = 0
-        pool.gpu.idle()
+        bench.gpu.idle()
         self.ours(by)(())
-        pool.gpu.idle()
+        bench.gpu.idle()
         for direction, (slots, blocks) in ends.items():
             for layer, i, tensor in tensors:
-                piece = pool.layout.pieces[layer][i]
+                piece = bench.layout.pieces[layer][i]
                 in_planes = tensor.view(torch.uint8)[blocks.to(tensor.device)].flatten(1).cpu().numpy()
-                in_extents = pool.extents.rows[torch.tensor(slots), piece.offset : piece.offset + piece.nbytes].numpy()
+                in_extents = bench.extents.rows[torch.tensor(slots), piece.offset : piece.offset + piece.nbytes].numpy()
                 if not np.array_equal(in_planes, in_extents) or not in_planes.any():
                     raise IOFailedError(f"a {direction} of layer {layer} gave other bytes", "please report it")
