@@ -21,8 +21,8 @@ def mooncake(address: MooncakeAddress) -> tuple[Client, Client]:
 
 
 class MooncakeLink:
-    """See `calls.Connection`. `probe`: a name to ask for, to see whether the pool answers. `back(client)` is called when
-    it answers (again), and returns whether the tier is ready.
+    """See `calls.Connection`. `probe`: a name to ask for, to see whether the pool answers. `back(client)` is called
+    when it answers (again), and returns whether the tier is ready.
 
     Memory is registered once: when it is announced, or when the connection is made.
     """
