@@ -20,6 +20,7 @@ from gdscache.disk import status_page
 from gdscache.disk.status_page import RankState, TierState
 from gdscache.runtime.latencies import SlowLoad, Summary
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
+from tests.support.hybrid import MODELS, HybridHost, hybrid_config
 from tests.support.terminal import on_terminal
 
 BYTES = 8192  # of an extent of the tests' models
@@ -184,6 +185,13 @@ def test_groups_with_directories_of_their_own_stand_beside_each_other(tmp_path: 
     assert [one.path.name for one in engines] == ["groups-0", "groups-1"]
     assert top.watched([tmp_path], engines) == engines
     assert [report["groups"] for report in reports] == ["full: all tokens, window: the last 1,024"] * 2
+
+
+def test_groups_of_a_running_engine_without_an_ssd(tmp_path: Path) -> None:
+    config = hybrid_config(None, MODELS["mixed"], ssd=None, status={"path": str(tmp_path)})
+    with HybridHost(config).engine:
+        told = {one.path.name: one.look().get("groups") for one in top.watched([tmp_path])}
+    assert told == {"groups-0": "chunk: chunks of 16", "groups-1-2": "full: all tokens, window: the last 10"}
 
 
 @pytest.mark.parametrize("width", [38, 80, 100, 120, 200])
