@@ -437,6 +437,7 @@ def test_a_part_of_each_group_on_each_rank(story: Story, tmp_path: Path) -> None
     again.add("together", RESET, ask(*prompts, together=True), DRAIN)
     for zero, group in itertools.product((False, True), range(len(kind.groups))):
         flip = ("flip", {"tier": "ssd", "group": group, "zero": zero})
+        again.add("between", *each(prompts[1:2]))  # whose last state is stored in the next request's first step
         again.add("bad", RESET, TELL, flip, ask(LONG), DRAIN, TELL)
         again.add("mended", RESET, ask(LONG), DRAIN)
     asked_again, rest = story.play(again, tmp_path, tmp_path / "ssd", cache=SMALL, **ranks)
@@ -446,6 +447,7 @@ def test_a_part_of_each_group_on_each_rank(story: Story, tmp_path: Path) -> None
         parts.same([*asked["together"], *asked_again["together"]], plain * 2)
     assert parts.cached(asked_again["mended"]) == whole[:1] * 2 * len(kind.groups)
     kind.same([*asked_again["bad"], *asked_again["mended"]], plain[:1] * 4 * len(kind.groups))
+    kind.same(asked_again["between"], plain[1:2] * 2 * len(kind.groups))
     bad = [told["misses"].get("checksum", 0) for told in rest["tell"]]
     assert all(after > before for before, after in zip(bad[::2], bad[1::2], strict=True)), bad
     at_rest(rest["tell"][-1])
