@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -231,12 +232,16 @@ class RankLoads:
 
     def begin(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
         """Begin this rank's part, after the current stream's work so far. Raises `RankLostError`."""
+        asked = time.monotonic()
         order = self._rank.told(number, ORDER_S)
         planned = self._planned.pop(number, None)
         if not order:
             if planned is not None:
                 planned.cancel()
-            raise RankLostError("rank 0 has ordered no load where it has promised one", "see the log of its process")
+            waited = f"this rank waited {time.monotonic() - asked:.1f} s of {ORDER_S:g} s"
+            raise RankLostError(
+                f"rank 0 has promised a load, and has ordered none: {waited}", "see the log of its process"
+            )
         return self._rank.load(order, [block for one in queued for block in one.blocks()])
 
     def reset(self, number: int) -> None:
