@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,7 +215,8 @@ def run_phase(phase: str, tiny: bool, directory: Path) -> None:
                 cached = answer(model, ids, PrefixCache(engine, model.model))
             source = f"{cached['cached_tokens']:,} of {ids.shape[1]:,} tokens {SOURCES[cached['source']]}"
             print(f"{cached['seconds']:.2f} s" + (f", {source}" if cached["cached_tokens"] else ", nothing was cached"))
-            print(f"    answer: {' '.join(model.decode(cached['answer']).split())}", flush=True)
+            words = textwrap.shorten(model.decode(cached["answer"]), 66, placeholder=" ...")
+            print(f"    answer: {words}", flush=True)
             results += [{"question": question, "cache": result is cached, **result} for result in (plain, cached)]
             with engine.sequence(range(REQUEST_PAGES * PAGE_TOKENS)):
                 pass  # another request takes all of the GPU pool
