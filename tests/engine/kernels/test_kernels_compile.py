@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import gdscache.kernels
+import gdscache.kvcacheio
 from gdscache.kernels import jit
 from tests.support.places import ROOT, SUPPORT
 
@@ -53,8 +54,9 @@ class Job(NamedTuple):
 
 @cache
 def wrappers() -> dict[str, ModuleType]:
-    """The modules of gdscache/kernels that have a CUDA source, by the name of that source."""
-    names = [module.name for module in pkgutil.iter_modules(gdscache.kernels.__path__, "gdscache.kernels.")]
+    """The modules of gdscache that have a CUDA source, by the name of that source."""
+    packages = [gdscache.kernels, gdscache.kvcacheio]
+    names = [one.name for of in packages for one in pkgutil.iter_modules(of.__path__, f"{of.__name__}.")]
     modules = [importlib.import_module(name) for name in names]
     return {module.SOURCE: module for module in modules if hasattr(module, "SOURCE")}
 
