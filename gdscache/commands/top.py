@@ -34,7 +34,7 @@ SCHEMA = "gdscache.top/1"
 WINDOW_S = 5.0  # seconds that a rate is measured over
 SECOND_PAGE_S = 2.5  # seconds that --once waits for a second page, without which there are no rates
 _COLUMN, _GAP, _BETWEEN = 38, "  ", " │ "  # least width of a column; between columns; between directories
-_PLAIN = 80  # columns of a pipe
+_PLAIN = 80  # least columns of a pipe
 _BAR, _EIGHTHS = 12, "▏▎▍▌▋▊▉"
 _CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
 _TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
@@ -367,6 +367,9 @@ def _print(reports: Sequence[Report], *, as_json: bool) -> None:
     if as_json:
         text = json.dumps({"schema": SCHEMA, "time": time.time(), "engines": reports})
     else:
-        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else _PLAIN
-        text = "\n".join(line.rstrip() for line in screen(reports, width).plain.splitlines())
+        if sys.stdout.isatty():
+            shown = screen(reports, os.get_terminal_size(sys.stdout.fileno()).columns).plain
+        else:  # one below the other, with whole paths
+            shown = "\n\n".join(screen([one], max(_PLAIN, len(one["path"]))).plain for one in reports)
+        text = "\n".join(line.rstrip() for line in shown.splitlines())
     print(text, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -210,14 +211,15 @@ def test_a_screen_has_everything_at_any_width(tmp_path: Path, width: int, direct
 
 
 def test_a_pipe_gets_plain_text_and_json_a_line_for_each_look(tmp_path: Path) -> None:
-    written(tmp_path, 1, time.time() + 60)
-    command = [sys.executable, "-m", "gdscache", "top", str(tmp_path), "--every", "0.1"]
-    for options, marker in (([], str(tmp_path)), (["--json"], '{"schema": "gdscache.top/1"')):
+    directory = tmp_path / ("a-name-that-is-longer-than-eighty-columns-are" * 2)
+    directory.mkdir()
+    written(directory, 1, time.time() + 60)
+    command = [sys.executable, "-m", "gdscache", "top", str(directory), "--every", "0.1"]
+    for options, marker in (([], str(directory)), (["--json"], '{"schema": "gdscache.top/1"')):
         child = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        seen: list[str] = []
-        while sum(line.startswith(marker) for line in seen) < 3:
-            seen.append(child.stdout.readline())
+        seen = list(itertools.islice(child.stdout, 100 if not options else 3))
+        assert sum(line.startswith(marker) for line in seen) >= 3
         child.send_signal(signal.SIGINT)
         rest = child.communicate(timeout=WAIT)[0]
         assert child.returncode == 0
