@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ gc.disable()  # until all tests are there: see `pytest_collection_finish`
 # Tests run beside each other, and threads of torch that have no core to themselves spin. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a shell; its children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 # What hypothesis tries: the same few examples each time in `make test`, more in `make suites`, many new ones in

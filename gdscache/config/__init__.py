@@ -386,7 +386,7 @@ class Config(ConfigSection):
 _PAGES = {
     "gpu.staging": (2, "a page in each half"),
     "host_buffer": (2, "a page in each half"),
-    "ssd.endurance": (8, "a page in an eighth, which goes at once,"),
+    "ssd.endurance": (8, "one page in an eighth of it"),
 }
 _SIZES = {"store": ("queue",), "gpu": ("capacity", "staging"), "ssd": ("capacity", "endurance")}
 

@@ -213,11 +213,11 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
                 except BlockingIOError as error:
                     what = str(_owner(directory).get("what", "")) if patient else "engine"
                     most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
-                    if time.monotonic() - began >= most:
-                        raise DirectoryInUseError(*_owner_message(directory, name)) from error
                     if what == "verification" and not asked:
-                        asked = True
+                        asked, began = True, time.monotonic()
                         asking.enter_context(_asked_for(directory))
+                    elif time.monotonic() - began >= most:
+                        raise DirectoryInUseError(*_owner_message(directory, name)) from error
                 time.sleep(_AGAIN_S)
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):

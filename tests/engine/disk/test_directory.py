@@ -21,6 +21,7 @@ from gdscache import errors
 from gdscache.commands.inspect.verification import _own
 from gdscache.disk import directory, locks
 from gdscache.disk.directory import CacheDirectory
+from tests.support.helpers import until
 
 PACKAGE = Path(directory.__file__).parent.parent
 # The child takes the modules without the package's own imports: it starts in a tenth of a second.
@@ -132,8 +133,7 @@ def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
     verifying = CacheDirectory.open(tmp_path, engine=False)
 
     def give_way() -> None:
-        while not directory.wanted(tmp_path):
-            time.sleep(0.001)
+        until(lambda: directory.wanted(tmp_path), "the engine asks for the directory")
         verifying.close()
 
     with ThreadPoolExecutor(1) as pool:

@@ -55,7 +55,7 @@ def test_direct_io_that_lies_is_not_used(slab: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(files.os, "preadv", lambda file, views, offset: views[0].nbytes)
     with (
         NativeTransport(1, "on", uring=False) as transport,
-        pytest.raises(TransportUnavailableError, match="not what was written"),
+        pytest.raises(TransportUnavailableError, match="not the bytes written"),
     ):
         transport.open(slab)
 
