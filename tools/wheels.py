@@ -115,11 +115,21 @@ def build(target: Path, work: Path, builders: dict[str, Path]) -> dict[str, Path
 
 
 def try_out(python: Path, wheel: Path, work: Path) -> None:
-    """Install the wheel into a new environment; the command and the first example run there."""
+    """Install the wheel into a new environment; the command, README's ten lines and the first example run there."""
     own = environment(python, work / "env", wheel)
     run(own.with_name("gdscache"), "--version", cwd=work)
-    run(own.with_name("gdscache"), "config", "init", "llama3_8b", cwd=work)  # the wheel has configs/
+    run(own.with_name("gdscache"), "config", "init", "llama3_8b", "other.yaml", cwd=work)  # the wheel has configs/
     run(own, "-c", COMPUTE, cwd=work)
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Ten lines")[2].split("```python\n")[1]
+    run(own.with_name("gdscache"), "config", "init", "cpu_only", cwd=work)
+    home = {**os.environ, "HOME": str(work)}  # the directory of the SSD tier is below it
+    for cached in (0, 992):
+        said = subprocess.run(
+            [own, "-c", lines.partition("```")[0]], cwd=work, env=home, capture_output=True, text=True
+        )
+        print(f"  README: {said.stdout or said.stderr}", end="", flush=True)
+        if said.stdout != f"{cached} of 1000 tokens were cached\n":
+            raise SystemExit("error: README's ten lines say something else with the wheel")
     example = Path(shutil.copy(ROOT / "examples" / "quickstart.py", work))
     run(own, "-W", "error", example, cwd=work)
 
