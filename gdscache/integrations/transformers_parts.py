@@ -81,6 +81,9 @@ def parts_of(hf_config: PreTrainedConfig) -> list[LayerPart]:
         raise GeometryError(f"{kind} has layers of type {error}, which keep a state of their own", hint) from None
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise GeometryError(f"transformers makes no cache for {kind}: {error}", hint) from None
+    # transformers 5.19 leaves layers that share keys and values out of the cache; 5.23 has another class for them.
+    if len(layers) != (hidden := getattr(config, "num_hidden_layers", len(layers))):
+        raise GeometryError(f"{kind} has {hidden} layers, of which {len(layers)} keep a cache of their own", hint)
     found: list[LayerPart] = []
     for number, layer in enumerate(layers):
         if type(layer) not in _KEPT or (not _KEPT[type(layer)] and kind not in STATES):
