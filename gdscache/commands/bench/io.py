@@ -291,10 +291,16 @@ def _swept(report: kit.Report) -> Table:
 
 
 def plot(report: kit.Report, drawn: Any) -> None:
-    """Throughput by size, a panel for each operation; and the comparisons with a target, as bars."""
+    """Throughput by size, a panel for each operation, where ways were swept; and the comparisons with a target, as
+    bars."""
     lines = [_line(r) for r in report["comparisons"] if "target" in r]
-    drawn.set_size_inches(13, 5 + 0.22 * len(lines))
-    top, below = drawn.subfigures(2, 1, height_ratios=(4.5, 0.5 + 0.22 * len(lines)))
+    height = 0.5 + 0.22 * len(lines)
+    if not report["cells"]:
+        drawn.set_size_inches(13, height + 0.5)
+        bars(drawn.subplots(1, 1), lines, judged=not kit.quick(report))
+        return
+    drawn.set_size_inches(13, 4.5 + height)
+    top, below = drawn.subfigures(2, 1, height_ratios=(4.5, height))
     for axes, op in zip(top.subplots(1, len(OPS)), OPS, strict=True):
         cells = [cell for cell in report["cells"] if cell["op"] == op]
         for way in WAYS:

@@ -62,13 +62,13 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
         return ttft.BENCH, settings, ttft.place(None)
 
     def disk() -> tuple[kit.Bench, kit.Settings, Path]:
-        return bench_io.BENCH, bench_io.Settings.of(profile), directory
+        return bench_io.BENCH, bench_io.Settings.of(profile, everything=True), directory
 
     def copies() -> tuple[kit.Bench, kit.Settings, Path]:
         from gdscache.commands.bench import copy
         from gdscache.commands.bench.copy_gpu import Gpu
 
-        return copy.bench(Gpu()), copy.Settings.of(profile), Path()
+        return copy.bench(Gpu()), copy.Settings.of(profile, everything=True), Path()
 
     def links() -> tuple[kit.Bench, kit.Settings, Path]:
         from gdscache.commands.bench import links as measured
