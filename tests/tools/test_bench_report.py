@@ -122,6 +122,10 @@ def test_a_report_goes_on_where_it_was_ended(tmp_path: Path, some: Callable[...,
     assert [row["case"] for row in found["benches"]["disk"]["r"]] == ["cold", "warm"]
     assert not found["interrupted"]
     assert found["benches"]["copies"]["complete"]
+    some(disk={"cold": never, "warm": never, "new": stop}, copies={"far": never})
+    found, _ = made(tmp_path, resume=True)
+    assert found["interrupted"]
+    assert found["benches"]["copies"]["done"] == ["far"], "an interrupted run lost the figures of a later bench"
 
 
 def test_time_that_is_over_leaves_cases(tmp_path: Path, some: Callable[..., None]) -> None:

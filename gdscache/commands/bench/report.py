@@ -84,12 +84,19 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
 
 
 def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool, resume: bool) -> kit.Report:
-    """Run all parts, the longest for `seconds` in proportion. After each part the page and its JSON are written again.
+    """Run all parts, each for its share of `seconds`. The JSON is written after each case, the page at the end.
     `resume` continues the JSON of `out`. Raises `InvalidValueError` if that JSON is of another machine or disk."""
     matplotlib = require_matplotlib(Path("plot.svg"))
     before = _before(out / JSON_NAME) if resume else {}
-    head = {"schema": SCHEMA, "machine": machine.describe(directory), "profile": "quick" if quick else "default"}
-    found: dict[str, Any] = {**head, "began": time.time(), "benches": {}, "cannot": {}, "interrupted": False}
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "machine": machine.describe(directory),
+        "profile": "quick" if quick else "default",
+        "began": time.time(),
+        "benches": dict(before),  # a part that is not reached keeps its figures
+        "cannot": {},
+        "interrupted": False,
+    }
     some, benches = parts(directory, quick=quick), dict[str, kit.Bench]()
     for part in some:
         if part.lacks:
@@ -113,9 +120,8 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
             break
     found["seconds"] = time.time() - found["began"]
     write_json(out / JSON_NAME, found)
-    write_whole(
-        out / HTML_NAME, page(found, benches, {part.name: part.title for part in some}, matplotlib).encode(), 0o644
-    )
+    titles = {part.name: part.title for part in some}
+    write_whole(out / HTML_NAME, page(found, benches, titles, matplotlib).encode(), 0o644)
     return found
 
 
@@ -154,7 +160,9 @@ def page(found: kit.Report, benches: Mapping[str, kit.Bench], titles: Mapping[st
     if found["interrupted"]:
         body.append('<p class="note">Interrupted: --resume measures the rest.</p>')
     for name, report in found["benches"].items():
-        bench = benches[name]
+        bench = benches.get(name)
+        if bench is None:  # of the run before
+            continue
         body.append(f"<h2>{_text(titles[name])}</h2>")
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(report)]
         if bench.plot is not None:
