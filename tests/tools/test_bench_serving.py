@@ -174,7 +174,7 @@ def test_the_python_of_a_server() -> None:
 
 def test_bytes_of_a_token() -> None:
     assert token_bytes("8b") == 128 << 10
-    assert token_bytes("bamba-9b") == 3 * 2 * 8 * 128 * 2, "three of its layers attend"
+    assert token_bytes("granite-4-h-micro") == 4 * 2 * 8 * 64 * 2, "four of its layers attend"
     assert token_bytes("qwen3-next") == 12 * 2 * 2 * 256 * 2
     assert all(token_bytes(name) for name in (*LLAMAS, *HYBRIDS))
 

@@ -272,7 +272,7 @@ class Serving:
             "part": 128 if small else serving_run.PART,
             "ends": 500 + 100 * self._started,  # of prompts, so that runs have distinct prompts
             "gpu": not small,
-            "groups": "layer_types" in of or "attn_layer_indices" in of,
+            "groups": "layer_types" in of,
             "states": states,
             "kv_cache": 9 * prompt // 4 // settings.tp,  # of each GPU
             "token_bytes": nbytes,

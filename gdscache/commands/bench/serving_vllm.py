@@ -140,6 +140,8 @@ def main() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else it takes all free memory
     if order["states"]:
         given |= {"enable_prefix_caching": True, "mamba_cache_mode": "align"}
+    if order["preset"] == "qwen3-next":
+        given["gdn_prefill_backend"] = "triton"  # the default needs FlashInfer
     if order["tp"] > 1:
         given |= {"tensor_parallel_size": order["tp"], "distributed_executor_backend": "mp"}
     if steps is not None:

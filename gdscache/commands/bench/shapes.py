@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-STATES = ("qwen3-next", "bamba-9b")  # shapes of models with a state
+STATES = ("qwen3-next", "granite-4-h-micro")  # shapes of models with a state
 LLAMAS: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -50,12 +50,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "norm_topk_prob": True,
         "mlp_only_layers": [], "vocab_size": 151_936,
     },
-    "bamba-9b": {
-        "architectures": ["BambaForCausalLM"], "model_type": "bamba", "hidden_size": 4096,
-        "intermediate_size": 14_336, "num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27],
-        "num_attention_heads": 32, "num_key_value_heads": 8, "attn_rotary_emb": 64, "mamba_n_heads": 128,
-        "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
-        "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False, "vocab_size": 128_256,
+    "granite-4-h-micro": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 2048,
+        "intermediate_size": 8192, "shared_intermediate_size": 8192, "num_hidden_layers": 40,
+        "layer_types": [FULL if layer % 10 == 5 else LINEAR for layer in range(40)], "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "position_embedding_type": "nope", "num_local_experts": 0,
+        "num_experts_per_tok": 0, "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
+        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+        "mamba_proj_bias": False, "vocab_size": 100_352,
     },
 }  # fmt: skip
 _OF_ALL = {
@@ -74,8 +76,6 @@ def model_config(name: str) -> dict[str, Any]:
 def token_bytes(name: str) -> int:
     """Bytes of a token, in bfloat16, in all layers with keys and values; windows are ignored."""
     of = model_config(name)
-    layers = len(of.get("attn_layer_indices", ())) or sum(
-        kind in (FULL, WINDOW) for kind in of.get("layer_types", [FULL] * of["num_hidden_layers"])
-    )
+    layers = sum(kind in (FULL, WINDOW) for kind in of.get("layer_types", [FULL] * of["num_hidden_layers"]))
     found: int = 2 * layers * of["num_key_value_heads"] * of["head_dim"] * 2
     return found
