@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench.report import JSON_NAME
-from gdscache.commands.bench.rows import RATES
+from gdscache.commands.bench.rows import RATE
 from gdscache.errors import InvalidValueError
 
 QUIET = ("same", "unsure")  # words for no known change
 _ROUNDS = 4  # in each report: with fewer rounds, spreads miss each other by chance in more than one of twenty cases
-_LESS = ("s", "us", "bytes")  # units of which less is better; of `RATES` more is better
+_LESS = ("s", "us", "bytes")  # units of which less is better; of `RATE` more is better
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]
     words = [str(row[key]) for key in ("case", "what", "op", "against", "path", "direction") if key in row]
     name = ", ".join(dict.fromkeys([*words, *(f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row)]))
     unit = row.get("unit", "GB/s" if "gb_per_second" in row else "")
-    more = True if unit in RATES else False if unit in _LESS else None
+    more = True if unit == RATE else False if unit in _LESS else None
     low, high = (row.get(f"ratio_{a}", row.get(f"ratio_{b}")) for a, b in (("low", "min"), ("high", "max")))
     if "ratio" in row and low is not None and high is not None:
         series = row.get("figure", row.get("gb_per_second"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gdscache.commands.bench import io_cache, io_rows, io_rows_beside, io_sweep, kit, memory
+from gdscache.commands.bench import io_cache, io_rows, io_sweep, kit, memory
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
 from gdscache.commands.bench.io_sweep import OPS, SIZES
@@ -40,8 +40,8 @@ class Settings(kit.Settings):
 
     `total`: the file of the sweep. `row_total`: bytes of a round of a comparison; `ram_total`: the same on the RAM
     disk. A figure for a size of one of `ways` has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds.
-    `threads`: of the transport in comparisons; None is the engine's default, more on a RAM disk. `calls`: single calls
-    of an engine timed in a round. `memory_pages`: pages of the engine in the memory measurement.
+    `threads`: of the transport in comparisons; None is the engine's default, more on a RAM disk. `memory_pages`: pages
+    of the engine in the memory measurement.
     """
 
     total: int = 1 * GIB
@@ -52,7 +52,6 @@ class Settings(kit.Settings):
     sweep_rounds: int = 3
     sweep_seconds: float = 0.25
     threads: int | None = None
-    calls: int = 100
     pages: tuple[int, ...] = (256 * KIB, 1 * MIB)
     memory_pages: int = 10_000
     ways: tuple[str, ...] = ()
@@ -66,7 +65,7 @@ class Settings(kit.Settings):
         if profile != "quick":
             return cls(profile, everything, ways=ways)
         sizes, small = (64 * KIB, 1 * MIB), (32 * MIB, 16 * MIB, 16 * MIB, 2)
-        return cls(profile, everything, *small, sizes, 1, 0.02, 4, 10, (256 * KIB,), memory_pages=500, ways=ways)
+        return cls(profile, everything, *small, sizes, 1, 0.02, 4, (256 * KIB,), memory_pages=500, ways=ways)
 
     def threads_on(self, *, ram: bool) -> int:
         """Threads of a comparison."""
@@ -145,12 +144,10 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
             action, label = functools.partial(of, page_bytes=size), f"{name}, {format_size(size)} pages"
             found.append(Part(label, action, ram, cause if ram else ""))
 
-    sized("stores and loads", io_rows_beside.stores_and_loads, tuple(io_rows_beside.TARGETS))
+    sized("stores and loads", io_rows.stores_and_loads, tuple(io_rows.TARGETS))
     sized("a file a page", io_rows.file_per_page, settings.pages)
     if settings.everything:
         sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
-        sized("beside threads of Python", io_rows_beside.beside_python, tuple(io_rows_beside.TARGETS))
-        found.append(Part("calls beside a thread of Python", io_rows_beside.calls_beside_python))
     if "cufile" in settings.ways:
         found.append(Part("direct reads", io_rows.direct_reads))
     return found
@@ -172,7 +169,7 @@ def compare(run: kit.Run, settings: Settings, device: torch.device, part: Part, 
                 directory = Path(stack.enter_context(made))
             nbytes = settings.ram_total if part.ram else min(settings.row_total, settings.total)
             threads = settings.threads_on(ram=io_cache.in_memory(directory))
-            place = Place(directory, file, nbytes, settings.repeat, threads, device, run.progress, settings.calls)
+            place = Place(directory, file, nbytes, settings.repeat, threads, device, run.progress)
             return {"comparisons": part.action(place)}
 
     run.case(part.name, action)
@@ -232,7 +229,7 @@ def tables(report: kit.Report) -> list[Table]:
 
 
 def details(report: kit.Report) -> list[Table]:
-    """The other comparisons: beside Python threads, CPU seconds, checksums, other loops; and the bare loop."""
+    """The other comparisons: CPU seconds, other loops; and the bare loop."""
     usual = _usual(report)
     others = [_line(row) for row in report["comparisons"] if row not in usual]
     loops = Table("Ceilings: the bare loop", "what", "GB/s", "best way", "")
@@ -262,10 +259,10 @@ def bottom(report: kit.Report) -> list[str]:
 
 
 def _usual(report: kit.Report) -> list[kit.Report]:
-    """Comparisons of speeds without other work, each with its first reference."""
+    """Comparisons of speeds, each with its first reference."""
     found: dict[str, kit.Report] = {}
     for row in report["comparisons"]:
-        if row["unit"] == "GB/s" and "beside" not in row["what"] and not row["what"].startswith("checksums"):
+        if row["unit"] == "GB/s":
             found.setdefault(row["what"], row)
     return list(found.values())
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,9 +15,7 @@ from gdscache import CacheEngine
 from gdscache.commands.bench.geometry import model_of
 from gdscache.commands.bench.measure import Closeable, rate
 from gdscache.config import Config
-from gdscache.cuda.streams import Event
 from gdscache.errors import IOFailedError
-from gdscache.moves.base import Executor, Listener, Move, Moving
 from gdscache.pages.hit import Hit
 from gdscache.pages.planes import PagedPlanes
 
@@ -33,8 +29,6 @@ class ColdEngine(Closeable):
 
     Opening stores `total` bytes of pages. It needs about 1.3 times `total` of disk, twice `total` of host memory and
     twice `total` on the device.
-
-    Many methods: each measured way of pages is one.
     """
 
     def __init__(
@@ -119,19 +113,12 @@ class ColdEngine(Closeable):
         """Load every page from the SSD into the planes; GB/s from the call to the verdict."""
         hit = self._hit or self.prepare()
         self._hit = None
-        return rate(self.nbytes, self._loaded(lambda: hit, "ssd"))
-
-    def load_unchecked(self) -> float:
-        """`load` without checksums: the verdict uses the stored ones as the bytes' own."""
-        loader = self.engine.loader
-        loader.executor = unchecked = Unchecked(loader.executor)
-        try:
-            found = self.load()
-        finally:
-            loader.executor = unchecked._executor
-        if not unchecked.moves:
-            raise IOFailedError("a load without checksums took some", "please report it")
-        return found
+        start = time.perf_counter()
+        sources = self.engine.load(hit, self._slots).result().bytes_by_tier
+        elapsed = time.perf_counter() - start
+        if sources != {"ssd": self.nbytes}:
+            raise IOFailedError(f"{self.nbytes} bytes were to come from the ssd tier: {sources}", "see the log")
+        return rate(self.nbytes, elapsed)
 
     def load_scattered(self) -> float:
         """Load every page from the SSD, one request a page, in random order; GB/s from the call to the verdict, without
@@ -171,45 +158,6 @@ class ColdEngine(Closeable):
         if any("ssd" not in tiers for tiers in report.tiers):
             raise IOFailedError(f"not all pages reached the SSD: {report.dropped}", "see the log")
         return rate(self.nbytes, elapsed)
-
-    def load_from_cpu(self) -> float:
-        """Load every page from the CPU tier, after a load or a store; GB/s."""
-        return rate(self.nbytes, self._loaded(lambda: self.engine.lookup(self._tokens), "cpu"))
-
-    def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
-        """Seconds from the lookup to the verdict."""
-        start = time.perf_counter()
-        sources = self.engine.load(hit(), self._slots).result().bytes_by_tier
-        elapsed = time.perf_counter() - start
-        if sources != {tier: self.nbytes}:
-            raise IOFailedError(f"{self.nbytes} bytes were to come from the {tier} tier: {sources}", "see the log")
-        return elapsed
-
-    def timed_calls(self, count: int) -> dict[str, list[float]]:
-        """Seconds of `load`, `wait` and `store` for the first page, in the CPU tier; `count` of each.
-
-        A switch interval passes before each, as between a model's steps. A tight loop of calls would find its code in
-        the processor's caches; with a second thread it would not.
-        """
-        tokens, slots = self._tokens[: self._page_tokens + 1], self._slots[:1]
-        found: dict[str, list[float]] = {"load": [], "wait": [], "store": []}
-        for _ in range(count):
-            hit = self.engine.lookup(tokens)
-            time.sleep(sys.getswitchinterval())
-            begin = time.perf_counter()
-            load = self.engine.load(hit, slots)
-            begun = time.perf_counter()
-            load.wait(0)
-            there = time.perf_counter()
-            load.result()
-            time.sleep(sys.getswitchinterval())
-            storing = time.perf_counter()
-            stored = self.engine.store(tokens, slots)
-            taken = time.perf_counter()
-            stored.result(600.0)
-            for name, seconds in (("load", begun - begin), ("wait", there - begun), ("store", taken - storing)):
-                found[name].append(seconds)
-        return found
 
     def load_passing(self) -> float:
         """`load` past the CPU tier: no page stays there, all go through the bounce reserve."""
@@ -270,19 +218,3 @@ class ColdEngine(Closeable):
         self._planes = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class Unchecked:
-    """An executor that compares no checksums of reads: its moves name none. `moves` counts them."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.moves = 0
-
-    def begin(self, move: Move, after: Sequence[Event] = (), listener: Listener | None = None) -> Moving:
-        self.moves += 1
-        ways = tuple(dataclasses.replace(way, sums=None) for way in move.ways)
-        return self._executor.begin(dataclasses.replace(move, ways=ways), after, listener)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)

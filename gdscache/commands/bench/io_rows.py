@@ -1,5 +1,5 @@
-"""Comparisons of `gdscache bench io` with an engine: cold loads from the SSD into the planes, through the CPU tier.
-Also the comparisons' shared parts. Each part returns rows of figures measured in turns."""
+"""Comparisons of `gdscache bench io` with an engine: stores, and cold loads from the SSD into the planes, through the
+CPU tier. Each part returns rows of figures measured in turns."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gdscache.commands.bench import io_cache, machine
-from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way
+from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_files import FilePerPage
 from gdscache.commands.bench.io_ways import OpenWay
 from gdscache.commands.bench.measure import Series, interleave, rate
-from gdscache.commands.bench.neighbours import LABELS, beside
 from gdscache.commands.bench.rows import compared
 from gdscache.commands.console import Progress
 from gdscache.sizes import GIB, KIB, MIB, format_size
 from gdscache.storage.base import Op
 
+TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads with planes on the host
+CPU_TARGET, GPU_TARGET = 1.25, 0.93  # GPU_TARGET: of cold loads into planes on a GPU
 ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop with copies
 FILE_READ_TARGET, FILE_WRITE_TARGET = 2.0, 1.5  # against one file a page
-SUMS_TARGET = 0.97
-SUMS_PAGE = 1 * MIB
-DIRECT_TARGET, DIRECT_BESIDE_TARGET = 0.95, 0.55
+DIRECT_TARGET = 0.95
 _DIRECT_SSD = {"transport": "cufile", "gds": "auto", "route": "direct"}
 _PAGE = 1 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A part's place and size. `file`: in `directory`, written, of `nbytes`. `calls`: number of timed calls."""
+    """A part's place and size. `file`: in `directory`, written, of `nbytes`."""
 
     directory: Path
     file: Path
@@ -45,7 +45,6 @@ class Place:
     threads: int
     device: torch.device
     progress: Progress
-    calls: int
 
     @property
     def on_disk(self) -> bool:
@@ -63,9 +62,8 @@ def row(
     limit: float | None,
     *,
     unit: str = "GB/s",
-    nbytes: int | None = None,
+    nbytes: int,
     transport: str,
-    threads: int | None = None,
     **more: Any,
 ) -> Row:
     """A row of plain data. `figures`: ours, the reference's name, and its figure. `transport` moved our bytes."""
@@ -75,10 +73,10 @@ def row(
         limit,
         unit,
         page_bytes=page_bytes,
-        bytes=place.nbytes if nbytes is None else nbytes,
+        bytes=nbytes,
         file_system=machine.storage(place.directory)["file_system"],
         transport=transport,
-        threads=threads or place.threads,
+        threads=place.threads,
         **more,
     )
 
@@ -113,6 +111,53 @@ def cpu_figures(ways: Mapping[str, Callable[[], float]], against: str) -> tuple[
     return ours.cpu_per_gib, against, other.cpu_per_gib
 
 
+def stores_and_loads(place: Place, page_bytes: int) -> list[Row]:
+    """Stores until they are on the SSD, and cold loads, against the bare loop on the same slab. Both, and their CPU
+    seconds, also against a loop that copies and sums the same bytes."""
+    pages = f"{format_size(page_bytes)} pages"
+    with opened(place, page_bytes) as engine:
+        planes = np.ones(engine.nbytes, np.uint8)
+        rows = []
+        with BareLoop(engine.slab, engine.nbytes) as bare:
+            store_target, load_target = TARGETS[page_bytes]
+            for what in (
+                (f"cold load, {pages}", engine.load, Op.READ, load_target),
+                (f"store, {pages}", engine.store, Op.WRITE, store_target),
+            ):
+                rows += _against_bare(place, engine, bare, planes, what)
+    return rows
+
+
+def _against_bare(
+    place: Place,
+    engine: ColdEngine,
+    bare: BareLoop,
+    planes: np.ndarray[Any, np.dtype[np.uint8]],
+    what: tuple[str, Callable[[], float], Op, float],
+) -> list[Row]:
+    label, action, op, limit = what
+    chosen = bare.scout(op, place.progress)
+    layer = engine.layer_bytes
+    whole = Way(max(2, chosen[0].threads), max(way.io_bytes for way in chosen))
+    metered = {
+        "ours": Metered(action, engine.nbytes, engine.prepare if op is Op.READ else engine.forget_all),
+        "loop": Metered(lambda: bare.run(op, whole, planes, layer), engine.nbytes),
+    }
+    found = interleave({**metered, **bare.runs(op, chosen)}, place.repeat, place.progress, label)
+    way = best(chosen, found)
+    host = place.device.type == "cpu" and place.on_disk
+    on_gpu = GPU_TARGET if op is Op.READ and place.on_disk and not host else None
+    more = facts(engine, direct=bare.direct)
+    figures = found["ours"], f"bare loop, {way.label}", found[way.label]
+    copied = f"bare loop that copies and sums, {whole.label}"
+    spent = cpu_figures(metered, "bare loop, one copy and the sums")
+    return [
+        row(place, label, engine.page_bytes, figures, limit if host else on_gpu, **more),
+        row(place, label, engine.page_bytes, (found["ours"], copied, found["loop"]), None, **more),
+        row(place, f"CPU, {label}", engine.page_bytes, spent, CPU_TARGET if host else None, unit="CPU s/GiB", **more),
+    ]
+
+
 def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
     """RAM disk → GPU against one page-locked copy, and against the bare loop that reads with the same number of threads
     and copies on. Once with pages that stay in the CPU tier, and once with pages that pass through the bounce reserve;
@@ -126,8 +171,6 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
             "copy": engine.copy,
             **{name: run for some in loops.values() for name, run in some.items()},
         }
-        if page_bytes == SUMS_PAGE:
-            ways["plain"] = cold(engine, engine.load_unchecked)
         for measure in ways.values():
             measure()
         found = interleave(ways, place.repeat, place.progress, what)
@@ -140,9 +183,6 @@ def loads_from_memory(place: Place, page_bytes: int) -> list[Row]:
             rows.append(row(place, label, page_bytes, against, ONWARD_TARGETS[page_bytes], **more))
             copied = found[kind], "a page-locked copy", found["copy"]
             rows.append(row(place, label, page_bytes, copied, None, **more))
-        if "plain" in found:
-            sums = found["ours"], "without checksums", found["plain"]
-            rows.append(row(place, f"checksums, {what}", page_bytes, sums, SUMS_TARGET, **more))
     return rows
 
 
@@ -208,23 +248,18 @@ def file_per_page(place: Place, page_bytes: int) -> list[Row]:
 
 def direct_reads(place: Place) -> list[Row]:
     """Cold loads on the direct route, without Python on the way of the bytes, against a loop in C++ of the same cuFile
-    calls with the same number of threads, and beside a thread with Python."""
+    calls with the same number of threads."""
     with (
         opened(place, _PAGE, _DIRECT_SSD) as engine,
         OpenWay("cufile", engine.slab, place.threads, engine.nbytes, place.device) as way,
     ):
         label = "SSD → GPU direct, cold, 1 MiB pages"
         loops = {"ours": engine.load, "loop": lambda: way.run_bare(Op.READ, _PAGE, place.threads)}
-        loops["beside"] = beside("busy", engine.load)
         found = interleave(loops, place.repeat, place.progress, label)
         more = facts(engine)
         _check(engine)
     bare = found["ours"], f"bare cuFile loop, {place.threads} threads, 1 MiB", found["loop"]
-    busy = found["beside"], "alone", found["ours"]
-    return [
-        row(place, label, _PAGE, bare, DIRECT_TARGET, **more),
-        row(place, f"{label}, beside {LABELS['busy']}", _PAGE, busy, DIRECT_BESIDE_TARGET, **more),
-    ]
+    return [row(place, label, _PAGE, bare, DIRECT_TARGET, **more)]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from gdscache.commands.console import Table, duration, figure, verdict
 from gdscache.sizes import about
 
 Row = Mapping[str, Any]
-RATES = ("GB/s", "rounds/s")  # units of which more is better
+RATE = "GB/s"  # the unit of which more is better
 COLORS = {True: "tab:blue", False: "tab:red", None: "tab:gray"}
 
 
@@ -28,7 +28,7 @@ def compared(
         "against": against,
         "against_figure": other.describe(),
         **found,
-        **({} if limit is None else target(found["ratio"], limit, at_least=unit in RATES)),
+        **({} if limit is None else target(found["ratio"], limit, at_least=unit == RATE)),
         **more,
     }
 
@@ -63,7 +63,7 @@ class Line:
         )
         shown = [amount(_median(row[key]), unit) for key in (ours, other)]
         held = f"{against or row['against']}: {shown[1]}"
-        return cls(what, shown[0], held, row["ratio"], low, high, row.get("target"), row.get("met"), unit in RATES)
+        return cls(what, shown[0], held, row["ratio"], low, high, row.get("target"), row.get("met"), unit == RATE)
 
     @property
     def relation(self) -> str:
@@ -76,8 +76,6 @@ def _median(series: Any) -> float:
 
 def amount(value: float, unit: str) -> str:
     """A figure with three digits; seconds and bytes in a unit that suits them."""
-    if unit == "us":
-        return duration(value / 1e6)
     if unit == "s":
         return duration(value)
     return about(int(value)) if unit == "bytes" else figure(value, unit)
