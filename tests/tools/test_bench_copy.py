@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gdscache.commands import console
-from gdscache.commands.bench import copy, copy_beside, copy_cells, copy_startup, measure
+from gdscache.commands.bench import copy, copy_beside, copy_cells, measure
 from gdscache.commands.bench.copy_beside import Beside, Neighbour
 from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Moved, Queued, timed
@@ -482,7 +482,7 @@ def settings(**changes: Any) -> copy.Settings:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     gpu, kept, texts = Stand(), [], []
-    found = copy.bench(gpu, startup=False).run(
+    found = copy.bench(gpu).run(
         settings(),
         progress=lambda done, total, text: texts.append((done, total, text)),
         keep=lambda part: kept.append((part["complete"], len(part["copies"]))),
@@ -499,17 +499,8 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(found: dict[str, Any]) -> dict[str, Any]:
-    series = {"median": 0.4, "min": 0.3, "max": 0.5, "values": [0.3, 0.4, 0.5]}
-    build = {"seconds": series, "with_import_seconds": series, "target": 0.4}
-    startup = {
-        "kernel_build": {"first": {**build, "met": True}, "later": {**build, "met": False}},
-        "pinning": {
-            "bytes": 16 << 30, "seconds": series, "torch_seconds": series, "ratio": 0.4, "ratio_low": 0.3,
-            "ratio_high": 0.5, "coverage": 0.75, "pairs": 3, "target": 0.5, "met": True,
-        },
-    }  # fmt: skip
-    head = {"schema": "gdscache.bench.copy/3", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
-    return {**head, **found, **startup}
+    head = {"schema": "gdscache.bench.copy/4", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
+    return {**head, **found}
 
 
 def check_row(row: dict[str, Any], ratio: float) -> None:
@@ -573,22 +564,22 @@ class Interrupted(Stand):
 
 
 def test_a_path_can_be_forced() -> None:
-    found = copy.bench(Stand(), startup=False).run(settings(path="zero_copy", pairs=1))
+    found = copy.bench(Stand()).run(settings(path="zero_copy", pairs=1))
     for row in (*found["copies"], *found["checksums"], *found["beside"]):
         assert (row["path"], set(row["routes"].values())) == ("zero_copy", {"zero_copy"})
     with pytest.raises(InvalidValueError, match="unknown path 'fast'"):
-        copy.bench(Stand(), startup=False).run(settings(path="fast"))
+        copy.bench(Stand()).run(settings(path="fast"))
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
-    first = copy.bench(Interrupted(), startup=False).run(settings(pairs=1))
+    first = copy.bench(Interrupted()).run(settings(pairs=1))
     assert (first["complete"], first["interrupted"]) == (False, True)
     assert {row["page_tokens"] for row in first["copies"]} == {64}
     assert first["beside"]
     titles = [table.title for table in copy.tables({**first, "settings": {"profile": "default"}}) if table.lines()]
     assert titles[-1] == "Beside a model's work"
     gpu = Stand()
-    again = copy.bench(gpu, startup=False).run(settings(pairs=1), done=json.loads(json.dumps(first)))
+    again = copy.bench(gpu).run(settings(pairs=1), done=json.loads(json.dumps(first)))
     assert again["complete"]
     assert again["copies"][: len(first["copies"])] == first["copies"]
     assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.what, found["copies"]))
@@ -602,7 +593,7 @@ def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> Non
             super().open_copies(planes, path)
             return StandCopies(self, planes, broken=self.opened == 2)
 
-    bad = copy.bench(Wrong(), startup=False).run(settings(pairs=1))
+    bad = copy.bench(Wrong()).run(settings(pairs=1))
     wrong = {row["what"] for row in bad["failed"]}
     assert wrong == {copy.label(c) for c in copy_cells.cells() if (c.geometry, c.page_tokens) == (MLA, 64)}
     assert all("gave other bytes" in row["cause"] for row in bad["failed"])
@@ -619,31 +610,8 @@ def test_what_was_measured_is_kept_when_no_copies_open() -> None:
 
     kept: list[int] = []
     with pytest.raises(RuntimeError, match="illegal"):
-        copy.bench(Broken(), startup=False).run(settings(), keep=lambda part: kept.append(len(part["copies"])))
+        copy.bench(Broken()).run(settings(), keep=lambda part: kept.append(len(part["copies"])))
     assert kept[-1] > 0
-
-
-def test_fresh_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def child(module: str, function: str, *arguments: Any, environment: Any = None) -> dict[str, Any]:
-        calls.append((function, *arguments))
-        if function == "pin":
-            return {"seconds": 1.0 if arguments[0] == "gdscache" else 4.0}
-        cache = Path(environment["CUPY_CACHE_DIR"])
-        first = not cache.exists()
-        cache.mkdir(exist_ok=True)
-        return {"seconds": 0.5 if first else 0.05, "with_import_seconds": 2.0}
-
-    monkeypatch.setattr(copy_startup, "child", child)
-    found = copy_startup.pinning(4096, 3)
-    assert [way for _, way, _ in calls] == ["gdscache", "torch", "torch", "gdscache", "gdscache", "torch"]
-    assert (found["ratio"], found["target"], found["met"], found["bytes"]) == (0.25, 0.5, True, 4096)
-    built = copy_startup.kernel_build(2)
-    assert built["first"]["seconds"]["values"] == [0.5, 0.5]
-    assert built["later"]["seconds"]["values"] == [0.05, 0.05]
-    assert (built["first"]["target"], built["first"]["met"]) == (1.0, True)
-    assert (built["later"]["target"], built["later"]["met"]) == (0.1, True)
 
 
 # -- tables, plot, command ---------------------------------------------------------------------------------------------
@@ -659,7 +627,7 @@ def printed(report: dict[str, Any], width: int) -> str:
 def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = printed(report, width)
     judged = measure.judged(report)
-    assert len(judged) == 2 * 42 + 8 + 3
+    assert len(judged) == 2 * 42 + 8
     assert text.count("MISSED") == len([r for r in judged if not r["met"]])
     assert text.count("met:") == len([r for r in judged if r["met"]])
     for row in (*report["copies"], *report["checksums"]):
@@ -669,8 +637,6 @@ def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
         for words in (
             "load, gqa, 64 tokens, all (staged)",
             "load, mla, 1 token, group/all",
-            "16GiB",
-            "import of the compiler",
         ):
             assert words in text, words
     assert "MISSED" not in printed({**report, "settings": {"profile": "quick"}}, width)
@@ -679,7 +645,7 @@ def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
 def test_people_get_whole_pages_of_64_tokens_and_what_it_comes_to(report: dict[str, Any]) -> None:
     shown = [line for table in copy.tables(report) for line in table.lines(80)]
     assert len(shown) < 80
-    assert not any(word in line for line in shown for word in ("1 token", "checksums", "page-locking"))
+    assert not any(word in line for line in shown for word in ("1 token", "checksums"))
     [said] = copy.bottom(report)
     usual = {row["direction"]: row for row in report["copies"] if (row["geometry"], row["page_tokens"]) == ("gqa", 64)}
     for direction, words in (("load", "Loads to the GPU"), ("store", "stores from it")):
@@ -692,7 +658,6 @@ def test_pages_of_64_tokens_are_measured_unasked() -> None:
     found = copy.bench(Stand()).run(dataclasses.replace(settings(), everything=False))
     assert {row["page_tokens"] for row in found["copies"]} == {64}
     assert found["complete"]
-    assert found["kernel_build"] is found["pinning"] is None
     assert found["beside"]
 
 
@@ -740,7 +705,7 @@ def test_the_command_writes_what_was_measured(gdscache, monkeypatch: pytest.Monk
     assert asked[0].profile == "default"
     written = json.loads((tmp_path / "r.json").read_text())
     head = ["complete", "interrupted", "left", "done", "cannot", "failed"]
-    sections = ["mover", "copies", "checksums", "beside", "kernel_build", "pinning"]
+    sections = ["mover", "copies", "checksums", "beside"]
     assert list(written) == ["schema", "machine", "settings", *head, *sections]
     assert (written["settings"]["total"], written["settings"]["pairs"]) == (16 * MIB, 3)
     assert written["mover"]["copy_engine"] == "batch_13"
@@ -778,7 +743,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert len(report["copies"]) == len(copy_cells.cells())
     assert len(report["checksums"]) == 42
     assert len(report["beside"]) == 4
-    for section in ("copies", "checksums", "beside", "kernel_build", "pinning"):
+    for section in ("copies", "checksums", "beside"):
         for path, number in numbers(report[section], section):
             free = path.endswith((".coverage", ".thread_blocks.load", ".thread_blocks.store"))
             assert np.isfinite(number), path

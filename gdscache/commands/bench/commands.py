@@ -63,7 +63,6 @@ def bench() -> None:
 def copy(
     total: Annotated[str | None, typer.Option(help="Bytes that a run moves each way. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for each figure. Default: 30.")] = None,
-    pin: Annotated[str | None, typer.Option(help="Size of the pool that is page-locked. Default: 16GiB.")] = None,
     path: Annotated[
         str, typer.Option(help="Path of the copies: auto (as an engine chooses), staged, zero_copy or copy_engine.")
     ] = "auto",
@@ -75,13 +74,12 @@ def copy(
 ) -> None:
     """Measure copies of pages between host and GPU against cudaMemcpyAsync, alone and beside a model's work.
 
-    Needs a GPU. The bench takes four times --total of page-locked memory and six times --total of GPU memory. For a
-    short time it also takes --pin of page-locked memory.
+    Needs a GPU. The bench takes four times --total of page-locked memory and six times --total of GPU memory.
     """
     from gdscache.commands.bench import copy as measured
     from gdscache.commands.bench.copy_gpu import Gpu
 
-    given = {"total": _size("--total", total), "pairs": pairs, "pin": _size("--pin", pin), "path": path}
+    given = {"total": _size("--total", total), "pairs": pairs, "path": path}
     settings = _replaced(measured.Settings.of(_profile(quick=quick), everything=everything), given)
     settings.check()
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)

@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdscache.commands.bench import copy_startup, kit
+from gdscache.commands.bench import kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
 from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
 from gdscache.commands.bench.rows import Line, bars, lines_table
-from gdscache.commands.console import Table, duration, figure, verdict
+from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError
 from gdscache.kernels.copies import GpuCopies
-from gdscache.sizes import GIB, MIB, about
+from gdscache.sizes import GIB, MIB
 
 MEMCPY = "cudaMemcpyAsync"
 NO_SUMS = "without checksums"
@@ -33,7 +33,6 @@ BESIDE_CELL = (
     "all",
     "load",
 )  # geometry, page_tokens, part, direction of the copies beside a model's work
-KERNELS, PINNING = "building the kernels", "page-locking"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +40,8 @@ class Settings(kit.Settings):
     """The bench's sizes, in bytes.
 
     `total`: bytes of a run each way; `beside_total`: the same beside a model's work. `pairs`: pairs of runs for a
-    figure. `product`, `attention`: the edge of the matrices and the tokens. `pin`: the page-locked pool; `pin_pairs`:
-    its allocations each way. `builds`: rounds of the kernel build. `path`: of all copies; `auto` is an engine's.
-    Without `everything` pages of 64 tokens are measured, without one-time costs.
+    figure. `product`, `attention`: the edge of the matrices and the tokens. `path`: of all copies; `auto` is an
+    engine's. Without `everything` pages of 64 tokens are measured.
     """
 
     total: int = 1 * GIB
@@ -51,15 +49,12 @@ class Settings(kit.Settings):
     pairs: int = 30
     product: int = 8192
     attention: int = 8192
-    pin: int = 16 * GIB
-    pin_pairs: int = 3
-    builds: int = 2
     path: str = "auto"
 
     @classmethod
     def of(cls, profile: str, *, everything: bool = False) -> Settings:
         if profile == "quick":
-            return cls(profile, everything, 32 * MIB, 128 * MIB, 2, 4096, 4096, 64 * MIB, 1, 1)
+            return cls(profile, everything, 32 * MIB, 128 * MIB, 2, 4096, 4096)
         return cls(profile, everything)
 
     def check(self) -> None:
@@ -68,21 +63,14 @@ class Settings(kit.Settings):
             raise InvalidValueError(f"unknown path {self.path!r}", f"choose of {', '.join(PATHS)}")
 
 
-def bench(gpu: Gpu, *, startup: bool = True) -> kit.Bench:
-    """The bench on one GPU. `startup`: with the one-time costs of fresh processes."""
-    sections: dict[str, Any] = {
-        "mover": {},
-        "copies": [],
-        "checksums": [],
-        "beside": [],
-        "kernel_build": None,
-        "pinning": None,
-    }
-    measured = functools.partial(measure, gpu=gpu, startup=startup)
-    return kit.Bench("copy", "gdscache.bench.copy/3", sections, measured, tables, plot, details, bottom)
+def bench(gpu: Gpu) -> kit.Bench:
+    """The bench on one GPU."""
+    sections: dict[str, Any] = {"mover": {}, "copies": [], "checksums": [], "beside": []}
+    measured = functools.partial(measure, gpu=gpu)
+    return kit.Bench("copy", "gdscache.bench.copy/4", sections, measured, tables, plot, details, bottom)
 
 
-def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, startup: bool) -> None:
+def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> None:
     """Measure the chosen cells, with one pool and one `GpuCopies` a layout.
 
     Raises `KernelUnavailableError` if the kernels cannot be built, and `CapacityError` or `PinnedMemoryError` if memory
@@ -90,15 +78,13 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu, star
     """
     settings.check()
     every = [cell for cell in cells() if settings.everything or cell.page_tokens == USUAL_TOKENS]
-    run.plan([*map(label, every), *((KERNELS, PINNING) if startup and settings.everything else ())])
+    run.plan([*map(label, every)])
     with frozen_heap():
         for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
             wanted = [cell for cell in of_layout if run.wants(label(cell))]
             if wanted:
                 with BenchPlanes(gpu, geometry.layout(page_tokens), settings.total) as pool:
                     _with_pool(run, settings, gpu, pool, wanted)
-    run.case(KERNELS, lambda: {"kernel_build": copy_startup.kernel_build(settings.builds, run.progress)})
-    run.case(PINNING, lambda: {"pinning": copy_startup.pinning(settings.pin, settings.pin_pairs, run.progress)})
 
 
 def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Sequence[Cell]) -> None:
@@ -215,13 +201,12 @@ def tables(report: kit.Report) -> list[Table]:
 
 
 def details(report: kit.Report) -> list[Table]:
-    """Every page and layer, checksums, and one-time costs."""
+    """Every page and layer, and checksums."""
     judged = not kit.quick(report)
     return [
         _lines(report, "All copies against cudaMemcpyAsync", report["copies"]),
         _lines(report, "Checksums on, against off", report["checksums"]),
         lines_table("Beside a model's work, all", _beside_lines(report["beside"]), judged=judged),
-        _startup(report, judged=judged),
     ]
 
 
@@ -258,19 +243,6 @@ def _beside_lines(rows: Sequence[Row]) -> list[Line]:
         names = {"ours": "seconds", "other": "against_seconds"}
         lines.append(Line.of(f"{r['beside']} beside it{sums}", {**of, **r["work"]}, unit="s", **names))
     return lines
-
-
-def _startup(report: kit.Report, *, judged: bool) -> Table:
-    table = Table("Once a process", "what", "takes", "", *(["target"] if judged else []))
-    for kind, r in (report["kernel_build"] or {}).items():
-        whole = f"{duration(r['with_import_seconds']['median'])} with the import of the compiler"
-        said = [verdict(r, "at most", "{:g} s".format)] if judged else []
-        table.add_row(f"building the kernels, {kind} process", duration(r["seconds"]["median"]), whole, *said)
-    if (r := report["pinning"]) is not None:
-        against = f"{figure(r['ratio'])} of torch's {duration(r['torch_seconds']['median'])}"
-        said = [verdict(r, "at most")] if judged else []
-        table.add_row(f"page-locking {about(r['bytes'])}", duration(r["seconds"]["median"]), against, *said)
-    return table
 
 
 def _routes(row: Row) -> str:

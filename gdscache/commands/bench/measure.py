@@ -176,17 +176,16 @@ def child(
     module: str,
     function: str,
     *arguments: object,
-    environment: Mapping[str, str] | None = None,
     deadline_s: float = 600.0,
     package: str = "bench",
 ) -> dict[str, Any]:
     """Call a function of a module of this package, or of another package of `gdscache.commands`, with plain arguments,
-    in a fresh interpreter. Returns its plain data. `environment` is added to this process's.
+    in a fresh interpreter. Returns its plain data.
 
     Raises `IOFailedError` with the cause of an error in the child, and `ChildDiedError` without an answer.
     """
     code = (
-        f"import json, os; os.environ.update({dict(environment or {})!r}); "
+        f"import json; "
         f"from gdscache.commands.bench import measure; from gdscache.commands.{package} import {module} as module; "
         f"measure.answer(lambda: module.{function}(*json.loads({json.dumps(arguments)!r})))"
     )
