@@ -20,7 +20,7 @@ from gdscache import PageStatus
 from gdscache.disk import catalog_file
 from gdscache.errors import IOFailedError, LoadFailedError, StorageError
 from gdscache.storage.base import Op
-from gdscache.testing.faults import ExtentPart
+from tests.support.faults import ExtentPart
 from tests.support.faulty import PLAN, READ_FAULTS, Fault
 from tests.support.helpers import (
     WAIT,

@@ -17,7 +17,7 @@ import pytest
 
 from gdscache.engine import opening as build
 from gdscache.storage.base import Op
-from gdscache.testing.faults import FaultRule
+from tests.support.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import SMALL, WAIT, Host, OpenHost, drop_from, prompt, quiet
 

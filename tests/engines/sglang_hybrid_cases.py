@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault, FaultPlan
 from tests.engines import sglang_hybrid_rig as rig
 from tests.engines.sglang_case import FAULTY, case, change_weights, run_case
+from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 
 KINDS = ("swa", "mamba", "all")

@@ -14,9 +14,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
 

@@ -15,10 +15,10 @@ from gdscache.errors import GdsCacheError
 from gdscache.integrations.sglang import linker as linkers
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, change_weights, restart
 from tests.engines.sglang_linker_ranks_rig import PATIENCE_S, Ranks, case, run_case
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
 SHORT = {"options": {"ssd_wait": 0.2}, "deadline": 1}

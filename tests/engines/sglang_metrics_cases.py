@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, case, run_case
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
 ON = {"enable_metrics": True, "served_model_name": "small"}

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
 from tests.engines import sglang_pools_rig as pools
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, case, restart, run_case
 from tests.engines.sglang_ranks_cases import ranks
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
 ROOM: dict[str, Any] = {"ssd": {"capacity": "16MiB"}, "host_buffer": "4MiB", "store": {"window_every": 64}}

@@ -17,12 +17,12 @@ import torch
 
 from gdscache.errors import GdsCacheError, RankError, ShardsError
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
 from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_rig as rig
 from tests.engines.collectives import Recorder, compared
 from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
 from tests.engines.sglang_host_rig import same
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
 RANKS = int(os.environ.get("GDSCACHE_RANKS", "2"))

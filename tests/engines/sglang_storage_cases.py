@@ -9,12 +9,12 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
 from tests.engines import sglang_hicache_rig as hicache
 from tests.engines import sglang_host_rig as host
 from tests.engines import sglang_rig as rig
 from tests.engines.sglang_case import FAULTY, case, change_weights, restart, run_case
 from tests.engines.sglang_host_rig import same
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 Answers = list[dict[str, Any]]
 BLOCK = 32
-FAULTY = "gdscache.testing.faults:FaultyTransport"
+FAULTY = "tests.support.faults:FaultyTransport"
 
 
 def whole(prompt: dict[str, Any], block: int = BLOCK) -> int:

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.skipif(parts.KIND == "mla", reason="other models than these tests are about"),
 ]
 
-FAULTY = "gdscache.testing.faults:FaultyTransport"
+FAULTY = "tests.support.faults:FaultyTransport"
 
 EDGES: list[dict[str, Any]] = [{"parts": [[60 + more, 1152 + more]]} for more in (-1, 0, 1)]  # of blocks with a state
 ONCE: dict[str, Any] = {"parts": [[9, 1500]], "most": 1}

@@ -35,7 +35,7 @@ from gdscache.errors import EngineClosedError, LoadFailedError, PoolFullError, T
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.storage.native import NativeTransport
-from gdscache.testing.faults import ExtentPart, Fault, FaultRule
+from tests.support.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (
     SMALL,

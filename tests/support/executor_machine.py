@@ -30,13 +30,13 @@ from gdscache.pages.layout import PageLayout
 from gdscache.pages.planes import PagedPlanes
 from gdscache.storage.base import Op, Transport
 from gdscache.storage.native import NativeTransport
-from gdscache.testing.faults import ExtentPart, FaultRule
 from gdscache.tiers.cpu import Bounce
 from gdscache.tiers.quarantine import Quarantine
 from tests.support import fake_cufile
 from tests.support.executor_cases import STRETCH, Case, Spaces
 from tests.support.fake_cufile import FakeDeviceExtents
 from tests.support.fake_gpu import FakeGpuCopies
+from tests.support.faults import ExtentPart, FaultRule
 from tests.support.faulty import PLAN, FaultyTransport
 from tests.support.faulty import Fault as Injected
 from tests.support.hooks import hooks

@@ -11,7 +11,7 @@ from typing import Any
 
 from gdscache import PageStatus
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault, FaultPlan, FaultRule, faulty
+from tests.support.faults import Fault, FaultPlan, FaultRule, faulty
 
 __all__ = [
     "PLAN", "READ_FAULTS", "Fault", "FaultyKvikio", "FaultyMerging", "FaultyNixl", "FaultyTransport", "FaultyUring",

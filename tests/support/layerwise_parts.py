@@ -12,7 +12,7 @@ from gdscache import PageStatus
 from gdscache.errors import DeadlineError
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.layout import GroupSizes, PageLayout, read_groups
-from gdscache.testing.faults import FaultRule
+from tests.support.faults import FaultRule
 from tests.support.faulty import Fault
 from tests.support.helpers import MHA, Bytes, Host, Planes, expected, read_page, until
 

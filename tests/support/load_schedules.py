@@ -28,8 +28,8 @@ from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.prefetch.handle import Prefetch
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
-from gdscache.testing.faults import FaultRule
 from tests.support import fake_gpu
+from tests.support.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     MHA,

@@ -24,7 +24,7 @@ from gdscache.errors import PoolFullError
 from gdscache.limits import EngineLimits
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.storage.base import Op
-from gdscache.testing import faults
+from tests.support import faults
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import SMALL, WAIT, close_kept, fill, holds, prompt, settle
 

@@ -24,7 +24,7 @@ from gdscache.integrations.vllm.groups import GroupStoreOrder
 from gdscache.integrations.vllm.requests import LoadOrder
 from gdscache.integrations.vllm.worker import Loads, PoolStores, Stores, StreamOfSteps, begin_loads
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault, FaultPlan
+from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 from tests.support.helpers import MHA, WAIT, drop_from, expected, flip_file, read_page, until, write_page
 from tests.support.hybrid import MODELS, HybridHost

@@ -29,7 +29,7 @@ from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
-from gdscache.testing.faults import Fault
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, drop_from, until
 

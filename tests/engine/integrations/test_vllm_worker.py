@@ -28,7 +28,7 @@ from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begi
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
-from gdscache.testing.faults import Fault
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, drop_from, until
 

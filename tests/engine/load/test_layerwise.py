@@ -21,8 +21,8 @@ from gdscache.moves import native
 from gdscache.moves.library import MoveLimits
 from gdscache.pages.layout import EXTENT_ALIGNMENT, FIRST_BYTES, GROUP_BYTES, GroupSizes, PageLayout, Plane, read_groups
 from gdscache.storage.base import Op
-from gdscache.testing.faults import ExtentPart, FaultRule
 from tests.support import fake_gpu
+from tests.support.faults import ExtentPart, FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     SENTINEL,

@@ -22,8 +22,8 @@ from gdscache.load import run as load_run
 from gdscache.load.handle import Gap, LayerwiseLoad
 from gdscache.pages.layout import GroupSizes, read_groups
 from gdscache.storage.base import Op
-from gdscache.testing.faults import FaultRule
 from tests.support import fake_gpu
+from tests.support.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     MLA,

@@ -11,8 +11,8 @@ from gdscache import PageStatus
 from gdscache.errors import DeadlineError, DeviceError
 from gdscache.load.handle import Gap
 from gdscache.storage.base import Op
-from gdscache.testing.faults import FaultRule
 from tests.support import fake_gpu
+from tests.support.faults import FaultRule
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     WAIT,

@@ -24,7 +24,7 @@ from gdscache.integrations.sglang.host import HostPages
 from gdscache.pages.keys import namespace_digest
 from gdscache.ranks.borrower import Borrower
 from gdscache.storage.base import Op
-from gdscache.testing.faults import Fault
+from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, until
 

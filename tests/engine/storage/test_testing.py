@@ -1,4 +1,4 @@
-"""`gdscache.testing`: the suite finds broken transports, and the faults happen as the rules say, over any transport."""
+"""The suite for transports finds broken ones, and the faults of our tests happen as their rules say."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import torch
 
 from gdscache import PageStatus
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, TransportUnavailableError
-from gdscache.storage import Op, Transport, open_transport
+from gdscache.errors import EngineClosedError, IOFailedError, TransportUnavailableError
+from gdscache.storage import Op
 from gdscache.storage.base import memory_of, part
 from gdscache.storage.calls import begin
-from gdscache.testing.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
+from tests.support.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
 from tests.support.helpers import MHA as MODEL
 from tests.support.helpers import kept, kept_on_ssd, layout_of, until
 from tests.support.places import ROOT
@@ -158,7 +158,7 @@ def test_without_pytest_only_the_suite_is_missing() -> None:
     code = """
 import sys
 sys.modules["pytest"] = None
-import gdscache.testing, gdscache.testing.faults
+import gdscache.testing
 from gdscache.errors import MissingPackageError
 try:
     import gdscache.testing.transport_suite
@@ -414,23 +414,6 @@ def test_where_a_layer_lies() -> None:
     assert parts[2].within(SECTOR, 2 * layout.extent_bytes) == [(0, 2048), (8192, 10240)]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: FaultRule(Fault.LOST, Op.READ),
-        lambda: FaultRule(Fault.EIO, rate=0),
-        lambda: FaultRule(Fault.DELAY),
-        lambda: FaultRule(Fault.EIO, seconds=1),
-        lambda: ExtentPart(5, 11, 10),
-        lambda: ExtentPart(-1, 5, 10),
-    ],
-)
-def test_rules_that_can_meet_nothing_are_refused(make: Callable[[], object]) -> None:
-    with pytest.raises(InvalidValueError) as caught:
-        make()
-    assert caught.value.hint
-
-
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
@@ -475,19 +458,7 @@ def test_what_hangs_when_it_is_closed_keeps_the_file(tmp_path: Path, caplog: pyt
         os.fstat(bench.file)
 
 
-def test_a_transport_without_host_memory_is_refused() -> None:
-    class Inner(Own):
-        memory_kinds = frozenset({"cuda"})
-
-    with pytest.raises(InvalidValueError, match="host"):
-        FaultyTransport(1, plan=FaultPlan(), inner=Inner)
-
-
 # -- by name, and from a file ----------------------------------------------------------------------------------------
-
-
-def opened(directory: Path, name: str) -> Transport:
-    return open_transport(name, directory=directory, device="cpu", threads=2, direct_io="auto", gds="auto")
 
 
 def test_a_config_names_it_and_the_engine_meets_the_faults(slab: Path, open_host: Callable[..., Any]) -> None:
@@ -508,33 +479,8 @@ def test_a_plan_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ope
     ]
     path.write_text(json.dumps({"seed": 4, "inner": "posix", "rules": rules}))
     monkeypatch.setenv("GDSCACHE_FAULTS", str(path))
-    host, tokens = kept(open_host, 4, transport="gdscache.testing.faults:FaultyTransport", cpu=None)
+    host, tokens = kept(open_host, 4, transport="tests.support.faults:FaultyTransport", cpu=None)
     assert sorted(s.value for s in host.load(tokens).pages).count(PageStatus.CHECKSUM.value) == 1
     shown = host.engine.stats()["tiers"]["ssd"]["transport"]
     assert shown["inner"] == "posix"
     assert shown["faults"]["flip"] == 1
-
-
-def test_without_a_plan_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GDSCACHE_FAULTS", raising=False)
-    with pytest.raises(InvalidValueError) as caught:
-        opened(tmp_path, "gdscache.testing.faults:FaultyTransport")
-    assert "GDSCACHE_FAULTS" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "[]", '{"rule": []}', '{"seed": "7"}', '{"rules": {}}', '{"rules": [{}]}',
-        '{"rules": [{"fault": "fire"}]}', '{"rules": [{"fault": "eio", "op": "rewrite"}]}',
-        '{"rules": [{"fault": "eio", "rate": 2}]}', '{"rules": [{"fault": "eio", "times": true}]}',
-        '{"rules": [{"fault": "eio", "part": [1, 2]}]}', '{"rules": [{"fault": "eio", "where": "x"}]}',
-    ],
-)  # fmt: skip
-def test_a_file_that_holds_no_plan(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "faults.json"
-    path.write_text(text)
-    with pytest.raises(InvalidValueError):
-        FaultPlan.from_file(path)
-    with pytest.raises(InvalidValueError):
-        FaultPlan.from_file(tmp_path / "missing.json")

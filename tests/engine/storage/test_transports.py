@@ -18,10 +18,10 @@ from gdscache.storage.files import probe_direct_io
 from gdscache.storage.kvikio import KvikioTransport
 from gdscache.storage.native import NativeTransport
 from gdscache.storage.nixl import NixlTransport
-from gdscache.testing.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from gdscache.testing.suite_bytes import BytesCases
 from gdscache.testing.transport_suite import TransportSuite
 from tests.engine.storage.by_disk import NativeByDisk
+from tests.support.faults import Fault, FaultPlan, FaultRule, FaultyTransport
 from tests.support.places import SUPPORT
 from tests.support.transport_parts import has_libcuda
 

@@ -8,12 +8,11 @@ import json
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gdscache.errors import InvalidValueError
 from gdscache.pages.layout import PageLayout
 from gdscache.storage.base import Op
 
@@ -50,13 +49,6 @@ class ExtentPart:
     stop: int
     extent_bytes: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop <= self.extent_bytes:
-            raise InvalidValueError(
-                f"bytes {self.start} to {self.stop} are no part of an extent of {self.extent_bytes} bytes",
-                "give start < stop, both within the extent",
-            )
-
     @classmethod
     def layer(cls, layout: PageLayout, layer: int) -> ExtentPart:
         """The part of layer number `layer` in pages of `layout`."""
@@ -84,7 +76,7 @@ class FaultRule:
     `times`: the most requests to meet after these.
 
     `bit` is the bit that FLIP inverts, counted through the request, or through the part; drawn if it is None. `seconds`
-    is the time of a DELAY. `met` counts the requests met. Raises `InvalidValueError` for a rule that can meet nothing.
+    is the time of a DELAY. `met` counts the requests met.
     """
 
     fault: Fault
@@ -102,16 +94,7 @@ class FaultRule:
 
     def __post_init__(self) -> None:
         if self.fault in _OF_WRITES:
-            if self.op is Op.READ:
-                raise InvalidValueError(f"a read cannot be {self.fault.value}", "leave op out, or set it to write")
             self.op = Op.WRITE
-        if not 0 < self.rate <= 1:
-            raise InvalidValueError(f"the rate of a fault is {self.rate}", "set rate above 0, and to 1 at most")
-        if (self.fault is Fault.DELAY) != (self.seconds > 0):
-            raise InvalidValueError(
-                f"{self.seconds} seconds for the fault {self.fault.value}",
-                "give seconds above 0 to delay, and only to it",
-            )
 
     def release(self) -> None:
         """Let hanging requests go on; later ones do not hang by this rule."""
@@ -246,57 +229,19 @@ class FaultPlan:
 
     @classmethod
     def from_file(cls, path: Path) -> tuple[FaultPlan, str]:
-        """The plan of a JSON file, and the name of the transport to wrap (`posix` if it has none).
+        """The plan of a JSON file, and the name of the transport to wrap.
 
         `{"seed": 7, "inner": "posix", "rules": [{"fault": "flip", "op": "read", "rate": 0.01}]}`: a rule has the fields
-        of `FaultRule` except `where`; `part` is `[start, stop, extent_bytes]`. Raises `InvalidValueError`.
+        of `FaultRule` except `where`; `part` is `[start, stop, extent_bytes]`.
         """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InvalidValueError(f"{path} holds no plan of faults: {error}", "write a JSON object") from error
-        known = {"seed": int, "inner": str, "rules": list}
-        _check(path, data, known)
-        rules = [_rule(path, entry) for entry in data.get("rules", [])]
-        return cls(*rules, seed=data.get("seed", 0)), data.get("inner", "posix")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(*map(_rule, data["rules"]), seed=data.get("seed", 0)), data.get("inner", "posix")
 
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "fault": str,
-    "op": str,
-    "part": list,
-    "rate": (int, float),
-    "skip": int,
-    "times": int,
-    "bit": int,
-    "seconds": (int, float),
-}
-
-
-def _check(path: Path, data: object, known: Mapping[str, type | tuple[type, ...]]) -> None:
-    if not isinstance(data, dict):
-        raise InvalidValueError(f"{path}: {data!r} is no object", f"give an object with {', '.join(known)}")
-    for key, value in data.items():
-        if key not in known:
-            raise InvalidValueError(f"{path}: {key!r} is not known", f"known are {', '.join(known)}")
-        if not isinstance(value, known[key]) or isinstance(value, bool):
-            raise InvalidValueError(f"{path}: {key} is {value!r}", "give a value of the right type")
-
-
-def _rule(path: Path, entry: object) -> FaultRule:
-    _check(path, entry, _FIELDS)
-    assert isinstance(entry, dict)
-    fields = dict(entry)
-    try:
-        fields["fault"] = Fault(fields.get("fault"))
-        if "op" in fields:
-            fields["op"] = Op(fields["op"])
-        if "part" in fields:
-            fields["part"] = ExtentPart(*fields["part"])
-    except (TypeError, ValueError) as error:
-        raise InvalidValueError(f"{path}: {entry}: {error}", f"fault is one of {_values(Fault)}") from error
+def _rule(entry: dict[str, Any]) -> FaultRule:
+    fields = {**entry, "fault": Fault(entry["fault"])}
+    if "op" in fields:
+        fields["op"] = Op(fields["op"])
+    if "part" in fields:
+        fields["part"] = ExtentPart(*fields["part"])
     return FaultRule(**fields)
-
-
-def _values(names: Iterable[enum.Enum]) -> str:
-    return ", ".join(str(name.value) for name in names)

@@ -1,11 +1,11 @@
 """A transport that goes wrong on order, over any other transport.
 
     PLAN = FaultPlan(seed=7)
-    Faulty = faulty(PLAN, inner="posix")       # in a config: `transport: your_tests:Faulty`
+    Faulty = faulty(PLAN, inner="posix")       # in a config: `transport: tests.of.something:Faulty`
     with PLAN.rule(Fault.FLIP, Op.READ, rate=0.1):
         ...
 
-For a process whose code should stay as it is, `transport: gdscache.testing.faults:FaultyTransport` takes its plan from
+For a process whose code should stay as it is, `transport: tests.support.faults:FaultyTransport` takes its plan from
 the JSON file that the environment variable `GDSCACHE_FAULTS` names (`FaultPlan.from_file`).
 """
 
@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdscache.errors import InvalidValueError, IOFailedError
+from gdscache.errors import IOFailedError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.storage import open_transport
 from gdscache.storage.base import DeviceMemory, EitherWay, Memory, Op, Switch, Transport, part
-from gdscache.testing.fault_plan import ExtentPart, Fault, FaultPlan, FaultRule, Met
+from tests.support.fault_plan import ExtentPart, Fault, FaultPlan, FaultRule, Met
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ VARIABLE = "GDSCACHE_FAULTS"
 THREADS = 32
 
 Inner = str | Callable[..., Transport]
-_log = logging.getLogger("gdscache.testing")
+_log = logging.getLogger("tests.faults")
 
 
 class FaultyTransport(EitherWay):
@@ -46,8 +46,7 @@ class FaultyTransport(EitherWay):
     that `GDSCACHE_FAULTS` names.
 
     A late or hanging request keeps a thread of the library, of which there are `THREADS` or more. Damaged writes are
-    written from a copy in host memory. If calls still hang at `close`, the last of them closes the files. Raises
-    `InvalidValueError` if there is no plan, or if `inner` moves no host memory.
+    written from a copy in host memory. If calls still hang at `close`, the last of them closes the files.
     """
 
     name = "faulty"
@@ -57,7 +56,7 @@ class FaultyTransport(EitherWay):
         self, threads: int, direct_io: Switch = "auto", *, plan: FaultPlan | None = None, inner: Inner = "posix"
     ) -> None:
         if plan is None:
-            plan, inner = _plan_of_the_environment()
+            plan, inner = FaultPlan.from_file(Path(os.environ[VARIABLE]))
         super().__init__(max(threads, THREADS), direct_io)
         self.plan = plan
         if isinstance(inner, str):
@@ -66,9 +65,6 @@ class FaultyTransport(EitherWay):
             )
         else:
             self.inner = inner(threads=threads, direct_io=direct_io)
-        if "host" not in self.inner.memory_kinds:
-            self.inner.close()
-            raise InvalidValueError(f"the transport {self.inner.name} moves no host memory", "wrap one that does")
         self.memory_kinds = self.inner.memory_kinds
         self._files: dict[int, tuple[int, str]] = {}  # by handle: the number of the file, its path
         self._lock = threading.Lock()
@@ -181,16 +177,6 @@ def faulty(plan: FaultPlan, inner: Inner = "posix", *, merges: bool = False) -> 
             self.merges = merges
 
     return Bound
-
-
-def _plan_of_the_environment() -> tuple[FaultPlan, str]:
-    path = os.environ.get(VARIABLE)
-    if not path:
-        raise InvalidValueError(
-            "a FaultyTransport without a plan", f"name a class made by faulty(), or set {VARIABLE} to a JSON file"
-        )
-    _log.warning("I/O fails on purpose, by the plan in %s", path)
-    return FaultPlan.from_file(Path(path))
 
 
 def _tensor(memory: DeviceMemory) -> torch.Tensor:
