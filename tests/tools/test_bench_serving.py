@@ -27,7 +27,7 @@ if not order["restarted"]:
     found["first"] |= {name: {"ms": [ms], "cached": [0]} for name, ms in (("recomputed", 20.0), ("resident", 5.0))}
 if order["traffic"]:
     found |= {f"{kind}_requests_per_s": [4.0, 6.0] for kind in ("shared", "lone")}
-    found |= {"shared_cached": [0.25, 0.25], "shared_step_us": [{"scheduler": 60.0, "worker": 50.0}]}
+    found["shared_cached"] = [0.25, 0.25]
 answers.write_text(json.dumps(found))
 pathlib.Path(f"{answers}.ready").touch()
 assert pathlib.Path(order["model"], "config.json").exists()
@@ -86,7 +86,7 @@ def test_a_run_of_both_directories(bench: Callable[..., tuple[int, Any, str]], t
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     assert "A prompt of 32,768 tokens has its first token after 20.0 ms where all of it is computed" in out
     assert "8.00 ms with gdscache, CPU memory (2.50 times as fast)" in out
-    assert "60.0 us" in out
+    assert "of traffic" in out
 
 
 def test_a_run_that_fails_keeps_what_it_had(bench: Callable[..., tuple[int, Any, str]]) -> None:

@@ -82,17 +82,13 @@ def _settings(report: Row) -> Row:
 
 
 def details(report: Row) -> list[Table]:
-    """Cached tokens, and the connector's time in a step."""
+    """Cached tokens."""
     cached = Table("Cached, and opening", "case", "tokens of first tokens", "share of traffic", "opened in")
-    steps = Table("The connector's time a step, medians", "case", "traffic", "scheduler", "worker")
     for row in report["rows"]:
         first = ", ".join(f"{name} {max(found['cached']):,}" for name, found in row.get("first", {}).items())
         shares = [percent(statistics.median(row[f"{kind}_cached"])) for kind in KINDS if f"{kind}_cached" in row]
         cached.add_row(row["case"], first, ", ".join(shares), figure(row.get("opened_s", 0.0), "s"))
-        for kind in (kind for kind in KINDS if f"{kind}_step_us" in row):
-            found = row[f"{kind}_step_us"][-1]
-            steps.add_row(row["case"], KINDS[kind], *(figure(found[side], "us") for side in ("scheduler", "worker")))
-    return [cached, steps]
+    return [cached]
 
 
 def bottom(report: Row) -> list[str]:

@@ -123,17 +123,17 @@ def measure(
     answers: Answers,
     generate: Generate,
     forget: Callable[[], object] = lambda: None,
-    after: Callable[[str], object] = lambda kind: None,
+    after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Measure a run's order in its turn. First tokens come before the traffic, which evicts their pages. `after(kind)`
-    is called after each load of traffic, and with an empty word before the first one."""
+    """Measure a run's order in its turn. First tokens come before the traffic, which evicts their pages. `after()` is
+    called before the first load of traffic, and after each."""
     answers.wait_for_turn()
     first_tokens(generate, forget, answers)
     if not answers.order["traffic"]:
         return
     generate(shared_prompts(answers.order["part"], -1)[: CLIENTS // 2], ANSWER)  # compiles the kernels of traffic
-    after("")
+    after()
     for kind, prompts in traffic(answers.order):
         rate(generate, kind, prompts, answers)
         time.sleep(PAUSE_S)
-        after(kind)
+        after()

@@ -109,7 +109,7 @@ def main() -> None:
 
     began = 0.0
 
-    def after(kind: str) -> None:
+    def after() -> None:
         nonlocal began
         began = began or time.time()
         drop_files(order, began)
