@@ -29,7 +29,7 @@ pytestmark = pytest.mark.suite
 SMALL = dataclasses.replace(Settings.of("quick", "cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
-    "model", "cells", "waits", "verdicts",
+    "model", "cells", "verdicts",
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/5", True, 0)
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/6", True, 0)
     wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
     listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
@@ -109,15 +109,13 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
         assert row["ideal_seconds"] == max(row["resident_seconds"]["median"], row["transfer_seconds"])
         assert row["ideal_ratio"] == row["ideal_seconds"] / row["ttft_seconds"]["median"]
         if not row["gate"]:
-            names = {"gpu": {"pool"}, "cpu": {"cpu"}, "ssd_via_cpu": {"ssd"}, "mixed": {"cpu", "ssd"}}
+            names = {"gpu": {"pool"}, "cpu": {"cpu"}, "ssd_via_cpu": {"ssd"}}
             assert set(row["sources"]) == names[row["where"]]
             assert sum(row["sources"].values()) == cached
             overlaps = row["overlap"] and row["where"] != "gpu"
             assert (row["wait_seconds"] is not None) == overlaps
             if overlaps:
                 assert row["wait_seconds"]["count"] == 4  # one a layer
-    (waits,) = report["waits"]
-    assert (waits["requests"], waits["wait_seconds"]["count"]) == (4, 4)
     assert not any("met" in row for row in report["verdicts"])  # the targets are those of a GPU
     assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss"}
 
@@ -165,7 +163,7 @@ def a_cell(where: str = "cpu", cached: int = 50, *, overlap: bool = True, gate: 
 def test_it_goes_on_where_it_was_ended(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = [a_cell(NOWHERE, 0), a_cell(), a_cell("mixed"), a_cell("ssd_via_cpu", 90), a_cell("gpu", 99)]
+    wanted = [a_cell(NOWHERE, 0), a_cell(), a_cell(overlap=False), a_cell("ssd_via_cpu", 90), a_cell("gpu", 99)]
     some(*wanted)
     measured: list[Cell] = []
     plain, kept = TransformersClient.hit, []
@@ -188,7 +186,6 @@ def test_it_goes_on_where_it_was_ended(
     assert again["cells"][:3] == kept[0]["cells"]
     assert {cell_of(row) for row in again["cells"]} == set(wanted)
     assert (again["interrupted"], again["complete"], again["left"]) == (False, True, 0)
-    assert again["waits"] == kept[0]["waits"]
     measured.clear()
     over = BENCH.run(SMALL, tmp_path, done=again)
     assert (measured, over["complete"], over["cells"]) == ([], True, again["cells"])
@@ -203,7 +200,8 @@ def test_a_budget_that_is_spent_leaves_cells(tmp_path: Path, some: Callable[...,
 def test_other_tokens_and_errors_are_failures(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong, broken, good, elsewhere = a_cell("cpu"), a_cell("mixed"), a_cell("ssd_via_cpu"), a_cell("cpu", overlap=False)
+    wrong, elsewhere = a_cell("cpu"), a_cell("cpu", overlap=False)
+    good, broken = a_cell("ssd_via_cpu"), a_cell("ssd_via_cpu", overlap=False)
     some(wrong, elsewhere, good, broken)
     plain = TransformersClient.hit
 
@@ -235,7 +233,7 @@ def test_other_tokens_and_errors_are_failures(
 def test_a_failing_baseline_fails_its_cells(
     tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    some(a_cell(), a_cell("mixed"))
+    some(a_cell(), a_cell(overlap=False))
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -353,7 +351,7 @@ def test_what_is_measured_unasked() -> None:
     assert Settings.of("default", "cuda:0").preset == "8b"
     assert Settings.of("default", "cuda:0").prompts == (8192, 32768, 131072)
     whole = cells(Settings.of("default", "cuda:0"))
-    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 4 * 2 * 2))
+    assert len(whole) == len(set(whole)) == 3 * (1 + 3 * (1 + 3 * 2 * 2))
     assert [cell_of(cell.describe()) for cell in whole] == whole
     groups = [cell.group for cell in whole]
     assert len(set(groups)) == sum(a != b for a, b in zip([None, *groups], groups, strict=False))  # each in one piece
@@ -361,17 +359,17 @@ def test_what_is_measured_unasked() -> None:
 
 
 def test_the_ceiling_of_a_transfer() -> None:
-    nbytes = {"cpu": 30 * 10**9, "ssd": 10 * 10**9}
     rates = {"copy": 50.0, "read": 9.0, "onward": 5.0}
-    assert transfer_seconds("mixed", nbytes, rates) == 2.0  # the disk, and the copies behind it
-    assert transfer_seconds("mixed", nbytes, rates | {"copy": 10.0}) == 4.0  # the bus, by which all of it goes
+    ssd = {"ssd": 10 * 10**9}
+    assert transfer_seconds("ssd_via_cpu", ssd, rates) == 2.0  # the disk, and the copies behind it
+    assert transfer_seconds("ssd_via_cpu", ssd, rates | {"copy": 2.5}) == 4.0  # the bus, by which all of it goes
     assert transfer_seconds("ssd_direct", {"ssd": 9 * 10**9}, rates | {"copy": 0.1}) == 1.0
     assert transfer_seconds("cpu", {"cpu": 10**10}, {"copy": 50.0}) == 0.2
     assert transfer_seconds("gpu", {}, rates) == 0.0
-    assert transfer_seconds("mixed", nbytes, {"copy": 50.0}) is None
-    assert ttft_cells.bytes_at("mixed", 5, 10) == {"cpu": 20, "ssd": 30}
+    assert transfer_seconds("ssd_via_cpu", ssd, {"copy": 50.0}) is None
+    assert ttft_cells.bytes_at("cpu", 5, 10) == {"cpu": 50}
+    assert ttft_cells.bytes_at("ssd_direct", 5, 10) == {"ssd": 50}
     assert ttft_cells.bytes_at("gpu", 5, 10) == {}
-    assert ttft_cells.expected_tiers("mixed", 5) == ["cpu", "cpu", "ssd", "ssd", "ssd"]
 
 
 def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, plain: float = 2.0) -> dict[str, Any]:
@@ -387,8 +385,8 @@ def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, pla
     }
 
 
-def judged(rows: list[dict[str, Any]], name: str, waits: Any = (), **more: Any) -> list[tuple[float, Any]]:
-    found = verdicts(rows, waits, **{"judged": True, "ram": True, **more})
+def judged(rows: list[dict[str, Any]], name: str, **more: Any) -> list[tuple[float, Any]]:
+    found = verdicts(rows, **{"judged": True, "ram": True, **more})
     return [(pytest.approx(row["value"]), row.get("met")) for row in found if row["name"] == name]
 
 
@@ -404,7 +402,7 @@ def test_the_verdict_on_hits() -> None:
     assert judged([row("cpu", 1 / 0.89)], "ideal", judged=False) == [(0.89, None)]
     assert judged([row("cpu", 2.0, prompt=8192)], "ideal") == [(0.5, None)]
     assert judged([row("cpu", 2.0, prompt=131072, cached=99)], "ideal") == [(0.5, False)]
-    for other in (row("mixed", 2.0), row("cpu", 2.0, gate=True), row("cpu", 2.0, overlap=False)):
+    for other in (row("ssd_direct", 2.0), row("cpu", 2.0, gate=True), row("cpu", 2.0, overlap=False)):
         assert judged([other], "ideal") == []
 
 
@@ -421,7 +419,7 @@ def test_the_verdict_on_overlap() -> None:
 
 
 def test_the_verdict_on_the_gate() -> None:
-    off = Cell(8192, 90, "mixed", overlap=False, gate=False)
+    off = Cell(8192, 90, "cpu", overlap=False, gate=False)
     on = dataclasses.replace(off, gate=True)
     rows = [made_up(off, 1.0), made_up(on, 1.04)]
     assert judged(rows, "gate") == [(0.52, True)]
@@ -436,8 +434,9 @@ def test_the_verdict_on_the_gate() -> None:
 
 def test_the_verdict_on_waits_and_misses() -> None:
     row = made_up(Cell(32768, 50, "cpu", overlap=True, gate=False), 1.0)
-    many = {"requests": 4, "cached_tokens": 4096, "wait_seconds": {"median": 51e-6}}
-    assert judged([row], "wait", [many]) == [(40e-6, True), (51e-6, False)]
+    assert judged([row], "wait") == [(40e-6, True)]
+    row["wait_seconds"] = {"median": 51e-6}
+    assert judged([row], "wait") == [(51e-6, False)]
     row["wait_seconds"] = None
     assert judged([row], "wait") == []
     miss = Cell(32768, 0, NOWHERE, overlap=True, gate=False)

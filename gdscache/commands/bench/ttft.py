@@ -16,7 +16,7 @@ from gdscache.commands.bench import io_cache, kit, ttft_report
 from gdscache.commands.bench.measure import Series, cause_of, frozen_heap
 from gdscache.commands.bench.ttft_answers import Answer, compare, percentiles, series_of, worst
 from gdscache.commands.bench.ttft_ceilings import Ceilings
-from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds, usual
+from gdscache.commands.bench.ttft_cells import NOWHERE, Cell, Settings, bytes_at, chosen, transfer_seconds
 from gdscache.errors import CapacityError, GdsCacheError
 from gdscache.sizes import about
 
@@ -52,8 +52,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     finally:  # targets are for a GPU and a model worth caching
         judged = settings.device.startswith("cuda") and settings.profile != "quick"
         ram = io_cache.in_memory(directory)
-        found = run.found["cells"], run.found["waits"]
-        run.found["verdicts"] = ttft_report.verdicts(*found, judged=judged, ram=ram)
+        run.found["verdicts"] = ttft_report.verdicts(run.found["cells"], judged=judged, ram=ram)
 
 
 @contextlib.contextmanager
@@ -151,10 +150,7 @@ def _hits(run: kit.Run, client: TransformersClient, cells: Sequence[Cell], ceili
             run.fail(cell.label, broken[cell])
         else:
             row = _row(client, cell, answers, counted, ceilings.loops)
-            everything = client.settings.everything
-            once = everything and cell.where == "cpu" and cell.cached == 50 and usual(cell)  # a length of prompt
-            waits = [client.wait_many(cell)] if once else []
-            run.add(cell.label, {"cells": [row], "waits": waits}, wrong=_wrong(cell, row, answers[cell]))
+            run.add(cell.label, {"cells": [row]}, wrong=_wrong(cell, row, answers[cell]))
 
 
 def _row(
@@ -206,6 +202,6 @@ def near_tie(settings: Settings) -> float:
     return NEAR_TIE if settings.dtype in ("bfloat16", "float16") else 0.0
 
 
-SECTIONS: dict[str, Any] = {"model": None, "cells": [], "waits": [], "verdicts": []}
+SECTIONS: dict[str, Any] = {"model": None, "cells": [], "verdicts": []}
 _SHOWN = ttft_report.tables, ttft_report.plot, ttft_report.details, ttft_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/5", SECTIONS, measure, *_SHOWN)
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/6", SECTIONS, measure, *_SHOWN)

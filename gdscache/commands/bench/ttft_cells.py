@@ -12,9 +12,9 @@ from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.errors import InvalidValueError
 
 CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
-PLACES = ("gpu", "cpu", "ssd_via_cpu", "mixed", "ssd_direct")
+PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
 NOWHERE = "none"
-SWITCHED = ("cpu", "ssd_via_cpu", "mixed", "ssd_direct")  # places with a load
+SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +155,6 @@ def transfer_seconds(where: str, bytes_by_tier: Mapping[str, int], rates: Mappin
     return max((nbytes / rates[name] / 1e9 for nbytes, name in parts if nbytes), default=0.0)
 
 
-def expected_tiers(where: str, pages: int) -> list[str]:
-    """The fastest tier of each of the first `pages` pages."""
-    upper = {"cpu": pages, "mixed": pages // 2}.get(where, 0)
-    return ["cpu"] * upper + ["ssd"] * (pages - upper)
-
-
 def bytes_at(where: str, pages: int, page_bytes: int) -> dict[str, int]:
     """The bytes to move for `pages` pages, by tier."""
-    upper = {"cpu": pages, "mixed": pages // 2}.get(where, 0)
-    parts = {"cpu": upper, "ssd": 0 if where == "gpu" else pages - upper}
-    return {tier: count * page_bytes for tier, count in parts.items() if count}
+    return {} if where == "gpu" else {"cpu" if where == "cpu" else "ssd": pages * page_bytes}

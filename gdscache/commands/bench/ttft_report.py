@@ -24,13 +24,13 @@ WAIT_TARGET = 50e-6  # seconds of the host, a layer
 MISS_TARGET = 0.02  # of the time without a cache
 
 
-def verdicts(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool, ram: bool) -> list[dict[str, Any]]:
+def verdicts(cells: Sequence[Row], *, judged: bool, ram: bool) -> list[dict[str, Any]]:
     """The figures' verdicts, row by row. `judged`: with targets; `ram`: the SSD tier lies on a RAM disk.
 
     A row has `name`, `what`, `value`, `relation` (`at least` or `at most`), and if judged `target` and `met`.
     """
     found = [*_ideals(cells, judged=judged, ram=ram), *_overlaps(cells, judged=judged)]
-    found += [*_gates(cells, judged=judged), *_waits(cells, waits, judged=judged)]
+    found += [*_gates(cells, judged=judged), *_waits(cells, judged=judged)]
     for row in (row for row in cells if row["where"] == NOWHERE):
         found.append(_row("miss", _label(row), row["added"], MISS_TARGET, judged, at_least=False))
     return found
@@ -77,13 +77,10 @@ def _gates(cells: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
             yield _row("gate better", what, mine / min(plain, other), BETTER_TARGET, judged, at_least=False)
 
 
-def _waits(cells: Sequence[Row], waits: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
+def _waits(cells: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
     for row in cells:
         if row["where"] == "cpu" and row["overlap"] and not row["gate"] and row["wait_seconds"] is not None:
             yield _row("wait", _label(row), row["wait_seconds"]["median"], WAIT_TARGET, judged, at_least=False)
-    for row in waits:
-        what = f"{row['requests']} requests of {row['cached_tokens']:,} cached tokens, load_many"
-        yield _row("wait", what, row["wait_seconds"]["median"], WAIT_TARGET, judged, at_least=False)
 
 
 def _key(row: Row) -> tuple[int, int, str]:

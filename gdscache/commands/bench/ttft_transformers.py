@@ -23,8 +23,8 @@ from gdscache import CacheEngine, Config, LayerwiseLoad
 from gdscache.commands.bench import io_cache
 from gdscache.commands.bench.io import RAM_THREADS
 from gdscache.commands.bench.shapes import LLAMAS
-from gdscache.commands.bench.ttft_answers import Answer, percentiles, stored_bytes
-from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens, expected_tiers
+from gdscache.commands.bench.ttft_answers import Answer, stored_bytes
+from gdscache.commands.bench.ttft_cells import CACHED, SWITCHED, Cell, Settings, cached_tokens
 from gdscache.errors import IOFailedError, MissingPackageError
 from gdscache.gate.costs import Costs
 from gdscache.gate.gate import Gate
@@ -45,7 +45,6 @@ except ImportError as error:
 Planes = Sequence[torch.Tensor]
 _DEADLINE_S = 600.0
 _LEARNT_PARTS = (8, 4, 2, 1)  # of a prompt: lengths for the gate to learn from
-_MANY = 4  # requests in one load
 _CHUNKS = 4  # of a miss: three of them are stored during the next one
 
 
@@ -177,7 +176,7 @@ class TransformersClient:
         """Compute the cell's prompt with the cached tokens resident in the planes: only the rest is computed."""
         tokens, cached = self.of(cell)
         blocks = self._document[: cached // self.settings.page_tokens]
-        layers = self._layers([blocks], cached)
+        layers = self._layers(blocks, cached)
         return self._compute(tokens, layers, sources={"pool": cached})
 
     def hit(self, cell: Cell) -> Answer:
@@ -217,33 +216,6 @@ class TransformersClient:
             self.cache.invalidate(self.cache.namespace(salt))
         return Answer(ended, ended, (token,), (margin,), {}, (), 0)
 
-    def wait_many(self, cell: Cell) -> dict[str, Any]:
-        """Host seconds of `wait` for a layer when several hits of the CPU tier share one load, by `load_many`.
-
-        Each request has a part of the cell's cached tokens, and up to the same number of other tokens. Plain data:
-        `prompt_tokens`, `requests`, `cached_tokens` and `tokens` of each, and the seconds of a wait.
-        """
-        size = self.settings.page_tokens
-        tokens, cached = self.of(cell)
-        part = max(size, cached // _MANY // size * size)
-        more = min(part, len(tokens) - part)
-        self.place(tokens, part, "cpu")
-        self.install(overlap=True, gate=False)
-        waits: list[float] = []
-        pages = part // size
-        rows = [self._request[n * pages : (n + 1) * pages] for n in range(_MANY)]
-        for number in range(self.settings.repeat + 1):
-            counted = waits if number else []
-            ids = self._ids(tokens[part : part + more])
-            self.idle()
-            load = self.cache.load_many([(self.cache.lookup(tokens[:part]), blocks) for blocks in rows])
-            layers = self._layers(rows, part, functools.partial(_waited, load, counted))
-            self._forward(ids, layers)
-            load.result(_DEADLINE_S)
-            self.idle()
-        figures = {"requests": _MANY, "cached_tokens": part, "tokens": more, "wait_seconds": percentiles(waits)}
-        return {"prompt_tokens": cell.prompt, **figures}
-
     def learn(self, length: int) -> None:
         """Train the gates on times of prefills and loads: misses and hits of several lengths, with overlap and
         without."""
@@ -261,19 +233,18 @@ class TransformersClient:
                 self._load_and_compute(tokens, overlap=overlap)
 
     def place(self, tokens: Sequence[int], cached: int, where: str) -> None:
-        """Move the cached pages to the place of the hit; the rest of `mixed` to the SSD."""
+        """Move the cached pages to the place of the hit."""
         manager, some = self.cache.manager, self.cache.pages(tokens)[: cached // self.settings.page_tokens]
-        if where in ("cpu", "mixed") and set(manager.peek(some)) != {"cpu"}:
+        if where == "cpu" and set(manager.peek(some)) != {"cpu"}:
             self.install(overlap=True, gate=False)
             hit = self.cache.lookup(tokens[:cached])  # a load leaves its pages in the CPU tier
             self.cache.load(hit, self._request[: len(hit.pages)]).release_event.synchronize(_DEADLINE_S)
         if manager.cpu is not None and where != "cpu":
             with manager.lock:
-                gone = some[len(some) // 2 if where == "mixed" else 0 :]
-                manager.cpu.index.drop_all([page.key for page in gone], {some[0].namespace})
+                manager.cpu.index.drop_all([page.key for page in some], {some[0].namespace})
         if where != "cpu" and not self.direct:
             io_cache.drop(self.slabs())
-        if manager.peek(some) != expected_tiers(where, len(some)):
+        if set(manager.peek(some)) != {"cpu" if where == "cpu" else "ssd"}:
             raise IOFailedError(f"pages are not where {where} needs them", "see the log")
 
     @property
@@ -306,7 +277,7 @@ class TransformersClient:
         load = cache.load(hit, blocks)
         if not overlap:
             load.result(_DEADLINE_S)
-        layers = self._layers([blocks], load.tokens, functools.partial(_waited, load, waits) if overlap else None)
+        layers = self._layers(blocks, load.tokens, functools.partial(_waited, load, waits) if overlap else None)
         lead = time.perf_counter() - begun
         answer = self._compute(tokens, layers, begun=begun, ids=ids, load=load, waits=waits)
         report = load.result(_DEADLINE_S)
@@ -347,12 +318,10 @@ class TransformersClient:
         whole = time.perf_counter() - begun
         return Answer(first, whole, answered, margins, sources or {}, tuple(waits), recomputed)
 
-    def _layers(
-        self, rows: Sequence[Sequence[int]], cached: int, ready: Callable[[int], None] | None = None
-    ) -> _Layers:
-        """A transformers cache whose first `cached` tokens are in blocks of the planes, a list of blocks a row.
-        `ready(layer)` returns when (or queues a wait until) these are loaded."""
-        slots = torch.tensor([list(row) for row in rows], dtype=torch.int64, device=self.device) if cached else None
+    def _layers(self, blocks: Sequence[int], cached: int, ready: Callable[[int], None] | None = None) -> _Layers:
+        """A transformers cache whose first `cached` tokens are in these blocks of the planes. `ready(layer)` returns
+        when (or queues a wait until) the layer's are loaded."""
+        slots = torch.tensor([list(blocks)], dtype=torch.int64, device=self.device) if cached else None
         calls = [None if ready is None else functools.partial(ready, number) for number in range(len(self.planes))]
         return _Layers([_Layer(p, slots, cached, call) for p, call in zip(self.planes, calls, strict=True)])
 
@@ -363,10 +332,8 @@ class TransformersClient:
 
     @torch.inference_mode()
     def _forward(self, ids: torch.Tensor, layers: _Layers) -> torch.Tensor:
-        """Logits of the last token of `ids`, int64 (tokens,), shared by all rows: float32 (rows, vocabulary)."""
-        out = self.model(
-            input_ids=ids.expand(layers.own[0].rows, -1), past_key_values=layers, use_cache=True, logits_to_keep=1
-        )
+        """Logits of the last token of `ids`, int64 (tokens,): float32 (1, vocabulary)."""
+        out = self.model(input_ids=ids[None], past_key_values=layers, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = out.logits[:, -1].float()
         return logits
 
@@ -399,7 +366,6 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._planes, self._slots, self._cached, self._ready = planes, slots, cached, ready
-        self.rows = 1 if slots is None else len(slots)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
