@@ -20,7 +20,6 @@ from gdscache.commands import console
 from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_files import FilePerPage
 from gdscache.commands.bench.io_rows import Metered, Place
 from gdscache.commands.bench.io_sweep import OPS, Sweep, measure_way
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS, OpenWay
@@ -96,7 +95,6 @@ def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) 
 def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> None:
     rows = {(r["what"], r["against"].partition(",")[0]): r for r in report["comparisons"]}
     targets = {(r["case"], r["target"]) for r in measure.judged(report["comparisons"])}
-    assert {("a file a page, 256KiB pages", 2.0), ("a file a page, 256KiB pages", 1.5)} <= targets
     on_disk = report["machine"]["storage"]["file_system"] not in io_cache.IN_MEMORY
     stores = {("stores and loads, 4MiB pages", 0.85), ("stores and loads, 1MiB pages", 0.78)}
     assert (stores <= targets) == on_disk
@@ -115,7 +113,7 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
 def test_what_developers_read_is_not_measured_unasked() -> None:
     cpu, unasked = torch.device("cpu"), Settings.of("default")
     names = {part.name.partition(",")[0] for part in io.parts(unasked, cpu)}
-    assert names == {"stores and loads", "a file a page"}
+    assert names == {"stores and loads"}
     assert unasked.ways == ()
     everything = {part.name.partition(",")[0] for part in io.parts(Settings.of("default", everything=True), cpu)}
     assert names | {"loads from a RAM disk", "direct reads"} <= everything
@@ -142,7 +140,7 @@ def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str],
         assert console.figure(row["ratio"]) in shown, row["what"]
     drawn = (path / "r.svg").read_text()
     assert "host only" in drawn
-    assert drawn.count("<!-- random 256KiB pages, load -->") == 1
+    assert drawn.count("<!-- CPU, store, 4MiB pages -->") == 1
 
 
 def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, Any]) -> None:
@@ -384,7 +382,6 @@ def test_what_is_dropped_is_gone_and_what_is_not_is_said(tmp_path: Path) -> None
     with path.open("rb") as file:
         file.read(4096)
     assert io_cache.state([path], direct=False)["state"] == "kept"
-    io_cache.sync(tmp_path)
 
 
 @pytest.mark.skipif(not HAS_RAM, reason="no RAM disk at /dev/shm")
@@ -398,26 +395,7 @@ def test_a_ram_disk_is_said_to_be_one() -> None:
         assert io_cache.state([path], direct=True) == {"state": "memory", "resident_bytes": MIB}
 
 
-# -- what pages are compared with --------------------------------------------------------------------------------------
-
-
-def test_a_file_a_page(tmp_path: Path) -> None:
-    files = FilePerPage(tmp_path, 8, 64 * KIB)
-    returned, on_device = files.write()
-    assert returned >= on_device > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{i:08x}.bin" for i in range(8)]
-    assert all(path.read_bytes() == page.tobytes() for path, page in zip(files.files, files.pages, strict=True))
-    for threads in (1, 3):
-        files._into.fill(1)
-        assert files.read(threads) > 0
-        files.check()
-    files.files[3].write_bytes(bytes(64 * KIB))
-    files.read()
-    with pytest.raises(errors.IOFailedError, match="other bytes"):
-        files.check()
-    os.truncate(files.files[3], 4096)
-    with pytest.raises(errors.ShortIOError, match="4096 of 65536"):
-        files.read()
+# -- an engine's stores and loads --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -436,15 +414,10 @@ def test_cold_loads_come_from_the_disk(cold: ColdEngine) -> None:
     assert torch.equal(cold.flat(), cold._cpu.extents.rows.view(-1)[: cold.nbytes])
 
 
-@pytest.mark.parametrize("name", ["load", "load_scattered"])
-def test_loads_bring_every_page_or_fail(name: str, cold: ColdEngine) -> None:
-    load = getattr(cold, name)
-    cold.blank()
-    assert load() > 0
-    cold.check()
+def test_a_load_of_damaged_pages_is_no_figure(cold: ColdEngine) -> None:
     cold.slab.write_bytes(bytes(cold.slab.stat().st_size))
     with pytest.raises(errors.IOFailedError, match="were to come from the ssd tier"):
-        load()
+        cold.load()
 
 
 def engine_transport(directory: Path) -> str:
@@ -459,7 +432,6 @@ def test_what_is_compared_is_what_an_engine_would_use(tmp_path: Path, monkeypatc
     for refused, wanted in ((False, here), (True, "posix")):
         if refused:
             refuse_ring(monkeypatch)
-        assert {r["transport"] for r in io_rows.file_per_page(place(tmp_path), MIB)} == {wanted}
         assert {r["transport"] for r in io_rows.stores_and_loads(place(tmp_path), MIB)} == {wanted}
 
 

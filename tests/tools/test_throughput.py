@@ -23,7 +23,7 @@ FLOOR = 0.1  # of the bare loop: the best round of requests of 1 MiB, 32 in flig
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("throughput")
     settings = dataclasses.replace(
-        Settings.of("quick", everything=True), total=64 << 20, repeat=1, sweep_rounds=3, sweep_seconds=0.05, calls=3
+        Settings.of("quick", everything=True), total=64 << 20, repeat=1, sweep_rounds=3, sweep_seconds=0.05
     )
     report = BENCH.run(settings, directory)
     assert not list(directory.iterdir())
@@ -47,8 +47,7 @@ def test_a_way_moves_bytes_at_a_rate(found: dict[str, Any], way: str) -> None:
         assert cell["gb_per_second"]["max"] >= FLOOR * cell["ceiling_gb_per_second"]["median"], cell
 
 
-@pytest.mark.parametrize("case", ["stores and loads, 1MiB pages", "a file a page, 256KiB pages"])
-def test_a_comparison_has_figures(found: dict[str, Any], case: str) -> None:
-    rows = [r for r in found["comparisons"] if r["case"] == case]
+def test_stores_and_loads_have_figures(found: dict[str, Any]) -> None:
+    rows = [r for r in found["comparisons"] if r["case"] == "stores and loads, 1MiB pages"]
     assert rows
     assert all(r["figure"]["min"] > 0 and r["against_figure"]["min"] > 0 for r in rows if r["unit"] == "GB/s")

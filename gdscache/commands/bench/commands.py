@@ -115,8 +115,8 @@ def io(
 ) -> None:
     """Measure stores and loads of this cache against the disk's own speed, and an engine's memory.
 
-    Stores and loads are compared with a bare O_DIRECT loop, and with a file a page. Ways between disk and memory that
-    are asked for are measured for several sizes of requests.
+    Stores and loads are compared with a bare O_DIRECT loop. Ways between disk and memory that are asked for are
+    measured for several sizes of requests.
 
     The bench needs twice --total and 1 GiB of disk. It needs --total and 2 GiB of host memory, or --total and 4 GiB
     with a GPU. For other depths, mixes and latencies of a disk use fio. For GPUDirect Storage use NVIDIA's gdsio.

@@ -52,7 +52,6 @@ class Settings(kit.Settings):
     sweep_rounds: int = 3
     sweep_seconds: float = 0.25
     threads: int | None = None
-    pages: tuple[int, ...] = (256 * KIB, 1 * MIB)
     memory_pages: int = 10_000
     ways: tuple[str, ...] = ()
     require_gds: bool = False
@@ -65,7 +64,7 @@ class Settings(kit.Settings):
         if profile != "quick":
             return cls(profile, everything, ways=ways)
         sizes, small = (64 * KIB, 1 * MIB), (32 * MIB, 16 * MIB, 16 * MIB, 2)
-        return cls(profile, everything, *small, sizes, 1, 0.02, 4, (256 * KIB,), memory_pages=500, ways=ways)
+        return cls(profile, everything, *small, sizes, 1, 0.02, 4, memory_pages=500, ways=ways)
 
     def threads_on(self, *, ram: bool) -> int:
         """Threads of a comparison."""
@@ -145,7 +144,6 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
             found.append(Part(label, action, ram, cause if ram else ""))
 
     sized("stores and loads", io_rows.stores_and_loads, tuple(io_rows.TARGETS))
-    sized("a file a page", io_rows.file_per_page, settings.pages)
     if settings.everything:
         sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
     if "cufile" in settings.ways:

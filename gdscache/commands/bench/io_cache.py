@@ -46,17 +46,6 @@ def resident_bytes(path: Path) -> int | None:
     return None if refused else min(int((flags & 1).sum()) * mmap.PAGESIZE, size)
 
 
-def sync(directory: Path) -> None:
-    """Write all dirty pages of a directory's file system to the device. Raises `OSError`."""
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(file):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(directory))
-    finally:
-        os.close(file)
-
-
 def state(paths: Iterable[Path], *, direct: bool) -> dict[str, Any]:
     """The page cache's part in reads of files that were just dropped, as plain data.
 

@@ -64,7 +64,6 @@ class ColdEngine(Closeable):
         layout = config.model.layout()
         self.page_bytes = page_bytes
         self.layer_bytes = layout.page_bytes // layout.n_layers
-        self._page_tokens = layout.page_tokens
         with contextlib.ExitStack() as undo:
             planes = PagedPlanes.allocate(layout, self.pages, device).tensors
             for layer in planes:
@@ -83,7 +82,6 @@ class ColdEngine(Closeable):
             self.slab = next(iter(manager.ssd.path.glob("slab-*.bin")))
             self._flat: torch.Tensor | None = None
             self._hit: Hit | None = None
-            self._random = np.random.default_rng(3)
             self._undo = undo.pop_all()
 
     @property
@@ -115,20 +113,6 @@ class ColdEngine(Closeable):
         self._hit = None
         start = time.perf_counter()
         sources = self.engine.load(hit, self._slots).result().bytes_by_tier
-        elapsed = time.perf_counter() - start
-        if sources != {"ssd": self.nbytes}:
-            raise IOFailedError(f"{self.nbytes} bytes were to come from the ssd tier: {sources}", "see the log")
-        return rate(self.nbytes, elapsed)
-
-    def load_scattered(self) -> float:
-        """Load every page from the SSD, one request a page, in random order; GB/s from the call to the verdict, without
-        the lookups."""
-        self._forget_cpu()
-        size, tokens = self._page_tokens, self._tokens
-        order = self._random.permutation(self.pages).tolist()
-        requests = [(self.engine.lookup(tokens[: (n + 1) * size], n * size), self._slots[n : n + 1]) for n in order]
-        start = time.perf_counter()
-        sources = self.engine.load_many(requests).result(600.0).bytes_by_tier
         elapsed = time.perf_counter() - start
         if sources != {"ssd": self.nbytes}:
             raise IOFailedError(f"{self.nbytes} bytes were to come from the ssd tier: {sources}", "see the log")

@@ -17,9 +17,8 @@ import torch
 from gdscache.commands.bench import io_cache, machine
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Onward, Way, best
 from gdscache.commands.bench.io_engine import ColdEngine
-from gdscache.commands.bench.io_files import FilePerPage
 from gdscache.commands.bench.io_ways import OpenWay
-from gdscache.commands.bench.measure import Series, interleave, rate
+from gdscache.commands.bench.measure import Series, interleave
 from gdscache.commands.bench.rows import compared
 from gdscache.commands.console import Progress
 from gdscache.sizes import GIB, KIB, MIB, format_size
@@ -28,7 +27,6 @@ from gdscache.storage.base import Op
 TARGETS = {4 * MIB: (0.85, 0.92), 1 * MIB: (0.78, 0.88)}  # of stores and cold loads with planes on the host
 CPU_TARGET, GPU_TARGET = 1.25, 0.93  # GPU_TARGET: of cold loads into planes on a GPU
 ONWARD_TARGETS = {4 * MIB: 0.90, 1 * MIB: 0.90, 256 * KIB: 0.80}  # of the bare loop with copies
-FILE_READ_TARGET, FILE_WRITE_TARGET = 2.0, 1.5  # against one file a page
 DIRECT_TARGET = 0.95
 _DIRECT_SSD = {"transport": "cufile", "gds": "auto", "route": "direct"}
 _PAGE = 1 * MIB
@@ -196,54 +194,6 @@ def _onward(place: Place, engine: ColdEngine, bare: BareLoop) -> dict[str, dict[
         runs = bare.runs(Op.READ, ways, onward)
         found[kind] = {f"bare loop that copies on{memory}, {name}": run for name, run in runs.items()}
     return found
-
-
-def file_per_page(place: Place, page_bytes: int) -> list[Row]:
-    """An engine against one file a page: stores until on the device, and cold loads of pages in random order."""
-    label = f"{format_size(page_bytes)} pages"
-    with opened(place, page_bytes) as engine, tempfile.TemporaryDirectory(dir=place.directory) as theirs:
-        files = FilePerPage(Path(theirs), engine.pages, page_bytes)
-        returned: list[float] = []
-
-        def store() -> float:
-            seconds = engine.nbytes / engine.store() / 1e9
-            start = time.perf_counter()
-            io_cache.sync(place.directory)
-            return rate(engine.nbytes, seconds + time.perf_counter() - start)
-
-        def write() -> float:
-            until_return, until_device = files.write()
-            returned.append(until_return)
-            return until_device
-
-        for warm_up in (store, store, write):
-            warm_up()
-        returned.clear()
-        stored = interleave({"ours": store, "files": write}, place.repeat, place.progress, f"{label}: stores, files")
-        io_cache.drop(files.files)
-        state = io_cache.state(files.files, direct=False)
-        ways = {"ours": cold(engine, engine.load_scattered), "files": files.read}
-        ways["threads"] = lambda: files.read(place.threads)
-        loaded = interleave(ways, place.repeat, place.progress, f"{label}: loads, files")
-        files.check()
-        more = facts(engine) | {"cache": state}
-    many = f"a file a page, {place.threads} threads"
-    early = Series(tuple(returned))
-    read = loaded["ours"], "a file a page", loaded["files"]
-    written = stored["ours"], "a file a page, until on the device", stored["files"]
-    return [
-        row(place, f"random {label}, load", page_bytes, read, FILE_READ_TARGET, **more),
-        row(place, f"{label}, store", page_bytes, written, FILE_WRITE_TARGET, **more),
-        row(place, f"random {label}, load", page_bytes, (loaded["ours"], many, loaded["threads"]), None, **more),
-        row(
-            place,
-            f"{label}, store",
-            page_bytes,
-            (stored["ours"], "a file a page, until it returns", early),
-            None,
-            **more,
-        ),
-    ]
 
 
 def direct_reads(place: Place) -> list[Row]:
