@@ -100,6 +100,9 @@ class Queues(NamedTuple):
     prefetches: int = 0
 
 
+NO_QUEUES = Queues()
+
+
 class OtherFormat(NamedTuple):
     """A whole page of a format that this version does not read."""
 
@@ -130,7 +133,7 @@ class Figures:
     tiers: Sequence[TierState] = ()
     slowest: Sequence[SlowLoad] = ()
     groups: str = ""
-    queues: Queues = Queues()
+    queues: Queues = NO_QUEUES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -392,7 +392,9 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
 
 
 def _queues(storer: Storer, loader: Loader, prefetcher: Prefetcher) -> Queues:
-    return Queues(*storer.queue().values(), loader.loads, prefetcher.under_way)
+    stores = storer.queue()
+    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
+    return Queues(*sizes, loader.loads, prefetcher.under_way)
 
 
 def _figures(
