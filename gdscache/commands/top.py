@@ -151,7 +151,7 @@ def _directory(report: Report, room: int) -> list[Text]:
     head = _lines([(path, _TITLE), *about], room)
     if "pid" not in report:
         return head
-    sections = [_tier_rows(report, width), _flows(report, width), _latencies(report, width)]
+    sections = [_tier_rows(report, width), _flows(report, width), _queues(report, width), _latencies(report, width)]
     sections += [_slowest(report, width), _causes(report, width), _ranks(report)]
     filled: list[Section] = [[] for _ in range(columns)]
     for section in filter(None, sections):
@@ -226,6 +226,19 @@ def _flows(report: Report, width: int) -> Section:
     asked = f"{_number(rates['lookups'])} lookups/s of {_number(rates['lookup_pages'])} pages/s"
     table = _table(width, (8, 9, 9, 8), titles, [*rows, ("all", _share(rates["hit_rate"]))])
     return [*table, (asked, ""), (f"{_number(rates['stores'])} stores/s", "")]
+
+
+def _queues(report: Report, width: int) -> Section:
+    """Stores against the room of their queue, and the numbers of loads and prefetches; empty for an older page."""
+    queues = report["queues"]
+    if not (limit := queues["limit_bytes"]):
+        return []
+    rows = [
+        (f"{name:<7}{_bar(nbytes / limit)}", _share(nbytes / limit), _bytes(nbytes))
+        for name, nbytes in (("stores", queues["store_bytes"]), ("to SSD", queues["to_ssd_bytes"]))
+    ]
+    under_way = f"{queues['loads']:,} loads, {queues['prefetches']:,} prefetches"
+    return [*_table(width, (8, 11), ("QUEUES", "full", ""), rows), (under_way, "")]
 
 
 def _latencies(report: Report, width: int) -> Section:
@@ -314,7 +327,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Look once and exit. Waits a second for rates.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line for each look.")] = False,
 ) -> None:
-    """Watch engines: rates, tiers, latencies, the slowest loads, and why pages are refused. Ctrl-C ends it.
+    """Watch engines: rates, tiers, queues, latencies, the slowest loads, and why pages are refused. Ctrl-C ends it.
 
     It reads the status pages alone, so it costs an engine nothing, and shows one that hangs. Engines rewrite their page
     every second; an engine without an SSD has one if the configuration names a status.path.

@@ -63,8 +63,9 @@ _CAUSE = struct.Struct("<32sQ")
 _TIER = struct.Struct("<16s3Q")
 _LOAD = struct.Struct("<16s3Q")
 _GROUPS = struct.Struct("<128s")
+_QUEUES = struct.Struct("<5Q")
 _GROUPS_AT, _TEXTS_AT, _RANKS_AT, _LATENCIES_AT, _CAUSES_AT = 256, 384, 1216, 1472, 1600
-_TIERS_AT, _LOADS_AT = 3520, 3720
+_TIERS_AT, _LOADS_AT, _QUEUES_AT = 3520, 3720, 4040
 _MOST_NS = (1 << 64) - 1
 _TRIES, _PAUSE = 5, 0.01  # reads of a page that is being written
 _CLOSE_S = 2.0  # seconds that `close` waits for a hanging write
@@ -85,6 +86,21 @@ class TierState(NamedTuple):
     slots: int
     pages: int
     evictions: int
+
+
+class Queues(NamedTuple):
+    """Accepted work that is not done. Stores, and those on their way to the SSD, in bytes; `limit`: the most bytes of
+    stores, 0 on a page that does not tell of queues. By number: loads under way, but those of pages that a prefetch has
+    checked, and prefetches."""
+
+    store_bytes: int = 0
+    to_ssd_bytes: int = 0
+    limit_bytes: int = 0
+    loads: int = 0
+    prefetches: int = 0
+
+
+NO_QUEUES = Queues()
 
 
 class OtherFormat(NamedTuple):
@@ -117,6 +133,7 @@ class Figures:
     tiers: Sequence[TierState] = ()
     slowest: Sequence[SlowLoad] = ()
     groups: str = ""
+    queues: Queues = NO_QUEUES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,6 +178,7 @@ def pack(status: Status) -> bytes:
         nanoseconds = (min(int(s * 1e9), _MOST_NS) for s in seconds)
         _LATENCY.pack_into(page, _LATENCIES_AT + at * _LATENCY.size, samples, *nanoseconds)
     _GROUPS.pack_into(page, _GROUPS_AT, _text(f.groups, 128))
+    _QUEUES.pack_into(page, _QUEUES_AT, *f.queues)
     for at, tier in enumerate(f.tiers[:TIERS]):
         _TIER.pack_into(page, _TIERS_AT + at * _TIER.size, _text(tier.name, 16), *tier[1:])
     for at, load in enumerate(f.slowest[:SLOWEST]):
@@ -222,6 +240,7 @@ def unpack(page: bytes) -> Status | OtherFormat | None:
         tiers=tuple(tiers),
         slowest=tuple(slowest),
         groups=_read_text(*_GROUPS.unpack_from(page, _GROUPS_AT)),
+        queues=Queues(*_QUEUES.unpack_from(page, _QUEUES_AT)),
     )
     return Status(pid, host, command, opened / 1000, written / 1000, number, catalog, log, figures, format_, causes)
 

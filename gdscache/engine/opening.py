@@ -27,7 +27,7 @@ from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
-from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, RankState, StatusWriter, TierState
+from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
 from gdscache.errors import InvalidValueError, IOFailedError, StorageError, TierUnavailableError
 from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, SlotMemory
@@ -196,7 +196,8 @@ def build(
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
         status = history = None
-        figures = functools.partial(_figures, config, top, manager, journal)
+        queues = functools.partial(_queues, storer, loader, prefetcher)
+        figures = functools.partial(_figures, config, top, manager, journal, queues)
         if below.ssd is not None:
             history = HistoryFile(below.ssd.path, manager.fates.evicted, manager.fates.bad)
             history.restore()
@@ -390,7 +391,15 @@ def _describe(names: NamespacesFile, ssd: SsdTier) -> None:
         names.save(ssd.described)
 
 
-def _figures(config: Config, top: _Top, manager: TierManager, journal: Journal) -> Figures:
+def _queues(storer: Storer, loader: Loader, prefetcher: Prefetcher) -> Queues:
+    stores = storer.queue()
+    sizes = stores["bytes"], stores["to_ssd_bytes"], stores["limit_bytes"]
+    return Queues(*sizes, loader.loads, prefetcher.under_way)
+
+
+def _figures(
+    config: Config, top: _Top, manager: TierManager, journal: Journal, queues: Callable[[], Queues]
+) -> Figures:
     """For the status page. Without the manager's lock, so the figures need not agree exactly. A line of the log that is
     due is left to a thread that may wait for a slow log."""
     if journal.due:
@@ -417,6 +426,7 @@ def _figures(config: Config, top: _Top, manager: TierManager, journal: Journal) 
         tiers=[TierState(name, t.index.slots, len(t.index), t.index.evictions) for name, t in manager.tiers.items()],
         slowest=manager.latencies.slowest(SLOWEST),
         groups=", ".join(group.words for group in config.model.layer_groups()),
+        queues=queues(),
     )
     if ssd is None:
         return told

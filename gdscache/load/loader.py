@@ -70,7 +70,7 @@ class Loader:
 
     @property
     def loads(self) -> int:
-        """Loads in the lane that may read files. The manager's lock is held."""
+        """Loads in the lane that may read files. Takes no lock."""
         return len(self._running)
 
     def start(

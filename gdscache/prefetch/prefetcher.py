@@ -176,6 +176,11 @@ class Prefetcher:
         with self._manager.lock:
             self._queue.stop(request, why)
 
+    @property
+    def under_way(self) -> int:
+        """Prefetches that have not ended. Takes no lock."""
+        return len(self._queue)
+
     def stats(self) -> dict[str, Any]:
         """Plain data: prefetches by end, pages by status, and prefetched pages that were used, or lost unused."""
         lock, held = self._manager.lock, self._held
@@ -187,7 +192,7 @@ class Prefetcher:
         with lock:
             return {
                 "requests": self._requests,
-                "under_way": len(self._queue),
+                "under_way": self.under_way,
                 "ended": {end.value: self._ends[end.value] for end in PrefetchEnd},
                 "pages": dict(self._pages),
                 "bytes": self._pages[PageStatus.LOADED.value] * self.layout.page_bytes,

@@ -175,12 +175,15 @@ class Storer:
 
     def stats(self) -> dict[str, Any]:
         with self._manager.lock:
-            queue = {
-                "bytes": self._planner.queued * self._extent_bytes,
-                "to_ssd_bytes": len(self._planner.keys) * self._extent_bytes,
-                "limit_bytes": self._queue,
-            }
-            return {"store_queue": queue, "store_policy": self._planner.describe()}
+            return {"store_queue": self.queue(), "store_policy": self._planner.describe()}
+
+    def queue(self) -> dict[str, int]:
+        """Accepted bytes that are not stored yet. Without a lock the figures need not agree exactly."""
+        return {
+            "bytes": self._planner.queued * self._extent_bytes,
+            "to_ssd_bytes": len(self._planner.keys) * self._extent_bytes,
+            "limit_bytes": self._queue,
+        }
 
     def close(self, *, drain: bool) -> None:
         """Refuse new stores, finish the accepted ones and write dirty pages (without `drain`: drop both), then end the

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class Timeline:
     def number(self) -> int:
         """A number for a load; 0 if it is not kept."""
         return 0
+
+    def requests(self, headers: Iterable[Mapping[str, str] | None], /) -> AbstractContextManager[object]:
+        """Loads that this thread calls within are of requests with these headers of W3C Trace Context (`traceparent`,
+        `tracestate`), None for a request without."""
+        return _NOTHING
 
     def span(self, kind: str, /, **about: Any) -> Span:
         """A duration of the calling thread."""

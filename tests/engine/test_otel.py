@@ -99,6 +99,22 @@ def test_threads_that_load_at_once_have_their_own_traces(host: Host, provider: A
     assert len(requests) == 4
 
 
+def test_a_load_of_requests_is_in_the_trace_of_the_first_and_linked_to_the_others(host: Host, exporter: Any) -> None:
+    """By the headers that an engine got with its requests."""
+    host.keep(prompt(1, 2)).result(WAIT)
+    headers = [{"traceparent": f"00-{trace:032x}-{7:016x}-01"} for trace in (1, 2, 3)]
+    timeline = host.engine.timeline
+    with timeline.requests([None, *headers, {}]):
+        host.load(prompt(1, 2))
+    with timeline.requests([None, {"traceparent": "nonsense"}]), timeline.requests([]):
+        host.load(prompt(1, 2))
+    host.load(prompt(1, 2))
+    joined, *alone = spans(host, exporter)
+    assert (joined.context.trace_id, joined.parent.span_id) == (1, 7)
+    assert [link.context.trace_id for link in joined.links] == [2, 3]
+    assert [(span.parent, len(span.links)) for span in alone] == [(None, 0)] * 2
+
+
 def test_bad_pages_are_counted_and_a_load_that_breaks_off_is_an_error(
     host: Host, exporter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

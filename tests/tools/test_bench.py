@@ -66,7 +66,7 @@ def test_a_case_that_fails_does_not_cost_the_others(tmp_path: Path) -> None:
     found = toy({"a": lambda: 1.0, "b": broken, "c": lambda: 3.0}).run(kit.Settings(), tmp_path)
     assert found["r"] == [{"case": "a", "value": 1.0}, {"case": "c", "value": 3.0}]
     assert (found["done"], found["failed"]) == (["a", "c"], [{"what": "b", "cause": "the disk is on fire"}])
-    assert (found["left"], found["complete"], found["interrupted"]) == (0, True, False)
+    assert (found["left"], found["complete"], found["interrupted"]) == ([], True, False)
 
 
 def test_a_defect_is_raised_and_the_report_kept(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     assert ended.value.exit_code == 130
     assert seen == [1]
     first = read(file)
-    assert (first["interrupted"], first["complete"], first["left"]) == (True, False, 1)
+    assert (first["interrupted"], first["complete"], first["left"]) == (True, False, ["d"])
     again = toy({"a": never, "b": lambda: 2.0, "c": never, "d": lambda: 4.0})
     again.command(kit.Settings(), tmp_path, None, None, file)
     found = read(file)
     assert [row["value"] for row in found["r"]] == [1.0, 3.0, 2.0, 4.0]
-    assert (found["complete"], found["interrupted"], found["failed"], found["left"]) == (True, False, [], 0)
+    assert (found["complete"], found["interrupted"], found["failed"], found["left"]) == (True, False, [], [])
     toy(dict.fromkeys("abcd", never)).command(kit.Settings(), tmp_path, None, None, file)
     assert read(file)["r"] == found["r"]
 
@@ -127,7 +127,24 @@ def test_rows_of_a_case_that_was_wrong_are_measured_anew(tmp_path: Path) -> None
 
 def test_time_that_is_over_leaves_cases(tmp_path: Path) -> None:
     found = toy({"a": never}, budget=0.0).run(kit.Settings(), tmp_path)
-    assert (found["left"], found["complete"], found["failed"]) == (1, False, [])
+    assert (found["left"], found["complete"], found["failed"]) == (["a"], False, [])
+
+
+def test_a_case_that_would_end_late_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case before says how long the next one takes."""
+    now = [0.0]
+    monkeypatch.setattr(kit.time, "monotonic", lambda: now[0])
+
+    def lasting(seconds: float) -> Callable[[], float]:
+        return lambda: now.__setitem__(0, now[0] + seconds) or 1.0
+
+    found = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)}).run(kit.Settings(), tmp_path, seconds=10.0)
+    assert (found["done"], found["left"]) == (["a"], ["b", "c"])
+    assert kit.below({**found, "cannot": [], "failed": []})[-1] == (
+        "Not measured, no time left: b; c. --resume goes on with these."
+    )
+    found = toy({"a": lasting(6.0), "b": lasting(1.0), "c": lasting(1.0)}).run(kit.Settings(), tmp_path, seconds=13.0)
+    assert (found["done"], found["left"]) == (["a", "b", "c"], [])
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def report(quick: tuple[Path, str]) -> dict[str, Any]:
 
 def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
     assert report["schema"] == "gdscache.bench.io/3"
-    assert (report["complete"], report["left"], report["failed"]) == (True, 0, [])
+    assert (report["complete"], report["left"], report["failed"]) == (True, [], [])
     assert [way["way"] for way in report["ways"]] == [way.name for way in WAYS]
     measured = {cell["way"] for cell in report["cells"]}
     listed = {entry["what"]: entry["cause"] for entry in report["cannot"]}
@@ -532,7 +532,7 @@ def test_one_broken_way_does_not_cost_the_others(tmp_path: Path, monkeypatch: py
     found = BENCH.run(dataclasses.replace(TINY, ways=("nixl_posix", "host")), tmp_path)
     assert found["failed"] == [{"what": "NIXL POSIX", "cause": "gone since the check"}]
     assert {cell["way"] for cell in found["cells"]} == {"host"}
-    assert found["left"] == 0
+    assert found["left"] == []
     assert not list(tmp_path.iterdir())
 
 

@@ -102,7 +102,7 @@ def made(tmp_path: Path, *, resume: bool = False, seconds: float = 60.0) -> tupl
 def test_the_page_has_every_bench_and_says_what_is_missing(tmp_path: Path, some: Callable[..., None]) -> None:
     some(disk={"cold": lambda: 1.0, "full": full}, copies={"warm": lambda: 3.0})
     found, text = made(tmp_path)
-    assert [*found["benches"]] == ["disk", "copies"]
+    assert [*found["benches"]] == ["copies", "disk"]
     assert found["cannot"] == {"gpu": "torch sees no GPU"}
     for words in ("The disk", "disk <moves> 1 & more.", "load of cold", "the disk is full", "torch sees no GPU"):
         assert words in text
@@ -112,17 +112,17 @@ def test_a_report_goes_on_where_it_was_ended(tmp_path: Path, some: Callable[...,
     def stop() -> float:
         raise KeyboardInterrupt
 
-    some(disk={"cold": lambda: 1.0, "warm": stop}, copies={"far": never})
+    some(copies={"far": never}, disk={"cold": lambda: 1.0, "warm": stop})
     found, text = made(tmp_path)
     assert found["interrupted"]
     assert "copies" not in found["benches"]
     assert "--resume" in text
-    some(disk={"cold": never, "warm": lambda: 2.0}, copies={"far": lambda: 3.0})
+    some(copies={"far": lambda: 3.0}, disk={"cold": never, "warm": lambda: 2.0})
     found, _ = made(tmp_path, resume=True)
     assert [row["case"] for row in found["benches"]["disk"]["r"]] == ["cold", "warm"]
     assert not found["interrupted"]
     assert found["benches"]["copies"]["complete"]
-    some(disk={"cold": never, "warm": never, "new": stop}, copies={"far": never})
+    some(copies={"far": never}, disk={"cold": never, "warm": never, "new": stop})
     found, _ = made(tmp_path, resume=True)
     assert found["interrupted"]
     assert found["benches"]["copies"]["done"] == ["far"], "an interrupted run lost the figures of a later bench"
@@ -131,8 +131,27 @@ def test_a_report_goes_on_where_it_was_ended(tmp_path: Path, some: Callable[...,
 def test_time_that_is_over_leaves_cases(tmp_path: Path, some: Callable[..., None]) -> None:
     some(disk={"cold": never})
     found, text = made(tmp_path, seconds=0.0)
-    assert found["benches"]["disk"]["left"] == 1
-    assert "1 cases are left" in text
+    assert found["cannot"] == {"disk": "no time left", "gpu": "torch sees no GPU"}
+    assert "no time left" in text
+
+
+def test_what_a_bench_leaves_of_its_time_goes_to_the_next(
+    tmp_path: Path, some: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bench of the page is measured first; a case that no time is left for is named."""
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    said: list[str] = []
+
+    def lasting(name: str, seconds: float) -> Callable[[], float]:
+        return lambda: said.append(name) or now.__setitem__(0, now[0] + seconds) or 1.0
+
+    some(disk={n: lasting(n, 30.0) for n in ("d1", "d2", "d3")}, copies={"c1": lasting("c1", 5.0)})
+    found, text = made(tmp_path, seconds=100.0)
+    assert said == ["c1", "d1", "d2"]
+    assert found["benches"]["disk"]["left"] == ["d3"]
+    assert "Not measured, no time left: d3." in text
+    assert text.index("The disk") < text.index("The copies")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"schema": "gdscache.bench.report/0", "benches": {}}'])

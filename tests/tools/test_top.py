@@ -18,7 +18,7 @@ import pytest
 
 from gdscache.commands import top
 from gdscache.disk import status_page
-from gdscache.disk.status_page import RankState, TierState
+from gdscache.disk.status_page import Queues, RankState, TierState
 from gdscache.runtime.latencies import SlowLoad, Summary
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
@@ -56,6 +56,7 @@ def written(folder: Path, number: int, written: float, times: int = 1, **changes
         "evictions": 0, "late_requests": 0, "state": "running", "stopped": "", "counts": counts, "ranks": ranks,
         "latencies": {what: Summary(9, 0.0125, 0.25) for what in status_page.LATENCIES}, "tiers": tiers,
         "slowest": [SlowLoad("ssd", written - 60, 1.5, 3 << 30)], "groups": "full: all tokens, window: the last 1,024",
+        "queues": Queues(3 << 20, 1 << 20, 12 << 20, 2, 5),
     } | changes  # fmt: skip
     folder.mkdir(exist_ok=True)
     figures = status_page.Figures(**told)
@@ -206,6 +207,7 @@ def test_a_screen_has_everything_at_any_width(tmp_path: Path, width: int, direct
         assert f"d{n}" in text
     said = ["75.0 %", "64.0 KiB", "50.0 %", "5.00 lookups/s of 50.0 pages/s", "12.5 ms", "250 ms", "1.50 s", "3.00 GiB"]
     said += ["1 min", "misses checksum", "refused second_offer", "3 of 4 run", "rank 2, process 4002: stopped"]
+    said += ["25.0 %", "1.00 MiB", "2 loads, 5 prefetches"]
     for what in said:
         assert text.count(what) >= directories, what
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -257,7 +258,12 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html and report.json.")],
     directory: Dir = Path(),
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Begin no case after these. Default: 9 with a GPU, 13 without.")
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Time of all cases. None begins that would end later if it took as long as the one before. "
+            "Default: 9 with a GPU, 13 without.",
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the report in --out.")] = False,
     quick: Quick = False,
@@ -276,7 +282,8 @@ def report(
     out.mkdir(parents=True, exist_ok=True)
     seconds = 60.0 * (minutes or (9 if torch.cuda.is_available() else 13))
     with progress_bar() as progress:
-        found = measured.measure(directory, out, seconds, progress, quick=quick, resume=resume)
+        say = functools.partial(typer.echo, err=True)
+        found = measured.measure(directory, out, seconds, progress, quick=quick, resume=resume, say=say)
     typer.echo(f"{out / measured.HTML_NAME}: {', '.join(found['benches'])} in {found['seconds']:.0f} s")
     for name, cause in found["cannot"].items():
         typer.echo(f"not measured: {name}: {cause}")

@@ -83,12 +83,14 @@ class Settings(kit.Settings):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A comparison. `cause`: the reason why it cannot run here; `ram`: it runs on the RAM disk."""
+    """A comparison. `cause`: the reason why it cannot run here; `ram`: it runs on the RAM disk; `way`: the way
+    that is swept before it, and without which it cannot run."""
 
     name: str
     action: Callable[[Place], list[Row]]
     ram: bool = False
     cause: str = ""
+    way: str = ""
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
@@ -117,14 +119,18 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
             run.case("ceilings", lambda: {"ceilings": {name: action() for name, action in best.items()}})
         if run.found["ceilings"] is None:
             return
-        for part in [part for part in some if part.action is not io_rows.direct_reads]:
+        for part in some:
+            if part.way:
+                sweep(run, settings, device, part.way, file)
+                swept = next(
+                    (way for way in run.found["ways"] if way["way"] == part.way),
+                    {"cause": f"{part.way} was not measured"},
+                )
+                part = dataclasses.replace(part, cause=swept["cause"])
             compare(run, settings, device, part, file)
         run.case("memory", lambda: {"memory": memory.engine_memory(file.parent, settings.memory_pages)})
         for way in settings.ways:
             sweep(run, settings, device, way, file)
-        direct = next((way for way in run.found["ways"] if way["way"] == "cufile"), {"cause": "it is not asked for"})
-        for part in [part for part in some if part.action is io_rows.direct_reads]:
-            compare(run, settings, device, dataclasses.replace(part, cause=direct["cause"]), file)
 
 
 def parts(settings: Settings, device: torch.device) -> list[Part]:
@@ -138,16 +144,16 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
         cause = f"{ram} has less than {about(needed)} free"
     found: list[Part] = []
 
-    def sized(name: str, of: Callable[..., list[Row]], sizes: Sequence[int], *, ram: bool = False) -> None:
+    def sized(name: str, of: Callable[..., list[Row]], sizes: Sequence[int], **more: Any) -> None:
         for size in sizes:
             action, label = functools.partial(of, page_bytes=size), f"{name}, {format_size(size)} pages"
-            found.append(Part(label, action, ram, cause if ram else ""))
+            found.append(Part(label, action, cause=cause if "ram" in more else "", **more))
 
     sized("stores and loads", io_rows.stores_and_loads, tuple(io_rows.TARGETS))
     if settings.everything:
         sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
     if "cufile" in settings.ways:
-        found.append(Part("direct reads", io_rows.direct_reads))
+        found.append(Part("direct reads", io_rows.direct_reads, way="cufile"))
     return found
 
 
@@ -189,7 +195,8 @@ def sweep(run: kit.Run, settings: Settings, device: torch.device, way: str, file
             found = io_sweep.lacking("torch sees no CUDA device")
         else:
             given |= {"require_gds": settings.require_gds}
-            found = io_sweep.sweep(file, way, str(device), settings.total, given, run.found["ceilings"])
+            ceilings = run.found["ceilings"]
+            found = io_sweep.sweep(file, way, str(device), settings.total, given, ceilings, run.seconds_left)
         said = {"way": way, "label": kind.label, **{key: found[key] for key in ("cause", "word", "direct")}}
         run.add(kind.label, {"ways": [said], "cells": found["cells"]}, lacks=found["cause"])
 

@@ -6,6 +6,7 @@ For depths, mixes and latencies use fio and NVIDIA's gdsio.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ THREADS = 16  # of the transport
 DEPTH, BATCH = 32, 8  # requests in flight, and in a submission; cuFile hung with 256 in flight
 LEAST_PASS = 64 * MIB
 DEADLINE_S = 300.0
+LEAST_DEADLINE_S = 30.0  # with little time left
 
 
 def ceiling(bare: BareLoop, op: Op, repeat: int, progress: Progress) -> dict[str, Any]:
@@ -46,14 +48,23 @@ def ceiling(bare: BareLoop, op: Op, repeat: int, progress: Progress) -> dict[str
     }
 
 
-def sweep(path: Path, way: str, device: str, total: int, settings: Mapping[str, Any], ceilings: Any) -> dict[str, Any]:
+def sweep(
+    path: Path,
+    way: str,
+    device: str,
+    total: int,
+    settings: Mapping[str, Any],
+    ceilings: Any,
+    seconds_left: float = math.inf,
+) -> dict[str, Any]:
     """A way's result on the first `total` bytes of a file, by a child: `cause` (why it cannot run here, or empty),
     `word` (`gds` if nvidia-fs counted, `compat` for GPU bytes without it, `posix`), `direct`, `cells`. `settings`:
-    `sizes`, `rounds`, `seconds` (of a pass, at the ceiling's rate), `require_gds`. Raises `IOFailedError` if a working
-    way fails during the measurement."""
+    `sizes`, `rounds`, `seconds` (of a pass, at the ceiling's rate), `require_gds`. `seconds_left`: of the whole run.
+    Raises `IOFailedError` if a working way fails during the measurement."""
     arguments = str(path), way, device, total, dict(settings), ceilings
+    deadline_s = min(DEADLINE_S, max(LEAST_DEADLINE_S, seconds_left))
     try:
-        return measure.child("io_sweep", "measure_way", *arguments, deadline_s=DEADLINE_S)
+        return measure.child("io_sweep", "measure_way", *arguments, deadline_s=deadline_s)
     except measure.ChildDiedError as error:
         return lacking(error.message)
 

@@ -41,15 +41,15 @@ class Way:
     cufile: bool = False
 
 
-WAYS = (
-    Way("host", "host only", "host"),
-    Way("uring", "host only, io_uring", "host"),
-    Way("host_gpu", "host then GPU", "cuda"),
+WAYS = (  # in the order of measuring
     Way("cufile", "direct GPU, native", "cuda", cufile=True),
     Way("direct", "direct GPU, kvikio", "cuda", cufile=True),
+    Way("nixl_gds_mt", "NIXL GDS_MT", "cuda", cufile=True),
     Way("kvikio_compat", "kvikio compat", "cuda"),
     Way("nixl_posix", "NIXL POSIX", "host"),
-    Way("nixl_gds_mt", "NIXL GDS_MT", "cuda", cufile=True),
+    Way("host_gpu", "host then GPU", "cuda"),
+    Way("uring", "host only, io_uring", "host"),
+    Way("host", "host only", "host"),
 )
 BY_NAME = {way.name: way for way in WAYS}
 

@@ -1,8 +1,9 @@
 """The benches' shared kit. A bench is a `Bench`: its measurement and its display.
 
 * **Cases.** `measure(run, settings, directory)` names its cases (`run.plan`) and measures them in order of importance.
-  `run.case(name, action)` measures one case, unless the resumed report has it or the time is over. Cases that take
-  turns are measured in one `run.guarded(...)`; each is given to `run.add`.
+  `run.case(name, action)` measures one case, unless the resumed report has it or no time is left: no case begins that
+  would end late if it took as long as the case before. Cases that take turns are measured in one `run.guarded(...)`;
+  each is given to `run.add`.
 * **Rows.** An action returns rows of plain data by their key in the report. A row has the measured quantity, its figure
   and spread over the rounds, its reference, the ratio of both, and a target if there is one (`rows.py`). Each row has
   the name of its case.
@@ -14,7 +15,7 @@
   only shows that everything runs.
 * **The exit status** is 0, 1 if a case failed, 130 after Ctrl-C, 2 if no case was measured.
 
-Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (number of planned cases without
+Keys of each report: `schema`, `machine`, `settings`, `complete`, `interrupted`, `left` (names of planned cases without
 a result), `done` (names of cases), `cannot` and `failed` (`what`, `cause`), and the bench's own.
 """
 
@@ -81,13 +82,13 @@ class Run:
         keep: Keep = lambda found: None,
         seconds: float | None = None,
     ) -> None:
-        """`seconds`: afterwards no further case begins, also within the bench's own budget."""
+        """`seconds`: the time of all cases, also within the bench's own budget."""
         before = done or {}
         known = set(before.get("done", ()))
         self.found: dict[str, Any] = {
             "complete": False,
             "interrupted": False,
-            "left": 0,
+            "left": [],
             "done": list(before.get("done", ())),
             "cannot": [],
             "failed": [],
@@ -98,18 +99,24 @@ class Run:
         self.progress = progress
         self._keep = keep
         self._planned: list[str] = []
-        self._until = math.inf if seconds is None else time.monotonic() + seconds
+        self._began = time.monotonic()  # of the present case
+        self._took = 0.0  # seconds of the case before
+        self._until = math.inf if seconds is None else self._began + seconds
 
     def plan(self, names: Sequence[str], budget_seconds: float | None = None) -> None:
-        """The names of all cases. After `budget_seconds` no further case begins."""
+        """The names of all cases. `budget_seconds`: their time from now on."""
         self._planned = list(names)
         if budget_seconds is not None:
             self._until = min(self._until, time.monotonic() + budget_seconds)
         self._count()
 
     def wants(self, name: str) -> bool:
-        """Whether a case is planned, not measured yet, and may begin."""
-        return name in self._planned and name not in self.found["done"] and time.monotonic() < self._until
+        """Whether a case is planned, not measured yet, and has time left."""
+        return name in self._planned and name not in self._over() and self._took < self.seconds_left
+
+    @property
+    def seconds_left(self) -> float:
+        return self._until - time.monotonic()
 
     def case(self, name: str, action: Callable[[], Report]) -> None:
         """Measure a case. `action` returns rows, or a single value, by the key of the report."""
@@ -156,15 +163,18 @@ class Run:
         return {*self.found["done"], *(row["what"] for kind in ("failed", "cannot") for row in self.found[kind])}
 
     def say(self, text: str) -> None:
-        self.progress(len(self._planned) - self.found["left"], len(self._planned), text)
+        self.progress(len(self._planned) - len(self.found["left"]), len(self._planned), text)
 
     def save(self) -> None:
+        before, now = len(self.found["left"]), time.monotonic()
         self._count()
+        if len(self.found["left"]) < before:
+            self._began, self._took = now, now - self._began
         self._keep(self.found)
 
     def _count(self) -> None:
         over = self._over()
-        self.found["left"] = sum(name not in over for name in self._planned)
+        self.found["left"] = [name for name in self._planned if name not in over]
         self.found["complete"] = not self.found["left"] and not self.found["interrupted"]
 
 
@@ -304,6 +314,7 @@ def below(report: Report) -> list[Table | str]:
         for cause, names in by_cause.items():
             table.add_row(names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more", cause)
         found.append(table)
-    if report["left"]:
-        found.append(f"{report['left']} cases are left: --resume FILE goes on where the report in FILE ends.")
+    if left := report["left"]:
+        why = "interrupted" if report["interrupted"] else "no time left"
+        found.append(f"Not measured, {why}: {'; '.join(left)}. --resume goes on with {'these' if left[1:] else 'it'}.")
     return found

@@ -25,7 +25,7 @@ from gdscache.commands.bench import kit
 from gdscache.commands.bench.geometry import HEAD_DIM, KV_HEADS, LAYERS
 from gdscache.commands.bench.measure import Series, rate, turns
 from gdscache.commands.bench.rows import Line, bars, compared, lines_table
-from gdscache.commands.console import Table
+from gdscache.commands.console import Table, figure
 from gdscache.errors import InvalidValueError, IOFailedError
 
 PAGE_TOKENS, LATENT = 64, 576
@@ -208,8 +208,21 @@ def tables(report: kit.Report) -> list[Table]:
     return [lines_table("Links, all at once", _lines(report), judged=_judged(report))]
 
 
-def plot(report: kit.Report, figure: Any) -> None:
-    bars(figure.subplots(), _lines(report), judged=_judged(report))
+def plot(report: kit.Report, drawn: Any) -> None:
+    bars(drawn.subplots(), _lines(report), judged=_judged(report))
+
+
+def bottom(report: kit.Report) -> list[str]:
+    """The rate of all links together, beside that of copies."""
+    found = []
+    for row in (row for row in report["links"] if row["what"].startswith("load of")):
+        rate, best = (figure(row[key]["median"]) for key in ("figure", "against_figure"))
+        found.append(f"{rate} GB/s of {row['case']}, {figure(row['ratio'])} of the {best} GB/s of copies")
+    if not found:
+        return []
+    ranks = report["settings"]["ranks"]
+    links = f"{ranks} GPUs load at once" if ranks > 1 else "One GPU loads"
+    return [f"{links} {', and '.join(found)}."]
 
 
 def _lines(report: kit.Report) -> list[Line]:
@@ -220,4 +233,4 @@ def _judged(report: kit.Report) -> bool:
     return not kit.quick(report) and bool(report["machine"]["gpus"])
 
 
-BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, measure, tables, plot)
+BENCH = kit.Bench("links", "gdscache.bench.links/1", {"links": []}, measure, tables, plot, bottom=bottom)

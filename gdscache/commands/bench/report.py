@@ -21,9 +21,13 @@ from gdscache.commands.bench.ttft_cells import Settings as TtftSettings
 from gdscache.commands.console import Progress, Table, duration, require_matplotlib, write_json
 from gdscache.errors import GdsCacheError, InvalidValueError
 from gdscache.runtime.files import write_whole
+from gdscache.sizes import KIB, MIB
 
 SCHEMA = "gdscache.bench.report/1"
 JSON_NAME, HTML_NAME = "report.json", "report.html"
+PAGE_SHARE = 0.05  # of the time, for the plots
+PAIRS = 10  # of copies, for a figure
+ENGINES_CALLS = (256 * KIB, 1 * MIB, 4 * MIB)  # sizes of calls that an engine makes
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 0 auto; padding: 1rem }
@@ -51,7 +55,8 @@ class Part:
 
 
 def parts(directory: Path, *, quick: bool) -> list[Part]:
-    """The benches in reading order."""
+    """The benches in reading order. They are measured in the other order: the short ones leave their time to the long
+    ones."""
     profile = "quick" if quick else "default"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     no_gpu = "" if gpus else "torch sees no CUDA device"
@@ -62,13 +67,16 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
         return ttft.BENCH, settings, ttft.place(None)
 
     def disk() -> tuple[kit.Bench, kit.Settings, Path]:
-        return bench_io.BENCH, bench_io.Settings.of(profile, everything=True), directory
+        settings = bench_io.Settings.of(profile, everything=True)
+        sizes = tuple(size for size in settings.sweep_sizes if size in ENGINES_CALLS) or settings.sweep_sizes
+        return bench_io.BENCH, dataclasses.replace(settings, sweep_sizes=sizes), directory
 
     def copies() -> tuple[kit.Bench, kit.Settings, Path]:
         from gdscache.commands.bench import copy
         from gdscache.commands.bench.copy_gpu import Gpu
 
-        return copy.bench(Gpu()), copy.Settings.of(profile, everything=True), Path()
+        settings = copy.Settings.of(profile, everything=True)
+        return copy.bench(Gpu()), dataclasses.replace(settings, pairs=min(settings.pairs, PAIRS)), Path()
 
     def links() -> tuple[kit.Bench, kit.Settings, Path]:
         from gdscache.commands.bench import links as measured
@@ -83,9 +91,19 @@ def parts(directory: Path, *, quick: bool) -> list[Part]:
     ]
 
 
-def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, quick: bool, resume: bool) -> kit.Report:
-    """Run all parts, each for its share of `seconds`. The JSON is written after each case, the page at the end.
-    `resume` continues the JSON of `out`. Raises `InvalidValueError` if that JSON is of another machine or disk."""
+def measure(
+    directory: Path,
+    out: Path,
+    seconds: float,
+    progress: Progress,
+    *,
+    quick: bool,
+    resume: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> kit.Report:
+    """Run all parts within `seconds`: each has its share of the time that the parts before it have left. The JSON is
+    written after each case, the page at the end. `say` gets a line a part. `resume` continues the JSON of `out`. Raises
+    `InvalidValueError` if that JSON is of another machine or disk."""
     matplotlib = require_matplotlib(Path("plot.svg"))
     before = _before(out / JSON_NAME) if resume else {}
     found: dict[str, Any] = {
@@ -98,31 +116,42 @@ def measure(directory: Path, out: Path, seconds: float, progress: Progress, *, q
         "interrupted": False,
     }
     some, benches = parts(directory, quick=quick), dict[str, kit.Bench]()
-    for part in some:
+    until, shares = time.monotonic() + (1 - PAGE_SHARE) * seconds, sum(part.share for part in some if not part.lacks)
+    for part in reversed(some):
         if part.lacks:
             found["cannot"][part.name] = part.lacks
             continue
+        began = time.monotonic()
+        share, shares = part.share / shares, shares - part.share
         try:
             bench, settings, place = part.make()
             done, head = before.get(part.name), bench.head(settings, place)
             if done is not None:
                 bench.check_same(done, settings, place, str(out / JSON_NAME))
             benches[part.name] = bench
+            if found["interrupted"] or began >= until:
+                if done is None:
+                    found["cannot"][part.name] = "interrupted" if found["interrupted"] else "no time left"
+                continue
             keep = functools.partial(_keep, out, found, part.name, head)
-            rows = bench.run(settings, place, progress, keep, done, seconds * part.share)
+            named = functools.partial(_named, progress, part.title)
+            rows = bench.run(settings, place, named, keep, done, (until - began) * share)
         except InvalidValueError:
             raise
         except GdsCacheError as error:
             found["cannot"][part.name] = cause_of(error)
             continue
         found["interrupted"] = rows["interrupted"]
-        if found["interrupted"]:
-            break
+        say(f"{part.title}: {time.monotonic() - began:.0f} s, {len(rows['done'])} cases, {len(rows['left'])} left")
     found["seconds"] = time.time() - found["began"]
     write_json(out / JSON_NAME, found)
     titles = {part.name: part.title for part in some}
     write_whole(out / HTML_NAME, page(found, benches, titles, matplotlib).encode(), 0o644)
     return found
+
+
+def _named(progress: Progress, title: str, done: int, total: int, text: str) -> None:
+    progress(done, total, f"{title}: {text}")
 
 
 def _keep(out: Path, found: dict[str, Any], name: str, head: kit.Report, rows: kit.Report) -> None:
@@ -159,11 +188,11 @@ def page(found: kit.Report, benches: Mapping[str, kit.Bench], titles: Mapping[st
         body.append('<p class="note">--quick: these figures show that everything runs, and mean nothing.</p>')
     if found["interrupted"]:
         body.append('<p class="note">Interrupted: --resume measures the rest.</p>')
-    for name, report in found["benches"].items():
-        bench = benches.get(name)
-        if bench is None:  # of the run before
+    for name, title in titles.items():
+        bench, report = benches.get(name), found["benches"].get(name)
+        if bench is None or report is None:
             continue
-        body.append(f"<h2>{_text(titles[name])}</h2>")
+        body.append(f"<h2>{_text(title)}</h2>")
         body += [f'<p class="bottom">{_text(line)}</p>' for line in bench.bottom(report)]
         if bench.plot is not None:
             body.append(f"<figure>{_svg(bench.plot, report, matplotlib)}</figure>")

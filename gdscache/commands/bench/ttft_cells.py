@@ -11,7 +11,7 @@ from gdscache.commands.bench import kit
 from gdscache.commands.bench.shapes import LLAMAS
 from gdscache.errors import InvalidValueError
 
-CACHED = (0, 50, 90, 99)  # percent of a prompt, down to a page
+CACHED = (90, 99, 0, 50)  # percent of a prompt, down to a page; in the order of measuring
 PLACES = ("gpu", "cpu", "ssd_via_cpu", "ssd_direct")
 NOWHERE = "none"
 SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
@@ -19,17 +19,17 @@ SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """The bench's extent. `prompts`: tokens, short, middle and long; `preset`: the model's shape.
+    """The bench's extent. `prompts`: tokens, in the order of measuring; `preset`: the model's shape.
 
-    Without `everything` the short and the middle prompt are measured, with an engine's usual hits, from `USUAL` places.
-    A cell has `repeat` rounds, and after `budget_seconds` no further group of cells begins. `new_tokens` are compared
-    with those of a run without a cache. `ceiling_bytes`: the most bytes of a ceiling's figure.
+    Without `everything` the longest of three prompts is left out, and so are unusual hits (`usual`) and places (those
+    that are not `USUAL`). A cell has `repeat` rounds, all cells have `budget_seconds`. `new_tokens` are compared with
+    those of a run without a cache. `ceiling_bytes`: the most bytes of a ceiling's figure.
     """
 
     preset: str = "8b"
     device: str = "cuda"
     dtype: str = "bfloat16"
-    prompts: tuple[int, ...] = (8 << 10, 32 << 10, 128 << 10)
+    prompts: tuple[int, ...] = (32 << 10, 8 << 10, 128 << 10)
     page_tokens: int = 64
     repeat: int = 5
     new_tokens: int = 2
@@ -46,7 +46,7 @@ class Settings(kit.Settings):
         budget = None if everything else 420.0
         if device.startswith("cuda"):
             return cls(profile, everything, device=device, budget_seconds=budget)
-        return cls(profile, everything, **tiny, prompts=(512, 2048, 8192), budget_seconds=budget)
+        return cls(profile, everything, **tiny, prompts=(2048, 512, 8192), budget_seconds=budget)
 
     def check(self) -> None:
         """Raises `InvalidValueError` for settings without a measurement."""

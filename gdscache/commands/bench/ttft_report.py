@@ -157,7 +157,8 @@ _TOLD, _TOLD_PLACES = 90, {"cpu": "the CPU tier", "ssd_via_cpu": "the SSD"}
 
 def _usual(report: Row) -> list[Row]:
     """Hits as an engine has them: loads run under the forward pass, and no gate decides."""
-    return [r for r in report["cells"] if r["where"] != NOWHERE and usual(cell_of(r))]
+    some = [r for r in report["cells"] if r["where"] != NOWHERE and usual(cell_of(r))]
+    return sorted(some, key=lambda r: (r["prompt_tokens"], r["cached_percent"]))
 
 
 _LOOKS = {

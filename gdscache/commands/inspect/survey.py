@@ -126,6 +126,7 @@ def told(status: Status) -> dict[str, Any]:
             for what, found in figures.latencies.items()
         },
         "groups": figures.groups or None,
+        "queues": figures.queues._asdict(),
         "tiers": [tier._asdict() for tier in figures.tiers],
         "slowest_loads": [load._asdict() for load in figures.slowest],
         "ranks": [{"rank": number, "pid": rank.pid, "state": rank.state} for number, rank in enumerate(figures.ranks)],

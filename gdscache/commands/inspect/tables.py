@@ -77,6 +77,9 @@ def _add_status(table: Table, report: Mapping[str, Any]) -> None:
             table.add_row(f"{group} by cause", ", ".join(f"{n:,} {cause}" for cause, n in caused.items()))
     if lost := live["causes"].get("lost"):
         table.add_row("given up at open", ", ".join(f"{n:,} {cause}" for cause, n in lost.items()))
+    if (queues := live["queues"])["limit_bytes"]:
+        stores = f"{about(queues['store_bytes'])} of stores, {about(queues['to_ssd_bytes'])} of them to the SSD"
+        table.add_row("queued", f"{stores}; {queues['loads']:,} loads, {queues['prefetches']:,} prefetches")
     for what, found in live["latencies"].items():
         if found["samples"]:
             times = f"median {duration(found['median_seconds'])}, 99 % within {duration(found['p99_seconds'])}"

@@ -20,7 +20,7 @@ from gdscache.groups.base import Group, alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
 from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
-from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable
+from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable, trace_of
 from gdscache.pages.keys import Page
 
 Tables = Sequence[Sequence[int]]  # the block table of each group
@@ -151,7 +151,7 @@ class GroupTable(RequestTable):
         if not tokens:
             fetch.release()
             return
-        orders = self._orders(request.request_id, fetch, tables, local, length, between=known.between)
+        orders = self._orders(request, fetch, tables, local, length, between=known.between)
         if not orders:  # the next token attends to none of the pages, as after a chunk's end
             fetch.release()
         self._loads += orders
@@ -272,11 +272,12 @@ class GroupTable(RequestTable):
         )
 
     def _orders(
-        self, request_id: str, fetch: GroupFetch, tables: Tables, local: int, length: int, *, between: bool
+        self, request: Any, fetch: GroupFetch, tables: Tables, local: int, length: int, *, between: bool
     ) -> list[LoadOrder]:
         """The fetch's pages that go into blocks, pool by pool. Raises `InterfaceUnsupportedError` if vLLM wants other
         pages: its rules differ from those of the hit."""
         orders: list[LoadOrder] = []
+        request_id, trace = request.request_id, trace_of(request)
         for pool, pages in enumerate(fetch.pages):
             numbers: list[int] = []
             blocks: list[int] = []
@@ -287,7 +288,7 @@ class GroupTable(RequestTable):
                     blocks.append(table[one.number])
             if blocks:
                 part = GroupPart(fetch, pool, numbers)
-                orders.append(LoadOrder(request_id, part, 0, tuple(blocks), between, pool))
+                orders.append(LoadOrder(request_id, part, 0, tuple(blocks), between, pool, trace))
         wanted = sum(
             block != NULL
             for group, table in zip(self._groups, tables, strict=True)

@@ -29,7 +29,7 @@ class LoadOrder:
     """Pages of a request from `first` on go into `blocks`. Its executor releases `fetch`.
 
     `between`: the request waits for the pages' verdict; otherwise this step computes with them, and `fetch` has checked
-    them. `pool`: their pool, in a hybrid model.
+    them. `pool`: their pool, in a hybrid model. `trace`: the headers of the request's trace, if it has one.
     """
 
     request_id: str
@@ -38,6 +38,7 @@ class LoadOrder:
     blocks: tuple[int, ...]
     between: bool = False
     pool: int = 0
+    trace: Mapping[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,7 +184,8 @@ class RequestTable:
         known.fetch, known.since, known.asked, known.answered = None, None, None, False
         if pages:
             span = tuple(blocks[known.local : known.local + pages])
-            self._loads.append(LoadOrder(request.request_id, fetch, known.local, span, known.between))
+            trace = trace_of(request)
+            self._loads.append(LoadOrder(request.request_id, fetch, known.local, span, known.between, trace=trace))
         else:
             fetch.release()
 
@@ -290,6 +292,12 @@ class RequestTable:
             known.hashes.extend([bytes(some).ljust(HASH_BYTES, b"\0") for some in hashes[have:]])
             if self._named is not None:
                 self._named(known.request, 0, have, self._cache.keys(known.hashes)[have:])
+
+
+def trace_of(request: Any) -> Mapping[str, str] | None:
+    """The headers of a request's trace, which vLLM keeps for its own span (`--otlp-traces-endpoint`)."""
+    headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
+    return headers
 
 
 def _skips(request: Any) -> bool:

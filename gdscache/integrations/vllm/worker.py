@@ -147,7 +147,8 @@ def _begun(engine: CacheEngine, orders: Sequence[LoadOrder], counts: Counter[str
             take = order.fetch.unchecked if order.between else order.fetch.checked
             hit = take(order.first, len(order.blocks))
             batch.append((hit, list(order.blocks[: len(hit.pages)])))
-        load = engine.load_many(batch)
+        with engine.timeline.requests(order.trace for order in orders):
+            load = engine.load_many(batch)
     except GdsCacheError as error:
         log_failure(error)
         return None

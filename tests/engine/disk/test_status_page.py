@@ -94,7 +94,9 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert (name, nbytes) == (b"cpu".ljust(16, b"\0"), 3 * host.layout.page_bytes)
     assert opened <= ended <= written
     assert took == struct.unpack_from("<3Q", page, 1544)[1]
-    assert page[3760:] == bytes(4096 - 3760)
+    assert page[3760:4040] == bytes(4040 - 3760)
+    assert struct.unpack_from("<5Q", page, 4040) == (0, 0, host.engine.config.store.queue, 0, 0)
+    assert page[4080:] == bytes(16)
 
 
 def test_it_is_private_and_goes_with_its_owner(host: Host, tmp_path: Path) -> None:

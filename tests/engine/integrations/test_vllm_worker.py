@@ -28,6 +28,7 @@ from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begi
 from gdscache.limits import EngineLimits
 from gdscache.storage.base import Op
 from gdscache.store.handle import StoreHandle
+from gdscache.tracing import OFF
 from tests.support.faults import Fault
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, drop_from, until
@@ -180,6 +181,7 @@ def stub_engine() -> tuple[Any, list[StoreHandle]]:
         return handles[-1]
 
     engine: Any = SimpleNamespace(
+        timeline=OFF,
         groups=(),
         namespaces=lambda salt="": [b"namespace"],
         store_pages=store,
@@ -281,7 +283,7 @@ def test_single_pages_are_handed_over_together() -> None:
 def test_what_was_checked_and_is_bad_after_all(overlapping: bool) -> None:
     """vLLM takes the step back, or, where it cannot, ends: nobody goes on from such a step."""
     load = stub_load(PageStatus.LOADED, PageStatus.CANCELLED)
-    engine: Any = SimpleNamespace(load_many=lambda batch: load)
+    engine: Any = SimpleNamespace(load_many=lambda batch: load, timeline=OFF)
     fetch: Any = stub_fetch()
     loads = Loads(LAYERS, Counter(), overlapping=overlapping)
     loads.begin(begin_loads([engine], [LoadOrder("r", fetch, 0, (8, 9))], Counter()))
@@ -397,7 +399,7 @@ def test_a_block_of_a_step_that_is_not_proven_is_written_to() -> None:
 
 def test_a_load_of_which_less_was_begun_than_was_promised() -> None:
     load = stub_load(PageStatus.LOADED)
-    engine: Any = SimpleNamespace(load_many=lambda batch: load)
+    engine: Any = SimpleNamespace(load_many=lambda batch: load, timeline=OFF)
     fetch: Any = stub_fetch()
     loads = Loads(LAYERS, Counter(), overlapping=True)
     loads.begin(begin_loads([engine], [LoadOrder("r", fetch, 0, (8, 9, 10), between=True)], Counter()))

@@ -18,6 +18,7 @@ from gdscache.errors import VerifiedLoadError
 from gdscache.integrations.vllm.requests import LoadOrder, StoreOrder
 from gdscache.integrations.vllm.worker import Loads, Stores, StreamOfSteps, begin_loads, end_step
 from gdscache.store.handle import StoreHandle
+from gdscache.tracing import OFF
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,7 @@ class World:
         self.stored: list[bytes] = []
         self.early: list[bytes] = []  # of these, before the verdict on a load of that step, or of one before
         engine: Any = SimpleNamespace(
+            timeline=OFF,
             groups=(),
             namespaces=lambda salt="": [bytes(32)],
             store_pages=self._store,
