@@ -220,6 +220,11 @@ class ModelConfig(ConfigSection):
             for group in self.groups
         )
 
+    @property
+    def kept_groups(self) -> int:
+        """Groups whose layers keep tokens, not states; 1 at least."""
+        return max(1, sum(group.keeps != "state" for group in self.layer_groups()))
+
     def namespace_fields(self, salt: str = "", *, shards: int = 1, group: Group | None = None) -> dict[str, object]:
         """All facts that make bytes interchangeable, as plain data for `keys.namespace_digest`.
 

@@ -268,7 +268,7 @@ def _open_below(
 ) -> _Below:
     layout, device, cpu, ssd = top.layout, top.planes.device, None, None
     if config.cpu is not None:
-        cpu = CpuTier(_memory(top, "cpu", config.cpu.capacity), config.eviction)
+        cpu = CpuTier(_memory(top, "cpu", config.cpu.capacity), config.eviction, config.model.kept_groups)
         undo.callback(cpu.close)
     if config.ssd is not None:
         ssd = SsdTier(
@@ -277,6 +277,7 @@ def _open_below(
             str(device),
             lock,
             eviction=config.eviction,
+            groups=config.model.kept_groups,
             reserve=reserve,
             wall_clock=clock,
             open_slab=None if top.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, top.ranks),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Guarded
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lifetime": Guarded}
+POLICIES: dict[str, type[LRU] | type[Guarded]] = {"lru": LRU, "lifetime": Guarded}
 
 
-def new_policy(name: str) -> EvictionPolicy:
-    """An order without pages, by its name in `POLICIES`. Raises KeyError."""
-    return POLICIES[name]()
+def new_policy(name: str, groups: int = 1) -> EvictionPolicy:
+    """An order without pages, by its name in `POLICIES`. `groups`: of layers, whose pages it has. Raises KeyError."""
+    return POLICIES[name](groups)

@@ -109,7 +109,8 @@ class LRU(Undeferred):
 
     __slots__ = ("_cold", "_cold_from", "_cold_to", "_gone", "_keys", "_order")
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
+        """`groups`: as every order in `POLICIES`. LRU is the same for any number."""
         self._order: OrderedDict[bytes, None] = OrderedDict()
         self.restore((), ())
 

@@ -77,6 +77,10 @@ class Guarded:
     pages: over any traffic the order has LRU's hits, less `MOST_HITS` of them, less a constant of the tier's size
     (`bound`). docs/replay.md has the proof, and its limits.
 
+    Where pages are of several groups of layers, one page of tokens has up to a page in each, and a lost hit counts all
+    that are stored anew: the windows inside its prompt too, which no hit needs. So the budgets are that many times as
+    large. With budgets of one group a single long prompt bound the order for most of a trace.
+
     With more than `EXACT` pages the shadow covers a sample of `SAMPLE` to twice `SAMPLE` pages; then the bound is an
     estimate from the sample, and following is the LRU order of the present pages.
 
@@ -85,11 +89,11 @@ class Guarded:
 
     EXACT = 100_000
     SAMPLE = 8192
-    TRIAL = 0.025  # budget of one free time: a share of the pages, ...
+    TRIAL = 0.025  # budget of one free time, times the groups: a share of the pages, ...
     TRIAL_HITS = 0.002  # ... and of the hits that LRU had meanwhile
-    MOST = 0.02  # budget of all free times: a share of the pages, ...
+    MOST = 0.02  # budget of all free times, times the groups: a share of the pages, ...
     MOST_HITS = 0.003  # ... and of all hits that LRU had
-    STAKE = 0.025  # a share of the pages, ...
+    STAKE = 0.025  # times the groups: a share of the pages, ...
     STAKE_HITS = 0.0175  # ... and of LRU's hits and of `STAKE_SEEN` of all requested pages
     STAKE_SEEN = 0.01
     CREDIT = 0.25  # most hits ahead of LRU that count, as a share of the pages: an old lead may not be lost now
@@ -99,15 +103,17 @@ class Guarded:
     PATIENCE = 256  # it is judged each time that one part in 256 of its pages was evicted
     order: ClassVar[type[EvictionPolicy]] = Lifetime
     __slots__ = (
-        *("_bets", "_due", "_fading", "_from", "_hits_from", "_lags", "_order", "_recency", "_seen", "_shadow"),
-        *("_wagered", "judged"),
+        *("_bets", "_due", "_fading", "_from", "_hits_from", "_lags", "_order", "_recency", "_seen"),
+        *("_shadow", "_wagered", "groups", "judged"),
     )
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
+        """`groups`: of layers, whose pages are in the order."""
+        self.groups = groups
         self.restore((), ())
 
     def empty(self) -> Guarded:
-        return type(self)()
+        return type(self)(self.groups)
 
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         self._order: EvictionPolicy = self.order()
@@ -221,7 +227,7 @@ class Guarded:
         return self._shadow.debt << self._shadow.shift
 
     def _most(self) -> float:
-        return self.MOST * self._shadow.room + self.MOST_HITS * self._shadow.hits
+        return self.groups * (self.MOST * self._shadow.room + self.MOST_HITS * self._shadow.hits)
 
     @property
     def following(self) -> bool:
@@ -231,7 +237,7 @@ class Guarded:
         if self._lags is None:
             shadow = self._shadow
             debt, hits, seen = shadow.debt, shadow.hits, shadow.seen
-            stake = self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen)
+            stake = self.groups * (self.STAKE * shadow.room + self.STAKE_HITS * (hits + self.STAKE_SEEN * seen))
             self._lags = debt > self._most() or debt * seen + hits * shadow.owed > stake * seen
         return self._lags
 
@@ -245,7 +251,8 @@ class Guarded:
                 self._from, self._hits_from = debt, shadow.hits
             return
         self._from = min(self._from, debt + self.CREDIT * shadow.room)
-        trial = self._from + self.TRIAL * shadow.room + self.TRIAL_HITS * (shadow.hits - self._hits_from)
+        hits = shadow.hits - self._hits_from
+        trial = self._from + self.groups * (self.TRIAL * shadow.room + self.TRIAL_HITS * hits)
         if debt + self._risk() * shadow.owed > min(trial, self._most()):
             self.judged = True
 

@@ -22,9 +22,9 @@ class CpuTier(Tier):
     name = "cpu"
     kind = "memory"
 
-    def __init__(self, extents: SlotMemory, eviction: str = "lru") -> None:
+    def __init__(self, extents: SlotMemory, eviction: str = "lru", groups: int = 1) -> None:
         self.extents = extents
-        self.index = PageIndex(self.extents.slots, new_policy(eviction))
+        self.index = PageIndex(self.extents.slots, new_policy(eviction, groups))
 
     @property
     def capacity(self) -> int:

@@ -39,6 +39,7 @@ from gdscache.pages.checksum import Checksums, bound
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
 from gdscache.policies import new_policy
+from gdscache.policies.base import EvictionPolicy
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
 from gdscache.storage import open_transport
@@ -78,6 +79,7 @@ class SsdTier(DurableTier):
         lock: threading.RLock,
         *,
         eviction: str = "lifetime",
+        groups: int = 1,
         reserve: int = LIMITS.ssd_reserve,
         wall_clock: Callable[[], float] = time.time,
         open_slab: Callable[[int], SlabFiles] | None = None,
@@ -108,7 +110,7 @@ class SsdTier(DurableTier):
             self._slab = self.io.slab
             self._say_room(slots)
             self._directory.watch_catalog()
-            self._recover(slots, eviction, wall_clock())
+            self._recover(slots, new_policy(eviction, groups), wall_clock())
             trim_heap()  # recovery needed as much memory again as the index keeps
             undo.pop_all()
         self._power = config.durability == "power"
@@ -153,9 +155,9 @@ class SsdTier(DurableTier):
                 about(lacking),
             )
 
-    def _recover(self, slots: int, eviction: str, now: float) -> None:
+    def _recover(self, slots: int, policy: EvictionPolicy, now: float) -> None:
         found = self._catalog.recover(min(slots, self._slab.valid_slots), now)
-        self.index = PageIndex(slots, new_policy(eviction), forget=self._doom, recycle=self._return)
+        self.index = PageIndex(slots, policy, forget=self._doom, recycle=self._return)
         kept = _retentions(found)
         columns = (found.keys, found.parents, found.digests, found.namespaces, found.slots, found.order)
         self.index.restore(*columns, kept, found.above)

@@ -312,6 +312,15 @@ def test_hot_prompts_outlive_cold_ones_whole(open_hybrid: OpenHybrid, model: str
     assert cold[-1] == 24
 
 
+@pytest.mark.parametrize(("model", "groups"), [("together", [2]), ("mixed", [1, 2]), ("state", [1, 1, 1])])
+def test_each_pool_evicts_by_the_groups_that_keep_tokens(
+    open_hybrid: OpenHybrid, model: str, groups: list[int]
+) -> None:
+    for engine, wanted in zip(open_hybrid(model).engine.engines, groups, strict=True):
+        orders = [tier.index._orders.policy for tier in engine.manager.tiers.values()]
+        assert [getattr(order, "groups", 0) for order in orders] == [wanted] * 2
+
+
 @pytest.mark.parametrize("model", ["together", "uneven"])
 def test_in_one_pool_the_last_window_goes_behind_the_pages_that_end_with_it(
     open_hybrid: OpenHybrid, model: str

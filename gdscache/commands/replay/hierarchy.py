@@ -172,9 +172,11 @@ class Hierarchy:
         self.gpu = gpu if own_pool else None
         self.cpu = self.ssd = None
         if config.cpu is not None:
-            self.cpu = ModelTier("cpu", config.cpu.capacity // extent, extent, config.eviction)
+            slots = config.cpu.capacity // extent
+            self.cpu = ModelTier("cpu", slots, extent, config.eviction, config.model.kept_groups)
         if config.ssd is not None:
-            self.ssd = ModelSsd(config.ssd.capacity // extent, extent, config.eviction, limits.ssd_reserve)
+            slots, reserve = config.ssd.capacity // extent, limits.ssd_reserve
+            self.ssd = ModelSsd(slots, extent, config.eviction, reserve, config.model.kept_groups)
         self.lock = threading.RLock()
         self.admission, outlets = None, []
         if config.ssd is not None and self.ssd is not None:

@@ -20,10 +20,10 @@ class ModelTier(Tier):
 
     kind: Literal["planes", "memory", "files"] = "memory"
 
-    def __init__(self, name: str, slots: int, extent_bytes: int, eviction: str) -> None:
+    def __init__(self, name: str, slots: int, extent_bytes: int, eviction: str, groups: int = 1) -> None:
         self.name = name
         self.extent_bytes = extent_bytes
-        self.index = PageIndex(slots, new_policy(eviction))
+        self.index = PageIndex(slots, new_policy(eviction, groups))
         self.private: set[int] = set()
 
     @property
@@ -64,8 +64,8 @@ class ModelSsd(ModelTier, DurableTier):
 
     kind = "files"
 
-    def __init__(self, slots: int, extent_bytes: int, eviction: str, reserve: int) -> None:
-        super().__init__("ssd", slots, extent_bytes, eviction)
+    def __init__(self, slots: int, extent_bytes: int, eviction: str, reserve: int, groups: int = 1) -> None:
+        super().__init__("ssd", slots, extent_bytes, eviction, groups)
         self._reserve = min(reserve, slots // 8)
 
     @property

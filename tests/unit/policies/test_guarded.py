@@ -236,15 +236,31 @@ def trace(prompts: Sequence[Sequence[int]]) -> Workload:
     st.integers(1, 12),
     st.integers(4, 24),
     st.sampled_from([Guarded, GuardedMostRecent, GuardedAdversary]),
+    st.sampled_from([1, 7]),
 )
-def test_no_trace_breaks_the_bound(prompts: list[list[int]], rounds: int, capacity: int, kind: type[Guarded]) -> None:
+def test_no_trace_breaks_the_bound(
+    prompts: list[list[int]], rounds: int, capacity: int, kind: type[Guarded], groups: int
+) -> None:
     """The search goes where LRU is ahead, as a share of what the bound allows."""
     work = trace(prompts * rounds)
-    policy = kind()
+    policy = kind(groups)
     lost = slow_lru_hits(work, capacity) - against(work, capacity, policy)
     bound = policy.bound + max(len(pages) for pages, _ in work.prompts)
     target(lost / bound)
     assert lost <= bound
+
+
+def test_one_long_prompt_of_several_groups_is_within_the_budget() -> None:
+    """What a prompt of 4 % of the pages costs binds an order of one group, and none of seven, nor one made of it."""
+    for policy, free in ((Guarded(), False), (Guarded(7), True), (Guarded(7).empty(), True)):
+        keys = [name(i) for i in range(1000)]
+        policy.restore(keys, range(1000))
+        policy.evict_all([(key, None) for key in keys[-40:]])
+        policy.insert_all([(key, b"root") for key in keys[-40:]])  # LRU has them all
+        assert policy.debt == 40
+        assert policy.following is not free
+        policy.evict_all([(key, None) for key in keys[:8]])
+        assert policy.judged is not free
 
 
 @pytest.mark.parametrize("kind", [GuardedMostRecent, GuardedAdversary])
