@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -119,17 +120,33 @@ def verdict(part: Mapping[str, Any], relation: str, show_limit: Callable[[Any], 
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error that follows a `Progress`. Not drawn without a terminal."""
+def progress_bar(*, lines: bool = False) -> Iterator[Progress]:
+    """A bar on standard error that follows a `Progress`. Without a terminal nothing is drawn; with `lines`, each new
+    text is a line."""
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    if lines and not console.is_terminal:
+        yield _lines(time.monotonic())
+        return
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
+
+
+def _lines(begun: float) -> Progress:
+    last = ""
+
+    def progress(done: int, total: int, text: str) -> None:
+        nonlocal last
+        if text != last:
+            print(f"{time.monotonic() - begun:.0f} s, {done} of {total}: {text}", file=sys.stderr, flush=True)
+        last = text
+
+    return progress
 
 
 def check_writable(path: Path | None, option: str) -> None:

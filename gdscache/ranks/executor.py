@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from gdscache.pages.checksum import Checksums
 
 _SPENT = 64
-UNORDERED_S = 60.0  # seconds to wait for a load without a deadline, or whose order the caller does not pass on
+# Seconds to wait for a load without a deadline, or whose order the caller does not pass on. Its pages were promised,
+# and one process may have stopped: engines end a step that takes longer (SGLang's --watchdog-timeout is 300 s).
+UNORDERED_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -220,10 +222,10 @@ class RanksMoving:
     def _await(self) -> None:
         """Wait for all ranks' answers; a rank without one, some time after the deadline, is away."""
         seconds = UNORDERED_S if math.isinf(self.move.seconds) else self.move.seconds
-        if self._over.wait(seconds + GRACE_S):
+        if self._over.wait_awake(seconds + GRACE_S):
             return
         self.cancel()
-        if not self._over.wait(GRACE_S):
+        if not self._over.wait_awake(GRACE_S):
             for part in [*self._waiting.values()]:
                 self._executor.ranks.late(part.link, self.number)
 

@@ -319,7 +319,7 @@ class Service:
         Smaller numbers are over."""
         told = self._told.setdefault(number, _Told())
         if not self.over.is_set():  # after `over` no more bytes come
-            told.there.wait(seconds)
+            told.there.wait_awake(seconds)
         for old in [one for one in [*self._told] if one <= number]:
             del self._told[old]
         return told.what

@@ -61,6 +61,12 @@ class Flag:
             self.forget(mine)
         return self._set
 
+    def wait_awake(self, seconds: float) -> bool:
+        """`wait`, in which a stop of this process, or of its machine, counts as a second at most."""
+        while seconds > 0 and not self.wait(min(seconds, 1.0)):
+            seconds -= 1.0
+        return self._set
+
     def watch(self, waiter: Waiter) -> None:
         """Release this waiter, once or twice, when the flag is set, or now."""
         self._waiting.append(waiter)

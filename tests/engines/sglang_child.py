@@ -30,6 +30,7 @@ ENGINE = {
     "schedule_policy": "lpm",
     "log_level": "warning",
     "random_seed": 0,
+    "disable_custom_all_reduce": True,  # its kernels would be compiled at each start
 }
 
 
@@ -119,12 +120,19 @@ def main() -> None:
         make_model(Path(orders["make"]), orders.get("seed", 0), orders.get("kind", "mha"))
         return
     start = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - start:.1f} s: {orders['way']}: {what}", flush=True)
+
+    say("opens")
     run = Run(orders)
     answers.append({"opened": time.monotonic() - start})
     for name, given in orders["steps"]:
         tell()
+        say(name)
         answers.append(getattr(run, name)(**given))
     tell()
+    say("over")
     run.close()
     os._exit(0)  # its processes are gone; what they leave behind here is not waited for
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from gdscache import PageHashes
 
-PIN = 60.0  # seconds
+PIN = 660.0  # seconds
 
 
 def names_of(hashes: PageHashes) -> list[bytes]:

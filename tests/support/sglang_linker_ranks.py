@@ -17,7 +17,7 @@ from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import planes_section
 from gdscache.integrations.sglang.linker_ranks import LeadTable, RankLoads, RankOffloads, RankTable
-from gdscache.integrations.sglang.loads import LoadTable
+from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable
 from gdscache.integrations.sglang.moves import LayerLoads
 from gdscache.integrations.sglang.pages import PageLinks
 from tests.support.helpers import until
@@ -79,7 +79,7 @@ class Ranks:
             **config,
         }
         self.engine = CacheEngine(Config.from_dict(sections), ranks=[one.rank.address for one in self.of])
-        self.cache, self.links, self.counts = PinningCache(self.engine, 60), PageLinks(), Counter[str]()
+        self.cache, self.links, self.counts = PinningCache(self.engine, 60 + STOPPED_S), PageLinks(), Counter[str]()
         self.alone = True
         table = LeadTable(
             self.cache, self.links, wait=5.0, alone=lambda: self.alone, rest=self.cache.rest, counts=self.counts

@@ -178,3 +178,10 @@ def test_no_bar_is_drawn_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -
     with progress_bar() as progress:
         progress(1, 2, "half")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_bench_says_in_a_log_how_far_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(lines=True) as progress:
+        for done, text in ((0, "first"), (0, "first"), (1, "second")):
+            progress(done, 2, text)
+    assert capfd.readouterr() == ("", "0 s, 0 of 2: first\n0 s, 1 of 2: second\n")

@@ -233,7 +233,7 @@ class Bench:
             if written is not None and (written.is_file() or not written.exists()):  # a pipe gets one report
                 write_json(written, {**head, **found})
 
-        with progress_bar() as progress:
+        with progress_bar(lines=True) as progress:
             found = self.run(settings, directory, progress, keep, done)
         report = {**head, **found}
         details = self.details(report) if settings.everything else ()

@@ -148,8 +148,10 @@ class Settings(kit.Settings):
         if self.engine == "sglang" and self.repeat < 3:
             raise InvalidValueError(f"--repeat {self.repeat}", "use 3 at least: SGLang's GPU cache holds two prompts")
         if not self.gpus and (self.engine == "sglang" or self.preset != "tiny"):
-            what = "SGLang" if self.engine == "sglang" else f"the preset {self.preset}"
-            raise InvalidValueError(f"{what} needs a GPU, and torch of {self.python} sees none", "use --preset tiny")
+            what, hint = f"the preset {self.preset}", "use --preset tiny"
+            if self.engine == "sglang":
+                what, hint = "SGLang", "run it on a machine with a GPU, or name a Python whose torch sees it: --python"
+            raise InvalidValueError(f"{what} needs a GPU, and torch of {self.python} sees none", hint)
         if self.tp > max(1, self.gpus):
             raise InvalidValueError(f"--tp {self.tp} with {self.gpus} GPUs", f"use at most {max(1, self.gpus)}")
         if self.tokens < 256:

@@ -76,6 +76,8 @@ def main() -> None:
     answers = serving_run.Answers()
     order = answers.order
     started = time.monotonic()
+    # Engines that open side by side take memory of a GPU at different times. SGLang would take that for another user.
+    os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
     engine = sglang.Engine(
         model_path=order["model"],
         load_format="dummy",
@@ -90,6 +92,7 @@ def main() -> None:
         mem_fraction_static=0.9,  # of free memory; the number of tokens is the bound
         max_total_tokens=order["kv_cache"] * order["tp"] // order["token_bytes"],
         tp_size=order["tp"],
+        disable_custom_all_reduce=True,  # with several GPUs SGLang would compile its kernels at each start
         context_length=order["tokens"] + 64,
         chunked_prefill_size=order["tokens"] + 64,
         max_prefill_tokens=order["tokens"] + 64,

@@ -46,7 +46,7 @@ from gdscache.integrations.sglang.linker_ranks import (
     shard_of,
     together,
 )
-from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
+from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad
 from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Load, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
@@ -183,7 +183,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         events = SglangEvents(first, self, params.page_size) if tells else None
         if events is not None:
             undo.callback(events.close)
-        cache = PinningCache(first, options.pin_seconds, *others)
+        cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
         pages = cache if self._hybrid is None else LinkedCache(cache, self._hybrid.engine)
         table = (LeadTable if addresses else LoadTable)(
             pages,

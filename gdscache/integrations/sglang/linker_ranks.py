@@ -35,10 +35,11 @@ from gdscache.integrations.sglang.moves import Offloads
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import RankAddress, StoreMark
+from gdscache.ranks.executor import UNORDERED_S
 from gdscache.ranks.rank import Rank
 from gdscache.runtime.threads import log_failure
 
-ORDER_S = 60.0  # a rank's wait for the leader's orders: its own pass waits for the leader's too
+ORDER_S = UNORDERED_S  # a rank's wait for the leader's orders: its own pass waits for the leader's too
 LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
 _QUIET = b"quiet"
 _Made = TypeVar("_Made")
@@ -234,6 +235,8 @@ class RankLoads:
         """Begin this rank's part, after the current stream's work so far. Raises `RankLostError`."""
         asked = time.monotonic()
         order = self._rank.told(number, ORDER_S)
+        for before in [one for one in self._planned if one < number]:  # the pass of that batch was not launched
+            self._planned.pop(before).cancel()
         planned = self._planned.pop(number, None)
         if not order:
             if planned is not None:

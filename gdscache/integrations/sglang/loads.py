@@ -17,11 +17,15 @@ from typing import Any
 from gdscache.integrations.fetching import ENDING_S, Cache, Fetch, Fetched
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.pages.keys import PageHashes
+from gdscache.ranks.executor import UNORDERED_S
 
 LOOK_AGAIN_S = 1.0  # a waiting request is looked up again after this time: other requests may have stored its pages
 GONE_S = 10.0  # a request without lookups for this time, while others had some, may have been aborted
 LOOK_S = 0.001  # the longest single wait in a lookup
-PROMISE_S = 2 * ENDING_S  # seconds, beside the wait, that pins outlast the lookup that promises their pages
+LOOKED_S = 2 * ENDING_S  # seconds, beside the wait, that pins outlast the lookup that promises their pages
+# Seconds that pins last beyond `pin_seconds`: a process that stops between a lookup and its load, this one or another
+# rank's that SGLang waits for, breaks no promise.
+STOPPED_S = UNORDERED_S
 SOUGHT_KEPT = 4096  # most requests whose pages are held; SGLang does not report the end of each request
 
 
@@ -203,7 +207,7 @@ class LoadTable:
     def _outdated(self, sought: _Sought, end: int, now: float) -> bool:
         """Whether the request's pins have ended, fewer pages are asked for, or other requests have stored more of
         them."""
-        if sought.fetch.lapsed(PROMISE_S + self._wait) or end < sought.fetch.wanted:
+        if sought.fetch.lapsed(STOPPED_S + LOOKED_S + self._wait) or end < sought.fetch.wanted:
             return True
         if sought.fetch.cached >= len(sought.keys) or now < sought.looked + LOOK_AGAIN_S:
             return False

@@ -19,7 +19,7 @@ from gdscache.errors import (
 )
 from gdscache.integrations.settings import engine_configuration
 from gdscache.integrations.sglang.facts import directory_of, facts_of
-from gdscache.integrations.sglang.loads import PROMISE_S
+from gdscache.integrations.sglang.loads import LOOKED_S
 from gdscache.integrations.sglang.planes import PoolPlanes
 from gdscache.integrations.sglang.ranks import ALONE, RankPlace
 from gdscache.integrations.weights import weights_read
@@ -67,7 +67,7 @@ class LinkerOptions:
             raise InvalidValueError(f"untried is {arguments.shown(untried)}", "pass true or false")
         wait = given.get("ssd_wait", cls.ssd_wait)
         wait = 0.0 if wait in (0, 0.0) else arguments.span(wait, "ssd_wait", _LONGEST)  # 0: no wait
-        pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, PROMISE_S + wait)
+        pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, LOOKED_S + wait)
         return cls(config=config, ssd_wait=wait, pin_seconds=pins, untried=untried)
 
 

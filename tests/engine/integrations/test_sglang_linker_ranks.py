@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from gdscache.errors import RankError
 from gdscache.integrations.sglang import linker_ranks as parts
 from gdscache.integrations.sglang.linker_ranks import place_in, shard_of, together
+from gdscache.runtime.threads import Flag
 from tests.support.helpers import drop_from, until
-from tests.support.sglang_linker_ranks import BLOCKS, Ranks, keys_of
+from tests.support.sglang_linker_ranks import BLOCKS, LAYERS, Ranks, keys_of
 
 Open = Callable[..., Ranks]
 KEYS = keys_of(range(6))
@@ -78,6 +80,94 @@ def test_a_promise_that_the_leader_has_lost_fails_on_every_rank_and_is_no_other_
     assert [one.counts["failed_loads"] for one in ranks.of] == [1, 1]
     ranks.give(blocks)
     assert served(ranks, "b", KEYS) == len(KEYS)
+
+
+def test_a_process_that_stops_between_lookup_load_and_order_breaks_no_promise(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which process does makes no difference: SGLang's reductions have the others wait, and time passes for the
+    leader's pins."""
+    ranks, passed = opened(), 0.0
+    clock = ranks.engine.manager.pins.clock
+    monkeypatch.setattr(ranks.engine.manager.pins, "clock", lambda: clock() + passed)
+    computed(ranks, KEYS)
+    computed(ranks, keys_of([9]))
+    for stops in ((290.0, 0.0), (0.0, 290.0), (290.0, 290.0)):  # SGLang's watchdog ends a scheduler after 300 s
+        assert ranks.lookup("a", KEYS) == len(KEYS)
+        passed += stops[0]
+        assert ranks.lookup("b", keys_of([9])) == 1, "another lookup ends the pins whose time is up"
+        blocks = ranks.load("a", KEYS)
+        passed += stops[1]
+        ranks.lookup("b", keys_of([9]))
+        assert ranks.run(ranks.start()) == [True, True]
+        ranks.give(blocks)
+
+
+def test_a_rank_that_stops_behind_a_promise_begins_the_load_later(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader's pass has its pages, and the other rank's comes minutes later: the leader cancels nothing."""
+    ranks = opened()
+    computed(ranks, KEYS)
+    assert ranks.lookup("a", KEYS) == len(KEYS)
+    blocks = ranks.load("a", KEYS)
+    number, waited = ranks.start(), list[float]()
+    whole = Flag.wait
+
+    def stopped(flag: Flag, seconds: float | None = None) -> bool:
+        """The leader's wait for the ranks passes 300 s in no time."""
+        if threading.current_thread().name.startswith("gdscache-") and seconds == 1.0 and sum(waited) < 300:
+            waited.append(1.0)
+            return False
+        return whole(flag, seconds)
+
+    monkeypatch.setattr(Flag, "wait", stopped)
+    first, last = ranks.of
+    first.layers.set_consumer(number)
+    for layer in range(LAYERS):
+        first.layers.wait_until(layer)
+    until(lambda: sum(waited) >= 300, "time passes")
+    assert first.layers.finish(number)
+    last.layers.set_consumer(number)
+    for layer in range(LAYERS):
+        last.layers.wait_until(layer)
+    assert last.layers.finish(number)
+    for one, its in zip(ranks.of, blocks, strict=True):
+        one.check(KEYS, its)
+    ranks.give(blocks)
+
+
+def test_an_order_that_waits_behind_a_stopped_process_is_heard(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process goes on after minutes: the time of its wait is over, and its thread has not read the order yet."""
+    ranks, asked = opened(), list[float]()
+    service = ranks.of[1].rank._service
+    assert service is not None
+    whole = Flag.wait
+
+    def stopped(flag: Flag, seconds: float | None = None) -> bool:
+        if flag is not service._told[7].there:
+            return whole(flag, seconds)
+        asked.append(seconds or 0.0)
+        if len(asked) == 1:  # it was stopped for as long as it would have waited
+            ranks.engine.tell_ranks(7, b"order")
+            return False
+        return whole(flag, 30.0)
+
+    monkeypatch.setattr(Flag, "wait", stopped)
+    assert ranks.of[1].rank.told(7, parts.ORDER_S) == b"order"
+    assert asked[0] <= 1.0
+
+
+def test_a_load_that_no_pass_begins_is_let_go_with_the_next_one(opened: Open) -> None:
+    ranks = opened()
+    computed(ranks, KEYS)
+    ranks.lookup("a", KEYS)
+    blocks = ranks.load("a", KEYS)
+    number = ranks.start()
+    assert [one.layers.finish(number) for one in ranks.of] == [False, False]
+    ranks.give(blocks)
+    assert served(ranks, "b", KEYS) == len(KEYS)
+    until(lambda: ranks.engine.stats()["leases"] == [], "nothing is held")
 
 
 def test_loads_that_are_cancelled_or_flushed_hold_nothing(opened: Open) -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gdscache.errors import InvalidValueError
 from gdscache.integrations.sglang import loads
-from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, PROMISE_S, LoadTable
+from gdscache.integrations.sglang.loads import GONE_S, LOOK_AGAIN_S, LOOKED_S, STOPPED_S, LoadTable
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from tests.support.fetches import PIN, FakeCache, names_of
 
@@ -184,20 +184,20 @@ def test_more_that_others_have_stored_is_found() -> None:
     assert world.cache.fetches[0].released == 1
 
 
-def test_pins_outlast_promises() -> None:
-    world = Table(KEYS)
+def test_pins_outlast_promises_by_the_longest_stop_of_a_process() -> None:
+    world, promise = Table(KEYS), STOPPED_S + LOOKED_S + WAIT
     world.coming = 6
     world.table.lookup("a", KEYS)
-    world.cache.now = PIN - PROMISE_S - WAIT - 0.1
+    world.cache.now = PIN - promise - 0.1
     assert world.table.lookup("a", KEYS) == 6
     assert len(world.cache.fetches) == 1
-    world.cache.now += PROMISE_S + WAIT  # of one pass of SGLang's
+    world.cache.now += promise  # in one pass of SGLang's
     assert world.table.load("a", KEYS, lambda: lambda: [])
     world.table.take()
     world.coming = 6
     world.table.lookup("b", KEYS)
     world.table.take()
-    world.cache.now += PIN - PROMISE_S - WAIT
+    world.cache.now += PIN - promise
     world.coming = 6
     assert world.table.lookup("b", KEYS) == 6
     assert len(world.cache.fetches) == 3, "these pins end too soon"
