@@ -4,12 +4,13 @@ All that a call refuses is a `NativeCallError` with an errno, and has changed no
 interpreter's lock, and hears signals every 100 ms.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.index.table import Columns, PageState
 from gdscache.storage.base import Transport
 
 _T = TypeVar("_T", bound=np.generic)
@@ -132,7 +133,7 @@ class LifetimeOrder:
     def touch_all(self, keys: Sequence[bytes]) -> None: ...
     def remove(self, key: bytes) -> None: ...
     def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None: ...
-    def defer(self, key: bytes) -> None: ...
+    def defer_all(self, keys: Sequence[bytes]) -> None: ...
     def hasten(self, key: bytes) -> None: ...
     def is_deferred(self, key: bytes) -> bool: ...
     def walk(self) -> Callable[[], list[bytes]]:
@@ -140,6 +141,29 @@ class LifetimeOrder:
 
 class LifetimeKeys:
     """What `LifetimeOrder.walk` returns."""
+
+class Victims:
+    """The search of `EvictablePages` for pages to evict: bind/index.cc.
+
+    `held`: slots of leased pages at rest. `dirty`: slots of pages that stay. `orders`: those in which a page may be
+    deferred.
+    """
+
+    chosen: list[bytes]  # the coldest first
+    passed: list[bytes]  # passed over for their followers, and not chosen
+    def __init__(
+        self, held: Collection[int], dirty: Collection[int], pending: PageState, orders: Sequence[LifetimeOrder]
+    ) -> None: ...
+    def look(
+        self, columns: Columns, keys: Iterable[bytes], keep: Collection[bytes], wanted: int, tails_only: bool
+    ) -> int:
+        """Look at `keys`, the coldest first, until `wanted` pages are chosen, none of `keep`. `tails_only`: none that
+        has followers which are not chosen. Returns the number of pages chosen by now."""
+
+def take_out(columns: Columns, keys: Sequence[bytes]) -> tuple[list[tuple[bytes, bytes | None]], list[int]]:
+    """Take pages at rest out of the columns, up to the first key that is not at rest. Returns each key with the page
+    that has no follower left without it, or None; and the slots. A page goes by its row's parent, whatever its name
+    says."""
 
 class LruShadow:
     """LRU in the shadow of another order: policies/shadow.h. Keys and pages as for `LifetimeOrder`.

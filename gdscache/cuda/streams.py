@@ -114,12 +114,15 @@ class LayerFences:
         self._lands = lands
         self._bell.ring()
 
-    def signal(self, layer: int, event: Event) -> None:
-        """A layer's copies are queued, and done when `event` is (None: now). Later signals change nothing."""
-        if not self._queued[layer]:
-            self._events[layer] = event
-            self._queued[layer] = 1
-            self._bell.ring()
+    def signal(self, layers: range, event: Event) -> None:
+        """The copies of these layers are queued, and done when `event` is (None: now). Later signals change nothing."""
+        if 0 not in self._queued[layers.start : layers.stop]:
+            return
+        for layer in layers:
+            if not self._queued[layer]:
+                self._events[layer] = event
+                self._queued[layer] = 1
+        self._bell.ring()
 
     def done(self, layer: int) -> bool:
         """Whether a layer's copies are finished; never waits."""
@@ -155,8 +158,8 @@ class LayerFences:
     def _ask(self, lands: Callable[[int, float], Landed | None], layer: int, seconds: float) -> bool:
         """Whether a layer's copies are queued within `seconds`."""
         landed = lands(layer, seconds)
-        for other in () if landed is None else landed.layers or (layer,):
-            self.signal(other, None if landed is None else landed.event)
+        if landed is not None:
+            self.signal(landed.layers or range(layer, layer + 1), landed.event)
         return landed is not None
 
 
@@ -179,7 +182,7 @@ class Fence:
 
     def signal(self, event: Event = None) -> None:
         """The work is queued, and done when `event` is (None: now). Later signals change nothing."""
-        self._work.signal(0, event)
+        self._work.signal(range(1), event)
 
     def done(self) -> bool:
         """Whether the work is finished; never waits."""

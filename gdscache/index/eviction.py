@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from gdscache.index.retention import Retention
 from gdscache.index.table import PENDING, Entry, PageTable
+from gdscache.native import Victims
 from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
@@ -125,13 +126,13 @@ class EvictablePages(PageTable):
         """The number of `pages` whose prefix is in the tier, or among `pages`."""
         keys: set[bytes] = set()
         for page in pages:
-            if page.parent == page.namespace or page.parent in self or page.parent in keys:
+            if page.parent in keys or page.parent == page.namespace or page.parent in self:
                 keys.add(page.key)
         return len(keys)
 
     def _victims(
         self, n: int, keep: Collection[bytes] = (), pages: Sequence[Page] = (), ahead: int = 0
-    ) -> Collection[bytes]:
+    ) -> Sequence[bytes]:
         """Up to `n` pages to evict, coldest first, tails before heads; none of `keep`, nor of the family of `pages`. Up
         to `ahead` more if they are tails.
 
@@ -139,59 +140,13 @@ class EvictablePages(PageTable):
         all pages after it. A page that stays is deferred, so that not every call looks at it. Pages whose children
         cannot go are taken only when no tail is left.
         """
-        chosen: dict[bytes, None] = {}
-        passed: dict[bytes, None] = {}
-        gone: dict[bytes, int] = {}  # chosen children
-
-        def choose(key: bytes, slot: int | None) -> None:
-            while slot is not None and len(chosen) < wanted:
-                chosen[key] = None
-                key = parents[slot] or parent_at(slot)
-                gone[key] = followed = gone.get(key, 0) + 1
-                if key in keep or not (key in passed or is_deferred(key)):
-                    return
-                slot = at_rest(key)
-                if slot is None:
-                    slot = self._slot_in_use(key)
-                if slot is not None and (children[slot] > followed or slot in dirty or slot in held):
-                    return
-
-        entries, children, dirty, held = self._entries, self._children, self._dirty, self._held
-        parents, parent_at, is_deferred = self._parents, self._parent_at, self._orders.is_deferred
-        at_rest = self._resting.get
+        coldest = iter(self._orders)  # the orders are up to date from here on
+        victims = Victims(self._held, self._dirty, PENDING, self._orders.deferring())
         # the first round looks for tails: only the family's end is one, since all its other pages have a child in it
         if pages:
             keep = {*keep, *(page.key for page in pages), *(page.parent for page in pages)}
-        for tails_only, wanted in ((True, n + ahead), (False, n)):
-            if len(chosen) >= n:
-                break
-            if pages and not tails_only:
-                keep = {*keep, *self.family(pages)}
-            for key in self._orders:
-                slot = at_rest(key)
-                if slot is None:
-                    entry = entries[key]
-                    if entry.leases or entry.state is PENDING:
-                        continue
-                    slot = entry.slot
-                elif held and slot in held:
-                    continue
-                elif tails_only and children[slot] and key not in gone:  # the most frequent case
-                    passed[key] = None
-                    continue
-                if key in chosen or key in keep or slot in dirty:
-                    continue
-                if tails_only and (followed := children[slot]) and followed > gone.get(key, 0):
-                    passed[key] = None
-                else:
-                    choose(key, slot)
-                    if len(chosen) >= wanted:
-                        break
-        for key in passed:
-            if key not in chosen:
-                self._orders.defer(key)
-        return chosen
-
-    def _slot_in_use(self, key: bytes) -> int | None:
-        entry = self._entries.get(key)
-        return None if entry is None or entry.leases or entry.state is PENDING else entry.slot
+        if victims.look(self._columns, coldest, keep, n + ahead, tails_only=True) < n:
+            keep = {*keep, *self.family(pages)} if pages else keep
+            victims.look(self._columns, self._orders, keep, n, tails_only=False)
+        self._orders.defer_all(victims.passed)
+        return victims.chosen

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.index.retention import DEFAULT, LOWEST, PRIORITIES, Expiries, Retention
+from gdscache.native import LifetimeOrder
 from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
@@ -146,15 +147,19 @@ class Orders:
         self.bring_in()
         return itertools.chain.from_iterable(self._of_priority)
 
-    def defer(self, key: bytes) -> None:
-        """As `EvictionPolicy.defer`. This and the next two need orders that are up to date."""
-        (self._of(key) if self.retained else self.policy).defer(key)
+    def defer_all(self, keys: Sequence[bytes]) -> None:
+        """As `EvictionPolicy.defer_all`. This and the next two need orders that are up to date."""
+        if not self.retained:
+            self.policy.defer_all(keys)
+            return
+        for key in keys:
+            self._of(key).defer_all((key,))
 
     def hasten(self, key: bytes) -> None:
         (self._of(key) if self.retained else self.policy).hasten(key)
 
-    def is_deferred(self, key: bytes) -> bool:
-        return (self._of(key) if self.retained else self.policy).is_deferred(key)
+    def deferring(self) -> Sequence[LifetimeOrder]:
+        return [order for policy in self._of_priority for order in policy.deferring()]
 
     def _of(self, key: bytes) -> EvictionPolicy:
         return self._of_priority[self.retained.get(key, DEFAULT).priority - LOWEST]

@@ -19,6 +19,7 @@ from gdscache.index.ages import PageAges
 from gdscache.index.eviction import EvictablePages
 from gdscache.index.free_slots import FreeSlots
 from gdscache.index.table import PENDING, VERIFIED, Entry, PageState
+from gdscache.native import take_out
 from gdscache.pages.keys import Page
 from gdscache.policies.base import LRU, EvictionPolicy
 
@@ -46,8 +47,8 @@ class Watcher(Protocol):
 class PageIndex(EvictablePages):
     """Slots `0 ... slots-1` of a tier and the pages in them.
 
-    `forget(slot)` is called when a visible page is dropped, `recycle(slot)` when its slot is given back, which is later
-    if the page is leased. By default the slot is free then; the SSD tier also waits for the committed deletion.
+    `forget(slots)` is called when visible pages are dropped, `recycle(slots)` when their slots are given back, which is
+    later if a page is leased. By default the slot is free then; the SSD tier also waits for the committed deletion.
 
     Many methods: each change of a page's state is one, so that no caller changes the columns.
     """
@@ -56,8 +57,8 @@ class PageIndex(EvictablePages):
         self,
         slots: int,
         policy: EvictionPolicy | None = None,
-        forget: Callable[[int], None] | None = None,
-        recycle: Callable[[int], None] | None = None,
+        forget: Callable[[Sequence[int]], None] | None = None,
+        recycle: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         super().__init__(slots, LRU() if policy is None else policy)
         self.evictions = 0
@@ -66,7 +67,7 @@ class PageIndex(EvictablePages):
         self._ahead = min(_AHEAD, slots // 512)
         self._free = FreeSlots(slots)
         self._forget = forget
-        self._recycle = recycle
+        self._recycle = self.free if recycle is None else recycle
         self._watcher: Watcher | None = None
         self.on_evict: Callable[[Collection[bytes]], object] = _nobody  # gets the keys of victims, under the lock
         self._leaving: dict[int, Entry] = {}  # dropped pages that are still leased, by slot
@@ -166,7 +167,8 @@ class PageIndex(EvictablePages):
         self._orders.sift()  # its uses count only while it is present
         del self._entries[entry.key]
         self._dirty.discard(entry.slot)
-        freed = self._unlink(entry.key, entry.slot)
+        self._resting[entry.key] = entry.slot
+        ((_, freed),), _ = take_out(self._columns, (entry.key,))
         if evicted:
             self._orders.evict(((entry.key, freed),))
         else:
@@ -176,14 +178,14 @@ class PageIndex(EvictablePages):
                 self._orders.hasten(freed)
         if entry.state is not PENDING:
             if self._forget is not None:
-                self._forget(entry.slot)
+                self._forget((entry.slot,))
             if self._watcher is not None:
                 self._watcher.removed((entry.key,))
         if entry.leases:
             self.torn += 1
             self._leaving[entry.slot] = entry
         else:
-            self._give_back(entry)
+            self._recycle((entry.slot,))
 
     def lease(self, entry: Entry) -> None:
         entry.leases += 1
@@ -199,7 +201,7 @@ class PageIndex(EvictablePages):
                 continue
             if entry.dropped:
                 self._leaving.pop(entry.slot, None)
-                self._give_back(entry)
+                self._recycle((entry.slot,))
             elif entry.state is VERIFIED:
                 del entries[entry.key]
                 resting[entry.key] = entry.slot
@@ -266,40 +268,25 @@ class PageIndex(EvictablePages):
 
     def retire(self, slots: Iterable[int]) -> None:
         """Forget and give back slots of visible, unleased pages that are gone."""
-        if self._forget is None and self._recycle is None:
-            self._free.give_all(slots)
-            return
-        forget, recycle = self._forget, self._recycle or self._free.give
-        for slot in slots:
-            if forget is not None:
-                forget(slot)
-            recycle(slot)
+        slots = list(slots)
+        if self._forget is not None:
+            self._forget(slots)
+        self._recycle(slots)
 
-    def _give_back(self, entry: Entry) -> None:
-        (self._recycle or self._free.give)(entry.slot)
-
-    def _evict(self, keys: Collection[bytes]) -> None:
+    def _evict(self, keys: Sequence[bytes]) -> None:
         """Drop victims, which are neither leased nor dirty. Their slots are given back in this order."""
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
-        take, unlink = self._resting.pop, self._unlink
-        gone: list[tuple[bytes, bytes | None]] = []
-        slots: list[int] = []
         if self._watcher is not None:
             self._watcher.removed([key for key in keys if key in self._resting])
-        for key in keys:
-            slot = take(key, None)
-            if slot is None:
-                self._orders.evict(gone)
-                self.retire(slots)
-                gone, slots = [], []
-                self.drop(self._entries[key], evicted=True)
-            else:
-                gone.append((key, unlink(key, slot)))
-                slots.append(slot)
-        self._orders.evict(gone)
-        self.retire(slots)
+        while keys:
+            gone, slots = take_out(self._columns, keys)
+            self._orders.evict(gone)
+            self.retire(slots)
+            if len(gone) < len(keys):  # the next is a page in use
+                self.drop(self._entries[keys[len(gone)]], evicted=True)
+            keys = keys[len(gone) + 1 :]
 
     # -- all invariants -----------------------------------------------------------------------------------------------
 

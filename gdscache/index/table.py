@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,18 @@ class Entry:
     @property
     def namespace(self) -> bytes:
         return self.page.namespace
+
+
+class Columns(NamedTuple):
+    """What native calls read and change: pages at rest by key, pages in use, and a row a slot, as in `PageTable`."""
+
+    resting: dict[bytes, int]
+    in_use: Mapping[bytes, Entry]
+    children: array[int]
+    parents: Sequence[bytes | None]
+    restored_parents: bytes
+    namespaces: Sequence[bytes]
+    orphans: dict[bytes, int]
 
 
 class PageTable:
@@ -312,29 +324,10 @@ class PageTable:
     def _restored(self, slots: npt.NDArray[np.int64]) -> None:
         """For subclasses: exactly these slots have pages."""
 
-    def _unlink(self, key: bytes, slot: int) -> bytes | None:
-        """A page has left its slot and follows no page any more. Returns its parent if no other page follows it.
-
-        By its row: a caller may have named the page otherwise than a damaged row does.
-        """
-        children, parent = self._children, self._parents[slot]
-        if parent is None:
-            parent = self._parent_at(slot)
-        if children[slot]:
-            self._orphans[key] = children[slot]
-        if parent == self._namespaces[slot]:
-            return None
-        above = self._resting.get(parent)
-        if above is None:
-            above = self.slot(parent)
-        if above is not None:
-            children[above] -= 1
-            return None if children[above] else parent
-        if self._orphans[parent] == 1:
-            del self._orphans[parent]
-        else:
-            self._orphans[parent] -= 1
-        return None
+    @property
+    def _columns(self) -> Columns:
+        places = self._resting, self._entries, self._children, self._parents, self._restored_parents
+        return Columns(*places, self._namespaces, self._orphans)
 
     def namespaces_at(self, slots: Sequence[int]) -> list[bytes]:
         return list(map(self._namespaces.__getitem__, slots))

@@ -192,11 +192,13 @@ class LayerwiseLoad:
         """Whether the verdict is known; never waits."""
         return self._over.is_set()
 
-    def signal(self, layer: int, event: Event) -> None:
-        """Called by the run: this layer's copies are queued, and done when `event` is."""
-        if not (self._layers.queued(layer) or self._layers.watched):  # else the executor has traced it
-            self._timeline.instant("ready", layer=layer, load=self.number)
-        self._layers.signal(layer, event)
+    def signal(self, layers: range, event: Event) -> None:
+        """Called by the run: the copies of these layers are queued, and done when `event` is."""
+        if self._timeline is not OFF and not self._layers.watched:  # else the executor has traced it
+            for layer in layers:
+                if not self._layers.queued(layer):
+                    self._timeline.instant("ready", layer=layer, load=self.number)
+        self._layers.signal(layers, event)
 
     def released(self) -> None:
         self.release_event.signal()

@@ -53,8 +53,8 @@ class LoadObserver(Protocol):
 
     def carried_by(self, moving: Moving, *, last: bool) -> None: ...
 
-    def signal(self, layer: int, event: Event) -> None:
-        """A layer's copies are queued, and done when `event` is. None: they are done, or will never be."""
+    def signal(self, layers: range, event: Event) -> None:
+        """The copies of these layers are queued, and done when `event` is. None: they are done, or will never be."""
         ...
 
     def released(self) -> None: ...
@@ -338,8 +338,7 @@ class LoadRun:
 
     def ready(self, layers: range, event: Event) -> None:
         if self._stage is Stage.WHOLE:
-            for layer in layers:
-                self._load.signal(layer, event)
+            self._load.signal(layers, event)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -386,8 +385,7 @@ class LoadRun:
 
     def _all_ready(self) -> None:
         if self._blocks is not None:
-            for layer in range(self._layout.n_layers):
-                self._load.signal(layer, None)
+            self._load.signal(range(self._layout.n_layers), None)
 
     def _report(self) -> None:
         seconds = self._executor.now() - self._start

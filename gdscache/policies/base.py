@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.native import LifetimeOrder
+
 WARMED = 8  # restored keys that enter the order with each page that comes or goes
 
 
@@ -41,9 +43,9 @@ class EvictionPolicy(Protocol):
         Each comes with the page that has no follower left without it, or None; that page is then `hasten`ed.
         """
 
-    def defer(self, key: bytes) -> None:
-        """A present page was passed over, since others follow it. It may come behind all others until `hasten` or a
-        use.
+    def defer_all(self, keys: Sequence[bytes]) -> None:
+        """Present pages were passed over, since others follow them. They may come behind all others until `hasten` or
+        a use.
 
         For orders in which such pages gather in front; other orders do nothing.
         """
@@ -51,8 +53,8 @@ class EvictionPolicy(Protocol):
     def hasten(self, key: bytes) -> None:
         """A present page has no follower left. If it is deferred, it is the first of its rank again."""
 
-    def is_deferred(self, key: bytes) -> bool:
-        """Whether `defer` put the page behind the others."""
+    def deferring(self) -> Sequence[LifetimeOrder]:
+        """The native orders that say which pages are deferred; none: no page is."""
         ...
 
     def __iter__(self) -> Iterator[bytes]:
@@ -91,12 +93,12 @@ class Undeferred:
             if freed is not None:
                 self.hasten(freed)
 
-    def defer(self, key: bytes) -> None: ...
+    def defer_all(self, keys: Sequence[bytes]) -> None: ...
 
     def hasten(self, key: bytes) -> None: ...
 
-    def is_deferred(self, key: bytes) -> bool:
-        return False
+    def deferring(self) -> Sequence[LifetimeOrder]:
+        return ()
 
 
 class LRU(Undeferred):

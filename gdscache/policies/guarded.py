@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gdscache.native import LruShadow
+from gdscache.native import LifetimeOrder, LruShadow
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
 
@@ -197,15 +197,15 @@ class Guarded:
 
     # -- for eviction -------------------------------------------------------------------------------------------------
 
-    def defer(self, key: bytes) -> None:
+    def defer_all(self, keys: Sequence[bytes]) -> None:
         if not self.following:  # pages that LRU passes over say nothing about the other order
-            self._order.defer(key)
+            self._order.defer_all(keys)
 
     def hasten(self, key: bytes) -> None:
         self._order.hasten(key)
 
-    def is_deferred(self, key: bytes) -> bool:
-        return not self.following and self._order.is_deferred(key)
+    def deferring(self) -> Sequence[LifetimeOrder]:
+        return () if self.following else self._order.deferring()
 
     def __iter__(self) -> Iterator[bytes]:
         return self._as_lru() if self.following else iter(self._order)

@@ -47,6 +47,9 @@ class Lifetime(LifetimeOrder):
         monitor = self.monitor(self.CLASSES, len(order))
         self.begin(keys, order, monitor.sample, partial(_learn, monitor))
 
+    def deferring(self) -> Sequence[LifetimeOrder]:
+        return (self,)
+
     def __iter__(self) -> Iterator[bytes]:
         return chain.from_iterable(iter(self.walk(), []))
 

@@ -36,8 +36,7 @@ class RankLoad:
             self._end()
 
     def signal(self, layers: range, event: Event) -> None:
-        for layer in layers:
-            self.handle.signal(layer, event)
+        self.handle.signal(layers, event)
 
     def moved(self, rows: Int64Array, statuses: npt.NDArray[np.uint8]) -> None:
         with self._lock:

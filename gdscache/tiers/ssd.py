@@ -275,7 +275,7 @@ class SsdTier(DurableTier):
                 for entry in live:
                     self._known[entry.slot] = 1
                     if not self.index.commit(entry):  # dropped meanwhile: its row must be deleted
-                        self._doom(entry.slot)
+                        self._doom((entry.slot,))
                 self.index.free(self._deleting & self._returned)
                 self._returned -= self._deleting
                 self._deleting = set()
@@ -354,17 +354,22 @@ class SsdTier(DurableTier):
             self._checksums[found[new]] = sums[new]
             known[asked] = True
 
-    def _doom(self, slot: int) -> None:
-        self._touched_slots().pop(slot, None)
-        self._retained.pop(slot, None)
-        self._doomed[slot] = None
+    def _doom(self, slots: Sequence[int]) -> None:
+        touched, retained = self._touched_slots(), self._retained
+        for slot in slots:
+            touched.pop(slot, None)
+            retained.pop(slot, None)
+        self._doomed.update(dict.fromkeys(slots))
 
-    def _return(self, slot: int) -> None:
-        self._known[slot] = 0
-        if slot in self._doomed or slot in self._deleting:
-            self._returned.add(slot)
-        else:
-            self.index.free((slot,))
+    def _return(self, slots: Sequence[int]) -> None:
+        free = []
+        for slot in slots:
+            self._known[slot] = 0
+            if slot in self._doomed or slot in self._deleting:
+                self._returned.add(slot)
+            else:
+                free.append(slot)
+        self.index.free(free)
 
     def _undo(self, retained: Mapping[int, bytes], written: Sequence[int]) -> None:
         """The commit failed: its deletions and retentions wait for the next one. So do deletions of the `written`

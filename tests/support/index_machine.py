@@ -20,6 +20,7 @@ from gdscache.pages.columns import KEY
 from gdscache.pages.keys import Page
 from gdscache.policies import base
 from gdscache.policies.base import LRU, EvictionPolicy
+from gdscache.policies.lifetime import Lifetime
 from tests.support.policy_models import MODELS, Model, Undeferred
 
 NAMESPACE = b"n" * 32
@@ -75,7 +76,11 @@ class Snapshot(base.Undeferred):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.keys = list(policy)
-        self.deferred = set(filter(policy.is_deferred, self.keys))
+        self.deferred = Lifetime()
+        for key in self.keys:
+            if any(order.is_deferred(key) for order in policy.deferring()):
+                self.deferred.insert(key)
+                self.deferred.defer_all([key])
 
     def insert(self, key: bytes, parent: bytes = b"") -> None:
         self.keys.append(key)
@@ -87,8 +92,8 @@ class Snapshot(base.Undeferred):
     def remove(self, key: bytes) -> None:
         self.keys.remove(key)
 
-    def is_deferred(self, key: bytes) -> bool:
-        return key in self.deferred
+    def deferring(self) -> Sequence[Lifetime]:
+        return (self.deferred,)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.keys)

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "cuda": "runtime",
     "groups": "native pages",
     "events": "pages runtime",
-    "index": "pages policies",
+    "index": "native pages policies",
     "extents": "cuda pages runtime",
     "storage": "cuda native pages runtime",
     "testing": "cuda pages storage",

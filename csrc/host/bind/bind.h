@@ -170,6 +170,7 @@ void bind_pages(nb::module_& module);
 void bind_names(nb::module_& module);
 void bind_tables(nb::module_& module);
 void bind_policies(nb::module_& module);
+void bind_index(nb::module_& module);
 void bind_disk(nb::module_& module);
 void bind_gpu(nb::module_& module);
 void bind_cufile(nb::module_& module);

@@ -61,6 +61,7 @@ NB_MODULE(_native, module) {
     gdscache::bind_names(module);
     gdscache::bind_tables(module);
     gdscache::bind_policies(module);
+    gdscache::bind_index(module);
     gdscache::bind_disk(module);
     gdscache::bind_cufile(module);
     gdscache::bind_gpu(module);

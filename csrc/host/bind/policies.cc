@@ -6,7 +6,7 @@
 #include <memory>
 #include <span>
 
-#include "bind/bind.h"
+#include "bind/keys.h"
 #include "policies/lifetimes.h"
 #include "policies/reuse.h"
 #include "policies/shadow.h"
@@ -14,41 +14,7 @@
 namespace gdscache {
 namespace {
 
-constexpr size_t kKeyBytes = sizeof(Key);
 constexpr int64_t kMost = 1024;  // most keys of an order made at a time
-
-// The items of a list, a tuple or any other sequence, for the time of a call.
-class Items {
-public:
-    explicit Items(nb::handle given) : fast_(nb::steal(PySequence_Fast(given.ptr(), "pass a sequence"))) {
-        if (!fast_.is_valid()) throw nb::python_error();
-        list_ = PyList_Check(fast_.ptr());
-        size_ = list_ ? PyList_Size(fast_.ptr()) : PyTuple_Size(fast_.ptr());
-    }
-    Py_ssize_t size() const { return size_; }
-    // Raises Python's error if the sequence has become shorter.
-    PyObject* operator[](Py_ssize_t n) const {
-        PyObject* const item = list_ ? PyList_GetItem(fast_.ptr(), n) : PyTuple_GetItem(fast_.ptr(), n);
-        if (!item) throw nb::python_error();
-        return item;
-    }
-
-private:
-    nb::object fast_;
-    bool list_;
-    Py_ssize_t size_;
-};
-
-Key key_of(PyObject* bytes, bool whole = true) {
-    char* data;
-    Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(bytes, &data, &size) != 0) throw nb::python_error();
-    if (whole ? size != kKeyBytes : static_cast<size_t>(size) > kKeyBytes) {
-        const std::string why = "a key of " + std::to_string(size) + " bytes";
-        throw NamedError("InvalidValueError", EINVAL, why, "a key has 32 bytes");
-    }
-    return {data, static_cast<size_t>(size)};
-}
 
 nb::object bytes_of(const Key& key) {
     return nb::steal(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key.words), kKeyBytes));
@@ -181,11 +147,14 @@ void bind_policies(nb::module_& module) {
     }, "key"_a)
         .def("evict_all", [](LifetimeOrder& self, nb::handle gone) { self.evict(pairs_of<LifetimeOrder::Gone>(gone)); },
              "gone"_a)
-        .def("defer", [](LifetimeOrder& self, nb::handle key) { self.defer(key_of(key.ptr())); }, "key"_a)
         .def("hasten", [](LifetimeOrder& self, nb::handle key) { self.hasten(key_of(key.ptr(), false)); }, "key"_a)
         .def("is_deferred",
              [](const LifetimeOrder& self, nb::handle key) { return self.is_deferred(key_of(key.ptr(), false)); },
              "key"_a)
+        .def("defer_all",
+             [](LifetimeOrder& self, nb::handle keys) {
+        for (const Key& key : keys_of(keys)) self.defer(key);
+    }, "keys"_a)
         .def("walk", [](LifetimeOrder& self) { return new LifetimeKeys(self); }, nb::keep_alive<0, 1>(),
              nb::rv_policy::take_ownership)
         .def_prop_ro("rows", &LifetimeOrder::rows)

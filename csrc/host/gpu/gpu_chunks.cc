@@ -57,15 +57,17 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     if (left == 0) return false;
     const bool staged = copies.route == Route::kStaged, alone = copies.route == Route::kCopyEngine;
     const int64_t row = planes_.page_blocks + 1;
-    const int64_t bytes = staged ? static_cast<int64_t>(lane.segment_bytes) : alone ? sizes_.looked : sizes_.moved;
+    const int64_t bytes = staged ? static_cast<int64_t>(lane.most) : alone ? sizes_.looked : sizes_.moved;
     int64_t most = std::clamp<int64_t>(bytes / transfer.stride, 1, static_cast<int64_t>(lane.table_bytes) / (8 * row));
     const int64_t listed = kListedBytes / (planes_.page_blocks * transfer.item());
     const bool listable = (staged || alone) && listed > 0;
     if (listable && listed >= std::min(copies.pages, most / 2)) most = std::min(most, listed);
-    int64_t pages = std::min(left, !transfer.begun && !copies.load ? up(most, kFirstStore) : most);
+    const int64_t even = up(left, up(left, most));  // the rest of the transfer in equal chunks
+    int64_t pages = !transfer.begun && !copies.load ? std::min(left, up(most, kFirstStore)) : even;
     const int64_t last = std::max<int64_t>(1, sizes_.looked_last / transfer.stride);
     if (alone && last < pages && pages == left) pages -= last;
-    *chunk = {transfer.at, pages, &lane.take(), nullptr, 0, 0};
+    const int64_t data = staged ? pages * transfer.stride : 0;
+    *chunk = {transfer.at, pages, &lane.take(static_cast<size_t>(data)), nullptr, 0, 0};
     if (!listable || pages > listed) {
         chunk->table_bytes = pages * row * transfer.item();
         const HostBuffers::Buffer table = buffers_.take(static_cast<size_t>(chunk->table_bytes));
@@ -83,27 +85,31 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
 // store's.
 void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
-    cuda_.follow(lane.copies, chunk.segment->done);
+    const Segment& segment = *chunk.segment;
+    cuda_.follow(lane.copies, segment.done);
+    if (segment.before) cuda_.follow(lane.copies, segment.before->done);
     if (route == Route::kStaged) stage(lane, transfer, chunk);
     else bring_table(chunk, lane.copies);
     if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
-    cuda_.record(chunk.segment->copied, lane.copies);
-    cuda_.follow(lane.kernels, chunk.segment->copied);
+    cuda_.record(segment.copied, lane.copies);
+    cuda_.follow(lane.kernels, segment.copied);
     launch(lane, transfer, chunk);
-    cuda_.record(chunk.segment->done, lane.kernels);
+    cuda_.record(segment.done, lane.kernels);
 }
 
 void Gpu::store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) const {
     const Route route = transfer.copies.route;
-    if (route != Route::kCopyEngine) cuda_.follow(lane.kernels, chunk.segment->copied);
+    const Segment& segment = *chunk.segment;
+    cuda_.follow(lane.kernels, segment.copied);
+    if (segment.before) cuda_.follow(lane.kernels, segment.before->copied);
     bring_table(chunk, lane.kernels);
     launch(lane, transfer, chunk);
-    cuda_.record(chunk.segment->done, lane.kernels);
+    cuda_.record(segment.done, lane.kernels);
     if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
     if (route != Route::kStaged) return;
-    cuda_.follow(lane.copies, chunk.segment->done);
+    cuda_.follow(lane.copies, segment.done);
     stage(lane, transfer, chunk);
-    cuda_.record(chunk.segment->copied, lane.copies);
+    cuda_.record(segment.copied, lane.copies);
 }
 
 // --- kernels

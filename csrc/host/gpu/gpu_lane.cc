@@ -8,8 +8,11 @@ namespace gdscache {
 namespace {
 
 constexpr size_t kAlignment = 4096;
-constexpr size_t kSegments = 3;
+constexpr size_t kSegments = 8;
+constexpr size_t kChunks = 3;  // of the largest size in the ring
 constexpr size_t kSmallest = 4096;  // bytes of a host buffer
+
+constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
 
@@ -108,23 +111,23 @@ void HostBuffers::give(Buffer buffer) {
 Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
     : loads(for_loads),
       unbroken(sizes.unbroken),
+      most(aligned(std::max(sizes.page, sizes.share / kChunks))),
+      table_bytes(aligned(sizes.table)),
       done(cuda, for_loads ? 0 : 1),
       read(cuda, for_loads ? 2 : 3),
       cuda_(cuda),
       streams_{own_stream(cuda, false), own_stream(cuda, false), own_stream(cuda, for_loads)},
       resting_(streams_[1].get()),
       joint_(event()),
-      turned_(event()) {
+      turned_(event()),
+      share_(std::max(most, sizes.share / kAlignment * kAlignment)) {
     copies = streams_[0].get(), kernels = streams_[2].get();
-    const size_t smallest = (sizes.least + kAlignment - 1) / kAlignment * kAlignment;
-    const size_t count = std::clamp<size_t>(sizes.share / smallest, 1, kSegments);
-    segment_bytes = std::max(smallest, sizes.share / count / kAlignment * kAlignment);
-    table_bytes = (sizes.table + kAlignment - 1) / kAlignment * kAlignment;
-    for (size_t n = 0; n < count; ++n) {
-        segments_.push_back({n * segment_bytes, count * segment_bytes + n * table_bytes, event(), event()});
+    memory_ = OwnMemory(cuda.allocate(share_ + kSegments * table_bytes), {&cuda});
+    segments_.resize(kSegments);
+    for (size_t n = 0; n < kSegments; ++n) {
+        segments_[n].table = memory_.get() + share_ + n * table_bytes;
+        segments_[n].copied = event(), segments_[n].done = event();
     }
-    memory_ = OwnMemory(cuda.allocate(count * (segment_bytes + table_bytes)), {&cuda});
-    for (Segment& segment : segments_) segment.data += memory_.get(), segment.table += memory_.get();
 }
 
 Lane::~Lane() {
@@ -141,10 +144,19 @@ CudaEvent Lane::event() {
     return events_.back().get();
 }
 
-Segment& Lane::take() {
-    Segment& segment = segments_[next_];
-    next_ = (next_ + 1) % segments_.size();
-    return segment;
+Segment& Lane::take(size_t bytes) {
+    Segment& next = segments_[static_cast<size_t>(++chunks_) % kSegments];
+    next = {next.data, next.table, next.copied, next.done, nullptr, 0, 0, chunks_};
+    if (bytes == 0) return next;
+    const size_t size = aligned(bytes);
+    next.begin = at_ + size <= share_ ? at_ : 0;
+    next.end = at_ = next.begin + size;
+    next.data = memory_.get() + next.begin;
+    for (const Segment& one : segments_) {
+        const bool shared = &one != &next && one.begin < next.end && next.begin < one.end;
+        if (shared && (!next.before || one.number > next.before->number)) next.before = &one;
+    }
+    return next;
 }
 
 void Lane::make_way(size_t bytes) {

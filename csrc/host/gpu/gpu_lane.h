@@ -80,16 +80,20 @@ private:
     std::vector<std::vector<void*>> free_;  // by the power of two of their size
 };
 
-// A part of the ring for one chunk of a transfer at a time, and the events behind its last use: `copied` behind the
-// last copies, `done` behind the last kernel. `data` and `table` are addresses of the GPU's.
+// The place of one chunk of a transfer at a time: bytes of the ring, and a table. Addresses are of the GPU's. `copied` is
+// behind the last copies, `done` behind the last kernel. `before`: the last chunk with some of the same bytes; null
+// without one.
 struct Segment {
-    uint64_t data, table;
-    CudaEvent copied, done;
+    uint64_t data = 0, table = 0;
+    CudaEvent copied = nullptr, done = nullptr;
+    const Segment* before = nullptr;
+    size_t begin = 0, end = 0;  // in the ring
+    int64_t number = 0;         // of the chunk
 };
 
-// In bytes: of the ring; the least of a segment's data; of its table; of copies before others' may pass.
+// In bytes: of the ring; of a page; of a chunk's table; of copies before others' may pass.
 struct LaneSizes {
-    size_t share, least, table, unbroken;
+    size_t share, page, table, unbroken;
 };
 
 // `copies` runs the copy engine, `kernels` the kernels; events order them, segment by segment.
@@ -99,18 +103,19 @@ struct LaneSizes {
 // turns, each behind the other's queue, and the engine looks at every stream when one of them has to wait. An event
 // between two streams of which one has no copies is no help: the driver sees through it.
 //
-// `share` bytes of GPU memory are the segments' data: up to 3 segments, each of at least `least` rounded up to 4 KiB
-// (beside large products, 4 smaller segments left checksums at 0.85 of the speed without, 3 at 0.97). Tables of `table`
-// bytes a segment come on top. Transfers take segments in turn, in the order of their queueing. The kernels of loads go
-// before the model's. A queueing thread holds `lock`, and has entered.
+// `share` bytes of GPU memory are the ring. A chunk takes no more of it than its bytes: a model's product may hold every
+// processor while the bus brings two thirds of the ring, and a kernel frees its part only behind that (with three
+// segments of a third each, copies beside products waited for a product every 64 MiB). Tables of `table` bytes a segment
+// come on top. The kernels of loads go before the model's. A queueing thread holds `lock`, and has entered.
 class Lane {
 public:
     Lane(const Cuda& cuda, const LaneSizes& sizes, bool loads);
     ~Lane();
     Lane(Lane&&) = delete;
 
-    // The next segment. Work in it waits for the segment's events, and sets them.
-    Segment& take();
+    // The next segment, with this many bytes of the ring. Work in it waits for its own events and for those of `before`,
+    // and sets its own.
+    Segment& take(size_t bytes);
     // Before `bytes` of copies: let others' copies pass if more than `unbroken` bytes would go since they last could.
     void make_way(size_t bytes);
     // A point behind all work of this turn, and of those before.
@@ -120,7 +125,7 @@ public:
     const size_t unbroken;
     std::mutex lock;
     CudaStream copies = nullptr, kernels = nullptr;  // `make_way` changes `copies`
-    size_t segment_bytes = 0, table_bytes = 0;
+    const size_t most, table_bytes;  // of a chunk
     int64_t turn = 0;  // of the queueing thread
     Points done;  // of the whole lane
     Points read;  // of its kernels: behind a store's last read of its source
@@ -134,8 +139,10 @@ private:
     std::vector<OwnEvent> events_;
     const CudaEvent joint_, turned_;
     size_t gone_ = 0;  // bytes of copies since others could pass
+    const size_t share_;
+    size_t at_ = 0;  // the end of the last chunk in the ring
     std::vector<Segment> segments_;
-    size_t next_ = 0;
+    int64_t chunks_ = 0;
     OwnMemory memory_;
 };
 

@@ -97,7 +97,7 @@ class _Handle:
     def carried_by(self, moving: Moving, *, last: bool) -> None:
         """Not cancelled here."""
 
-    def signal(self, layer: int, event: Event) -> None:
+    def signal(self, layers: range, event: Event) -> None:
         """No layer is awaited."""
 
     def released(self) -> None:

@@ -426,9 +426,10 @@ def test_many_pages_at_once_are_one_after_the_other(seed: int) -> None:
         for key, parent in new:
             single.insert(key, parent)
         present.update(new)
-        for key in draw.sample(sorted(present), min(3, len(present))):
-            many.defer(key)
-            single.defer(key)
+        passed = draw.sample(sorted(present), min(3, len(present)))
+        many.defer_all(passed)
+        for key in passed:
+            single.defer_all((key,))
         judged.add(many.judged)
         assert (many.judged, many.following, many.debt) == (single.judged, single.following, single.debt)
         assert list(many) == list(single)
