@@ -56,6 +56,7 @@ from gdscache.integrations.sglang.metrics import ToldMetrics
 from gdscache.integrations.sglang.moves import LayerLoads, Load, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
 from gdscache.integrations.sglang.planes import KV, device_planes
+from gdscache.integrations.sglang.prefills import PassTimes
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
 from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools
 from gdscache.integrations.sglang.setup import (
@@ -81,6 +82,7 @@ class _Lead:
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
+    times: PassTimes
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -211,7 +213,9 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         told = ToldMetrics(parts, server)
         undo.callback(told.close)
-        return _Lead(engine, cache, pages, table, events, told)
+        times = PassTimes(engine.observe_prefill, self._device)
+        undo.callback(times.close)
+        return _Lead(engine, cache, pages, table, events, told, times)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
@@ -285,8 +289,10 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Finish accepted stores, and release everything. Repeated calls are fine."""
         self._watch.close()
         lead, rank = self._lead, self._rank
-        if lead is not None and lead.events is not None:
-            lead.events.close()
+        if lead is not None:
+            lead.times.close()
+            if lead.events is not None:
+                lead.events.close()
         if self._junctions is not None:
             self._junctions.close()
         self._end_transfers()
