@@ -92,6 +92,11 @@ class HybridLoad:
         self._engine, self._hits, self._loads = engine, hits, loads
 
     @property
+    def by_pool(self) -> list[LayerwiseLoad | None]:
+        """None for a pool without a page of the hits."""
+        return [*self._loads]
+
+    @property
     def begun(self) -> list[LayerwiseLoad]:
         return [load for load in self._loads if load is not None]
 

@@ -77,21 +77,24 @@ class WeightWatch:
 
 
 class MethodWatch:
-    """Calls `ended(args, kwargs)` after each call of a method of a class; until `close`. Raises
+    """Calls `ended(args, kwargs)` after each call of a method of a class, and `begins` before it; until `close`. Raises
     `WeightUpdatesUnsupportedError` if the class has no such method."""
 
     def __init__(
-        self, owner: type[Any], method: str, ended: Callable[[tuple[Any, ...], Mapping[str, Any]], object]
+        self,
+        owner: type[Any],
+        method: str,
+        ended: Callable[[tuple[Any, ...], Mapping[str, Any]], object],
+        begins: Callable[[tuple[Any, ...], Mapping[str, Any]], object] = lambda args, kwargs: None,
     ) -> None:
-        self._ended = ended
+        self._begins, self._ended = begins, ended
         self._calls = _watched(owner, (method,), self, from_start=True)
 
     def close(self) -> None:
         _unwatched(self._calls.values(), self)
 
     def tell(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, begun: bool) -> None:
-        if begun:
-            self._ended(args, kwargs)
+        (self._ended if begun else self._begins)(args, kwargs)
 
 
 class ExecutorWatch:

@@ -81,6 +81,9 @@ FIELDS = {  # what is read of objects that SGLang hands over
         "page_size", "req_to_token_pool", "token_to_kv_pool_allocator", "sliding_window_size", "swa_gates_prefix_match",
         "tp_cache_group",
     ],
+    "sglang.srt.managers.schedule_batch:ScheduleBatch": [
+        "reqs", "forward_mode", "hicache_consumer_index", "extend_lens", "prefix_lens",
+    ],
     "sglang.srt.server_args:ServerArgs": ["resolved_dict"],  # its fields are in our table, see `_unknown`
 }  # fmt: skip
 

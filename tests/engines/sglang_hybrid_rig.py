@@ -42,11 +42,23 @@ prompt, until = sglang_rig.prompt, sglang_rig.until
 class HybridRig(sglang_rig.Linked):
     """A tree over a hybrid model's pools, and our linker below it. `kind`: of `COMPONENTS`."""
 
-    def __init__(self, folder: Path, kind: str, options: dict[str, Any] | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        options: dict[str, Any] | None = None,
+        *,
+        group: Any = None,
+        ranks: int = 1,
+        **changes: Any,
+    ) -> None:
+        """`group`: of the `ranks` of the model, which has two heads of keys."""
         config = {"config": sections(folder, **changes), "ssd_wait": 10.0, **(options or {})}
         linker = {**sglang_rig.LINKER, "linker_extra_config": config}
         self.args = sglang_rig.server_args(
             folder,
+            {"num_key_value_heads": 2},
+            tp_size=ranks,
             enable_unified_cache_external_linker=True,
             unified_cache_external_linker_backend="dynamic",
             unified_cache_external_linker_config=linker,
@@ -57,10 +69,10 @@ class HybridRig(sglang_rig.Linked):
             self.rows = _rows_with_states()
         self.windowed = "SWA" in COMPONENTS[kind]
         if self.windowed:
-            self.pool: Any = _windowed_pool()
+            self.pool: Any = _windowed_pool(2 // ranks)
             self.slots: Any = SWATokenToKVPoolAllocator(TOKENS, TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
         else:
-            self.pool = _linear_pool(self.rows.mamba_pool)
+            self.pool = _linear_pool(self.rows.mamba_pool, 2 // ranks)
             self.slots = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
         self.params = CacheInitParams(
             disable=False,
@@ -71,6 +83,7 @@ class HybridRig(sglang_rig.Linked):
             enable_mamba_extra_buffer="MAMBA" in COMPONENTS[kind],
             tree_components=tuple(ComponentType[name] for name in COMPONENTS[kind]),
             tree_core_backend="python",
+            tp_cache_group=group,
         )
         self.tree = UnifiedRadixCache(self.params)
         self.linker: Any = create_unified_cache_linker(
@@ -167,21 +180,21 @@ class HybridRig(sglang_rig.Linked):
             assert (slots[first:end] > 0).all(), "a token of the window has no slot"
         for part, buffer in enumerate(buffers):
             for at in range(first, begin):
-                wanted = torch.full_like(buffer[0], content(tokens[: at + 1], layer, part))
+                wanted = torch.full_like(buffer[0], self.content(tokens[: at + 1], layer, part))
                 assert torch.equal(buffer[slots[at]], wanted), (layer, at, begin, "a wrong byte")
             for at in range(begin, end):
-                buffer[slots[at]] = content(tokens[: at + 1], layer, part)
+                buffer[slots[at]] = self.content(tokens[: at + 1], layer, part)
 
     def _recur(
         self, layer: int, tokens: Sequence[int], request: Req, begin: int, end: int, tracked: tuple[int, Any] | None
     ) -> None:
         cache, slot = self.rows.mamba2_layer_cache(layer), int(request.kv.mamba_pool_idx)
         for part, buffer in enumerate([*cache.conv, cache.temporal]):
-            wanted = torch.full_like(buffer[0], content(tokens[:begin], layer, 2 + part) if begin else 0)
+            wanted = torch.full_like(buffer[0], self.content(tokens[:begin], layer, 2 + part) if begin else 0)
             assert torch.equal(buffer[slot], wanted), (layer, begin, "a wrong state")
-            buffer[slot] = content(tokens[:end], layer, 2 + part)
+            buffer[slot] = self.content(tokens[:end], layer, 2 + part)
             if tracked is not None:
-                buffer[int(tracked[1])] = content(tokens[: tracked[0]], layer, 2 + part)
+                buffer[int(tracked[1])] = self.content(tokens[: tracked[0]], layer, 2 + part)
 
     def _tracked(self, request: Req) -> tuple[int, Any] | None:
         """Where SGLang keeps a state of this chunk, and in which slot."""
@@ -241,10 +254,9 @@ class HybridRig(sglang_rig.Linked):
     def close(self) -> None:
         self.tree.linker.close()
 
-
-def content(tokens: Sequence[int], layer: int, part: int) -> float:
-    """Of a token, or of a state behind the last of them: it follows from all of them."""
-    return float((hash(tuple(tokens)) ^ (5 * part + layer + 1) * 0x9E3779B1) >> 8 & 0xFF)
+    def content(self, tokens: Sequence[int], layer: int, part: int) -> float:
+        """Of a token, or of a state behind the last of them: it follows from all of them."""
+        return float((hash(tuple(tokens)) ^ (5 * part + layer + 1) * 0x9E3779B1) >> 8 & 0xFF)
 
 
 def sections(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -253,13 +265,13 @@ def sections(folder: Path, **changes: Any) -> dict[str, Any]:
     return sglang_rig.sections(folder, **{**room, "store": {"window_every": CHUNK}, **changes})
 
 
-def _windowed_pool() -> Any:
+def _windowed_pool(heads: int) -> Any:
     return SWAKVPool(
         size=TOKENS,
         size_swa=TOKENS,
         page_size=PAGE,
         dtype=torch.bfloat16,
-        head_num=2,
+        head_num=heads,
         head_dim=32,
         swa_attention_layer_ids=LAYERS["swa"],
         full_attention_layer_ids=LAYERS["kv"],
@@ -267,12 +279,12 @@ def _windowed_pool() -> Any:
     )
 
 
-def _linear_pool(states: Any) -> Any:
+def _linear_pool(states: Any, heads: int) -> Any:
     return HybridLinearKVPool(
         size=TOKENS,
         dtype=torch.bfloat16,
         page_size=PAGE,
-        head_num=2,
+        head_num=heads,
         head_dim=32,
         full_attention_layer_ids=LAYERS["kv"],
         device="cpu",

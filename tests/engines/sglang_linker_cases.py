@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from sglang.srt.managers.schedule_policy import SchedulePolicy
+from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from gdscache.integrations.sglang.setup import WEIGHT_METHODS
 from gdscache.storage.base import Op
@@ -108,6 +113,35 @@ def _read(events: list[Any]) -> list[Any]:
     sent = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
     batch: Any = msgspec.msgpack.Decoder(KVEventBatch).decode(sent)
     return list(batch.events)
+
+
+@case
+def the_gate_learns_what_prompts_take(folder: Path) -> None:
+    """From passes over one prompt that load nothing, and from no other."""
+    found = rig.Rig(folder)
+    costs = found.linker.engine.gate.costs
+
+    def passes(mode: str, lengths: Sequence[int], consumer: int = -1) -> int:
+        """SGLang's method is called, and fails at once, for there is no model; the prefills known by then."""
+        batch = SimpleNamespace(
+            reqs=[None] * len(lengths),
+            forward_mode=ForwardMode[mode],
+            hicache_consumer_index=consumer,
+            extend_lens=lengths,
+            prefix_lens=[64] * len(lengths),
+        )
+        with contextlib.suppress(AttributeError, AssertionError):
+            TpModelWorker.forward_batch_generation(SimpleNamespace(), batch)
+        with contextlib.suppress(AttributeError, AssertionError):
+            TpModelWorker.forward_batch_generation(SimpleNamespace(), batch=None)
+        return len(costs.observations()[0])
+
+    assert passes("DECODE", [1]) == passes("EXTEND", [64, 64]) == passes("EXTEND", [64], consumer=3) == 0
+    assert passes("EXTEND", [4]) == 0, "that is a kernel's launch"
+    assert passes("EXTEND", [64]) == 1
+    assert passes("EXTEND", [32]) == 2
+    found.close()
+    assert passes("EXTEND", [64]) == 2
 
 
 @case

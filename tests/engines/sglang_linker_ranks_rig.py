@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.engines import sglang_hybrid_rig as hybrids
 from tests.engines import sglang_rig as rig
 
 _CASES: dict[str, Callable[[Ranks], None]] = {}
@@ -69,6 +70,11 @@ class Ranks:
         """A tree of this rank. `heads`: of keys, of the whole model."""
         return RankRig(self, kind, heads, **more)
 
+    def hybrid(self, kind: str, **more: Any) -> HybridRankRig:
+        """A tree of this rank, of a hybrid model."""
+        (place := self.folder / kind).mkdir(exist_ok=True)
+        return HybridRankRig(self, kind, place, **more)
+
     def leave(self) -> None:
         """Where others have died, nobody is waited for."""
         print("done", flush=True)
@@ -81,7 +87,29 @@ class Ranks:
         (self.folder / f"entered-{self.rank}.json").write_text(json.dumps([name for name, _ in self.entered]))
 
 
-class RankRig(rig.Rig):
+class InStep(rig.Linked):
+    """A tree that waits as often as those of the other ranks."""
+
+    ranks: Ranks
+
+    def settle_reads(self) -> None:
+        """SGLang knows of all offloads that they are over, on all ranks."""
+        for _ in range(10_000):
+            self.poll()
+            if not self.tree.linker.pending_offloads:  # equal on all ranks: by a reduction
+                return
+            time.sleep(0.002)
+        raise AssertionError("offloads complete")
+
+    def settle(self) -> None:
+        """Everything is stored, on all ranks."""
+        self.settle_reads()
+        if self.linker.engine is not None:
+            self.linker.engine.drain(30)
+        self.ranks.barrier()
+
+
+class RankRig(InStep, rig.Rig):
     """A rank's tree. Its bytes are those of its heads, and its blocks have other numbers than those of other ranks."""
 
     def __init__(self, ranks: Ranks, kind: str, heads: int, **more: Any) -> None:
@@ -104,30 +132,11 @@ class RankRig(rig.Rig):
 
     def shuffle(self) -> None:
         """Free blocks come in an order of this rank's own."""
-        pages = self.slots.free_pages
-        order = [*range(len(pages))]
-        random.Random(self.ranks.rank).shuffle(order)
-        self.slots.free_pages = pages[torch.tensor(order)]
+        _shuffle(self.slots, "free_pages", self.ranks.rank)
 
     def flush(self) -> None:
         super().flush()
         self.shuffle()
-
-    def settle_reads(self) -> None:
-        """SGLang knows of all offloads that they are over, on all ranks."""
-        for _ in range(10_000):
-            self.poll()
-            if not self.tree.linker.pending_offloads:  # equal on all ranks: by a reduction
-                return
-            time.sleep(0.002)
-        raise AssertionError("offloads complete")
-
-    def settle(self) -> None:
-        """Everything is stored, on all ranks."""
-        self.settle_reads()
-        if self.linker.engine is not None:
-            self.linker.engine.drain(30)
-        self.ranks.barrier()
 
     def _make_room(self, tokens: int) -> bool:
         for _ in range(5_000):  # as often as on the other ranks
@@ -139,6 +148,36 @@ class RankRig(rig.Rig):
     def hit(self, tokens: Sequence[int], rid: str | None = None) -> int:
         """Tokens that a lookup promises on all ranks."""
         return int(self.match(tokens, rid)[1].host_hit_length)
+
+
+class HybridRankRig(InStep, hybrids.HybridRig):
+    """A rank's tree of a hybrid model: see `RankRig`."""
+
+    def __init__(self, ranks: Ranks, kind: str, folder: Path, **more: Any) -> None:
+        self.ranks = ranks
+        super().__init__(folder, kind, group=ranks.group, ranks=ranks.ranks, **more)
+        self.shuffle()
+
+    def content(self, tokens: Sequence[int], layer: int, part: int) -> float:
+        return float(int(super().content(tokens, layer, part)) ^ (37 * self.ranks.rank))
+
+    def shuffle(self) -> None:
+        own = [self.slots.full_attn_allocator, self.slots.swa_attn_allocator] if self.windowed else [self.slots]
+        for slots in own:
+            _shuffle(slots, "free_pages", self.ranks.rank)
+        if self.states is not None:
+            _shuffle(self.rows.mamba_allocator, "free_slots", self.ranks.rank)
+
+    def flush(self) -> None:
+        super().flush()
+        self.shuffle()
+
+
+def _shuffle(slots: Any, name: str, seed: int) -> None:
+    pages = getattr(slots, name)
+    order = [*range(len(pages))]
+    random.Random(seed).shuffle(order)
+    setattr(slots, name, pages[torch.tensor(order)])
 
 
 def case(run: Callable[[Ranks], None]) -> Callable[[Ranks], None]:

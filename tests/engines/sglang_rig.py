@@ -20,7 +20,7 @@ from sglang.srt import runtime_context
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -110,7 +110,7 @@ def buffers(pool: Any) -> list[torch.Tensor]:
 
 def transfers_of(keys: Sequence[str]) -> list[PoolTransfer]:
     """Pages as SGLang names them, in the first blocks."""
-    return [PoolTransfer(name="kv", keys=[*keys], device_indices=torch.arange(PAGE, (len(keys) + 1) * PAGE))]
+    return [PoolTransfer(name=PoolName.KV, keys=[*keys], device_indices=torch.arange(PAGE, (len(keys) + 1) * PAGE))]
 
 
 def prompt(seed: int, tokens: int, head: Sequence[int] = ()) -> list[int]:

@@ -63,7 +63,8 @@ def test_four_ranks(case: str, tmp_path: Path) -> None:
 @pytest.mark.suite
 @pytest.mark.timeout(4000)
 @pytest.mark.skipif("GDSCACHE_SGLANG_OPERATIONS" in os.environ, reason="the number is given")
-def test_ten_thousand_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GDSCACHE_SGLANG_OPERATIONS", "5000")  # of each kind of model
+@pytest.mark.parametrize(("case", "operations"), [("random_traffic", 5000), ("hybrids_at_random", 3334)])
+def test_ten_thousand_operations(case: str, operations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDSCACHE_SGLANG_OPERATIONS", str(operations))  # of each kind of model
     monkeypatch.setattr("tests.engines.test_sglang_linker_ranks.LIMIT_S", 3600.0)
-    run("random_traffic", tmp_path)
+    run(case, tmp_path)

@@ -16,10 +16,18 @@ from gdscache import CacheEngine, Rank
 from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.settings import planes_section
-from gdscache.integrations.sglang.linker_ranks import LeadTable, RankLoads, RankOffloads, RankTable
+from gdscache.integrations.sglang.linker_ranks import (
+    LeadTable,
+    OneLeading,
+    PoolRanks,
+    RankLoads,
+    RankOffloads,
+    RankTable,
+)
 from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable
 from gdscache.integrations.sglang.moves import LayerLoads
 from gdscache.integrations.sglang.pages import PageLinks
+from gdscache.integrations.sglang.planes import PoolPlanes
 from tests.support.helpers import until
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 2, 48, 4, 16
@@ -44,8 +52,12 @@ class Process:
 
     def open(self, engine: CacheEngine | None, table: LoadTable | RankTable) -> None:
         self.table = table
-        self.offloads = RankOffloads(self.rank, engine, self.counts)
-        self.loads = RankLoads(self.rank, engine, self.offloads)
+        self.ranks, self.leading = ranks, leading = (
+            PoolRanks(PoolPlanes(self.planes, {}), [self.rank]),
+            engine and OneLeading(engine),
+        )
+        self.offloads = RankOffloads(ranks, leading, self.counts)
+        self.loads = RankLoads(ranks, leading, self.offloads)
         self.layers = LayerLoads(self.loads.begin, LAYERS, self.counts)
 
     def byte(self, key: str, layer: int) -> int:
@@ -108,7 +120,9 @@ class Ranks:
     def load(self, rid: str, keys: Sequence[str]) -> list[list[int]]:
         """Queue a load on every rank, into these blocks."""
         blocks = self.take(len(keys))
-        answers = [one.table.load(rid, keys, lambda b=b: lambda: b) for one, b in zip(self.of, blocks, strict=True)]
+        answers = [
+            one.table.load(rid, keys, lambda b=b: lambda: {"kv": b}) for one, b in zip(self.of, blocks, strict=True)
+        ]
         assert answers == [True] * len(self.of)
         return blocks
 
@@ -136,7 +150,7 @@ class Ranks:
         for one, its in zip(self.of, blocks, strict=True):
             one.table.computed(keys)
             hashes = keys if one.number else self.links.named(keys)
-            one.offloads.start(hashes, lambda b=its: b, self.cache.salt, None)
+            one.offloads.start(hashes, lambda b=its: {"kv": b}, self.cache.salt, None)
         self.reading.append([[*its] for its in blocks])
 
     def poll(self) -> None:

@@ -28,14 +28,21 @@ class Junctions:
     """Called by SGLang's scheduler, which is one thread."""
 
     def __init__(
-        self, linker: Any, page_tokens: int, window: int | None, have: Callable[[str, Sequence[str]], bool]
+        self,
+        linker: Any,
+        page_tokens: int,
+        window: int | None,
+        have: Callable[[str, Sequence[str]], bool],
+        agreed: Callable[[Callable[[], int]], int],
     ) -> None:
         """`linker`: the tree's. `window`: tokens before a token that it attends to. `have(name, keys)`: whether our
-        tiers have these pages of a pool. `whole`: pages of the last lookup before which our tiers have all pages of
-        full attention."""
-        self._linker, self._size, self._have = linker, page_tokens, have
+        tiers have these pages of a pool. `agreed(find)`: see `Agreement.of`.
+
+        `whole`: pages of the last lookup before which our tiers have all pages of full attention; None: it was taken.
+        The leading rank's counts."""
+        self._linker, self._size, self._have, self._agreed = linker, page_tokens, have, agreed
         self._pages = max(1, -(-(window or 0) // page_tokens))  # of a window
-        self.whole = 0
+        self.whole: int | None = None
         self._last: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._watch = MethodWatch(UnifiedRadixCache, "init_cache_linker", self._linked)
 
@@ -67,9 +74,10 @@ class Junctions:
         grids |= {"swa_branching_seqlen": self._size} if ComponentType.SWA in tree.components else {}
 
         def matched(params: Any) -> Any:
-            self.whole = 0
+            self.whole = None
             result = match(params)
-            whole = result.device_prefix_len + self.whole * self._size
+            found = 0 if self.whole is None else self._agreed(lambda: self.whole or 0)
+            whole = result.device_prefix_len + found * self._size
             reached = result.device_prefix_len + result.host_hit_length
             ends = {name: whole // grid * grid for name, grid in grids.items()}
             ends = {name: end for name, end in ends.items() if end > max(reached, getattr(result, name) or 0)}
@@ -119,7 +127,7 @@ class Junctions:
     def _lack(self, name: PoolName, keys: Sequence[str]) -> bool:
         """Whether our tiers lack one of these keys, and it is not on its way."""
         asked = [key for key in keys if (name.value, key) not in self._last]
-        return bool(asked) and not self._have(name.value, asked)
+        return bool(asked) and bool(self._agreed(lambda: int(not self._have(name.value, asked))))
 
 
 def _value(tree: Any, node: Any, kind: ComponentType) -> Any:

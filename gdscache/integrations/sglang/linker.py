@@ -28,7 +28,7 @@ from gdscache.config import EventsConfig
 from gdscache.cuda.streams import Event, record_on
 from gdscache.engine.engine import CacheEngine
 from gdscache.engine.hybrid import HybridEngine
-from gdscache.errors import GdsCacheError
+from gdscache.errors import CacheGroupsUnsupportedError, GdsCacheError
 from gdscache.integrations.fetching import Cache, PinningCache
 from gdscache.integrations.settings import one_model
 from gdscache.integrations.sglang.events import SglangEvents
@@ -37,22 +37,28 @@ from gdscache.integrations.sglang.groups import GROUPS, grouped_planes
 from gdscache.integrations.sglang.junctions import Junctions
 from gdscache.integrations.sglang.linker_ranks import (
     LEFT_S,
+    Agreement,
+    Leading,
     LeadTable,
+    OneLeading,
+    PoolRanks,
     RankFacts,
     RankLoads,
     RankOffloads,
     RankTable,
+    SeveralLeading,
     place_in,
     shard_of,
     together,
 )
 from gdscache.integrations.sglang.loads import STOPPED_S, LoadTable, QueuedLoad
 from gdscache.integrations.sglang.metrics import ToldMetrics
-from gdscache.integrations.sglang.moves import BlockReader, LayerLoads, Load, Offloads
+from gdscache.integrations.sglang.moves import LayerLoads, Load, Offloads
 from gdscache.integrations.sglang.pages import PageLinks, digest
-from gdscache.integrations.sglang.planes import device_planes
+from gdscache.integrations.sglang.planes import KV, device_planes
+from gdscache.integrations.sglang.prefills import PassTimes
 from gdscache.integrations.sglang.refused import refuse_components, refuse_model, refuse_setup
-from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, SeveralPools
+from gdscache.integrations.sglang.served import LinkedCache, LinkedFetch, PoolReaders, SeveralPools
 from gdscache.integrations.sglang.setup import (
     LINKER_OPTIONS,
     WEIGHT_METHODS,
@@ -76,6 +82,7 @@ class _Lead:
     table: LoadTable
     events: SglangEvents | None
     told: ToldMetrics
+    times: PassTimes
 
 
 class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -115,7 +122,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         refuse_setup(server)
         refuse_model(model)
         names = [component.name for component in components]
-        refuse_components(names, params, self._ranks)
+        refuse_components(names, params)
         self._options = options = LinkerOptions.of(extra)
         pool, size = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
         if len(names) == 1:
@@ -123,40 +130,50 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         else:
             states = params.req_to_token_pool if "MAMBA" in names else None
             planes = grouped_planes(pool, states, params.swa_retain_window, size, untried=options.untried)
-        self._planes = planes
+        self._planes, self._readers = planes, PoolReaders(planes)
         self.pools = {PoolName(GROUPS[name]): pool for name in names}
         self._device = planes.tensors[0][0].device
-        self._rank: Rank | None = None
+        self._rank: PoolRanks | None = None
         if self._ranks > 1:
-            shard = shard_of(pool, model.get_total_num_kv_heads(), self._number, self._ranks)
-            self._rank = Rank(planes.tensors, self._number, shard=shard)
-            undo.callback(self._rank.close)
-        address = None if self._rank is None else self._rank.address
-        return RankFacts(address, model_of(server, model, planes, sglang.__version__))
+            heads, kept = model.get_total_num_kv_heads(), getattr(pool, "full_kv_pool", pool)
+            if len(names) > 1 and not hasattr(kept, "k_buffer"):
+                raise CacheGroupsUnsupportedError(
+                    f"the model's cache has {', '.join(sorted(names))}, and tp_size is {self._ranks}: all ranks have "
+                    "the same latents (MLA), and windows or states of their own",
+                    "run one server a GPU, each with an ssd.path of its own",
+                )
+            shared = shard_of(kept, heads, self._number, self._ranks)
+            made = list[Rank]()
+            for one in planes.pools():  # a window's or a state's number of heads is its own: no two ranks share them
+                own = [planes.tensors[place] for place in one.layers]
+                made.append(Rank(own, self._number, shard=shared if one.name == KV else self._number))
+                undo.callback(made[-1].close)
+            self._rank = PoolRanks(planes, made)
+        addresses = [] if self._rank is None else [rank.address for rank in self._rank.ranks]
+        return RankFacts(addresses, model_of(server, model, planes, sglang.__version__))
 
     def _open(self, undo: contextlib.ExitStack, facts: Sequence[RankFacts]) -> None:
         """Open the engine on the leading rank, and on each rank the movers of its part of the bytes."""
         self._lead = None if self._number else self._leading(undo, facts)
         self.engine = None if self._lead is None else self._lead.engine
-        layers, rank = len(self._planes.tensors), self._rank
+        planes, rank, params, leading = self._planes, self._rank, self._params, self._leads_with()
+        layers = max(planes.layers) + 1 if planes.groups else len(planes.tensors)
         self._rank_loads: RankLoads | None = None
-        if self._hybrid is not None:
-            self.layer_done_counter = LayerLoads(self._begin_loads, self._hybrid.layers, self.counts)
-            self._offloads = Offloads(self._hybrid, self.counts)
-            self._junctions = Junctions(self, self._params.page_size, self._params.swa_retain_window, self._has)
-            undo.callback(self._junctions.close)
-            if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
-                self._params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        elif rank is None:
+        if rank is None:
             self.layer_done_counter = LayerLoads(self._begin_loads, layers, self.counts)
-            self._offloads = Offloads(self._one, self.counts)
+            self._offloads = Offloads(self._hybrid or self._one, self.counts)
         else:
-            self._offloads = offloads = RankOffloads(rank, self._one, self.counts)
-            self._rank_loads = RankLoads(rank, self._one, offloads)
+            self._offloads = offloads = RankOffloads(rank, leading, self.counts)
+            self._rank_loads = RankLoads(rank, leading, offloads)
             self.layer_done_counter = LayerLoads(self._rank_loads.begin, layers, self.counts)
         undo.callback(self._offloads.close)
+        if planes.groups:
+            agreed = Agreement(rank, leading).of
+            self._junctions = Junctions(self, params.page_size, params.swa_retain_window, self._has, agreed)
+            undo.callback(self._junctions.close)
+        if PoolName.MAMBA in self.pools:  # SGLang registers it only with pools of tokens
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._table = RankTable(self.counts) if self._lead is None else self._lead.table
-        self._blocks = BlockReader(self._device, self._params.page_size)
         self._watch = WeightWatch(WeightUpdater, WEIGHT_METHODS, self._weights_changed)
         if self._lead is not None and self._watch.last():  # written in another linker's time, in this process
             self._lead.cache.renew_salt()
@@ -170,13 +187,13 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         tells = bool(params.enable_kv_cache_events)  # SGLang publishes its own
         if tells and config.events is None:
             config = config.model_copy(update={"events": EventsConfig()})
-        addresses = [its.address for its in facts if its.address is not None]
+        of_pools = [*zip(*(its.addresses for its in facts), strict=True)]  # none of a single rank
         engine: CacheEngine | HybridEngine
         if planes.groups:
-            self._hybrid = SeveralPools(config, planes)
+            self._hybrid = SeveralPools(config, planes, of_pools or None)
             engine, parts = self._hybrid.engine, self._hybrid.engine.by_groups
         else:
-            engine = CacheEngine(config, ranks=addresses) if addresses else CacheEngine(config, planes.tensors)
+            engine = CacheEngine(config, ranks=of_pools[0]) if of_pools else CacheEngine(config, planes.tensors)
             self._one, parts = engine, {"": engine}
         undo.callback(engine.close, drain=False)
         first, *others = parts.values()
@@ -185,7 +202,7 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             undo.callback(events.close)
         cache = PinningCache(first, options.pin_seconds + STOPPED_S, *others)
         pages = cache if self._hybrid is None else LinkedCache(cache, self._hybrid.engine)
-        table = (LeadTable if addresses else LoadTable)(
+        table = (LeadTable if of_pools else LoadTable)(
             pages,
             self._links,
             wait=options.ssd_wait if config.ssd is not None else 0.0,
@@ -196,21 +213,25 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         told = ToldMetrics(parts, server)
         undo.callback(told.close)
-        return _Lead(engine, cache, pages, table, events, told)
+        times = PassTimes(engine.observe_prefill, self._device)
+        undo.callback(times.close)
+        return _Lead(engine, cache, pages, table, events, told, times)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The longest prefix that may be loaded, in pages, from the leading rank. SGLang intersects the ranks' answers,
         so the others answer every length."""
         keys, lead = _of_kv(transfers).keys or [], self._lead
+        if self._junctions is not None:
+            self._junctions.whole = 0
         if lead is None:
             return [*range(1, len(keys) + 1)]
         try:
             self._name(keys)
             with lead.cache.telling(rid):
                 pages = lead.table.lookup(rid, keys)
-            fetch, first = lead.table.fetch(rid, keys) or (None, 0)
-            if self._junctions is not None and isinstance(fetch, LinkedFetch):
-                self._junctions.whole = fetch.whole - first
+            if self._junctions is not None:
+                fetch, first = lead.table.fetch(rid, keys) or (None, 0)
+                self._junctions.whole = fetch.whole - first if isinstance(fetch, LinkedFetch) else 0
         except GdsCacheError as error:  # no hit: a rank that raises would leave the others in a reduction
             log_failure(None if self._broken else error)
             self._broken = True
@@ -268,8 +289,10 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Finish accepted stores, and release everything. Repeated calls are fine."""
         self._watch.close()
         lead, rank = self._lead, self._rank
-        if lead is not None and lead.events is not None:
-            lead.events.close()
+        if lead is not None:
+            lead.times.close()
+            if lead.events is not None:
+                lead.events.close()
         if self._junctions is not None:
             self._junctions.close()
         self._end_transfers()
@@ -302,6 +325,11 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._junctions is not None:
             self._junctions.forget()
 
+    def _leads_with(self) -> Leading | None:
+        if self._hybrid is not None:
+            return SeveralLeading(self._hybrid)
+        return None if self._one is None else OneLeading(self._one)
+
     def _begin_loads(self, number: int, queued: Sequence[QueuedLoad]) -> Load:
         """For a single rank."""
         engine = self._hybrid or self._one
@@ -310,13 +338,11 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _blocks_of(self, transfers: list[PoolTransfer]) -> Callable[[], Any]:
         """Begin to read the block numbers of pages. Returns a function that waits for them."""
-        if self._hybrid is not None:
-            return self._hybrid.begin(transfers)
-        return self._blocks.begin(_of_kv(transfers).device_indices)
+        blocks = self._readers.begin(transfers)
+        return blocks if self._planes.groups or self._rank is not None else lambda: blocks()[KV]
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
-        assert self._hybrid is not None, "a hybrid model's rank is alone"
-        assert self._lead is not None, "a single rank leads"
+        assert self._hybrid is not None and self._lead is not None, "the leader knows"  # noqa: PT018
         return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)
 
     def _name(self, keys: Sequence[str]) -> None:

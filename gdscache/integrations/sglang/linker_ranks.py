@@ -8,6 +8,7 @@ promised pages, and plans loads and stores. Every rank has its part of the bytes
 * SGLang takes each rank's own answer of `load`. It is `True` everywhere: promised pages are pinned on all ranks.
 * Orders of loads use the ranks' own channel. Each rank waits for its order, up to a limit, before it launches its
   forward pass. Without it the batch fails on that rank, and by SGLang's reduction on all.
+* What else a rank has to know of the tiers comes by that channel, too (`Agreement`).
 * The leader says when a store is over: SGLang takes the least number of completed stores over the ranks.
 """
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
+import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +35,11 @@ from gdscache.integrations.fetching import Fetched
 from gdscache.integrations.handing import Stored
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import Offloads
+from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.integrations.sglang.served import AllRead, Blocks, SeveralPools
 from gdscache.load.handle import LayerwiseLoad
+from gdscache.load.report import LoadReport
+from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
 from gdscache.ranks.address import RankAddress, StoreMark
 from gdscache.ranks.executor import UNORDERED_S
@@ -42,15 +49,17 @@ from gdscache.runtime.threads import log_failure
 ORDER_S = UNORDERED_S  # a rank's wait for the leader's orders: its own pass waits for the leader's too
 LEFT_S = 60.0  # the other ranks' stay at the end, while the leader stores its accepted pages
 _QUIET = b"quiet"
+_LENGTH = struct.Struct("<Q")
 _Made = TypeVar("_Made")
 _log = logging.getLogger("gdscache")
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFacts:
-    """A rank's report to the leader. `address`: None for a single rank. `model`: see `setup.model_of`."""
+    """A rank's report to the leader. `addresses`: one a pool; none for a single rank. `model`: see
+    `setup.model_of`."""
 
-    address: RankAddress | None
+    addresses: Sequence[RankAddress]
     model: dict[str, object]
 
 
@@ -119,7 +128,7 @@ _ELSEWHERE: Fetched = _Elsewhere()
 class LeadTable(LoadTable):
     """The leader's requests. Promised pages are loaded on every rank."""
 
-    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Sequence[int]]]) -> bool:
+    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Blocks]]) -> bool:
         """Like `LoadTable.load`. A load whose pages have gone is queued too, and fails, because the other ranks begin
         it."""
         if not super().load(rid, keys, blocks):
@@ -137,7 +146,7 @@ class RankTable:
     def __len__(self) -> int:
         return len(self._queued)
 
-    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Sequence[int]]]) -> bool:
+    def load(self, rid: str, keys: Sequence[str], blocks: Callable[[], Callable[[], Blocks]]) -> bool:
         self._queued[rid] = QueuedLoad(rid, _ELSEWHERE, 0, len(keys), blocks())
         return True
 
@@ -155,6 +164,122 @@ class RankTable:
         self._queued.clear()
 
 
+class Leading(Protocol):
+    """The engine of all pools, on the leader."""
+
+    def plan(self, queued: Sequence[QueuedLoad]) -> Sequence[LayerwiseLoad | None]:
+        """Plan loads into positions of each pool's blocks. None: a pool without pages."""
+
+    def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
+        """Store pages of positions."""
+
+    def tell_ranks(self, pool: int, number: int, what: bytes) -> None: ...
+
+
+class OneLeading:
+    """`Leading` of a model with one pool."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+
+    def plan(self, queued: Sequence[QueuedLoad]) -> Sequence[LayerwiseLoad | None]:
+        ends = [*itertools.accumulate(one.pages for one in queued)]
+        places = [np.arange(end - one.pages, end) for one, end in zip(queued, ends, strict=True)]
+        return [self._engine.load_many([(one.hit(), some) for one, some in zip(queued, places, strict=True)])]
+
+    def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
+        return self._engine.store(hashes, np.arange(len(hashes)), salt=salt, after=after)
+
+    def tell_ranks(self, pool: int, number: int, what: bytes) -> None:
+        self._engine.tell_ranks(number, what)
+
+
+class SeveralLeading:
+    """`Leading` of a hybrid model."""
+
+    def __init__(self, pools: SeveralPools) -> None:
+        self._pools = pools
+
+    def plan(self, queued: Sequence[QueuedLoad]) -> Sequence[LayerwiseLoad | None]:
+        return self._pools.load_at_positions([one.hit() for one in queued])
+
+    def store(self, hashes: PageHashes | Sequence[str], blocks: Blocks, salt: str, after: StoreMark) -> Stored:
+        assert isinstance(hashes, PageHashes), "the leader names pages"
+        return self._pools.store(hashes, blocks, salt=salt, after=after)
+
+    def tell_ranks(self, pool: int, number: int, what: bytes) -> None:
+        self._pools.tell_ranks(pool, number, what)
+
+
+class PoolRanks:
+    """This process's ranks, one a pool. A failure of one is that of all."""
+
+    def __init__(self, planes: PoolPlanes, ranks: Sequence[Rank]) -> None:
+        self.pools, self.ranks = planes.pools(), ranks
+        self.layers: dict[int, list[tuple[int, int]]] = {}  # of the model: pool, and layer of the pool
+        at = {place: (p, n) for p, pool in enumerate(self.pools) for n, place in enumerate(pool.layers)}
+        places = planes.layers or {layer: [layer] for layer in range(len(planes.tensors))}
+        for layer, some in places.items():
+            self.layers[layer] = [at[place] for place in some]
+
+    def load(self, orders: Sequence[bytes], queued: Sequence[QueuedLoad]) -> RankedLoad:
+        given = [one.blocks() for one in queued]
+        loads: list[LayerwiseLoad | None] = []
+        for pool, rank, order in zip(self.pools, self.ranks, orders, strict=True):
+            blocks = [block for one in given for block in one.get(pool.name, ())]
+            loads.append(rank.load(order, blocks) if order else None)
+        return RankedLoad(loads, self.layers, [one.pages for one in queued])
+
+    def place(self, number: int, blocks: Callable[[], Blocks], after: Event) -> None:
+        """See `Rank.place`."""
+        for pool, rank in zip(self.pools, self.ranks, strict=True):
+            rank.place(number, functools.partial(_of_pool, blocks, pool.name), after)
+
+    def passed(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.passed(number)
+
+    def left(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.left(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def _of_pool(blocks: Callable[[], Blocks], name: str) -> Sequence[int]:
+    return blocks().get(name, ())
+
+
+class RankedLoad:
+    """A load of this rank in all pools. Layers are the model's."""
+
+    def __init__(
+        self,
+        loads: Sequence[LayerwiseLoad | None],
+        layers: Mapping[int, Sequence[tuple[int, int]]],
+        pages: Sequence[int],
+    ) -> None:
+        """`pages`: of each request."""
+        self._loads, self._layers, self._pages = loads, layers, pages
+        self.release_event = AllRead([load for load in loads if load is not None])
+
+    def wait(self, layer: int) -> None:
+        for pool, local in self._layers.get(layer, ()):
+            load = self._loads[pool]
+            if load is not None:
+                load.wait(local)
+
+    def results(self) -> list[LoadReport]:
+        """All pages are loaded, or none counts: SGLang aborts a batch as a whole."""
+        reports = [report for load in self._loads if load is not None for report in load.results()]
+        whole = all(status is PageStatus.LOADED for report in reports for status in report.pages)
+        status, seconds = PageStatus.LOADED if whole else PageStatus.ABORTED, max(r.seconds for r in reports)
+        return [LoadReport(0, (status,) * pages, {}, seconds) for pages in self._pages]
+
+
 class _Told:
     """An offload that the leader begins and ends."""
 
@@ -170,60 +295,56 @@ class _Told:
 class RankOffloads(Offloads):
     """See `Offloads`. Each rank reports the places of the pages; the leader stores them."""
 
-    def __init__(self, rank: Rank, engine: CacheEngine | None, counts: Counter[str]) -> None:
-        """`engine`: the leader's, on the leader alone."""
-        super().__init__(engine, counts)
-        self._rank = rank
+    def __init__(self, ranks: PoolRanks, leading: Leading | None, counts: Counter[str]) -> None:
+        """`leading`: on the leader alone."""
+        super().__init__(None, counts)
+        self._ranks, self._leading = ranks, leading
         self._numbers = itertools.count(1)  # equal on all ranks
         self._places: deque[int] = deque()  # of offloads that are not forgotten
 
-    def start(
-        self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Sequence[int]], salt: str, after: Event
-    ) -> None:
+    def start(self, hashes: PageHashes | Sequence[str], blocks: Callable[[], Blocks], salt: str, after: Event) -> None:
         """See `Offloads.start`. The other ranks ignore the names of the pages."""
         number = -next(self._numbers)
-        self._rank.place(number, blocks, after)
+        self._ranks.place(number, blocks, after)
         self._places.append(number)
-        engine = self._engine
+        leading = self._leading
 
         def store() -> Stored:
-            assert engine is not None, "the leader has one"
-            return engine.store(hashes, np.arange(len(hashes)), salt=salt, after=StoreMark(number, b""))
+            assert leading is not None, "the leader stores"
+            return leading.store(hashes, blocks(), salt, StoreMark(number, b""))
 
-        self._offloads.append(_Told() if engine is None else self._thread.start(store))
+        self._offloads.append(_Told() if leading is None else self._thread.start(store))
         self._counts.update(offloads=1, offloaded_pages=len(hashes))
 
     def pop(self) -> bool:
-        self._rank.passed(self._places.popleft())
+        self._ranks.passed(self._places.popleft())
         return super().pop()
 
     def forget(self) -> None:
         """Forget all offloads: after the leader's message behind `reset`, no rank reads a page for them."""
         while self._places:
-            self._rank.passed(self._places.popleft())
+            self._ranks.passed(self._places.popleft())
 
 
 class RankLoads:
     """Loads of this rank, and on the leader their plans."""
 
-    def __init__(self, rank: Rank, engine: CacheEngine | None, offloads: RankOffloads) -> None:
-        """`engine`: the leader's, on the leader alone. `offloads`: of this rank."""
-        self._rank = rank
-        self._engine = engine
+    def __init__(self, ranks: PoolRanks, leading: Leading | None, offloads: RankOffloads) -> None:
+        """`leading`: on the leader alone. `offloads`: of this rank."""
+        self._ranks, self._leading = ranks, leading
         self._offloads = offloads
-        self._planned: dict[int, LayerwiseLoad] = {}  # loads that this rank has not begun
+        self._planned: dict[int, Sequence[LayerwiseLoad | None]] = {}  # loads that this rank has not begun
         self._quiet = True  # the leader has reported the end of each flush so far
 
     def order(self, number: int, queued: Sequence[QueuedLoad]) -> None:
         """On the leader: plan the loads of batch `number`, lease their pages, and send the order to all ranks."""
-        if self._engine is None or number < 0:
+        if self._leading is None or number < 0:
             return
         order = b""
         try:
-            ends = [*itertools.accumulate(one.pages for one in queued)]
-            places = [np.arange(end - one.pages, end) for one, end in zip(queued, ends, strict=True)]
-            load = self._engine.load_many([(one.hit(), some) for one, some in zip(queued, places, strict=True)])
-            order, self._planned[number] = load.order, load
+            loads = self._leading.plan(queued)
+            self._planned[number] = loads
+            order = b"".join(_LENGTH.pack(len(one)) + one for one in [b"" if ld is None else ld.order for ld in loads])
         except GdsCacheError as error:
             log_failure(error)
         finally:
@@ -231,36 +352,71 @@ class RankLoads:
                 one.fetch.release()
             self._tell(number, order)
 
-    def begin(self, number: int, queued: Sequence[QueuedLoad]) -> LayerwiseLoad:
+    def begin(self, number: int, queued: Sequence[QueuedLoad]) -> RankedLoad:
         """Begin this rank's part, after the current stream's work so far. Raises `RankLostError`."""
         asked = time.monotonic()
-        order = self._rank.told(number, ORDER_S)
+        order = self._told(number)
         for before in [one for one in self._planned if one < number]:  # the pass of that batch was not launched
-            self._planned.pop(before).cancel()
-        planned = self._planned.pop(number, None)
+            self._cancel(before)
         if not order:
-            if planned is not None:
-                planned.cancel()
+            self._cancel(number)
             waited = f"this rank waited {time.monotonic() - asked:.1f} s of {ORDER_S:g} s"
             raise RankLostError(
                 f"rank 0 has promised a load, and has ordered none: {waited}", "see the log of its process"
             )
-        return self._rank.load(order, [block for one in queued for block in one.blocks()])
+        self._planned.pop(number, None)
+        orders, at = list[bytes](), 0
+        while at < len(order):
+            (length,) = _LENGTH.unpack_from(order, at)
+            at += _LENGTH.size + length
+            orders.append(order[at - length : at])
+        return self._ranks.load(orders, queued)
 
     def reset(self, number: int) -> None:
         """End all loads of this rank, and wait until the leader has ended its work too: it waits for reads of pages on
         all ranks. `number`: as of a batch."""
-        for load in self._planned.values():
-            load.cancel()
-        self._planned.clear()
+        for planned in [*self._planned]:
+            self._cancel(planned)
         self._tell(number, _QUIET)
-        quiet = self._rank.told(number, ORDER_S) == _QUIET
+        quiet = self._told(number) == _QUIET
         if self._quiet and not quiet:
             _log.error("rank 0 has not said of a flush that its transfers are over: see the log of its process")
         self._quiet = quiet
         self._offloads.forget()
 
+    def _cancel(self, number: int) -> None:
+        for load in self._planned.pop(number, ()):
+            if load is not None:
+                load.cancel()
+
+    def _told(self, number: int) -> bytes:
+        return self._ranks.ranks[0].told(number, ORDER_S)
+
     def _tell(self, number: int, what: bytes) -> None:
-        if self._engine is not None:
+        if self._leading is not None:
             with contextlib.suppress(EngineClosedError):  # no rank waits after a close
-                self._engine.tell_ranks(number, what)
+                self._leading.tell_ranks(0, number, what)
+
+
+class Agreement:
+    """Numbers that the leader finds in its tiers, and all ranks go by. Every rank asks for each, in the same order."""
+
+    def __init__(self, ranks: PoolRanks | None, leading: Leading | None) -> None:
+        """`ranks`: None for a single rank. `leading`: on the leader alone."""
+        self._ranks, self._leading = ranks, leading
+        self._numbers = itertools.count(1)
+
+    def of(self, find: Callable[[], int]) -> int:
+        """The leader's `find()`. 0 if that fails, or if there is no leader any more."""
+        number, found = next(self._numbers), 0
+        if self._ranks is not None and self._leading is None:
+            return int.from_bytes(self._ranks.ranks[-1].told(number, ORDER_S), "little")
+        try:
+            found = find()
+        except GdsCacheError as error:
+            log_failure(error)
+        if self._ranks is not None and self._leading is not None:
+            with contextlib.suppress(EngineClosedError):
+                # The last pool's channel: loads' orders have the numbers of the first one's.
+                self._leading.tell_ranks(len(self._ranks.ranks) - 1, number, found.to_bytes(8, "little"))
+        return found

@@ -42,12 +42,14 @@ class _Sought:
     batch: int
 
     def place(self, keys: Sequence[str]) -> int | None:
+        """The place of consecutive keys among the request's. A key names all pages before it, so the last one
+        decides."""
         try:
             first = self.keys.index(keys[0])
         except ValueError:
             return None
-        ours = self.keys[first : first + len(keys)]
-        return first if len(ours) == len(keys) and ours == list(keys) else None
+        last = first + len(keys) - 1
+        return first if last < len(self.keys) and self.keys[last] == keys[-1] else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,6 +22,13 @@ _UNTRIED_POOLS = ("DSATokenToKVPool",)  # pools that follow the contract and tha
 _HOST_POOLS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 HOST_LAYOUTS = ("page_first", "page_first_direct")
 _SCALES = ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+
+
+class OnePool(NamedTuple):
+    """`layers`: places in `PoolPlanes.tensors`."""
+
+    name: str
+    layers: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +45,12 @@ class PoolPlanes:
     names: Sequence[tuple[str, ...]] = ()
     groups: Sequence[Mapping[str, object]] = ()
     layers: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+
+    def pools(self) -> list[OnePool]:
+        """The pools in the order of an engine's: each kind of layer has its own."""
+        if not self.groups:
+            return [OnePool(KV, range(len(self.tensors)))]
+        return [OnePool(str(group["name"]), cast("Sequence[int]", group["layers"])) for group in self.groups]
 
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that describe a page."""

@@ -125,19 +125,14 @@ def refuse_setup(server: Any) -> None:
             )
 
 
-def refuse_components(names: Collection[str], params: Any, ranks: int = 1) -> None:
+def refuse_components(names: Collection[str], params: Any) -> None:
     """Raise for components of the tree beside full attention, windows and states. `names`: of SGLang's `ComponentType`.
-    `params`: its `CacheInitParams`. `ranks`: the processes of a spread model."""
+    `params`: its `CacheInitParams`."""
     if "FULL" not in names or not set(names) <= {"FULL", "SWA", "MAMBA"}:
         raise CacheGroupsUnsupportedError(
             f"the model's cache has {', '.join(sorted(names)) or 'nothing'}; FULL, SWA and MAMBA are supported, the "
             "last two beside the first",
             "use a model whose layers keep all tokens, a sliding window, or a state",
-        )
-    if len(names) > 1 and ranks > 1:
-        raise ParallelismUnsupportedError(
-            f"the model's cache has {', '.join(sorted(names))}, and is spread over {ranks} ranks",
-            "hybrid models are served on one GPU: run one server a GPU, each with an ssd.path of its own",
         )
     if "SWA" in names and not params.swa_gates_prefix_match:
         raise CacheGroupsUnsupportedError(

@@ -8,6 +8,7 @@ tokens as names; a state has that of the page before it.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,38 +25,58 @@ from gdscache.integrations.fetching import PinningCache
 from gdscache.integrations.group_fetching import GroupFetch
 from gdscache.integrations.sglang.moves import BlockReader
 from gdscache.integrations.sglang.planes import PoolPlanes
+from gdscache.load.handle import LayerwiseLoad
 from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import PageHashes
 from gdscache.pages.reasons import CACHED
+from gdscache.ranks.address import RankAddress
 from gdscache.store.handle import StoreHandle
 
 Blocks = Mapping[str, Sequence[int]]  # of each group, by the name of SGLang's pool
 NONE = 0  # SGLang's block that is never a page
 
 
-class SeveralPools:
-    """The pools of a hybrid model."""
+class PoolReaders:
+    """Reads the block numbers of all pools of this rank, by the pools' names."""
 
-    def __init__(self, config: Config, planes: PoolPlanes) -> None:
-        self.engine = HybridEngine(config, planes.tensors)
-        self.layers = max(planes.layers) + 1
-        self._places = planes.layers
+    def __init__(self, planes: PoolPlanes) -> None:
         self._readers: dict[str, BlockReader] = {}
-        for group in self.engine.groups:
-            first = planes.tensors[group.layers[0]][0]
-            self._readers[group.name] = BlockReader(first.device, int(first.shape[1]))
+        for pool in planes.pools():
+            first = planes.tensors[pool.layers[0]][0]
+            self._readers[pool.name] = BlockReader(first.device, int(first.shape[1]))
 
     def begin(self, transfers: Sequence[Any]) -> Callable[[], Blocks]:
         begun = {one.name.value: self._readers[one.name.value].begin(one.device_indices) for one in transfers}
         return lambda: {name: wait() for name, wait in begun.items()}
 
+
+class SeveralPools:
+    """The engine of a hybrid model's pools."""
+
+    def __init__(
+        self, config: Config, planes: PoolPlanes, ranks: Sequence[Sequence[RankAddress]] | None = None
+    ) -> None:
+        """`ranks`: of each pool, the addresses of all ranks, if there are several. Blocks are positions then: see
+        `Rank.load` and `Rank.place`."""
+        self.engine = HybridEngine(config, planes.tensors if ranks is None else None, ranks=ranks)
+        self._places = planes.layers
+        self._ranked = ranks is not None
+
     def load_many(self, requests: Sequence[tuple[HybridHit, Blocks]], after: Event = None) -> LinkedLoad:
         return LinkedLoad(self.engine.load_many(requests, after), self._places, self.engine.alignment)
 
+    def load_at_positions(self, hits: Sequence[HybridHit]) -> list[LayerwiseLoad | None]:
+        """Plan loads into positions of each pool's blocks, request after request; a pool without pages has None."""
+        at, requests = Counter[str](), list[tuple[HybridHit, Blocks]]()
+        for hit in hits:
+            requests.append((hit, {name: [*range(at[name], at[name] + len(its))] for name, its in hit.pages.items()}))
+            at.update({name: len(its) for name, its in hit.pages.items()})
+        return self.engine.load_many(requests).by_pool
+
     def store(self, tokens: PageHashes, slots: Blocks, *, salt: str = "", after: Event = None) -> LinkedStore:
         """Begin to store pages of a node of SGLang's tree, which ends with them. `slots`: blocks of each group for its
-        last held pages, `NONE` for dropped ones.
+        last held pages, `NONE` for dropped ones; with several ranks, the leader's.
 
         Of a window, the pages are stored that a hit needs which ends with the node or a multiple of
         `store.window_every` tokens before it. SGLang has a state at the node's end, or none.
@@ -69,7 +90,8 @@ class SeveralPools:
             given = slots.get(group.name, ())
             some = [n for n in kept(group, ends, last - len(given), last) if given[n - last] != NONE]
             wanted.append(some)
-            places |= {(g, number): given[number - last] for number in some}
+            own = range(len(given)) if self._ranked else given
+            places |= {(g, number): own[number - last] for number in some}
         handles = []
         for pool, chain in zip(engine.engines, names.chain(wanted), strict=True):
             if chain:
@@ -85,6 +107,10 @@ class SeveralPools:
             one for engine, chain in zip(self.engine.engines, chains, strict=True) for one in engine.told(chain.pages)
         ]
         return all(one.cause == CACHED for one in told)
+
+    def tell_ranks(self, pool: int, number: int, what: bytes) -> None:
+        """See `CacheEngine.tell_ranks`."""
+        self.engine.engines[pool].tell_ranks(number, what)
 
     def seconds(self, pages: int) -> float | None:
         wanted, took = needed(self.engine.groups, pages * self.engine.alignment), list[float]()
@@ -145,7 +171,7 @@ class LinkedCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class _AllRead:
+class AllRead:
     """The `release_event` of a store or a load in several pools."""
 
     parts: Sequence[Any]
@@ -162,7 +188,7 @@ class LinkedStore:
     """A store in several pools, as one."""
 
     def __init__(self, handles: Sequence[StoreHandle]) -> None:
-        self.release_event = _AllRead(handles)
+        self.release_event = AllRead(handles)
 
 
 class LinkedLoad:
@@ -170,7 +196,7 @@ class LinkedLoad:
 
     def __init__(self, load: HybridLoad, layers: Mapping[int, Sequence[int]], page_tokens: int) -> None:
         self._load, self._layers, self._size = load, layers, page_tokens
-        self.release_event = _AllRead(load.begun)
+        self.release_event = AllRead(load.begun)
 
     def wait(self, layer: int) -> None:
         """See `LayerwiseLoad.wait`. A layer without a cache has nothing to wait for."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gdscache.cuda.streams import Event
 from gdscache.errors import GdsCacheError, RankMismatchError
-from gdscache.integrations.vllm.prefills import Prefills
+from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder
 from gdscache.integrations.vllm.worker import (
     BegunLoad,

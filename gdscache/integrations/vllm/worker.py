@@ -22,7 +22,7 @@ import numpy as np
 from gdscache.cuda.streams import Event, record
 from gdscache.errors import GdsCacheError, LayerHooksError, VerifiedLoadError
 from gdscache.integrations.handing import HandedStore, StoreThread
-from gdscache.integrations.vllm.prefills import Prefills
+from gdscache.integrations.prefills import Prefills
 from gdscache.integrations.vllm.requests import LoadOrder
 from gdscache.load.handle import LayerwiseLoad
 from gdscache.moves import PageStatus

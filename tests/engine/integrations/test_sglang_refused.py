@@ -75,9 +75,6 @@ def test_components() -> None:
     for names in (["FULL", "C128"], ["SWA"], ["MAMBA", "SWA"], []):
         with pytest.raises(CacheGroupsUnsupportedError, match="FULL, SWA and MAMBA"):
             refuse_components(names, params)
-    refuse_components(["FULL"], params, 2)
-    with pytest.raises(errors.ParallelismUnsupportedError, match="FULL, SWA, and is spread over 2 ranks"):
-        refuse_components(["FULL", "SWA"], params, 2)
     params.swa_gates_prefix_match = False
     refuse_components(["FULL", "MAMBA"], params)
     with pytest.raises(CacheGroupsUnsupportedError, match="not in SGLang's tree"):

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gdscache.integrations.vllm import prefills as vllm_prefills
-from gdscache.integrations.vllm.prefills import Prefills, prefill_of
+from gdscache.integrations import prefills as timed
+from gdscache.integrations.prefills import Prefills
+from gdscache.integrations.vllm.prefills import prefill_of
 
 
 def step(scheduled: dict[str, int], new: dict[str, int], cached: dict[str, int]) -> Any:
@@ -48,7 +49,7 @@ class Told:
 
 def test_the_engine_is_told_how_long_the_pass_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr(vllm_prefills, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     told = Told()
     prefills = Prefills(told.observe_prefill, torch.device("cpu"))
     for prefill, seconds in (((500, 96), 0.25), (None, 1.0), ((16, 0), 0.5), ((16, 0), 0.0)):
@@ -87,8 +88,8 @@ def test_on_a_gpu_nothing_waits_for_the_pass(monkeypatch: pytest.MonkeyPatch) ->
         made.append(Event(**options))
         return made[-1]
 
-    monkeypatch.setattr(vllm_prefills.torch.cuda, "Event", event)
-    monkeypatch.setattr(vllm_prefills.torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(timed.torch.cuda, "Event", event)
+    monkeypatch.setattr(timed.torch.cuda, "current_stream", lambda device: None)
     told = Told()
     prefills = Prefills(told.observe_prefill, torch.device("cuda:0"))
     for tokens in (100, 200):
