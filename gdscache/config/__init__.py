@@ -209,7 +209,8 @@ class StoreConfig(ConfigSection):
         ge=0,
         le=MAX_COUNT,
         description="hybrid models: tokens of a prompt from one window or state that is stored to the next; 0: only "
-        "where prompts end or part; null: 8192, or more where a state takes many bytes",
+        "where prompts end or part; null: 8192, or more where a state takes many bytes, and in vLLM 1024 or a window "
+        "while many requests part from others",
     )
     prompt_tokens: int = Field(
         default=8192,

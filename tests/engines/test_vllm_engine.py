@@ -115,6 +115,34 @@ def test_other_models(plain: Answers, tmp_path: Path, kind: str) -> None:
     at_rest(found[2])
 
 
+@pytest.mark.skipif(parts.KIND == "mla", reason="latents have types of their own")
+@pytest.mark.parametrize(
+    ("kept_as", "another"),
+    [
+        ("fp8", "fp8_e5m2"),
+        ("fp8_e5m2", "fp8"),
+        ("int8_per_token_head", "fp8_per_token_head"),
+        ("fp8_per_token_head", "int8_per_token_head"),
+    ],
+)
+def test_quantised_caches(model: Path, tmp_path: Path, kept_as: str, another: str) -> None:
+    """From the CPU tier and after a restart. A server that keeps another type of as many bytes finds none of them."""
+    if "head" in kept_as and not torch.cuda.is_available():
+        pytest.skip("vLLM has these types on a GPU alone")
+    connector, llm = parts.cache(tmp_path / "ssd"), {"kv_cache_dtype": kept_as}
+    alone = parts.run(tmp_path, model, [ask(*parts.PROMPTS)], llm={**llm, "enable_prefix_caching": False}).answers[1]
+    steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), TELL]
+    for hits in (False, True):
+        found = parts.run(tmp_path, model, steps, connector, llm=llm).answers[1:]
+        assert parts.cached(found[0])[::2] == [hits * whole(prompt) for prompt in parts.PROMPTS[::2]]
+        assert parts.cached(found[3]) == [whole(prompt) for prompt in parts.PROMPTS]
+        parts.same(found[0], alone)
+        parts.same(found[3], alone)
+        at_rest(found[4])
+    other = parts.run(tmp_path, model, [ask(parts.LONG)], connector, llm={"kv_cache_dtype": another}).answers[1]
+    assert parts.cached(other) == [0]
+
+
 @pytest.mark.skipif(parts.KIND == "mla", reason="every test has latents then")
 def test_windows_as_one_group_of_full_attention(tmp_path: Path) -> None:
     """Of Gemma 3: without its hybrid manager vLLM keeps all tokens of all layers."""

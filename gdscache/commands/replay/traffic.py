@@ -16,6 +16,7 @@ from gdscache.config.pools import window_every
 from gdscache.engine.hybrid_states import StandingStates
 from gdscache.groups.base import alignment, complete, kept, lengths, marks, needed
 from gdscache.groups.names import GroupNames
+from gdscache.groups.partings import Partings
 from gdscache.groups.pools import pools_of
 from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
@@ -95,7 +96,8 @@ class Traffic:
         hierarchy.gathered = self._next_in_line
         config = whole or hierarchy.config
         self._pools = (hierarchy, *others)
-        self._groups, self._every = config.model.layer_groups(), window_every(config)
+        self._groups = config.model.layer_groups()
+        self._partings = Partings(self._groups, window_every(config), adapts=config.store.window_every is None)
         self._in_pools = [pool.groups for pool in pools_of(self._groups)]
         self._states = StandingStates(self._groups, self._in_pools, [pool.manager for pool in self._pools])
         self._namespaces = [namespace_digest(config.model.namespace_fields(group=group)) for group in self._groups]
@@ -176,7 +178,8 @@ class Traffic:
         self.outcome.hit_tokens += length
         yield from self._load_and_compute(plans, tokens, loaded)
         self._first_token(i, arrival, tokens)
-        ends = {most, longest, whole, *marks(self._every, alignment(groups), most)}
+        every = self._partings.every(whole - length)
+        ends = {most, longest, whole, *marks(every, alignment(groups), most)}
         rest = [kept(group, ends, loaded * size // group.page_tokens, most // group.page_tokens) for group in groups]
         self._states.stand(names, rest)
         for pool, chain in zip(pools, names.chain(rest), strict=True):

@@ -166,8 +166,8 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         told: dict[str, Any] = {"wait": wait, "refuses": refuses, "waited": waited, "named": named}
         if hybrid is not None:
             cache = GroupCache(session, hybrid, self._kv_cache_config.hash_block_size)
-            every = hybrid.window_every
-            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, **told)
+            every, adapts = hybrid.window_every, hybrid.config.store.window_every is None
+            self._table: RequestTable = GroupTable(hybrid.groups, cache, every, self._states, adapts=adapts, **told)
         else:
             self._table = RequestTable(session, session.engine.layout.page_tokens, **told)
         self._table.unused = session.unused

@@ -18,6 +18,7 @@ from typing import Any
 from gdscache.errors import InterfaceUnsupportedError
 from gdscache.groups.base import Group, alignment, kept, marks
 from gdscache.groups.names import GroupNames, GroupPage
+from gdscache.groups.partings import Partings
 from gdscache.integrations.fetching import Fetch
 from gdscache.integrations.group_fetching import GroupCache, GroupFetch, GroupPart
 from gdscache.integrations.vllm.requests import HASH_BYTES, LOOK_AGAIN_S, Known, LoadOrder, RequestTable, trace_of
@@ -96,14 +97,22 @@ class GroupTable(RequestTable):
     a page's end."""
 
     def __init__(
-        self, groups: Sequence[Group], cache: GroupCache, every: int, states: KeptStates, **settings: Any
+        self,
+        groups: Sequence[Group],
+        cache: GroupCache,
+        every: int,
+        states: KeptStates,
+        *,
+        adapts: bool = False,
+        **settings: Any,
     ) -> None:
-        """`every`: tokens between kept windows of a prompt; 0: windows only where prompts end or part. `settings`: of
-        `RequestTable`."""
+        """`every`: tokens between kept windows of a prompt; 0: windows only where prompts end or part. `adapts`: fewer
+        while requests part often. `settings`: of `RequestTable`."""
         super().__init__(_NoPages(), alignment(groups), **settings)
         self._groups = groups
         self._of_groups = cache
         self._every = every
+        self._partings = Partings(groups, every, adapts=adapts)
         self._least = min(group.page_tokens for group in groups)
         self._whole = any(group.keeps == "all" for group in groups)
         self.states = states
@@ -260,7 +269,8 @@ class GroupTable(RequestTable):
         ends = {(prompt - 1) // size * size, prompt // size * size, *((whole // size * size,) if whole > hit else ())}
         if there > hit:  # vLLM's own cache has windows that our tiers lack
             ends.add(there)
-        known.ends, known.last = {*ends, *marks(self._every, size, prompt)}, [None for _ in known.names.pools]
+        every = self._partings.every(whole - max(there, hit))
+        known.ends, known.last = {*ends, *marks(every, size, prompt)}, [None for _ in known.names.pools]
         known.next = [
             min(there, whole) // group.page_tokens
             if group.keeps == "all"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from gdscache.groups import partings
 from gdscache.groups.base import Group, alignment
 from gdscache.integrations.vllm.requests import LOOK_AGAIN_S
 from tests.support.vllm_scheduler import GROUPS, GroupScheduler
@@ -83,6 +84,22 @@ def test_windows_are_kept_every_so_many_tokens(groups: list[Group], every: int, 
     step = max(align, every // align * align)
     scheduler.run(range(60))
     assert scheduler.run([*range(shared), 99, 98])[0] >= min(shared, 59) // step * step
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+def test_while_prompts_part_often_the_second_one_hits(adapts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first one does not know where it will part, its windows are kept everywhere."""
+    monkeypatch.setattr(partings, "_DENSE", 4)
+    groups = GROUPS["equal pages"]
+    scheduler = Alone(groups, 100, 1000)
+    scheduler.table._partings = partings.Partings(groups, 1000, adapts=adapts)
+    found = []
+    for document in range(100, 130):
+        for question in (1, 2):
+            hit, _ = scheduler.run([document, *range(20), *(500 * question + i for i in range(9))])
+        found.append(hit)
+    assert found[0] == 0
+    assert found[-1] == (20 if adapts else 0)
 
 
 @by_name
