@@ -2,7 +2,7 @@
 
     python tools/readme_chart.py docs/results/ttft-h200.json docs/results/first-token.png
 
-The report is one of `gdscache bench ttft`. The bars are medians, of the prompt of 32,768 tokens with 90 % cached.
+The report is one of `gdscache bench ttft` or `bench report`. The bars are medians, of the prompt of 32,768 tokens with 90 % cached.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ def draw(report: dict[str, Any], target: Path) -> None:
     title = f"Time to first token: {PROMPT:,} tokens, {SHARE} % cached, Llama-3-8B's shape, one {gpu}"
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlim(0, times[-1] * 1.12)
-    axes.set_xlabel("milliseconds, median of 3", fontsize=9)
+    axes.set_xlabel(f"milliseconds, median of {report['settings']['repeat']}", fontsize=9)
     axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(target, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the picture of the README from a report of `bench ttft`.")
+    parser = argparse.ArgumentParser(description="Draw the picture of the README from a report.")
     parser.add_argument("report", type=Path)
     parser.add_argument("target", type=Path)
     options = parser.parse_args()
-    draw(json.loads(options.report.read_text(encoding="utf-8")), options.target)
+    report = json.loads(options.report.read_text(encoding="utf-8"))
+    draw(report.get("benches", {"ttft": report})["ttft"], options.target)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ WINDOW_S = 5.0  # seconds that a rate is measured over
 SECOND_PAGE_S = 2.5  # seconds that --once waits for a second page, without which there are no rates
 _COLUMN, _GAP, _BETWEEN = 38, "  ", " │ "  # least width of a column; between columns; between directories
 _PLAIN = 80  # least columns of a pipe
-_BAR, _EIGHTHS = 12, "▏▎▍▌▋▊▉"
+_NAME, _BAR, _EIGHTHS = 9, 9, "▏▎▍▌▋▊▉"
 _CAUSES, _LOADS, _RANKS = 6, 5, 4  # rows shown at most
 _TITLE, _WARNING, _NOTE = "bold", "bold red", "dim"  # styles of rich
 
@@ -204,7 +204,7 @@ def _tier_rows(report: Report, width: int) -> Section:
     rows = []
     for tier in report["tiers"]:
         share, size = tier["pages"] / (tier["slots"] or 1), tier["slots"] * report["extent_bytes"]
-        rows.append((f"{tier['name']:<5}{_bar(share)}", _share(share), _bytes(size)))
+        rows.append((_barred(tier["name"], share), _share(share), _bytes(size)))
     return _table(width, (8, 12), ("TIER", "full", "of"), rows)
 
 
@@ -234,11 +234,11 @@ def _queues(report: Report, width: int) -> Section:
     if not (limit := queues["limit_bytes"]):
         return []
     rows = [
-        (f"{name:<7}{_bar(nbytes / limit)}", _share(nbytes / limit), _bytes(nbytes))
+        (_barred(name, nbytes / limit), _share(nbytes / limit), _bytes(nbytes))
         for name, nbytes in (("stores", queues["store_bytes"]), ("to SSD", queues["to_ssd_bytes"]))
     ]
     under_way = f"{queues['loads']:,} loads, {queues['prefetches']:,} prefetches"
-    return [*_table(width, (8, 11), ("QUEUES", "full", ""), rows), (under_way, "")]
+    return [*_table(width, (8, 12), ("QUEUES", "full", "bytes"), rows), (under_way, "")]
 
 
 def _latencies(report: Report, width: int) -> Section:
@@ -281,10 +281,10 @@ def _ranks(report: Report) -> Section:
     return rows + [(f"rank {r['rank']}, process {r['pid']}: {r['state']}", _WARNING) for r in bad[:_RANKS]]
 
 
-def _bar(share: float) -> str:
+def _barred(name: str, share: float) -> str:
     eighths = round(min(1.0, share) * _BAR * 8)
     whole, part = divmod(eighths, 8)
-    return "█" * whole + _EIGHTHS[part - 1 : part]
+    return f"{name[: _NAME - 1]:<{_NAME}}" + "█" * whole + _EIGHTHS[part - 1 : part]
 
 
 def _share(share: float | None) -> str:

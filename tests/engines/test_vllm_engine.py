@@ -392,3 +392,14 @@ def test_the_log_looks_like_vllm_s_own(model: Path, tmp_path: Path) -> None:
         found = re.findall(head.format(level=level, file=re.escape(file)) + text, run.log, re.MULTILINE)
         assert found, (text, run.log[-8000:])
     assert len(re.findall(bad, run.log)) == 1
+
+
+def test_a_load_is_in_the_trace_of_its_request(model: Path, tmp_path: Path) -> None:
+    connector = parts.cache(tmp_path / "ssd")
+    connector["config"]["traces"] = True
+    steps = [("ask", {"prompts": [parts.LONG]}), ("drain", {}), ("reset", {})]
+    traced = ("traced", {"prompt": parts.LONG, "trace": 11})
+    [span] = parts.run(tmp_path, model, [*steps, traced], connector).answers[4]
+    assert (span["name"], span["trace"]) == ("gdscache.load", 11)
+    assert span["attributes"]["gdscache.pages"] == 46
+    assert span["attributes"]["gdscache.tiers"] == ["cpu"]

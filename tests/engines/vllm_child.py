@@ -330,6 +330,27 @@ class Run:
             found += [_answer(result, seconds) for result in results]
         return found
 
+    def traced(self, prompt: dict[str, Any], trace: int) -> list[dict[str, Any]]:
+        """The spans of a request that came with the headers of this trace."""
+        from opentelemetry import trace as api
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        spans, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(spans))
+        api.set_tracer_provider(provider)
+        headers = {"traceparent": f"00-{trace:032x}-{7:016x}-01"}
+        core = self.engine.llm_engine
+        core.add_request("traced", _prompt(prompt), _sampling(prompt), trace_headers=headers)
+        while core.has_unfinished_requests():
+            core.step()
+        self.drain()
+        return [
+            {"name": span.name, "trace": span.context.trace_id, "attributes": dict(span.attributes)}
+            for span in spans.get_finished_spans()
+        ]
+
     def abort(self, prompt: dict[str, Any], steps: int) -> dict[str, Any]:
         """Add a request, make so many steps, and abort it."""
         core = self.engine.llm_engine

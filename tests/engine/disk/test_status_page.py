@@ -19,6 +19,8 @@ from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
 from gdscache.runtime.latencies import SlowLoad, Summary
+from gdscache.storage.base import Op
+from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import WAIT, Host, make_config, prompt, until
 
 
@@ -97,6 +99,26 @@ def test_the_page_is_as_the_format_says(host: Host, tmp_path: Path) -> None:
     assert page[3760:4040] == bytes(4040 - 3760)
     assert struct.unpack_from("<5Q", page, 4040) == (0, 0, host.engine.config.store.queue, 0, 0)
     assert page[4080:] == bytes(16)
+
+
+def test_queues_are_those_of_stats(tmp_path: Path) -> None:
+    """While writes to the SSD hang."""
+    options = {"transport": "tests.support.faulty:FaultyTransport"}
+    opened = Host(make_config(tmp_path / "cache", cpu=8, ssd=12, **options))
+    page = 3 * opened.layout.extent_bytes
+    try:
+        with PLAN.rule(Op.WRITE, Fault.HANG):
+            opened.store(prompt(1, 3))
+            until(lambda: queues_of(tmp_path / "cache")[1] == page, "the page tells of stores on their way")
+            found, stats = queues_of(tmp_path / "cache"), opened.engine.stats()["store_queue"]
+            assert found[:3] == (stats["bytes"], stats["to_ssd_bytes"], stats["limit_bytes"])
+        until(lambda: queues_of(tmp_path / "cache")[:2] == (0, 0), "the page tells that they have ended")
+    finally:
+        opened.engine.close()
+
+
+def queues_of(path: Path) -> tuple[int, ...]:
+    return struct.unpack_from("<5Q", page_of(path), 4040)
 
 
 def test_it_is_private_and_goes_with_its_owner(host: Host, tmp_path: Path) -> None:
