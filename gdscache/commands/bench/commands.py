@@ -110,7 +110,7 @@ def io(
     everything: Everything = False,
     quick: Quick = False,
 ) -> None:
-    """Measure stores and loads of this cache against the disk's own speed, and an engine's memory.
+    """Measure stores and loads of this cache against the disk's own speed.
 
     Stores and loads are compared with a bare O_DIRECT loop. Ways between disk and memory that are asked for are
     measured for several sizes of requests.
