@@ -96,7 +96,7 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
     contents, history = _read(directory, progress), history_file.read(directory)
     named = {digest: _keys(digest, each.fields, asked, config) for digest, each in contents.names.items()}
     rows = _Rows(contents, history, [way for one in named.values() if one is not None for way in one.ways])
-    found = [_told(rows, digest, one) for digest, one in named.items()]
+    found = [_describe(rows, digest, one) for digest, one in named.items()]
     with_pages = [one for one in found if one["found"]]
     return {
         "schema": SCHEMA,
@@ -123,7 +123,7 @@ class _Rows:
     """A directory's rows by key, and the history of keys without a row."""
 
     def __init__(self, contents: Contents, history: History | None, asked: Sequence[Sequence[bytes]]) -> None:
-        """`asked`: all keys of later `told` calls."""
+        """`asked`: all keys of later `describe_pages` calls."""
         pages, keys = contents.pages, [*itertools.chain.from_iterable(asked)]
         rows = find(pages.keys, np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")).tolist()
         self._at = {key: row for key, row in zip(keys, rows, strict=True) if row >= 0}
@@ -136,7 +136,7 @@ class _Rows:
         self._rank[pages.order] = np.arange(len(pages))
         self._now = time.time()
 
-    def told(self, keys: Sequence[bytes], namespace: bytes) -> list[dict[str, Any]]:
+    def describe_pages(self, keys: Sequence[bytes], namespace: bytes) -> list[dict[str, Any]]:
         """Each page's facts, as a run of one page."""
         return [self._row(self._at.get(key, -1), key, namespace) for key in keys]
 
@@ -163,7 +163,7 @@ class _Rows:
         return {"state": "evicted" if evicted else "absent"}
 
 
-def _told(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
+def _describe(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
     """A request's facts in a namespace. `pages`: its number of pages there, None if unknown. `found`: the number of
     them that are stored or have a history. `hit`: the number of leading stored pages."""
     fields = rows.contents.names[digest].fields
@@ -175,7 +175,7 @@ def _told(rows: _Rows, digest: bytes, named: _Named | None) -> dict[str, Any]:
     }
     if named is None:
         return about | {"pages": None, "found": 0, "hit": 0, "runs": []}
-    told = [rows.told(keys, digest) for keys in named.ways]
+    told = [rows.describe_pages(keys, digest) for keys in named.ways]
     best = max(told, key=lambda one: sum(page["state"] != "absent" for page in one))
     states = Counter(page["state"] for page in best)
     hit = next((n for n, page in enumerate(best) if page["state"] != "stored"), len(best))

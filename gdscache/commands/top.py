@@ -55,7 +55,7 @@ class Watched:
 
     def look(self) -> dict[str, Any]:
         """Read the page. The report is plain data; `rates` is None without a second page, and if the last is late."""
-        from gdscache.commands.inspect.survey import told
+        from gdscache.commands.inspect.survey import describe_status
 
         found, pages = status_page.read(self.path), self.pages
         if not isinstance(found, Status):
@@ -72,7 +72,7 @@ class Watched:
         rates = None if late or found.written <= first.written else _rates(first, found)
         sizes = {"extent_bytes": found.figures.extent_bytes * found.figures.shards}
         tiers = [tier._asdict() for tier in _tiers(found)]
-        return {"path": str(self.path), **told(found), **sizes, "tiers": tiers, "late": late, "rates": rates}
+        return {"path": str(self.path), **describe_status(found), **sizes, "tiers": tiers, "late": late, "rates": rates}
 
 
 def watched(directories: Sequence[Path], known: Iterable[Watched] = ()) -> list[Watched]:

@@ -210,11 +210,11 @@ class KVEventHub:
             if self._wake.wait(WAKE_S) and not self._closed:
                 time.sleep(GATHER_S)
             self._wake.clear()
-            log_failure(failure_of(self._hand_on))
+            log_failure(failure_of(self._publish))
         if self._publisher is not None:
             self._publisher.close()
 
-    def _hand_on(self) -> None:
+    def _publish(self) -> None:
         with self._lock:
             noted, self._noted, self._pages = self._noted, [], 0
             if self._lost:  # skip a number
@@ -237,14 +237,14 @@ class KVEventHub:
         for what, place, some in noted:
             this = what, place
             if this != last and last is not None:
-                yield from self._told(*last, gathered)
+                yield from self._events_of(*last, gathered)
                 gathered = []
             last = this
             gathered += some
         if last is not None:
-            yield from self._told(*last, gathered)
+            yield from self._events_of(*last, gathered)
 
-    def _told(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
+    def _events_of(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
         if what == "cleared":
             yield AllBlocksCleared()
         elif what == "removed":

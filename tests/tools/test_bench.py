@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from gdscache.commands.bench import bare, geometry, kit, machine, measure, memory, rows
+from gdscache.commands.bench import bare, geometry, kit, machine, measure, rows
 from gdscache.commands.bench.measure import ChildDiedError
 from gdscache.commands.console import Table
 from gdscache.config import ModelConfig
@@ -183,7 +183,7 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert ("MISSED: at least 0.75" in out) == ("mean nothing" not in out) == (profile == "default")
     assert "the disk is on fire" in out
-    assert err == ""
+    assert [line.partition(", ")[2] for line in err.splitlines()] == ["0 of 2: a", "1 of 2: b"]
     drawn = (tmp_path / "r.svg").read_text()
     assert ("red: missed" in drawn) == ("figures mean nothing" not in drawn) == (profile == "default")
 
@@ -223,7 +223,6 @@ def test_the_machine_is_in_the_report(tmp_path: Path) -> None:
         (("io", "--dir", "{}", "--total", "1MiB"), "use at least 16MiB"),
         (("io", "--dir", "{}", "--require-gds", "--way", "host"), "add --way cufile"),
         (("copy", "--total", "much"), "--total 'much'"),
-        (("copy", "--total", "all"), "--total 'all'"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(
@@ -323,16 +322,6 @@ def test_targets() -> None:
     assert measure.target(3, 3, at_least=False)["met"]
     assert not measure.target(3.1, 3, at_least=False)["met"]
     assert len(measure.judged({"a": [{"met": True}, {"b": {"met": False}}], "c": 1})) == 2
-
-
-def test_memory_is_what_two_children_say(tmp_path: Path) -> None:
-    held = memory.engine_memory(tmp_path, 500)
-    assert held["pages"] == 500
-    assert held["beyond_bytes"] == held["resident_bytes"] - held["pool_bytes"] - held["torch_bytes"]
-    assert held["pool_bytes"] == (2 * 500 + 1) * memory.PAGE_BYTES + memory.HOST_BUFFER
-    assert held["resident_bytes"] > held["pool_bytes"] + held["torch_bytes"]  # pools were touched
-    assert held["resident_bytes"] <= held["peak_bytes"]
-    assert held["met"] == (held["beyond_bytes"] <= 150 * MIB)
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from gdscache.commands.bench.copy_beside import Beside, Neighbour
 from gdscache.commands.bench.copy_cells import GQA, MLA, MLA_FP8, Cell
 from gdscache.commands.bench.copy_gpu import Gpu, Moved, Queued, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
-from gdscache.errors import CapacityError, DeviceError, InvalidValueError, IOFailedError
+from gdscache.errors import CapacityError, DeviceError, IOFailedError
 from gdscache.pages.planes import PagedPlanes
 from tests.support.host_copies import HostCopies
 
@@ -67,9 +67,9 @@ class Stand(Gpu):
     def together(self, ways: Sequence[Callable[[], T]]) -> list[T]:
         return [way() for way in ways]
 
-    def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
+    def open_copies(self, planes: PagedPlanes) -> Any:
         self.opened += 1
-        return StandCopies(self, planes, path)
+        return StandCopies(self, planes)
 
     def move(
         self,
@@ -131,12 +131,12 @@ class StandCopies(HostCopies):
     """Copies in host memory, timed by the stand-in. What waits for an event is timed and not moved; `broken` moves
     nothing."""
 
-    def __init__(self, gpu: Stand, planes: PagedPlanes, path: str = "auto", *, broken: bool = False) -> None:
+    def __init__(self, gpu: Stand, planes: PagedPlanes, *, broken: bool = False) -> None:
         super().__init__(planes)
-        self.planes, self.path, self.broken, self.closed = planes, path, broken, False
+        self.planes, self.broken, self.closed = planes, broken, False
 
     def route(self, direction: str, layers: range, *, sums: bool) -> str:
-        return "staged" if self.path == "auto" else self.path
+        return "staged"
 
     def close(self) -> None:
         self.closed = True
@@ -557,18 +557,10 @@ def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
 class Interrupted(Stand):
     """Ctrl-C in the second pool."""
 
-    def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
+    def open_copies(self, planes: PagedPlanes) -> Any:
         if self.opened == 1:
             raise KeyboardInterrupt
-        return super().open_copies(planes, path)
-
-
-def test_a_path_can_be_forced() -> None:
-    found = copy.bench(Stand()).run(settings(path="zero_copy", pairs=1))
-    for row in (*found["copies"], *found["checksums"], *found["beside"]):
-        assert (row["path"], set(row["routes"].values())) == ("zero_copy", {"zero_copy"})
-    with pytest.raises(InvalidValueError, match="unknown path 'fast'"):
-        copy.bench(Stand()).run(settings(path="fast"))
+        return super().open_copies(planes)
 
 
 def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) -> None:
@@ -589,8 +581,8 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) ->
 
 def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> None:
     class Wrong(Stand):
-        def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
-            super().open_copies(planes, path)
+        def open_copies(self, planes: PagedPlanes) -> Any:
+            super().open_copies(planes)
             return StandCopies(self, planes, broken=self.opened == 2)
 
     bad = copy.bench(Wrong()).run(settings(pairs=1))
@@ -603,10 +595,10 @@ def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> Non
 
 def test_what_was_measured_is_kept_when_no_copies_open() -> None:
     class Broken(Stand):
-        def open_copies(self, planes: PagedPlanes, path: Any) -> Any:
+        def open_copies(self, planes: PagedPlanes) -> Any:
             if self.opened:
                 raise RuntimeError("an illegal memory access")
-            return super().open_copies(planes, path)
+            return super().open_copies(planes)
 
     kept: list[int] = []
     with pytest.raises(RuntimeError, match="illegal"):

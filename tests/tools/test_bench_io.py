@@ -73,7 +73,7 @@ def report(quick: tuple[Path, str]) -> dict[str, Any]:
 
 
 def test_every_way_is_measured_or_listed_with_its_cause(report: dict[str, Any]) -> None:
-    assert report["schema"] == "gdscache.bench.io/3"
+    assert report["schema"] == "gdscache.bench.io/4"
     assert (report["complete"], report["left"], report["failed"]) == (True, [], [])
     assert [way["way"] for way in report["ways"]] == [way.name for way in WAYS]
     measured = {cell["way"] for cell in report["cells"]}
@@ -105,7 +105,6 @@ def test_comparisons_say_what_they_are_held_against(report: dict[str, Any]) -> N
         if "target" in r:
             better = r["ratio"] >= r["target"] if r["unit"] == RATE else r["ratio"] <= r["target"]
             assert r["met"] is better
-    assert report["memory"]["pages"] == report["settings"]["memory_pages"]
     causes = [entry["what"] for entry in report["cannot"]]
     assert [f"loads from a RAM disk, {size} pages" for size in ("4MiB", "1MiB", "256KiB")] == causes[:3]
 
@@ -130,7 +129,6 @@ def test_people_get_whole_tables_and_the_directory_back(quick: tuple[Path, str],
         "This cache",
         "Details",
         "Ceilings",
-        "Memory of an engine",
         "Cannot be measured here",
         "no CUDA device",
     ):
@@ -154,8 +152,7 @@ def test_people_get_what_it_comes_to(quick: tuple[Path, str], report: dict[str, 
             speeds[kind] = max(speeds.get(kind, 0.0), r["figure"]["median"])
     assert f"{console.figure(speeds['cold load'])} GB/s of loads" in said
     assert f"{console.figure(speeds['store'])} GB/s of stores" in said
-    assert "of memory beside its pools" in said
-    assert io.bottom({**report, "comparisons": [], "memory": None}) == []
+    assert io.bottom({**report, "comparisons": []}) == []
     usual = [line for table in io.tables(report) for line in table.lines(80)]
     assert len(usual) < 60
     assert not any(word in line for line in usual for word in ("CPU, ", "copies and sums"))
@@ -451,7 +448,7 @@ def test_threads_of_comparisons_are_the_engine_s_and_more_on_a_ram_disk(
     parts += [io.Part("b", lambda place: seen.append((True, place.threads)) or [], ram=True)]  # type: ignore[func-returns-value]
     monkeypatch.setattr(io, "parts", lambda *_: parts)
     monkeypatch.setattr(io_cache, "in_memory", lambda directory: directory.is_relative_to(ram))
-    BENCH.run(dataclasses.replace(TINY, threads=None, ways=(), ram_disk=str(ram), memory_pages=10), tmp_path)
+    BENCH.run(dataclasses.replace(TINY, threads=None, ways=(), ram_disk=str(ram)), tmp_path)
     assert seen == [(False, default), (True, max(default, 12))]
 
 
@@ -480,9 +477,8 @@ def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path) -> Non
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways are measured in this process, and the memory of an engine is not: each costs a child."""
+    """Ways are measured in this process: each costs a child."""
     monkeypatch.setattr(measure, "child", lambda module, function, *arguments, **_: measure_way(*arguments))
-    monkeypatch.setattr(io.memory, "engine_memory", lambda directory, pages: {"pages": pages})
 
 
 @pytest.mark.usefixtures("here")
@@ -558,7 +554,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path) -> None:
 def test_part_of_a_report_can_be_drawn(report: dict[str, Any], tmp_path: Path) -> None:
     import matplotlib.figure
 
-    for part in ({"cells": [], "comparisons": [], "ceilings": None, "memory": None}, {"cells": report["cells"][:1]}):
+    for part in ({"cells": [], "comparisons": [], "ceilings": None}, {"cells": report["cells"][:1]}):
         figure = matplotlib.figure.Figure()
         io.plot({**report, **part}, figure)
         figure.savefig(tmp_path / "part.svg")

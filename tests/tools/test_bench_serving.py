@@ -163,9 +163,12 @@ def test_without_a_gpu_a_model_is_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
             dataclasses.replace(settings, **change).check()
 
 
-def test_the_python_of_a_server() -> None:
-    with pytest.raises(MissingPackageError, match="has no no_such_engine"):
-        serving.probe("no_such_engine", sys.executable)
+def test_the_python_of_a_server(tmp_path: Path) -> None:
+    without = tmp_path / "python"
+    without.write_text("""#!/bin/sh\necho '[{"torch": "2.11", "gdscache": "0.2"}, 1]'\n""")
+    without.chmod(0o755)
+    with pytest.raises(MissingPackageError, match="has no vllm"):
+        serving.probe("vllm", str(without))
     assert set(serving.probe("numpy", sys.executable).versions) == {"numpy", "gdscache", "torch"}
     for python, words in ("/no/such/python", "does not run"), ("/bin/false", "no torch that works: exit status 1"):
         with pytest.raises(InvalidValueError, match=words):

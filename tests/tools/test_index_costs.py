@@ -1,4 +1,4 @@
-"""What the index costs: lookups, reopening a catalogue of a million pages, memory. `pytest -m throughput -s` prints it.
+"""What an engine and its index cost: lookups, reopening a million pages, memory. `pytest -m throughput -s` prints it.
 
 docs/performance.md has the targets. These tests ask for half of that speed: a machine that does other things too is
 slower, and what they are to find is what is broken.
@@ -144,21 +144,34 @@ def fill(path: Path, pages: int) -> None:
             catalog.commit(batch, (), {})
 
 
-def resident(path: Path, pages: int) -> dict[str, int]:
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def in_child(function: str, path: Path, pages: int) -> dict[str, int]:
+    """What a function of this file returns in a fresh interpreter."""
+    code = (
+        f"import json, sys; from pathlib import Path; from {__name__} import {function}; "
+        f"print(json.dumps({function}(Path(sys.argv[1]), int(sys.argv[2]))))"
+    )
+    command = [sys.executable, "-c", code, str(path), str(pages)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+def tier_growth(path: Path, pages: int) -> dict[str, int]:
     """Bytes that an interpreter grows by when it opens the SSD tier, and when it has read every checksum."""
-
-    def now() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
     layout, config = tier_of(path, pages)
-    before = now()
+    before = resident()
     tier = SsdTier(layout, config, "cpu", threading.RLock())
-    opened = now() - before
+    opened = resident() - before
     entries = list(tier.index)
     for at in range(0, len(entries), 1024):
         tier.checksums(entries[at : at + 1024])
     del entries
-    found = {"pages": len(tier.index), "opened": opened, "with sums": now() - before}
+    found = {"pages": len(tier.index), "opened": opened, "with sums": resident() - before}
     tier.close()
     return found
 
@@ -182,14 +195,52 @@ def test_a_large_catalogue_opens_soon_and_takes_a_kib_a_page_at_most(
         assert len(tier.index) == pages
         tier.close()
         del tier
-    code = (
-        f"import json, sys; from pathlib import Path; from {__name__} import resident; "
-        "print(json.dumps(resident(Path(sys.argv[1]), int(sys.argv[2]))))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path), str(pages)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    held = json.loads(done.stdout)
+    held = in_child("tier_growth", tmp_path, pages)
     print(f"\n{pages:,} pages: reopened in {statistics.median(took):.2f} s; {held}")
     assert held["pages"] == pages
     assert 64 < held["opened"] / pages < held["with sums"] / pages <= most_bytes
     assert statistics.median(took) <= most_seconds
+
+
+# -- an engine ---------------------------------------------------------------------------------------------------------
+
+EXTENT = 8192  # small pages: the figure does not grow with the pages' bytes
+HOST_BUFFER = 16 << 20
+
+
+def engine_growth(path: Path, pages: int) -> dict[str, int]:
+    """Bytes that an interpreter grows by with an engine on the CPU that has stored `pages` pages, and has loaded them
+    from the SSD and from the CPU tier; less its pools, all of which are touched."""
+    before, pool = resident(), pages * EXTENT
+    config = {
+        "model": {"name": "m", "layers": LAYERS, "kv_heads": 1, "head_dim": 16, "page_tokens": 4},
+        "gpu": {"device": "cpu", "capacity": pool + EXTENT},
+        "cpu": {"capacity": pool},
+        "ssd": {"path": str(path), "capacity": pool + 128 * EXTENT, "transport": "posix"},
+        "host_buffer": HOST_BUFFER,
+        "store": {"queue": pool},
+    }
+    tokens = list(range(pages * 4 + 1))
+    with CacheEngine.from_config(config) as engine, engine.sequence(tokens) as sequence:
+        for layer in range(LAYERS):
+            for plane in engine.gpu.planes(layer):
+                plane.fill_(layer)
+        sequence.commit()
+        engine.drain(600.0)
+    with CacheEngine.from_config(config) as engine:
+        for source in ("ssd", "cpu"):
+            with engine.sequence(tokens) as sequence:
+                assert sequence.verify(600.0) == pages * 4
+                assert sequence.load is not None
+                assert sequence.load.result().bytes_by_tier == {source: pool}
+                if source == "cpu":
+                    sequence.commit()
+        pools = engine.gpu.capacity + engine.stats()["tiers"]["cpu"]["capacity_bytes"] + HOST_BUFFER
+        return {"pools": pools, "beyond": resident() - before - pools}
+
+
+@pytest.mark.parametrize("pages", [pytest.param(500, marks=pytest.mark.suite), pytest.param(10_000, marks=soak)])
+def test_an_engine_takes_150_mib_beside_its_pools_at_most(tmp_path: Path, pages: int) -> None:
+    held = in_child("engine_growth", tmp_path, pages)
+    print(f"\n{pages:,} pages: {held}")
+    assert 0 < held["beyond"] <= 150 << 20

@@ -145,9 +145,16 @@ def test_an_engine_that_hangs_is_watched(tmp_path: Path) -> None:
         opened.engine.close()
 
 
+@pytest.fixture
+def no_second_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--once does not wait for a page that no engine is going to write."""
+    monkeypatch.setattr(top, "SECOND_PAGE_S", 0.1)
+
+
 @pytest.mark.parametrize(
     "changes", [{"state": "switched_off", "late_requests": 3}, {"state": "stopped", "stopped": "lock is gone"}]
 )
+@pytest.mark.usefixtures("no_second_page")
 def test_trouble_is_said_and_is_the_exit_status(tmp_path: Path, gdscache: Gdscache, changes: dict[str, Any]) -> None:
     written(tmp_path, 1, time.time() + 60, **changes)
     status, said, _ = gdscache("top", tmp_path, "--once")
@@ -246,6 +253,7 @@ def test_on_a_terminal_frames_replace_each_other(tmp_path: Path) -> None:
     assert text.count("running, page") >= 3
 
 
+@pytest.mark.usefixtures("no_second_page")
 def test_it_changes_nothing(tmp_path: Path, gdscache: Gdscache) -> None:
     written(tmp_path, 1, time.time() + 60)
 

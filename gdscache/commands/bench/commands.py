@@ -64,9 +64,6 @@ def bench() -> None:
 def copy(
     total: Annotated[str | None, typer.Option(help="Bytes that a run moves each way. Default: 1GiB.")] = None,
     pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of runs for each figure. Default: 30.")] = None,
-    path: Annotated[
-        str, typer.Option(help="Path of the copies: auto (as an engine chooses), staged, zero_copy or copy_engine.")
-    ] = "auto",
     resume: Resume = None,
     json_file: Json = None,
     plot: Plot = None,
@@ -80,9 +77,8 @@ def copy(
     from gdscache.commands.bench import copy as measured
     from gdscache.commands.bench.copy_gpu import Gpu
 
-    given = {"total": _size("--total", total), "pairs": pairs, "path": path}
+    given = {"total": _size("--total", total), "pairs": pairs}
     settings = _replaced(measured.Settings.of(_profile(quick=quick), everything=everything), given)
-    settings.check()
     measured.bench(Gpu()).command(settings, Path(), json_file, plot, resume)
 
 
@@ -114,7 +110,7 @@ def io(
     everything: Everything = False,
     quick: Quick = False,
 ) -> None:
-    """Measure stores and loads of this cache against the disk's own speed, and an engine's memory.
+    """Measure stores and loads of this cache against the disk's own speed.
 
     Stores and loads are compared with a bare O_DIRECT loop. Ways between disk and memory that are asked for are
     measured for several sizes of requests.
@@ -163,7 +159,6 @@ def ttft(
     disk: Annotated[Path | None, _of(_SERVERS, "Second directory, on a disk: restarts from there, too.")] = None,
     ways: Annotated[list[str] | None, _of(_SERVERS, _WAYS, "--way")] = None,
     tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a prompt: 32768.")] = None,
-    page_tokens: Annotated[int | None, _of(_SERVERS, "Tokens of a page: 64.", min=1)] = None,
     turns: Annotated[
         int | None, _of(_SERVERS, "Loads of traffic of each kind: 3. 0: first tokens only.", min=0)
     ] = None,
@@ -189,17 +184,15 @@ def ttft(
     minutes, 25 GiB of GPU memory for each engine that is open, and 40 GiB of host memory. A RAM disk takes host memory
     too.
     """
-    from gdscache.commands.bench import ttft as measured
+    from gdscache.commands.bench.ttft import place
 
-    profile, place = _profile(quick=quick), measured.place(directory)
+    profile, where = _profile(quick=quick), place(directory)
     common = {"preset": preset, "repeat": repeat, "everything": everything}
-    own: dict[str, Any] = {"--device": device, "--resume": resume}
     servers: dict[str, Any] = {
         "python": python,
         "disk": disk and str(disk),
         "ways": tuple(ways) if ways else None,
         "tokens": tokens,
-        "page_tokens": page_tokens,
         "turns": turns,
         "stages": stages,
         "policy": policy,
@@ -211,21 +204,40 @@ def ttft(
     if drawn:
         _draw(drawn, plot)
     elif engine == "transformers":
-        from gdscache.commands.bench.ttft_cells import Settings
-        from gdscache.cuda.streams import resolve_device
-
         _refuse({f"--{name.replace('_', '-')}": value for name, value in servers.items()}, "vllm and sglang")
-        on = str(resolve_device(device or "auto"))
-        settings = _replaced(Settings.of(profile, on, everything=everything), common)
-        settings.check()
-        measured.BENCH.command(settings, place, json_file, plot, resume)
+        _ttft_of_transformers(profile, device, common, where, json_file, plot, resume)
     else:
-        from gdscache.commands.bench import serving
+        _refuse({"--device": device, "--resume": resume}, "transformers")
+        _ttft_of_server(profile, engine, common | servers, where, json_file, plot)
 
-        _refuse(own, "transformers")
-        asked = _replaced(serving.Settings.of(profile, engine, python), common | servers)
-        asked.check()
-        serving.BENCH.command(asked, place, json_file, plot)
+
+def _ttft_of_transformers(
+    profile: str,
+    device: str | None,
+    given: Mapping[str, Any],
+    place: Path,
+    json_file: Path | None,
+    plot: Path | None,
+    resume: Path | None,
+) -> None:
+    from gdscache.commands.bench.ttft import BENCH
+    from gdscache.commands.bench.ttft_cells import Settings
+    from gdscache.cuda.streams import resolve_device
+
+    on = str(resolve_device(device or "auto"))
+    settings = _replaced(Settings.of(profile, on, everything=bool(given["everything"])), given)
+    settings.check()
+    BENCH.command(settings, place, json_file, plot, resume)
+
+
+def _ttft_of_server(
+    profile: str, engine: str, given: Mapping[str, Any], place: Path, json_file: Path | None, plot: Path | None
+) -> None:
+    from gdscache.commands.bench.serving import BENCH, Settings
+
+    settings = _replaced(Settings.of(profile, engine, given["python"]), given)
+    settings.check()
+    BENCH.command(settings, place, json_file, plot)
 
 
 @bench_app.command("links")

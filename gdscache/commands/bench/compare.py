@@ -85,7 +85,7 @@ def _of_bench(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
 
 def _of_row(section: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     """A row's ratio to its reference, if it has one: the ratio is steadier than the figure itself."""
-    words = [str(row[key]) for key in ("case", "what", "op", "against", "path", "direction") if key in row]
+    words = [str(row[key]) for key in ("case", "what", "op", "against", "direction") if key in row]
     name = ", ".join(dict.fromkeys([*words, *(f"{row[key]:,} B" for key in ("io_bytes", "page_bytes") if key in row)]))
     unit = row.get("unit", "GB/s" if "gb_per_second" in row else "")
     more = True if unit == RATE else False if unit in _LESS else None

@@ -14,13 +14,12 @@ from typing import Any
 
 from gdscache.commands.bench import kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
-from gdscache.commands.bench.copy_cells import GROUP_BYTES, PATHS, Cell, cells
+from gdscache.commands.bench.copy_cells import GROUP_BYTES, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
 from gdscache.commands.bench.rows import Line, bars, lines_table
 from gdscache.commands.console import Table, figure
-from gdscache.errors import InvalidValueError
 from gdscache.kernels.copies import GpuCopies
 from gdscache.sizes import GIB, MIB
 
@@ -40,8 +39,8 @@ class Settings(kit.Settings):
     """The bench's sizes, in bytes.
 
     `total`: bytes of a run each way; `beside_total`: the same beside a model's work. `pairs`: pairs of runs for a
-    figure. `product`, `attention`: the edge of the matrices and the tokens. `path`: of all copies; `auto` is an
-    engine's. Without `everything` pages of 64 tokens are measured.
+    figure. `product`, `attention`: the edge of the matrices and the tokens. Without `everything` pages of 64 tokens
+    are measured.
     """
 
     total: int = 1 * GIB
@@ -49,18 +48,12 @@ class Settings(kit.Settings):
     pairs: int = 30
     product: int = 8192
     attention: int = 8192
-    path: str = "auto"
 
     @classmethod
     def of(cls, profile: str, *, everything: bool = False) -> Settings:
         if profile == "quick":
             return cls(profile, everything, 32 * MIB, 128 * MIB, 2, 4096, 4096)
         return cls(profile, everything)
-
-    def check(self) -> None:
-        """Raises `InvalidValueError` for settings without a measurement."""
-        if self.path not in PATHS:
-            raise InvalidValueError(f"unknown path {self.path!r}", f"choose of {', '.join(PATHS)}")
 
 
 def bench(gpu: Gpu) -> kit.Bench:
@@ -76,7 +69,6 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> N
     Raises `KernelUnavailableError` if the kernels cannot be built, and `CapacityError` or `PinnedMemoryError` if memory
     is short. A case fails if its copies give other bytes.
     """
-    settings.check()
     every = [cell for cell in cells() if settings.everything or cell.page_tokens == USUAL_TOKENS]
     run.plan([*map(label, every)])
     with frozen_heap():
@@ -88,9 +80,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> N
 
 
 def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Sequence[Cell]) -> None:
-    with contextlib.closing(
-        gpu.open_copies(pool.planes, settings.path)
-    ) as by:  # its kernels hold the planes until this returns
+    with contextlib.closing(gpu.open_copies(pool.planes)) as by:  # its kernels hold the planes until this returns
         run.found["mover"] = run.found["mover"] or gpu.describe(by)
         for cell in some:
             run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, by, cell))
@@ -137,7 +127,6 @@ def _row(
     found = paired([run.seconds for run in others], [run.seconds for run in mine])
     return {
         **cell.describe(),
-        "path": settings.path,
         "sums": sums,
         "routes": routes,
         "thread_blocks": {d: gpu.thread_blocks(by, route) for d, route in routes.items()},
@@ -172,7 +161,7 @@ def _beside(settings: Settings, gpu: Gpu, by: GpuCopies, cell: Cell, copies: Cop
         for against, sums, mine, other, limit in compared:
             found = beside.compare(mine, other, nbytes, settings.pairs, limit, WORK_TARGET)
             routes = copies.routes(by, sums=sums)
-            own = {"path": settings.path, "sums": sums, "routes": routes, "against": against}
+            own = {"sums": sums, "routes": routes, "against": against}
             rows.append({**cell.describe(), **own, **found})
     return rows
 

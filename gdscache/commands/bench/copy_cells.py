@@ -10,7 +10,6 @@ from gdscache.kernels.choice import Direction
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.sizes import MIB
 
-PATHS = ("auto", "staged", "zero_copy", "copy_engine")
 PAGE_TOKENS = (64, 1, 256, 16)  # in the order of measuring
 BOTH: tuple[Direction, ...] = ("load", "store")
 DIRECTIONS = (*BOTH, "both")

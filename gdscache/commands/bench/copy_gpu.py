@@ -85,9 +85,9 @@ class Gpu:
 
     # -- an engine's copies --------------------------------------------------------------------------------------------
 
-    def open_copies(self, planes: PagedPlanes, path: Any) -> GpuCopies:
-        """An engine's page copier, with one path for both directions."""
-        return GpuCopies(planes, STAGING, path, path, PageKernels(planes))
+    def open_copies(self, planes: PagedPlanes) -> GpuCopies:
+        """An engine's page copier."""
+        return GpuCopies(planes, STAGING, "auto", "auto", PageKernels(planes))
 
     def move(
         self,

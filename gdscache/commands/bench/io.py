@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from gdscache.commands.bench import io_cache, io_rows, io_sweep, kit, memory
+from gdscache.commands.bench import io_cache, io_rows, io_sweep, kit
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
 from gdscache.commands.bench.io_sweep import OPS, SIZES
 from gdscache.commands.bench.io_ways import BY_NAME, WAYS
 from gdscache.commands.bench.measure import judged
 from gdscache.commands.bench.rows import Line, bars, lines_table
-from gdscache.commands.console import Table, figure, verdict
+from gdscache.commands.console import Table, figure
 from gdscache.config import SsdConfig
 from gdscache.errors import CapacityError, InvalidValueError, TransportUnavailableError
 from gdscache.sizes import GIB, KIB, MIB, about, format_size
@@ -40,8 +40,7 @@ class Settings(kit.Settings):
 
     `total`: the file of the sweep. `row_total`: bytes of a round of a comparison; `ram_total`: the same on the RAM
     disk. A figure for a size of one of `ways` has `sweep_rounds` of `sweep_seconds`, a comparison `repeat` rounds.
-    `threads`: of the transport in comparisons; None is the engine's default, more on a RAM disk. `memory_pages`: pages
-    of the engine in the memory measurement.
+    `threads`: of the transport in comparisons; None is the engine's default, more on a RAM disk.
     """
 
     total: int = 1 * GIB
@@ -52,7 +51,6 @@ class Settings(kit.Settings):
     sweep_rounds: int = 3
     sweep_seconds: float = 0.25
     threads: int | None = None
-    memory_pages: int = 10_000
     ways: tuple[str, ...] = ()
     require_gds: bool = False
     ram_disk: str = RAM_DISK
@@ -64,7 +62,7 @@ class Settings(kit.Settings):
         if profile != "quick":
             return cls(profile, everything, ways=ways)
         sizes, small = (64 * KIB, 1 * MIB), (32 * MIB, 16 * MIB, 16 * MIB, 2)
-        return cls(profile, everything, *small, sizes, 1, 0.02, 4, memory_pages=500, ways=ways)
+        return cls(profile, everything, *small, sizes, 1, 0.02, 4, ways=ways)
 
     def threads_on(self, *, ram: bool) -> int:
         """Threads of a comparison."""
@@ -94,7 +92,7 @@ class Part:
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
-    """Measure comparisons, an engine's memory, and the sweep of ways. Files go into temporary directories, which are
+    """Measure comparisons, and the sweep of ways. Files go into temporary directories, which are
     deleted.
 
     Raises `TransportUnavailableError` if GPUDirect Storage is required and not proven, and `CapacityError` if the disk
@@ -108,7 +106,7 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
     if free < needed:
         raise CapacityError(f"{directory} has {about(free)} free, {about(needed)} are needed", "lower --total")
     some = parts(settings, device)
-    run.plan(["ceilings", *(part.name for part in some), "memory", *(BY_NAME[way].label for way in settings.ways)])
+    run.plan(["ceilings", *(part.name for part in some), *(BY_NAME[way].label for way in settings.ways)])
     with tempfile.TemporaryDirectory(prefix="gdscache-bench-", dir=directory) as name:
         file = Path(name, "io.bin")
         with file.open("wb") as opened:
@@ -128,7 +126,6 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
                 )
                 part = dataclasses.replace(part, cause=swept["cause"])
             compare(run, settings, device, part, file)
-        run.case("memory", lambda: {"memory": memory.engine_memory(file.parent, settings.memory_pages)})
         for way in settings.ways:
             sweep(run, settings, device, way, file)
 
@@ -221,16 +218,10 @@ def require_gds(directory: Path, device: torch.device) -> str:
 
 def tables(report: kit.Report) -> list[Table]:
     """This cache's speed on the disk, and the requested ways; also of a partial report."""
-    with_targets = not kit.quick(report)
-    found = [lines_table("This cache", [_line(row) for row in _usual(report)], judged=with_targets)]
-    if (held := report["memory"]) is not None:
-        table = Table(
-            f"Memory of an engine, {held['pages']:,} pages", "what", "resident", *(["target"] if with_targets else [])
-        )
-        said = [verdict(held, "at most", about)] if with_targets else []
-        table.add_row("beyond its pools and an interpreter with torch", about(held["beyond_bytes"]), *said)
-        found.append(table)
-    return [*found, _swept(report)]
+    return [
+        lines_table("This cache", [_line(row) for row in _usual(report)], judged=not kit.quick(report)),
+        _swept(report),
+    ]
 
 
 def details(report: kit.Report) -> list[Table]:
@@ -246,7 +237,7 @@ def details(report: kit.Report) -> list[Table]:
 
 
 def bottom(report: kit.Report) -> list[str]:
-    """A user's figures: speeds of loads and stores beside the disk's own, and the memory."""
+    """A user's figures: speeds of loads and stores beside the disk's own."""
     found = []
     for what, words in (("cold load", "loads"), ("store", "stores")):
         some = [r for r in _usual(report) if r["case"].startswith("stores and loads") and r["what"].startswith(what)]
@@ -255,8 +246,6 @@ def bottom(report: kit.Report) -> list[str]:
             rate, least = figure(r["figure"]["median"]), figure(r["against_figure"]["median"])
             found.append(f"{rate} GB/s of {words}, {figure(r['ratio'])} of the {least} GB/s that it can")
     found = [f"Your disk gives this cache {', and '.join(found)}."] if found else []
-    if (held := report["memory"]) is not None:
-        found.append(f"An engine takes {about(held['beyond_bytes'])} of memory beside its pools.")
     missed = sum(not part["met"] for part in judged(report))
     if missed and not kit.quick(report):
         found.append(f"{missed} figures miss their target; docs/performance.md explains the targets.")
@@ -329,7 +318,6 @@ SECTIONS: dict[str, Any] = {
     "ways": [],
     "ceilings": None,
     "comparisons": [],
-    "memory": None,
     "cells": [],
 }
-BENCH = kit.Bench("io", "gdscache.bench.io/3", SECTIONS, measure, tables, plot, details, bottom)
+BENCH = kit.Bench("io", "gdscache.bench.io/4", SECTIONS, measure, tables, plot, details, bottom)

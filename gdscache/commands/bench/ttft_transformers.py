@@ -161,7 +161,7 @@ class TransformersClient:
         tokens = self.prompt(length, cached)[:cached]
         layers = self._layers((), 0)
         self._forward(self._ids(tokens), layers)
-        self._keep(layers, 0, self._document[: cached // self.settings.page_tokens])
+        layers.write_pages(0, self._document[: cached // self.settings.page_tokens])
         self.cache.store(tokens, self._document[: cached // self.settings.page_tokens]).result(_DEADLINE_S)
         self.cache.drain(_DEADLINE_S)
         return stored_bytes(self.cache, tokens)
@@ -204,7 +204,7 @@ class TransformersClient:
             logits = self._forward(ids[at : at + step], layers)
             if cached and (ready := min(at + step, len(tokens)) // size) > kept:
                 blocks = self._request[kept:ready]
-                self._keep(layers, kept * size, blocks)
+                layers.write_pages(kept * size, blocks)
                 handles.append(self.cache.store(tokens[: ready * size], blocks, kept * size, salt))
                 kept = ready
         token, margin = _best(logits)
@@ -337,15 +337,6 @@ class TransformersClient:
         logits: torch.Tensor = out.logits[:, -1].float()
         return logits
 
-    @torch.inference_mode()
-    def _keep(self, layers: _Layers, start: int, blocks: Sequence[int]) -> None:
-        """Copy computed pages from token `start` on into blocks of the planes."""
-        size, slots = self.settings.page_tokens, torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        for layer, planes in zip(layers.own, self.planes, strict=True):
-            for plane, states in zip(planes, (layer.keys, layer.values), strict=True):
-                rows = states[0, :, start : start + len(blocks) * size].transpose(0, 1)
-                plane[slots] = rows.reshape(len(blocks), size, *plane.shape[2:])
-
 
 class _Layers(DynamicCache):
     def __init__(self, layers: Sequence[_Layer]) -> None:
@@ -353,6 +344,12 @@ class _Layers(DynamicCache):
         self.layer_class_to_replicate = None
         self.own = list(layers)
         self.layers = list(layers)
+
+    @torch.inference_mode()
+    def write_pages(self, start: int, blocks: Sequence[int]) -> None:
+        """Copy computed pages from token `start` on into blocks of the planes."""
+        for layer in self.own:
+            layer.write_pages(start, blocks)
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -380,6 +377,12 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.is_initialized else self._cached
+
+    def write_pages(self, start: int, blocks: Sequence[int]) -> None:
+        for plane, states in zip(self._planes, (self.keys, self.values), strict=True):
+            size, slots = plane.shape[1], torch.tensor(blocks, dtype=torch.int64, device=plane.device)
+            rows = states[0, :, start : start + len(blocks) * size].transpose(0, 1)
+            plane[slots] = rows.reshape(len(blocks), size, *plane.shape[2:])
 
 
 def _model(settings: Settings, device: torch.device) -> PreTrainedModel:

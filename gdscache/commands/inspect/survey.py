@@ -95,10 +95,10 @@ def _live(directory: Path, owner: Owner, status: Status | OtherFormat | None) ->
     page = status.figures
     names = ("format_version", "extent_bytes", "shards", "slots", "pages", "free_slots")
     figures = {name: getattr(page, name) for name in names}
-    return common | {"live": told(status), "status_format": status.format, **figures}
+    return common | {"live": describe_status(status), "status_format": status.format, **figures}
 
 
-def told(status: Status) -> dict[str, Any]:
+def describe_status(status: Status) -> dict[str, Any]:
     """A status page as plain data. Counts are totals since the engine was opened."""
     figures = status.figures
     counts: dict[str, Any] = {}

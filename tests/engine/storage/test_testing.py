@@ -21,15 +21,13 @@ import torch
 
 from gdscache import PageStatus
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import EngineClosedError, IOFailedError, TransportUnavailableError
+from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.storage import Op
 from gdscache.storage.base import memory_of, part
 from gdscache.storage.calls import begin
 from tests.support.faults import ExtentPart, Fault, FaultPlan, FaultRule, FaultyTransport, faulty
-from tests.support.helpers import MHA as MODEL
-from tests.support.helpers import kept, kept_on_ssd, layout_of, until
+from tests.support.helpers import kept, kept_on_ssd, until
 from tests.support.places import ROOT
-from tests.support.posix_transport import PosixTransport
 from tests.support.transport_parts import SECTOR
 
 pytestmark = pytest.mark.suite
@@ -329,24 +327,6 @@ def test_one_layer_of_every_page(bench: Bench, op: Op) -> None:
     assert there == expected
 
 
-def test_a_flip_without_a_bit_stays_in_its_part(bench: Bench) -> None:
-    part = ExtentPart(4100, 4103, 2 * SECTOR)
-    with bench.plan.rule(Fault.FLIP, Op.READ, part=part):
-        assert bench.run(Op.READ) == [SIZE] * COUNT
-    differences = [n for n, (a, b) in enumerate(zip(bench.moved(Op.READ), bench.old, strict=True)) if a != b]
-    assert len(differences) == COUNT
-    assert {n % (2 * SECTOR) for n in differences} <= {4100, 4101, 4102}
-    assert len({(n // SIZE, n % (2 * SECTOR)) for n in differences}) == COUNT
-    assert len({n % (2 * SECTOR) for n in differences}) > 1, "drawn, not always the same"
-
-
-def test_a_file_that_is_not_open_meets_no_rule(bench: Bench) -> None:
-    with bench.plan.rule(Fault.LOST) as rule, pytest.raises(IOFailedError) as caught:
-        bench.transport.write(999, 0, bench.memory)
-    assert caught.value.errno == errno.EBADF
-    assert rule.met == 0
-
-
 # -- which requests ---------------------------------------------------------------------------------------------------
 
 
@@ -403,45 +383,7 @@ def test_conditions_of_a_rule() -> None:
     assert (first.met, second.met) == (2, 1)
 
 
-def test_where_a_layer_lies() -> None:
-    layout = layout_of(MODEL)
-    parts = [ExtentPart.layer(layout, layer) for layer in range(layout.n_layers)]
-    assert [(part.start, part.stop) for part in parts] == list(layout.layer_bounds)
-    assert parts[1].within(3 * layout.extent_bytes, layout.extent_bytes) == [layout.layer_bounds[1]]
-    start, stop = layout.layer_bounds[2]  # 4096 ... 6144
-    assert parts[2].within(layout.extent_bytes, SECTOR) == []
-    assert parts[2].within(layout.extent_bytes + SECTOR, SECTOR) == [(start - SECTOR, stop - SECTOR)]
-    assert parts[2].within(SECTOR, 2 * layout.extent_bytes) == [(0, 2048), (8192, 10240)]
-
-
 # -- the wrapper ------------------------------------------------------------------------------------------------------
-
-
-class Own(PosixTransport):
-    name = "own"
-
-
-def test_a_call_that_no_rule_meets_is_the_inner_transports_own(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    class Inner(Own):
-        def read(self, file: int, offset: int, memory: Any) -> int:
-            seen.append(memory)
-            raise EngineClosedError("gone")
-
-    path = tmp_path / "data"
-    path.write_bytes(bytes(SIZE))
-    plan = FaultPlan(FaultRule(Fault.EIO, Op.WRITE), FaultRule(Fault.DELAY, Op.READ, skip=1, seconds=0.01))
-    with FaultyTransport(2, "off", plan=plan, inner=Inner) as transport:
-        file, memory = transport.open(path), memoryview(bytearray(SIZE))
-        for met in range(2):  # what it raises is heard of, with a rule, too
-            with pytest.raises(EngineClosedError):
-                transport.read(file, 0, memory)
-            assert plan.describe().get("delay", 0) == met
-        assert seen[0] is memory
-        assert plan.held == 0
-        shown = transport.describe()
-        assert (shown["name"], shown["inner"], shown["threads"]) == ("faulty", "own", 2)
 
 
 def test_what_hangs_when_it_is_closed_keeps_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
