@@ -1,6 +1,6 @@
 """Draw the picture of the README: the time to first token by the prefix's source, a bar each.
 
-    python tools/readme_chart.py docs/results/ttft-h200.json docs/results/first-token.png
+    python tools/readme_chart.py docs/results/h200/report.json docs/results/first-token.png
 
 The report is one of `gdscache bench ttft` or `bench report`. The bars are medians, of the prompt of 32,768 tokens with
 90 % cached.
