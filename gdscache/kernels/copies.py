@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gdscache")
 
+_LAST = 8  # the last layers are one part of this many
+
 
 class PageCopies:
     """Planes in host memory, whose pages the library copies itself. `gpu`: the copies of a GPU's planes."""
@@ -100,7 +102,8 @@ class GpuCopies(PageCopies):
             run = min(runs.run_bytes for layer in layers for runs in self._runs[layer])
             on_gpu = sums and self.kernels is not None and self.kernels.has_sums
             fused = self.kernels is not None and not self.kernels.can_look
-            found = self._routes[key] = self.paths.choose(direction, span, run, sums=on_gpu, fused=fused)
+            last = layers.start >= len(bounds) - len(bounds) // _LAST
+            found = self._routes[key] = self.paths.choose(direction, span, run, sums=on_gpu, fused=fused, last=last)
         return found
 
     def routes(self, direction: Direction, layers: range) -> tuple[int, int]:

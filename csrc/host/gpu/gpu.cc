@@ -75,11 +75,11 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
         run(lane, transfer);
         if (traced) mark(transfer, lane, 1);
         if (!alone) queued.read = lane.read.record(lane.kernels, lane.turn);
-        queued.point = lane.join();
+        queued.point = lane.join(!alone || transfer.on_gpu);
         if (alone) queued.read = queued.point;
     } catch (...) {
         try {
-            queued.point = lane.join();
+            queued.point = lane.join(true);
             lane.done.await(queued.point);
         } catch (const CudaError&) {  // nothing runs in a broken context
         }

@@ -169,10 +169,14 @@ void Lane::make_way(size_t bytes) {
     gone_ += bytes;
 }
 
-int64_t Lane::join() {
-    const CudaStream last = loads ? kernels : copies, other = loads ? copies : kernels;
-    cuda_.record(joint_, other);
-    cuda_.follow(last, joint_);
+int64_t Lane::join(bool launched) {
+    kernels_behind_ |= launched;
+    const bool by_kernels = loads && launched;
+    const CudaStream last = by_kernels ? kernels : copies, other = by_kernels ? copies : kernels;
+    if (by_kernels || std::exchange(kernels_behind_, false)) {
+        cuda_.record(joint_, other);
+        cuda_.follow(last, joint_);
+    }
     return done.record(last, turn);
 }
 

@@ -118,8 +118,9 @@ public:
     Segment& take(size_t bytes);
     // Before `bytes` of copies: let others' copies pass if more than `unbroken` bytes would go since they last could.
     void make_way(size_t bytes);
-    // A point behind all work of this turn, and of those before.
-    int64_t join();
+    // A point behind all work of this turn, and of those before. `launched`: the turn has kernels. A load without any ends
+    // on the copies' stream: beside matrix products, which hold every processor, the other one passes a point 1 ms later.
+    int64_t join(bool launched);
 
     const bool loads;
     const size_t unbroken;
@@ -143,6 +144,7 @@ private:
     size_t at_ = 0;  // the end of the last chunk in the ring
     std::vector<Segment> segments_;
     int64_t chunks_ = 0;
+    bool kernels_behind_ = false;  // kernels that the copies' streams have not waited for
     OwnMemory memory_;
 };
 
