@@ -103,10 +103,9 @@ struct LaneSizes {
 // turns, each behind the other's queue, and the engine looks at every stream when one of them has to wait. An event
 // between two streams of which one has no copies is no help: the driver sees through it.
 //
-// `share` bytes of GPU memory are the ring. A chunk takes no more of it than its bytes: a model's product may hold every
-// processor while the bus brings two thirds of the ring, and a kernel frees its part only behind that (with three
-// segments of a third each, copies beside products waited for a product every 64 MiB). Tables of `table` bytes a segment
-// come on top. The kernels of loads go before the model's. A queueing thread holds `lock`, and has entered.
+// `share` bytes of GPU memory are the ring. A chunk takes no more of it than its bytes, so that many small chunks can be
+// under way. Tables of `table` bytes a segment come on top. The kernels of loads go before the model's. A queueing thread
+// holds `lock`, and has entered.
 class Lane {
 public:
     Lane(const Cuda& cuda, const LaneSizes& sizes, bool loads);
