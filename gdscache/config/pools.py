@@ -70,7 +70,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
     each = shares(groups, pools, extents, every, config.store.prompt_tokens)
     own = [tuple(groups[g] for g in pool.groups) for pool in pools]
     _check(config, own, each, extents)
-    page_bytes = [layout.page_bytes for layout in layouts]
+    page_bytes = [layout.plane_bytes for layout in layouts]
     pages = plane_pages(groups, pools, page_bytes, config.gpu.capacity, every)
     if not all(pages):
         raise CapacityError(

@@ -21,14 +21,14 @@ from gdscache.config.concerns import concerns
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
-from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written
+from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written, slab_extent
 from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
-from gdscache.errors import InvalidValueError, IOFailedError, StorageError, TierUnavailableError
+from gdscache.errors import GeometryError, InvalidValueError, IOFailedError, StorageError, TierUnavailableError
 from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
@@ -237,6 +237,21 @@ def build(
     return parts
 
 
+def as_directory(config: Config) -> Config:
+    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier has its extents."""
+    model = config.model
+    if model.pack != "auto":
+        return config
+    packed = model.model_copy(update={"pack": "on"})
+    try:
+        wanted = packed.layout().extent_bytes
+    except GeometryError:
+        wanted = -1
+    found = None if config.ssd is None else slab_extent(config.ssd.path)
+    same = found == wanted != model.layout().extent_bytes and not model.groups
+    return config.model_copy(update={"model": packed if same else model.model_copy(update={"pack": "off"})})
+
+
 def _open_top(
     config: Config,
     attached: Sequence[Sequence[torch.Tensor]] | None,
@@ -248,12 +263,23 @@ def _open_top(
         ranks = _ranks(config, addresses)
         undo.callback(ranks.close)
         layout = dataclasses.replace(layout, shards=ranks.shards)
-        return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
+        return _unpacked(_Top(layout, RemotePlanes(layout, ranks), ranks=ranks))
     if attached is not None:
-        return _Top(layout, PagedPlanes(layout, attached))
+        return _unpacked(_Top(layout, PagedPlanes(layout, attached)))
     gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
     undo.callback(gpu.close)
-    return _Top(layout, gpu.paged, gpu=gpu)
+    return _unpacked(_Top(layout, gpu.paged, gpu=gpu))
+
+
+def _unpacked(top: _Top) -> _Top:
+    """The pool. Raises `InvalidValueError` where pages are to be packed and only kernels, or ranks, could do it."""
+    if top.layout.packed and (top.ranks is not None or top.planes.device.type == "cuda"):
+        where = "of ranks" if top.ranks is not None else f"on {top.planes.device}"
+        raise InvalidValueError(
+            f"model.pack is on, and the planes are {where}: pages are packed in host memory alone so far",
+            "set model.pack to off, and ssd.path to another directory if this one is packed",
+        )
+    return top
 
 
 def _open_below(

@@ -24,7 +24,7 @@ _AWAY = ("switched_off", "lock_lost", "rank_away", "rank_lost")  # causes while 
 BAD = tuple(status.value for status in PageStatus if status not in _GOOD)  # verdicts
 MISSES = ("absent", "expired", "quarantined", *BAD)
 REFUSALS = (*(name for name in ADMISSIONS if name != "all"), "queue_full", "no_prefix", "endurance")
-DROPS = ("queue_full", "cleared", "expired", "closed", "error", "deadline", "io_error", "disk_full", *_AWAY)
+DROPS = ("queue_full", "unfit", "cleared", "expired", "closed", "error", "deadline", "io_error", "disk_full", *_AWAY)
 LOSSES = ("slot", "row", "packed", "expired", "length", "namespace", "duplicate", "parent")
 OWNERS = ("load", "sequence", "prefetch", "store", "pin", "prefetch pin", "quarantine")
 _DECISIONS = ("loaded", "cut", "declined", "explored", "unmeasured")

@@ -61,7 +61,7 @@ class Plane:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def packed_bytes(self, tokens: int) -> int:
-        """Bytes of the part that so many tokens have in a packed extent."""
+        """Bytes of the part of `tokens` tokens in a packed extent."""
         values = math.prod(self.shape) * tokens
         return -(-values // 256) * 384 + max(1, -(-values // 8192)) * 128
 
@@ -82,8 +82,8 @@ class PageLayout:
 
     `layers[i]` lists the planes of local layer `i` (layer 0 is the first one that *this* process holds). `shards`: the
     number of processes over which the heads are spread; the planes, and all bytes here, are of one shard.
-    `packed`: extents are, as `pieces` and all that follows from it count. Raises `GeometryError` for planes of other types
-    than bfloat16.
+    `packed`: extents are, as `pieces` and all that follows from it count. Raises `GeometryError` for planes of other
+    types than bfloat16.
     """
 
     layers: tuple[tuple[Plane, ...], ...]
@@ -107,9 +107,9 @@ class PageLayout:
                     raise GeometryError(f"plane {plane.name!r} ({plane.dtype}) cannot be packed", _UNPACKED)
 
     @classmethod
-    def uniform(cls, planes: Sequence[Plane], n_layers: int, page_tokens: int) -> PageLayout:
+    def uniform(cls, planes: Sequence[Plane], n_layers: int, page_tokens: int, *, packed: bool = False) -> PageLayout:
         """The usual case: every layer has the same planes."""
-        return cls(tuple(tuple(planes) for _ in range(n_layers)), page_tokens)
+        return cls(tuple(tuple(planes) for _ in range(n_layers)), page_tokens, packed=packed)
 
     def packed_as(self, *, packed: bool) -> PageLayout:
         """The same pages, packed or as they are. Raises `GeometryError` for planes that cannot be packed."""
@@ -126,7 +126,7 @@ class PageLayout:
 
     @cached_property
     def pieces(self) -> tuple[tuple[PlaneSlice, ...], ...]:
-        """`pieces[layer][plane]`: the place of that plane's `page_tokens` rows, or of its packed part, in the extent."""
+        """`pieces[layer][plane]`: the place of that plane's `page_tokens` rows or packed part in the extent."""
         result, offset = [], 0
         for layer, planes in enumerate(self.layers):
             row = []
@@ -159,6 +159,11 @@ class PageLayout:
         return self.layer_bounds[-1][1]
 
     @cached_property
+    def plane_bytes(self) -> int:
+        """Bytes of a page's rows in the planes: `page_bytes` unless it is packed."""
+        return sum(plane.row_bytes for planes in self.layers for plane in planes) * self.page_tokens
+
+    @cached_property
     def extent_bytes(self) -> int:
         """Bytes of a page's extent: `page_bytes` rounded up to `EXTENT_ALIGNMENT`."""
         return _rounded_up(self.page_bytes)
@@ -166,7 +171,7 @@ class PageLayout:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and planes."""
-        return self.page_bytes // self.page_tokens
+        return self.plane_bytes // self.page_tokens
 
     def full_pages(self, n_tokens: int) -> int:
         """Pages that `n_tokens` fill completely; a partial tail has no page."""

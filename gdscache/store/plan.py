@@ -411,6 +411,22 @@ class StorePlanner:
             self._manager.end(lease)
         self.finish_pages(parcel.job, parcel.places, "error")
 
+    def without(self, parcel: Parcel, rows: Sequence[int]) -> Parcel:
+        """A parcel that is not sent yet, without `rows`: pages that do not fit into packed extents are dropped."""
+        gone = [] if parcel.entries is None else [parcel.entries[row] for row in rows]
+        for entry in gone:
+            self._manager.cpu_index.drop(entry)
+        for lease in parcel.leases:
+            lease.release(gone)
+        for outlet in parcel.to:
+            outlet.keys.difference_update(parcel.keys(rows))
+            outlet.admission.not_written(len(rows))
+        self.finish_pages(parcel.job, parcel.places_of(rows), "unfit")
+        left = sorted(set(parcel.rows).difference(rows))
+        if not left:
+            self._end_empty(parcel)
+        return parcel.only(left)
+
     def finish_pages(self, job: StoreJob, places: Iterable[int], cause: str = "") -> None:
         """The outcome of pages is final. May be called again."""
         left = job.left

@@ -307,15 +307,17 @@ class Storer:
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When a round's pages are copied and hashed, publish them, and forward the pages for the SSD."""
-        parcels = round_.parcels
+        parcels, unfit = round_.parcels, set[int]()
         try:
             if round_.moving is not None:
-                yield from round_.moving.end()
+                unfit.update((yield from round_.moving.end()).unfit)
         except BaseException:
             self._abandon(parcels)
             raise
         with self._manager.lock:
             try:
+                if unfit:
+                    parcels = self._without(parcels, unfit)
                 going = [parcel for parcel in parcels if self._planner.publish(parcel)]
                 self._forwarder.send(going)
                 job.given.update(*(parcel.places for parcel in going))
@@ -324,6 +326,15 @@ class Storer:
                 raise
             self._forwarder.tell_idle()
             self._forwarder.demote(self._planner.clean())
+
+    def _without(self, parcels: Sequence[Parcel], unfit: set[int]) -> list[Parcel]:
+        """The parcels without the pages that do not fit into packed extents. `unfit`: rows of the round's move."""
+        kept, first = [], 0
+        for parcel in parcels:
+            rows = [] if parcel.copied else [row for row in parcel.rows if first + row in unfit]
+            first += 0 if parcel.copied else len(parcel)
+            kept.append(self._forwarder.without(parcel, rows) if rows else parcel)
+        return [parcel for parcel in kept if len(parcel)]
 
     def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
         ways = [

@@ -259,9 +259,9 @@ class SsdTier(DurableTier):
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
-                length = self.layout.page_bytes
+                length, packed = self.layout.page_bytes, self.layout.packed
                 records = [
-                    PageRecord(e.slot, e.key, *e.page[1:], length, clock + i, stored[i], *e.retention)
+                    PageRecord(e.slot, e.key, *e.page[1:], length, clock + i, stored[i], *e.retention, packed)
                     for i, e in enumerate(live)
                 ]
             self._learn_checksums(leased)  # a load that still reads them needs the checksums

@@ -54,7 +54,7 @@ def pack(values: Values, base: int) -> Bytes | None:
 
 
 def unpack(part: Bytes, count: int) -> Values:
-    """The values of any bytes that are as long as a part of so many."""
+    """The `count` values of any bytes of a part's length."""
     filled = -(-count // ROUND) * ROUND
     words = part[filled // 2 * 3 :].copy().view(np.uint32)
     base, listed = int(words[0] & 0xFF), min(int(words[0] >> 8), len(words) - 1)

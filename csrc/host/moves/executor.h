@@ -154,7 +154,7 @@ private:
     void end();
     void copy_loop();
     void disk_loop(int32_t number);
-    void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
+    void copy(const CopyJob& job, std::vector<uint64_t>* found, std::vector<uint8_t>* unfit) const;
     std::unique_ptr<Flight> flight(IoJob job, const Disk& disk) const;
     std::vector<Share> shares(const IoJob& job, int64_t limit) const;
     void add_looks(Flight& flight, const IoJob& job) const;

@@ -109,13 +109,13 @@ private:
     alignas(64) uint8_t buffer_[kBuffer];
 };
 
-// A plane's values of a page on their way into a packed part, or out of one. What is summed is what lies in the part.
+// Moves a page's values between a plane and its packed part. Sums are of the part's bytes.
 class Packer {
 public:
     Packer(const HostPlanes& pool, const int64_t* blocks, bool sums, Store store)
         : pool_(pool), blocks_(blocks), hash_(best_arm()), sums_(sums), stream_(store == Store::kStreamed) {}
 
-    // `part`: where the plane's begins, and then where the next one does. False: it does not fit.
+    // `part`: the begin of the plane's part, then of the next one. False: the plane does not fit.
     bool gather(const PlaneMemory& plane, uint8_t*& part) {
         const Xxh3 before = hash_;
         uint8_t* const begin = part;

@@ -1,5 +1,5 @@
-// Bfloat16 values in 12 bits each, without loss: docs/format.md says where each bit lies. Pure functions, which
-// allocate nothing and take any bytes.
+// Bfloat16 values in 12 bits each, without loss, as docs/format.md has them. The functions are pure, allocate nothing and
+// are safe on any bytes.
 
 #pragma once
 
@@ -17,19 +17,19 @@ constexpr size_t tiles_bytes(size_t values) { return (values + kRound - 1) / kRo
 constexpr size_t list_bytes(size_t values) { return std::max<size_t>(1, (values + 8191) / 8192) * 128; }
 constexpr size_t packed_bytes(size_t values) { return tiles_bytes(values) + list_bytes(values); }
 
-// The tile of some values, and the reverse. `values`: a multiple of `kRound`, at most `kTile`.
+// Values to a tile, and a tile to values. `values`: a multiple of `kRound`, at most `kTile`.
 void encode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
 void decode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
 
-// How often each exponent occurs among values, and the base that follows.
+// A histogram of exponents, and the best base.
 class Exponents {
 public:
-    // Every `step`-th value of a part, from its first one on.
+    // Counts every `step`-th value of a part, the first one included.
     explicit Exponents(size_t step) : step_(step) {}
 
     void count(const uint8_t* values, size_t bytes);
 
-    // Where the window of 14 exponents begins that has the most of what was counted; of equal ones, the lowest.
+    // The base of the window of 14 exponents with the most counted values; the lowest of equal ones.
     uint8_t base() const;
 
 private:
@@ -37,16 +37,16 @@ private:
     uint32_t times_[256]{};
 };
 
-// The list at the end of a part: its base, and the values whose exponents are none of the window's.
+// Writes the list at the end of a part: its base, and the values with exponents outside the window.
 class Exceptions {
 public:
-    // `list`: `list_bytes(values)` bytes, a multiple of 4, to be written.
+    // `list`: `list_bytes(values)` bytes.
     Exceptions(uint8_t* list, size_t values) : list_(list), room_(list_bytes(values) / 4 - 1) {}
 
-    // Those of a tile that was encoded from `in`; `first`: the place of its first value. False: there are too many.
+    // Add the exceptions of a tile encoded from `in`; `first`: the place of its first value. False: the list is full.
     bool add(const uint8_t* in, const uint8_t* tile, size_t values, size_t first);
 
-    // The list's first word, and zeros after the last exception.
+    // Write the first word, and zeros after the last exception.
     void end(uint8_t base);
 
 private:
@@ -54,11 +54,11 @@ private:
     size_t room_, count_ = 0;
 };
 
-// Of a list as it lies: its base; and how many exceptions it has, which its bytes only claim: at most what it can have.
+// The base of a list, and its number of exceptions, bounded by the list's length.
 uint8_t base_of(const uint8_t* list);
 size_t exceptions_of(const uint8_t* list, size_t values);
 
-// Calls `put(place, exponent)` for exceptions whose places are below `values`; `words`: so many words of a list.
+// Call `put(place, exponent)` for each of `count` words of a list whose place is below `values`.
 template <typename Put>
 void each_exception(const uint8_t* words, size_t count, size_t values, Put put) {
     for (; count--; words += 4) {

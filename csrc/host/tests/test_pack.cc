@@ -134,7 +134,7 @@ void check_statistics(Random& random) {
     check_tile(values, part, base);
 }
 
-// What is no packed part gives some values: no byte beyond them is touched, which the sanitizer sees.
+// Any bytes decode to some values. A byte read or written beyond them would be an error of the sanitizer.
 void check_any_bytes(Random& random) {
     const size_t size = 1 + random.below(5000);
     Bytes part = random.bytes(packed_bytes(size));

@@ -279,7 +279,7 @@ def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
         layers = tuple(
             tuple(Plane(name, tuple(shape), dtype) for name, shape, dtype in planes) for planes in fields["planes"]
         )
-        layout = PageLayout(layers, fields["page_tokens"])
+        layout = PageLayout(layers, fields["page_tokens"], packed=fields.get("packed") == 1)
         return Namespace(fields, layout if layout.extent_bytes == extent else None)
     except (KeyError, TypeError, ValueError, GdsCacheError):
         return Namespace(fields)

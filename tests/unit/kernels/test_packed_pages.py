@@ -119,7 +119,7 @@ def test_any_bytes_give_what_the_oracle_makes_of_them(width: int, seed: int, kin
     if kind == "list":
         words[:] = 0xFFFFFFFF
     elif kind == "places":
-        words[0] = 200 | len(words) << 8  # one more than there are
+        words[0] = 200 | len(words) << 8  # one more than the list has
         words[1:] = rng.integers(max(0, width - 5), width + 5, len(words) - 1) << 8 | 7
     pool = NativePool(planes)
     sums = pool.scatter(integers([[1]]), np.array([address(extent)], np.uint64), range(2))

@@ -1,0 +1,173 @@
+"""Engines whose pages are packed: the same bits come back from every tier, in three quarters of the bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gdscache import CacheEngine, Config
+from gdscache.commands.cli import app
+from gdscache.config import ModelConfig
+from gdscache.errors import ExtentSizeError, GdsCacheError, GeometryError
+from tests.support.helpers import WAIT
+from tests.unit.kernels.test_packed_pages import bits, drawn
+
+MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
+PAGES, BLOCKS = 5, 32
+TOKENS = list(range(PAGES * 32))
+
+
+def config(path: Path | None, pack: str, **sections: Any) -> Config:
+    extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    given: dict[str, Any] = {"model": MODEL | {"pack": pack}, "gpu": {"device": "cpu"}, "host_buffer": 4 * extent}
+    given |= {"cpu": {"capacity": 8 * extent}, "deadline": WAIT}
+    if path is not None:
+        given["ssd"] = {"path": str(path), "capacity": 16 * extent, "threads": 2, "transport": "posix"}
+    return Config.from_dict(given | sections)
+
+
+def planes(kind: str = "keys", seed: int = 1) -> list[list[torch.Tensor]]:
+    rng = np.random.default_rng(seed)
+    made = [[torch.zeros((BLOCKS, 16, 4, 64), dtype=torch.bfloat16) for _ in range(2)] for _ in range(3)]
+    for tensor in (tensor for layer in made for tensor in layer):
+        bits(tensor)[:] = drawn(kind, tensor.numel(), rng).reshape(tensor.shape)
+    return made
+
+
+def rows(pool: list[list[torch.Tensor]], blocks: range) -> list[bytes]:
+    return [bits(tensor)[list(blocks)].tobytes() for layer in pool for tensor in layer]
+
+
+def store(engine: CacheEngine) -> dict[int, str]:
+    """Why pages were dropped, by their numbers."""
+    dropped = engine.store(TOKENS, list(range(2 * PAGES))).result(WAIT).dropped
+    engine.flush(WAIT)
+    return dict(dropped)
+
+
+def load(engine: CacheEngine, blocks: range) -> int:
+    hit = engine.lookup(TOKENS)
+    return engine.load(hit, list(blocks)[: hit.tokens // 16]).result(WAIT).tokens
+
+
+def test_pages_come_back_bit_for_bit_out_of_memory_and_after_a_restart(tmp_path: Path) -> None:
+    pool = planes()
+    wanted = rows(pool, range(10))
+    with CacheEngine(config(tmp_path, "on"), pool) as engine:
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        assert rows(pool, range(16, 26)) == wanted
+        assert engine.layout.packed
+        assert engine.layout.extent_bytes < 0.82 * engine.layout.plane_bytes
+    slab = (tmp_path / "slab-0.bin").stat().st_size
+    assert slab % engine.layout.extent_bytes == 0
+    for pack in ("auto", "on"):
+        pool = planes(seed=2)
+        with CacheEngine(config(tmp_path, pack), pool) as engine:
+            assert engine.config.model.pack == "on"
+            assert load(engine, range(10)) == len(TOKENS)
+            assert rows(pool, range(10)) == wanted
+
+
+def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path: Path) -> None:
+    for first, second in (("on", "off"), ("off", "on")):
+        path = tmp_path / first
+        with CacheEngine(config(path, first), planes()) as engine:
+            assert not store(engine)
+        with pytest.raises(ExtentSizeError, match="extents of"):
+            CacheEngine(config(path, second), planes())
+    assert ModelConfig(**MODEL, pack="on").namespace_fields() != ModelConfig(**MODEL, pack="off").namespace_fields()
+    with CacheEngine(config(tmp_path / "off", "auto"), planes()) as engine:
+        assert engine.config.model.pack == "off"
+        assert engine.lookup(TOKENS).tokens == len(TOKENS)
+
+
+def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "auto"), planes()) as engine:
+        assert not engine.layout.packed
+        assert engine.config.model.namespace_fields() == ModelConfig(**MODEL, pack="off").namespace_fields()
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_pages_that_do_not_fit_are_dropped_and_counted_and_the_others_stay(tmp_path: Path, cpu: bool) -> None:
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    wanted = rows(pool, range(2))
+    sections = {} if cpu else {"cpu": None}
+    with CacheEngine(config(tmp_path, "on", **sections), pool) as engine:
+        assert store(engine) == {1: "unfit"}
+        assert engine.stats()["dropped"] == {"unfit": 1}
+        assert engine.lookup(TOKENS).tokens == 32
+        assert load(engine, range(16, 18)) == 32
+        assert rows(pool, range(16, 18)) == wanted
+        stored = engine.stats()["stored"]
+        assert set(stored.values()) == {PAGES - 1}
+        # The page's slots are free again: the same page, of other values, is stored.
+        bits(pool[1][0])[2:4] = bits(pool[0][0])[:2]
+        wanted = rows(pool, range(10))
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        assert rows(pool, range(16, 26)) == wanted
+
+
+def test_a_store_of_which_nothing_fits_leaves_nothing(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "on"), planes("random")) as engine:
+        assert store(engine) == dict.fromkeys(range(PAGES), "unfit")
+        assert engine.lookup(TOKENS).tokens == 0
+        assert engine.stats()["dropped"] == {"unfit": PAGES}
+
+
+def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        assert not store(engine)
+        extent, piece = engine.layout.extent_bytes, engine.layout.pieces[2][1]
+    slab = tmp_path / "slab-0.bin"
+    data = bytearray(slab.read_bytes())
+    for slot in range(len(data) // extent):
+        data[slot * extent + piece.offset + piece.nbytes - 1] ^= 0x40  # behind the last exception of a list
+    slab.write_bytes(data)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
+    assert result.exit_code
+    assert {(bad["cause"], bad["layer"]) for bad in json.loads(result.stdout)["bad"]} == {("checksum", 2)}
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        assert load(engine, range(10)) == 0
+
+
+def test_verify_and_inspect_read_packed_directories(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        assert not store(engine)
+        extent = engine.layout.extent_bytes
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["extent_bytes"] == extent
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> None:
+    with pytest.raises(GeometryError, match=f"{dtype}\\) cannot be packed"):
+        config(None, "on", model=MODEL | {"dtype": dtype, "pack": "on"})
+    given = config(None, "auto", model=MODEL | {"dtype": dtype}, gpu={"device": "cpu", "capacity": "4MiB"})
+    with CacheEngine(given) as engine:
+        assert not engine.layout.packed
+
+
+def test_pages_of_groups_are_refused_by_name() -> None:
+    groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
+    with pytest.raises(GeometryError, match=r"model\.pack is on, and model\.groups is given"):
+        config(None, "on", model=MODEL | {"groups": groups, "pack": "on"})
+
+
+def test_planes_that_only_kernels_could_pack_are_refused_by_name() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    given = config(None, "on", gpu={"device": "cuda", "capacity": "64MiB"})
+    with pytest.raises(GdsCacheError, match="pages are packed in host memory alone"):
+        CacheEngine(given)
