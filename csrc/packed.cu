@@ -463,13 +463,14 @@ __device__ __forceinline__ void move_packed(Call c, u64* digests, u32* unfit) {
     }
 }
 
-// `unfit`: uint32 (pages,), 1 where a page does not fit; the caller has put zeros there.
-extern "C" __global__ void __launch_bounds__(THREADS) gather_packed(ARGUMENTS, u64* digests, u32* unfit) {
+// The unnamed argument is the team of the kernels of pages.cu. `unfit`: uint32 (pages,), zeros; 1 for each page that does
+// not fit.
+extern "C" __global__ void __launch_bounds__(THREADS) gather_packed(ARGUMENTS, u32, u64* digests, u32* unfit) {
     const Call call = CALL;
     move_packed<true>(call, digests, unfit);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) scatter_packed(ARGUMENTS, u64* digests, u32* unfit) {
+extern "C" __global__ void __launch_bounds__(THREADS) scatter_packed(ARGUMENTS, u32, u64* digests, u32* unfit) {
     const Call call = CALL;
     move_packed<false>(call, digests, unfit);
 }

@@ -273,10 +273,9 @@ def _open_top(
 
 def _unpacked(top: _Top) -> _Top:
     """The pool. Raises `InvalidValueError` where pages are to be packed and only kernels, or ranks, could do it."""
-    if top.layout.packed and (top.ranks is not None or top.planes.device.type == "cuda"):
-        where = "of ranks" if top.ranks is not None else f"on {top.planes.device}"
+    if top.layout.packed and top.ranks is not None:
         raise InvalidValueError(
-            f"model.pack is on, and the planes are {where}: pages are packed in host memory alone so far",
+            "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
             "set model.pack to off, and ssd.path to another directory if this one is packed",
         )
     return top

@@ -13,7 +13,7 @@ from gdscache.kernels.cuda import LISTED_BYTES, PlaneRuns, plane_runs
 from gdscache.pages.planes import PagedPlanes
 
 SOURCE = "packed.cu"
-_FORM = f"PPPPPqqqq7IP{LISTED_BYTES}sPP"
+_FORM = f"PPPPPqqqq7IP{LISTED_BYTES}sIPP"
 FORMS = {"gather_packed": _FORM, "scatter_packed": _FORM}
 VARIANTS = tuple({"VECTOR": width} for width in (16, 2))
 THREADS = 256
@@ -24,10 +24,21 @@ class PackedKernels:
 
     def __init__(self, planes: PagedPlanes) -> None:
         self.planes, self.layout, self.device = planes, planes.layout, planes.device
-        runs = plane_runs(planes)
-        self._table = self._upload(runs)
-        self._planes = sum(map(len, runs))
-        self.kernels = jit.build(SOURCE, FORMS, self.device, VECTOR=self._vector(runs))
+        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.has_sums, self.can_look = True, False
+        self.runs = plane_runs(planes)
+        self._table = self._upload(self.runs)
+        self._planes = sum(map(len, self.runs))
+        self.kernels = jit.build(SOURCE, FORMS, self.device, VECTOR=self._vector(self.runs))
+
+    def loaded(self) -> tuple[int, int, int, int, int]:
+        """CUfunctions in the order of `PageKernels.loaded`, and the address of their table."""
+        gather, scatter = (self.kernels[name].pointer for name in FORMS)
+        return gather, scatter, gather, scatter, self._table.data_ptr()
+
+    def about(self) -> tuple[int, int, bool, bool]:
+        """As `PageKernels.about`. Extents are read and written in words of 8 bytes."""
+        return 8, self.processors, True, False
 
     def launch(
         self,
@@ -51,7 +62,7 @@ class PackedKernels:
         memory = [table, table + layers * 32, blocks.data_ptr(), 0 if rows is None else rows.data_ptr()]
         places = [extents.data_ptr(), extents.stride(0), 0, len(extents), self.planes.blocks]
         counts = [pages, layers, 0, self._planes, 0, self.planes.blocks_per_page, 1, 0, b""]
-        tail = [digests.data_ptr(), unfit.data_ptr()]
+        tail = [1, digests.data_ptr(), unfit.data_ptr()]
         self.kernels[name].launch(min(grid, pages * layers), THREADS, [*memory, *places, *counts, *tail], stream)
 
     def _upload(self, runs: list[list[PlaneRuns]]) -> torch.Tensor:

@@ -14,13 +14,21 @@ from typer.testing import CliRunner
 from gdscache import CacheEngine, Config
 from gdscache.commands.cli import app
 from gdscache.config import ModelConfig
-from gdscache.errors import ExtentSizeError, GdsCacheError, GeometryError
+from gdscache.errors import ExtentSizeError, GeometryError
+from tests.support import fake_gpu
 from tests.support.helpers import WAIT
 from tests.unit.kernels.test_packed_pages import bits, drawn
 
 MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
 PAGES, BLOCKS = 5, 32
 TOKENS = list(range(PAGES * 32))
+
+
+@pytest.fixture(params=["host", "staged", "zero_copy"], autouse=True)
+def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes in host memory, and of a GPU that is not there, whose kernels the library's codec stands for."""
+    if request.param != "host":
+        fake_gpu.use(monkeypatch, request.param)
 
 
 def config(path: Path | None, pack: str, **sections: Any) -> Config:
@@ -163,11 +171,3 @@ def test_pages_of_groups_are_refused_by_name() -> None:
     groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
     with pytest.raises(GeometryError, match=r"model\.pack is on, and model\.groups is given"):
         config(None, "on", model=MODEL | {"groups": groups, "pack": "on"})
-
-
-def test_planes_that_only_kernels_could_pack_are_refused_by_name() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    given = config(None, "on", gpu={"device": "cuda", "capacity": "64MiB"})
-    with pytest.raises(GdsCacheError, match="pages are packed in host memory alone"):
-        CacheEngine(given)

@@ -34,7 +34,8 @@ _STAGING = 64 << 10  # so that segments are used again
 
 def built(name: str) -> ctypes.CDLL:
     """A library of csrc/host/tests, built once for these sources."""
-    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *sorted(_SOURCES.glob("hash/*.cc"))]
+    own = [*sorted(_SOURCES.glob("hash/*.cc")), _SOURCES / "moves" / "pages.cc", _SOURCES / "pack" / "pack.cc"]
+    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *own]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
     if not path.exists():
@@ -43,7 +44,7 @@ def built(name: str) -> ctypes.CDLL:
         spec.loader.exec_module(tool)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        sources = [str(_TESTS / f"{name}.cc"), *map(str, sorted(_SOURCES.glob("hash/*.cc")))]
+        sources = [str(_TESTS / f"{name}.cc"), *map(str, own)]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
         subprocess.run([*tool.compiler(), *flags, *sources, "-o", str(fresh)], check=True)
         fresh.replace(path)
@@ -112,11 +113,12 @@ class _Kernels:
         kept[table.ctypes.data] = table
         self._table = int(driver().fake_device(table.ctypes.data, table.nbytes))
         self._sums = all(end - start >= SHORTEST for start, end in layout.layer_bounds)
-        self._looks = can_look(layout)
+        self._looks = can_look(layout) and not layout.packed
+        self._which = (4, 5, 4, 5) if layout.packed else range(4)
         driver().fake_vector(1)
 
     def loaded(self) -> tuple[int, ...]:
-        return (*(int(driver().fake_kernel(which)) for which in range(4)), self._table)
+        return (*(int(driver().fake_kernel(which)) for which in self._which), self._table)
 
     def about(self) -> tuple[int, int, bool, bool]:
         return 1, 4, self._sums, self._looks

@@ -71,7 +71,7 @@ MAY_INCLUDE = {
     "moves": "base disk hash pack",
     "gpu": "base cuda hash moves",
     "policies": "base",
-    "bind": "base cuda disk gpu hash moves policies",
+    "bind": "base cuda disk gpu hash moves pack policies",
     "tests": "base bind cuda disk gpu hash moves pack policies",
 }
 

@@ -87,8 +87,8 @@ public:
     // The job is the caller's until its end is reported.
     const CopyJob* take_copy(Hands hands, Nanoseconds until);
     bool copy_queued(int64_t job, int64_t point) { return Held(*this)->copy_queued(job, point); }
-    bool copy_ended(int64_t job, const uint64_t* found, const char* broken) {
-        return Held(*this)->copy_ended(job, found, broken);
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken, const uint8_t* unfit = nullptr) {
+        return Held(*this)->copy_ended(job, found, broken, unfit);
     }
 
     // Late pages that have ended since the last call. Waits for one until `until`. Throws `Stopped` after `stop`.
