@@ -135,7 +135,7 @@ __device__ __forceinline__ Eight decode_eight(u64 marks, u32 codes, u32 base) {
 // What the threads of a block share of one layer's sum.
 struct Shared {
     u64 ring[RING * 8];  // the sums of XXH3's blocks, by their numbers modulo RING; 0 where nothing was added
-    u64 last[8];         // what the layer's last stripe adds
+    u64 last[8];  // what the layer's last stripe adds
     u64 secret[24];
     u64 saved[8], value[8];
     u32 times[256];

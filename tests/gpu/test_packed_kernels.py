@@ -9,7 +9,7 @@ import torch
 from gdscache.arrays import address
 from gdscache.errors import NativeCallError
 from gdscache.kernels.packed import PackedKernels
-from gdscache.moves.library import NativePool
+from gdscache.moves.library import NativePlanes
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
 from tests.unit.kernels.test_packed_pages import KINDS, bits, drawn
@@ -41,7 +41,7 @@ class Rig:
             host.append(row)
         self.host = host
         self.gpu = [[self._there(tensor, gap) for tensor in row] for row in host]
-        self.pool = NativePool(PagedPlanes(layout, host))
+        self.pool = NativePlanes(PagedPlanes(layout, host))
         self.kernels = PackedKernels(PagedPlanes(layout, self.gpu))
         self.extents = np.zeros((pages, layout.extent_bytes), np.uint8)
         self.there = torch.zeros((pages, layout.extent_bytes), dtype=torch.uint8, device="cuda")

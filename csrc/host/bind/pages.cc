@@ -56,13 +56,14 @@ nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64
 
 }  // namespace
 
-OpenPlanes::OpenPlanes(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks, int64_t block_tokens,
-                   int64_t page_blocks, bool packed) {
+OpenPlanes::OpenPlanes(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
+                       int64_t block_tokens, int64_t page_blocks, bool packed) {
     const int64_t count = planes.shape(0), layers = first_plane.size() - 1;
     refuse_if(!planes.has(count, 4) || count < 1 || count > 1 << 24, "no sound number of planes");
     refuse_if(layers < 1 || layers > count, "no sound number of layers");
     refuse_if(first_plane[layers] != count, "the layers have other planes in all");
-    HostPlanes made{{}, {first_plane.data(), first_plane.data() + layers + 1}, blocks, block_tokens, page_blocks, packed};
+    HostPlanes made{{},    {first_plane.data(), first_plane.data() + layers + 1}, blocks, block_tokens, page_blocks,
+                    packed};
     for (const int64_t* row = planes.data(); row != planes.data() + 4 * count; row += 4) {
         made.planes.push_back({reinterpret_cast<uint8_t*>(row[0]), row[1], row[2], row[3]});
     }

@@ -127,7 +127,7 @@ private:
             const PlaneWords& plane = planes_[n];
             const int64_t runs = plane.runs_per_block * a_.page_blocks;
             passed_.resize(static_cast<size_t>(runs * plane.run_bytes));
-            Pool pool{{{passed_.data(), 0, 0, runs * plane.run_bytes}}, {0, 1}, 1, 1, 1, true};
+            HostPlanes pool{{{passed_.data(), 0, 0, runs * plane.run_bytes}}, {0, 1}, 1, 1, 1, true};
             check(pool);
             const int64_t none = 0;
             if (!gather_) scatter(pool, &none, 0, 1, part, nullptr, Store::kCached);

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gdscache.arrays import address, integers
 from gdscache.errors import GeometryError, NativeCallError
-from gdscache.moves.library import NativePool
+from gdscache.moves.library import NativePlanes
 from gdscache.pages.checksum import layer_checksums
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
@@ -82,7 +82,7 @@ def test_a_page_comes_back_bit_for_bit_and_lies_as_the_oracle_has_it(
     values = [[bits(tensor)[blocks[0]].reshape(-1) for tensor in layer] for layer in planes.tensors]
     fits = all(oracle.pack(part, oracle.best_base(part)) is not None for layer in values for part in layer)
 
-    pool, extent = NativePool(planes), np.full((1, layout.extent_bytes), 0xA5, np.uint8)
+    pool, extent = NativePlanes(planes), np.full((1, layout.extent_bytes), 0xA5, np.uint8)
     parts = np.array([address(extent)], np.uint64)
     if not fits:
         with pytest.raises(NativeCallError, match="does not fit"):
@@ -121,7 +121,7 @@ def test_any_bytes_give_what_the_oracle_makes_of_them(width: int, seed: int, kin
     elif kind == "places":
         words[0] = 200 | len(words) << 8  # one more than the list has
         words[1:] = rng.integers(max(0, width - 5), width + 5, len(words) - 1) << 8 | 7
-    pool = NativePool(planes)
+    pool = NativePlanes(planes)
     sums = pool.scatter(integers([[1]]), np.array([address(extent)], np.uint64), range(2))
     assert np.array_equal(sums, [layer_checksums(memoryview(extent[0]), layout.layer_bounds)])
     for piece, layer in zip(layout.pieces, planes.tensors, strict=True):
