@@ -642,7 +642,7 @@ class CacheEngine:
         manager = self.manager
         return {
             "device": str(self._parts.planes.device),
-            "copies": None if self._parts.copies is None else self._parts.copies.describe(),
+            "copies": self._parts.copies[0].describe() if self._parts.copies else None,
             "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
             "page_bytes": self.layout.page_bytes,
             "page_tokens": self.layout.page_tokens,

@@ -36,8 +36,12 @@ def config(path: Path | None, pack: str, **sections: Any) -> Config:
     given: dict[str, Any] = {"model": MODEL | {"pack": pack}, "gpu": {"device": "cpu"}, "host_buffer": 4 * extent}
     given |= {"cpu": {"capacity": 8 * extent}, "deadline": WAIT}
     if path is not None:
-        given["ssd"] = {"path": str(path), "capacity": 16 * extent, "threads": 2, "transport": "posix"}
+        given["ssd"] = ssd(path, 16 * extent)
     return Config.from_dict(given | sections)
+
+
+def ssd(path: Path, capacity: Any) -> dict[str, Any]:
+    return {"path": str(path), "capacity": capacity, "threads": 2, "transport": "posix"}
 
 
 def planes(kind: str = "keys", seed: int = 1) -> list[list[torch.Tensor]]:
@@ -103,32 +107,79 @@ def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cpu", [True, False])
-def test_pages_that_do_not_fit_are_dropped_and_counted_and_the_others_stay(tmp_path: Path, cpu: bool) -> None:
+def test_pages_that_do_not_fit_go_as_they_are_into_tiers_of_their_own(tmp_path: Path, cpu: bool) -> None:
     pool = planes()
     bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
-    wanted = rows(pool, range(2))
+    wanted = rows(pool, range(10))
     sections = {} if cpu else {"cpu": None}
     with CacheEngine(config(tmp_path, "on", **sections), pool) as engine:
-        assert store(engine) == {1: "unfit"}
-        assert engine.stats()["dropped"] == {"unfit": 1}
-        assert engine.lookup(TOKENS).tokens == 32
-        assert load(engine, range(16, 18)) == 32
-        assert rows(pool, range(16, 18)) == wanted
-        stored = engine.stats()["stored"]
-        assert set(stored.values()) == {PAGES - 1}
-        # The page's slots are free again: the same page, of other values, is stored.
-        bits(pool[1][0])[2:4] = bits(pool[0][0])[:2]
-        wanted = rows(pool, range(10))
         assert not store(engine)
+        stats = engine.stats()
+        assert stats["stores"]["unfit"] == 1
+        assert stats["stored"] == {"ssd": PAGES - 1, "ssd_plain": 1} | (
+            {"cpu": PAGES - 1, "cpu_plain": 1} if cpu else {}
+        )
+        assert "dropped" not in stats
+        where = "cpu" if cpu else "ssd"
+        assert engine.lookup(TOKENS).tiers == (where, f"{where}_plain", where, where, where)
         assert load(engine, range(16, 26)) == len(TOKENS)
         assert rows(pool, range(16, 26)) == wanted
-
-
-def test_a_store_of_which_nothing_fits_leaves_nothing(tmp_path: Path) -> None:
-    with CacheEngine(config(tmp_path, "on"), planes("random")) as engine:
-        assert store(engine) == dict.fromkeys(range(PAGES), "unfit")
+        assert not store(engine)  # all are present
+        assert engine.stats()["stores"]["unfit"] == 1
+        assert engine.check().ok
+    pool = planes(seed=2)
+    with CacheEngine(config(tmp_path, "auto", **sections), pool) as engine:
+        assert engine.lookup(TOKENS).tiers == ("ssd", "ssd_plain", "ssd", "ssd", "ssd")
+        assert load(engine, range(10)) == len(TOKENS)
+        assert rows(pool, range(10)) == wanted
+        assert engine.clear()["ssd_plain"] == 1
         assert engine.lookup(TOKENS).tokens == 0
-        assert engine.stats()["dropped"] == {"unfit": PAGES}
+
+
+def test_pages_of_which_none_fits_come_back(tmp_path: Path) -> None:
+    pool = planes("random")
+    wanted = rows(pool, range(10))
+    given = config(tmp_path, "on", cpu={"capacity": "8MiB"}, ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, pool) as engine:
+        assert not store(engine)
+        assert engine.lookup(TOKENS).tiers == ("cpu_plain",) * PAGES
+        assert engine.load(engine.lookup(TOKENS), range(16, 26)).result(WAIT).bytes_by_tier == {
+            "cpu_plain": PAGES * engine.layout.plane_bytes
+        }
+        assert rows(pool, range(16, 26)) == wanted
+    with CacheEngine(given, pool) as engine:
+        assert engine.lookup(TOKENS).tiers == ("ssd_plain",) * PAGES
+        assert load(engine, range(10)) == len(TOKENS)
+        assert rows(pool, range(10)) == wanted
+
+
+def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
+    pool = planes("random")
+    with CacheEngine(config(tmp_path, "on"), pool) as engine:  # one plain slot on each tier
+        store(engine)
+        tiers = engine.stats()["tiers"]
+        assert (tiers["cpu_plain"]["slots"], tiers["ssd_plain"]["slots"]) == (1, 1)
+        tokens = [token + 1 for token in TOKENS[:32]]
+        wanted = rows(pool, range(4, 6))
+        assert not engine.store(tokens, [4, 5]).result(WAIT).dropped
+        engine.flush(WAIT)
+        assert engine.load(engine.lookup(tokens), [16, 17]).result(WAIT).tokens == 32
+        assert rows(pool, range(16, 18)) == wanted
+        assert engine.stats()["tiers"]["cpu_plain"]["evictions"] >= 1
+
+
+def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "on"), planes("random")) as engine:
+        store(engine)
+        held = engine.stats()["tiers"]["ssd_plain"]["pages"]
+    assert held
+    slab = tmp_path / "plain" / "slab-0.bin"
+    slab.write_bytes(bytes(byte ^ 1 for byte in slab.read_bytes()))
+    result = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
+    assert result.exit_code
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        found = engine.lookup(TOKENS)
+        assert load(engine, range(10)) == 0 if found.tokens else True
 
 
 def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
@@ -142,7 +193,9 @@ def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
     slab.write_bytes(data)
     result = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
     assert result.exit_code
-    assert {(bad["cause"], bad["layer"]) for bad in json.loads(result.stdout)["bad"]} == {("checksum", 2)}
+    packed, plain = json.loads(result.stdout)
+    assert {(bad["cause"], bad["layer"]) for bad in packed["bad"]} == {("checksum", 2)}
+    assert not plain["bad"]
     with CacheEngine(config(tmp_path, "on"), planes()) as engine:
         assert load(engine, range(10)) == 0
 
@@ -155,7 +208,8 @@ def test_verify_and_inspect_read_packed_directories(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["extent_bytes"] == extent
+    packed, plain = json.loads(result.stdout)
+    assert packed["extent_bytes"] == extent < plain["extent_bytes"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -100,6 +101,9 @@ class FakeDriver:
         self.context = int(driver().fake_context())
 
 
+_USERS: Counter[int] = Counter()  # copies of the planes at each address: packed pages have two
+
+
 class _Kernels:
     """What `NativeGpu` asks of kernels."""
 
@@ -157,7 +161,9 @@ class FakeGpuCopies(PageCopies):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._kept:
             self._kept[storage.data_ptr()] = tensor
-            driver().fake_device(storage.data_ptr(), storage.nbytes())
+            _USERS[storage.data_ptr()] += 1
+            if _USERS[storage.data_ptr()] == 1:
+                driver().fake_device(storage.data_ptr(), storage.nbytes())
         values = [getattr(runs, name) for name in PlaneRuns.__slots__]
         return PlaneRuns(values[0] | (1 << 56), *values[1:])
 
@@ -170,7 +176,10 @@ class FakeGpuCopies(PageCopies):
     def close(self) -> None:
         self.gpu.close()
         for address in self._kept:
-            driver().fake_forget(address)
+            _USERS[address] -= 1
+            if _USERS[address] <= 0:
+                driver().fake_forget(address)
+                del _USERS[address]
         self._kept.clear()
 
 

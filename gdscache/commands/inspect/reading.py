@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.config.pools import POOL_PREFIX
+from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
 from gdscache.disk import catalog_file, catalog_image, conversion, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.catalog_image import Progress
@@ -66,10 +66,12 @@ class Contents:
 
 
 def directories_of(directory: Path) -> list[Path]:
-    """The cache directories: `directory` itself, and those of a hybrid model's pools below it, if they have a
-    catalogue. A directory without any is returned as it is, and `existing` raises for it."""
+    """The cache directories: `directory` itself, and those below it of a hybrid model's pools, and of pages that do not
+    fit into packed extents, if they have a catalogue. A directory without any is returned as it is, and `existing`
+    raises for it."""
     try:
-        below = sorted(path for path in directory.glob(f"{POOL_PREFIX}*") if (path / CATALOG_NAME).exists())
+        found = [*directory.glob(f"{POOL_PREFIX}*"), directory / PLAIN_DIRECTORY]
+        below = sorted(path for path in found if (path / CATALOG_NAME).exists())
     except OSError:
         below = []
     return below if below and not (directory / CATALOG_NAME).exists() else [directory, *below]
