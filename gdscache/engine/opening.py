@@ -92,6 +92,11 @@ class Parts:
     journal: Journal
     history: HistoryFile | None
 
+    @property
+    def bounce(self) -> Bounce | None:
+        """The bounce reserve; of packed pages, where pages are."""
+        return self.bounces[0] if self.bounces else None
+
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
         buffers. Each step runs even if earlier ones raise."""

@@ -165,10 +165,17 @@ class StorePlanner:
             found = sorted([*absent, *(number for number in there if self._lacking(pages[number]))])
         if len({pages[number].key for number in found}) < len(found):
             found = sorted({pages[number].key: number for number in reversed(found)}.values())
-        return [number for number in found if not self._unfit.has(pages[number].key)] if self._unfit else found
+        return found if self._unfit is None else self._unfit.lacking(pages, found)
 
-    def has(self, key: bytes) -> bool:
-        """Whether a page is on one of the planner's tiers, or on its way to one."""
+    def lacking(self, pages: Sequence[Page], numbers: Sequence[int]) -> list[int]:
+        """The `numbers` without the pages that this planner's tiers have as far as they should."""
+        here = [number for number in numbers if self._has(pages[number].key)]
+        missing = self._missing([pages[number] for number in here]) if here else []
+        there = set(here).difference(here[i] for i in missing)
+        return [number for number in numbers if number not in there]
+
+    def _has(self, key: bytes) -> bool:
+        """Whether a page is on a tier, or on its way to one."""
         there = self._landing is not None and key in self._landing.index
         return there or any(not outlet.lacks(key) for outlet in self.outlets)
 

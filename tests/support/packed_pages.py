@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
+
+from gdscache.pages.layout import PageLayout
 
 Values = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -71,3 +75,13 @@ def unpack(part: Bytes, count: int) -> Values:
         if (place := int(word >> 8)) < count:
             values[place] = (values[place] & 0x807F) | int(word & 0xFF) << 7
     return values
+
+
+def unpacked(layout: PageLayout, extent: Bytes) -> Bytes:
+    """The plain page of a packed one."""
+    parts = [
+        unpack(extent[piece.offset : piece.offset + piece.nbytes], layout.page_tokens * math.prod(plane.shape))
+        for pieces, planes in zip(layout.pieces, layout.layers, strict=True)
+        for piece, plane in zip(pieces, planes, strict=True)
+    ]
+    return np.concatenate(parts).view(np.uint8)
