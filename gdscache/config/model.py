@@ -108,7 +108,8 @@ class ModelConfig(ConfigSection):
     pack: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="keep bfloat16 pages in 12 bits a value, without loss: `on`, `off`, or `auto`, as the directory of "
-        "`ssd.path` has them; a new one is not packed. Planes in host memory only, until a GPU has run the kernels",
+        "`ssd.path` has them; a new one is not packed. Not for ranks, groups or states. A sixteenth of cpu.capacity, "
+        "ssd.capacity, ssd.endurance and host_buffer is for pages that do not fit",
     )
     salt: str = Field(
         default="",

@@ -10,7 +10,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -317,7 +318,7 @@ def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
 
 
 def _unpacked(top: _Top) -> _Top:
-    """The pool. Raises `InvalidValueError` where pages are to be packed and only kernels, or ranks, could do it."""
+    """The planes. Raises `InvalidValueError` where pages are to be packed and ranks have the planes."""
     if top.layout.packed and top.ranks is not None:
         raise InvalidValueError(
             "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
@@ -495,7 +496,7 @@ def _figures(
         late_requests=quarantine.requests,
         state=state,
         stopped=stopped,
-        counts=dict(manager.counts),
+        counts=_by_kind(manager.counts),
         shards=top.layout.shards,
         ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
@@ -517,6 +518,14 @@ def _figures(
         evictions=index.evictions,
         counts={**told.counts, **{("lost", cause): n for cause, n in ssd.lost.items()}},
     )
+
+
+def _by_kind(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    """The counts of plain tiers are those of the others of their kind."""
+    found = Counter[tuple[str, str]]()
+    for (group, name), n in list(counts.items()):
+        found[group, name.removesuffix(PLAIN)] += n
+    return dict(found)
 
 
 def _work(latency: str) -> tuple[str, str]:

@@ -272,10 +272,11 @@ class Storer:
         """Have pages that do not fit stored as they are, from the same blocks. False if none of them is to move."""
         places, job.unfit = job.unfit, []
         plan, unfit = job.plan, self._unfit
-        if self._dropping or unfit is None:
+        if self._dropping:
             with self._manager.lock:
-                self._planner.finish_pages(plan, places, "closed" if self._dropping else "unfit")
+                self._planner.finish_pages(plan, places, "closed")
             return False
+        assert unfit is not None, "packed pages without a place for those that do not fit"
         event = self._executor.reads_queued()  # of the pages that fit
         if event is not None:
             yield self._executor.happened(event)
