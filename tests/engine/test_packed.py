@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ from gdscache import CacheEngine, Config
 from gdscache.commands.cli import app
 from gdscache.config import ModelConfig
 from gdscache.errors import ExtentSizeError, GeometryError
+from gdscache.storage.base import Op
 from tests.support import fake_gpu
-from tests.support.helpers import WAIT
+from tests.support.faults import Fault, FaultPlan
+from tests.support.faulty import PLAN
+from tests.support.helpers import WAIT, until
 from tests.unit.kernels.test_packed_pages import bits, drawn
 
 MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
@@ -225,3 +230,26 @@ def test_pages_of_groups_are_refused_by_name() -> None:
     groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
     with pytest.raises(GeometryError, match=r"model\.pack is on, and model\.groups is given"):
         config(None, "on", model=MODEL | {"groups": groups, "pack": "on"})
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op: Op) -> None:
+    PLAN.reset()
+    pool = planes()
+    for block in (2, 6):  # of pages 1 and 3
+        values = bits(pool[0][1])[block]
+        values[:] = drawn("random", values.size, np.random.default_rng(block)).reshape(values.shape)
+    wanted = rows(pool, range(10))
+    faulty = ssd(tmp_path, "64MiB") | {"transport": "tests.support.faulty:FaultyTransport"}
+    given = config(tmp_path, "on", ssd=faulty, cpu=None, host_buffer="64MiB", deadline=0.5)
+    with CacheEngine(given, pool) as engine:
+        hanging = functools.partial(FaultPlan.rule, PLAN, Fault.HANG, op, where=lambda path, offset: "/plain/" in path)
+        with hanging() if op is Op.WRITE else contextlib.nullcontext():
+            dropped = store(engine)
+            assert dropped == (dict.fromkeys((1, 3), "deadline") if op is Op.WRITE else {})
+        with hanging() if op is Op.READ else contextlib.nullcontext():
+            assert load(engine, range(16, 26)) == 32
+        until(lambda: not engine.manager.quarantine.requests, "late I/O ends")
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        assert rows(pool, range(16, 26)) == wanted

@@ -623,7 +623,7 @@ def require_uring() -> None:
 def _faults() -> list[Any]:
     """Every face over every transport; one transport a face in `make test`."""
     transports = {"FaultyTransport": [], "FaultyUring": [], "FaultyNixl": [NIXL], "FaultyKvikio": [KVIKIO]}
-    faces = [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu]
+    faces = [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu, OwnedPacked, AttachedPacked]
     return [
         pytest.param(transport, face, marks=[*needs, *([] if i == n else [pytest.mark.suite])])
         for n, (transport, needs) in enumerate(transports.items())
