@@ -174,17 +174,28 @@ def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
 
 
 def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
-    with CacheEngine(config(tmp_path, "on"), planes("random")) as engine:
-        store(engine)
-        held = engine.stats()["tiers"]["ssd_plain"]["pages"]
-    assert held
+    given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, planes("random")) as engine:
+        assert not store(engine)
+        extent, last = engine.layout.plane_bytes, engine.layout.packed_as(packed=False).pieces[2][1]
+    report = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
+    assert report.exit_code == 0, report.output
+    assert [one["good_pages"] for one in json.loads(report.stdout)] == [0, PAGES]
+    assert [
+        one["pages"] for one in json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)
+    ] == [0, PAGES]
     slab = tmp_path / "plain" / "slab-0.bin"
-    slab.write_bytes(bytes(byte ^ 1 for byte in slab.read_bytes()))
-    result = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
-    assert result.exit_code
-    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
-        found = engine.lookup(TOKENS)
-        assert load(engine, range(10)) == 0 if found.tokens else True
+    data = bytearray(slab.read_bytes())
+    for at in range(0, len(data), extent):
+        data[at + last.offset + last.nbytes - 1] ^= 1
+    slab.write_bytes(data)
+    packed, plain = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path), "--json"]).stdout)
+    assert [(bad["cause"], bad["layer"]) for bad in plain["bad"]] == [("checksum", 2)] * PAGES
+    assert not packed["bad"]
+    with CacheEngine(given, planes()) as engine:
+        assert engine.lookup(TOKENS).tokens == len(TOKENS)
+        assert load(engine, range(10)) == 0
+        assert engine.stats()["misses"]["checksum"] == PAGES
 
 
 def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:

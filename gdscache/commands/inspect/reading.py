@@ -247,10 +247,11 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
     path = directory / CATALOG_NAME
     with _readable(path):
         version, (extent, shards) = catalog_file.check(connection, path, None)
+        plain = directory.name == PLAIN_DIRECTORY
         if extent < 1 or extent % EXTENT_ALIGNMENT:
             raise CorruptCatalogError(f"{path} is corrupt: its extent_bytes is {extent}")
         created = connection.execute("SELECT value FROM meta WHERE name = 'created'").fetchone()
-        names = {digest: _namespace(digest, text, extent) for _, digest, text in descriptions(connection)}
+        names = {digest: _namespace(digest, text, extent, plain=plain) for _, digest, text in descriptions(connection)}
         directories = slab_directories(directory)
         files = slab_files(directories, range(shards))
         sizes = tuple(regular_file(file).st_size for file in files)
@@ -270,7 +271,8 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
     )
 
 
-def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
+def _namespace(digest: bytes, text: object, extent: int, *, plain: bool) -> Namespace:
+    """`plain`: of the directory of pages that do not fit into packed extents."""
     try:
         fields = json.loads(text) if isinstance(text, bytes) else None
         if not isinstance(fields, dict) or namespace_digest(fields) != digest:
@@ -281,7 +283,7 @@ def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
         layers = tuple(
             tuple(Plane(name, tuple(shape), dtype) for name, shape, dtype in planes) for planes in fields["planes"]
         )
-        layout = PageLayout(layers, fields["page_tokens"], packed=fields.get("packed") == 1)
+        layout = PageLayout(layers, fields["page_tokens"], packed=fields.get("packed") == 1 and not plain)
         return Namespace(fields, layout if layout.extent_bytes == extent else None)
     except (KeyError, TypeError, ValueError, GdsCacheError):
         return Namespace(fields)
