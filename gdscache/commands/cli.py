@@ -20,7 +20,7 @@ from gdscache.commands.replay.commands import replay
 from gdscache.commands.replay.plan_commands import plan_tiers
 from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
-from gdscache.config.pools import pool_parts
+from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
 
@@ -198,11 +198,15 @@ def describe(config: Config) -> dict[str, Any]:
     """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
     layout = max(config.model.pool_layouts(), key=lambda one: one.page_tokens)  # a page of states is one row
     extent = layout.extent_bytes
-    capacities = {
-        "gpu": config.gpu.capacity,
-        "cpu": config.cpu.capacity if config.cpu else None,
-        "ssd": config.ssd.capacity if config.ssd else None,
-    }
+    tiers: dict[str, tuple[int | None, int]] = {"gpu": (config.gpu.capacity, extent)}  # capacity, bytes of a slot
+    parts = [("", config, extent)]
+    if layout.packed:
+        packed, plain = plain_parts(config)
+        parts = [("", packed, extent), ("_plain", plain, plain.model.layout().extent_bytes)]
+        tiers["gpu"] = config.gpu.capacity, layout.plane_bytes
+    for ending, part, size in parts:
+        tiers[f"cpu{ending}"] = part.cpu.capacity if part.cpu else None, size
+        tiers[f"ssd{ending}"] = part.ssd.capacity if part.ssd else None, size
     return {
         "model": config.model.name,
         "kind": config.model.kind,
@@ -216,8 +220,7 @@ def describe(config: Config) -> dict[str, Any]:
         "page_bytes": layout.page_bytes,
         "extent_bytes": extent,
         "tiers": {
-            name: None if size is None else {"bytes": size, "pages": size // extent}
-            for name, size in capacities.items()
+            name: None if size is None else {"bytes": size, "pages": size // one} for name, (size, one) in tiers.items()
         },
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "groups": _groups(config),

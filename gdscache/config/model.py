@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, WithJsonSchema, model_validator
 
@@ -105,6 +105,12 @@ class ModelConfig(ConfigSection):
         description="hybrid models: a list of groups of layers that keep different tokens; each has name, layers, "
         "window, chunk or state, and page_tokens. Empty: all layers keep all tokens",
     )
+    pack: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="keep bfloat16 pages in 12 bits a value, without loss: `on`, `off`, or `auto`, as the directory of "
+        "`ssd.path` has them; a new one is not packed. Not for ranks, groups or states. A sixteenth of cpu.capacity, "
+        "ssd.capacity, ssd.endurance and host_buffer is for pages that do not fit",
+    )
     salt: str = Field(
         default="",
         description="text that separates these pages from all others; the adapters for vLLM and SGLang put the other "
@@ -113,7 +119,9 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _describes_a_page(self) -> Self:
-        for problems, hint in ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS)):
+        grouped = ["model.pack is on, and model.groups is given"] if self.pack == "on" and self.groups else []
+        wrong = ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS), (grouped, _PACK))
+        for problems, hint in wrong:
             if problems:
                 raise rejected(GeometryError, {(): ("; ".join(problems), hint)})
         try:
@@ -186,7 +194,7 @@ class ModelConfig(ConfigSection):
 
     def layout(self) -> PageLayout:
         """The places of a page's bytes. Planes keep their order in the list."""
-        return PageLayout(self._layers(), self.page_tokens)
+        return PageLayout(self._layers(), self.page_tokens, packed=self.pack == "on")
 
     def pool_layouts(self) -> list[PageLayout]:
         """The places of a page's bytes for each pool, in the order of `pools_of`; for all layers without groups."""
@@ -244,6 +252,7 @@ class ModelConfig(ConfigSection):
             "head_groups": shards,
             "salt": self.salt,
             "request_salt": salt,
+            **({"packed": 1} if self.pack == "on" else {}),
             **({"groups": [one.describe() for one in self.layer_groups()]} if self.groups else {}),
             **({} if group is None else {"group": group.describe()}),
         }
@@ -261,4 +270,5 @@ _HINTS = {
     "planes": "every layer needs a plane of the list",
 }
 _GROUPS = "give each group a name, its layers, and one of window, chunk and state, or none; each layer is in a group"
+_PACK = "set model.pack to off: pages of groups, and states, are not packed"
 _ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"

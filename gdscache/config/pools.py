@@ -15,9 +15,13 @@ from gdscache.config import Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
+from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path` and `status.path`; the numbers of its groups follow
+PLAIN_DIRECTORY = "plain"  # below `ssd.path`: of pages that do not fit into packed extents
+PLAIN_PARTS = 16  # such pages have one part of each size of `_PLAIN`
+_PLAIN = (("cpu", "capacity"), ("ssd", "capacity"), ("ssd", "endurance"), ("host_buffer",))
 
 # Sizes that pools share, and the number of pages that a pool's share must hold.
 _SHARED = {
@@ -70,7 +74,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
     each = shares(groups, pools, extents, every, config.store.prompt_tokens)
     own = [tuple(groups[g] for g in pool.groups) for pool in pools]
     _check(config, own, each, extents)
-    page_bytes = [layout.page_bytes for layout in layouts]
+    page_bytes = [layout.plane_bytes for layout in layouts]
     pages = plane_pages(groups, pools, page_bytes, config.gpu.capacity, every)
     if not all(pages):
         raise CapacityError(
@@ -83,6 +87,32 @@ def pool_parts(config: Config) -> list[PoolPart]:
             pools, own, models, each, pages, page_bytes, extents, strict=True
         )
     ]
+
+
+def plain_parts(config: Config) -> tuple[Config, Config]:
+    """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
+    the rest. Raises `CapacityError` if a size has no room for both."""
+    extent, packed, plain = config.model.layout().plane_bytes, config.dump(), config.dump()
+    extent = -(-extent // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+    for path, size in shared_sizes(config):
+        if path not in _PLAIN:
+            continue
+        share = max(size // PLAIN_PARTS, _SHARED[path] * extent)
+        if size - share < _SHARED[path] * extent:
+            raise CapacityError(
+                f"{'.'.join(path)} is {format_size(size)}, of which {format_size(share)} are for pages that cannot be "
+                f"packed: {format_size(size - share)} are left, and {format_size(_SHARED[path] * extent)} are needed",
+                f"raise {'.'.join(path)}, or set model.pack to off",
+            )
+        for data, part in ((packed, size - share), (plain, share)):
+            for key in path[:-1]:
+                data = data[key]
+            data[path[-1]] = part
+    plain |= {"model": {**plain["model"], "pack": "off"}, "tiers": [], "metrics": None, "events": None, "status": None}
+    if config.ssd is not None:
+        plain["ssd"]["path"] = str(config.ssd.path / PLAIN_DIRECTORY)
+        plain["ssd"]["stripes"] = [str(path / PLAIN_DIRECTORY) for path in config.ssd.stripes]
+    return Config.from_dict(packed), Config.from_dict(plain)
 
 
 def window_every(config: Config) -> int:

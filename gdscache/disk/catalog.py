@@ -65,6 +65,7 @@ class PageRecord(NamedTuple):
     checksums: npt.NDArray[np.uint64]
     priority: int = 0
     expires: float | None = None
+    packed: bool = False
 
 
 class Catalog:
@@ -191,9 +192,17 @@ class Catalog:
                     ids = self._register(writer, {record.namespace for record in insert})
                     _insert(
                         writer,
-                        "INSERT INTO pages(place, key, parent, namespace, length, recency)",
+                        "INSERT INTO pages(place, key, parent, namespace, length, recency, packed)",
                         [
-                            (int(r.slot), r.key, r.parent, ids[r.namespace], int(r.length), int(r.recency))
+                            (
+                                int(r.slot),
+                                r.key,
+                                r.parent,
+                                ids[r.namespace],
+                                int(r.length),
+                                int(r.recency),
+                                int(r.packed),
+                            )
                             for r in insert
                         ],
                     )

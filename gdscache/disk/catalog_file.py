@@ -194,6 +194,17 @@ def last_written(directory: Path) -> float:
     return max(times)
 
 
+def slab_extent(directory: Path) -> int | None:
+    """`extent_bytes` of slab 0 there, as it was when the catalogue was made; None without one. Takes no lock."""
+    try:
+        uri = f"{(directory / CATALOG_NAME).absolute().as_uri()}?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            found = connection.execute("SELECT extent_bytes FROM slabs WHERE id = 0").fetchone()
+            return found[0] if found and isinstance(found[0], int) else None
+    except sqlite3.Error:
+        return None
+
+
 def format_version(directory: Path) -> int | None:
     """The version of the catalogue there, which must not be open. None if it is missing, has a log, or cannot be read.
     Writes nothing, and takes no lock."""

@@ -28,7 +28,7 @@ WHOLE_ROW = (
     "AND typeof(namespace) = 'integer' AND typeof(length) = 'integer' AND typeof(recency) = 'integer' "
     "AND typeof(packed) = 'integer'"
 )
-PLAIN = "packed = 0"  # this version cannot read other pages
+KNOWN = "packed BETWEEN 0 AND 1"  # plain and packed extents; this version cannot read other pages
 # SQLite joins the columns: a Python object for each value and a tuple for each row cost three times as much.
 JOINED = (
     "CAST(group_concat(key, '') AS BLOB), CAST(group_concat(parent, '') AS BLOB), group_concat(place), "
@@ -36,7 +36,7 @@ JOINED = (
 )
 SCAN = (
     f"SELECT {JOINED}, count(*), group_concat(namespace), group_concat(length) "
-    f"FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {PLAIN}"
+    f"FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {KNOWN}"
 )
 # The same for the rows of one namespace and length, which are most often all rows. No text or number is greater than a
 # blob, so comparing with x'' tests the type at a fifth of the cost of typeof(). It reads the value: where that is
@@ -44,7 +44,7 @@ SCAN = (
 UNIFORM = (
     f"SELECT {JOINED}, count(*) FROM pages WHERE place >= ? AND place < ? AND namespace = ? AND length = ? "
     f"AND key >= x'' AND parent >= x'' AND length(key) = {KEY_BYTES} AND length(parent) = {KEY_BYTES} "
-    f"AND typeof(recency) = 'integer' AND {PLAIN}"
+    f"AND typeof(recency) = 'integer' AND {KNOWN}"
 )
 WHOLE_RETENTION = (
     "typeof(priority) = 'integer' AND typeof(lifetime) IN ('integer', 'null') AND typeof(written) = 'integer' "
@@ -52,7 +52,7 @@ WHOLE_RETENTION = (
     f"AND written BETWEEN 0 AND {LAST_MILLISECOND}"
 )
 COUNT = "SELECT count(*) FROM pages WHERE place >= ? AND place < ?"
-FIRST = f"SELECT namespace, length FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {PLAIN} LIMIT 1"
+FIRST = f"SELECT namespace, length FROM pages WHERE place >= ? AND place < ? AND {WHOLE_ROW} AND {KNOWN} LIMIT 1"
 
 Keys = npt.NDArray[np.void]
 NO_INTEGERS: Int64Array = np.empty(0, np.int64)
@@ -143,7 +143,7 @@ def scan(connection: sqlite3.Connection, slots: int, extent_bytes: int, now: flo
     columns = _read(connection, slots)
     if len(columns.slots) + len(outside) != connection.execute("SELECT count(*) FROM pages").fetchone()[0]:
         inside = f"SELECT place FROM pages WHERE NOT ({OUTSIDE})"
-        for cause, which in (("row", f"NOT ({WHOLE_ROW})"), ("packed", f"{WHOLE_ROW} AND NOT ({PLAIN})")):
+        for cause, which in (("row", f"NOT ({WHOLE_ROW})"), ("packed", f"{WHOLE_ROW} AND NOT ({KNOWN})")):
             causes.update((slot, cause) for (slot,) in connection.execute(f"{inside} AND {which}", (slots,)))
     names = namespaces_by_id(connection, np.unique(columns.namespaces).tolist())
     retentions = _retentions(connection, slots, now)

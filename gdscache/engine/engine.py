@@ -17,7 +17,7 @@ from gdscache import arguments
 from gdscache.config import Config, load_config
 from gdscache.cuda.streams import Event, on_stream_of_caller
 from gdscache.engine.closing import EngineClosing, at_exit_of_child
-from gdscache.engine.opening import Parts, build
+from gdscache.engine.opening import Parts, as_directory, build
 from gdscache.engine.sequence import Sequence as TokenSequence
 from gdscache.errors import (
     ConfigError,
@@ -105,7 +105,7 @@ class CacheEngine:
             )
         if timeline is not None and not isinstance(timeline, Timeline):
             raise InvalidValueError(f"timeline is {arguments.shown(timeline)}", "pass a Timeline, or None")
-        self.config = config
+        self.config = config = as_directory(config)
         if timeline is None:
             timeline = OtelTimeline() if config.traces else timeline_from_environment()
         self.timeline = timeline
@@ -642,7 +642,7 @@ class CacheEngine:
         manager = self.manager
         return {
             "device": str(self._parts.planes.device),
-            "copies": None if self._parts.copies is None else self._parts.copies.describe(),
+            "copies": self._parts.copies[0].describe() if self._parts.copies else None,
             "ranks": None if self._parts.ranks is None else self._parts.ranks.describe(),
             "page_bytes": self.layout.page_bytes,
             "page_tokens": self.layout.page_tokens,

@@ -682,7 +682,7 @@ def _allocated(config: Config, parts: Sequence[PoolPart]) -> list[tuple[torch.Te
     for part in parts:
         layout = part.config.model.layout()
         with torch.inference_mode(mode=False):
-            own = PagedPlanes.allocate(layout, part.config.gpu.capacity // layout.page_bytes, device)
+            own = PagedPlanes.allocate(layout, part.config.gpu.capacity // layout.plane_bytes, device)
         for layer, tensors in zip(part.pool.layers, own.tensors, strict=True):
             planes[layer] = tensors
     return planes

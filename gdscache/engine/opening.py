@@ -10,25 +10,27 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
+from gdscache.config.pools import PLAIN_PARTS, plain_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
-from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written
+from gdscache.disk.catalog_file import CATALOG_NAME, FORMAT_VERSION, last_written, slab_extent
 from gdscache.disk.costs_file import CostsFile
 from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
-from gdscache.errors import InvalidValueError, IOFailedError, StorageError, TierUnavailableError
+from gdscache.errors import GeometryError, InvalidValueError, IOFailedError, StorageError, TierUnavailableError
 from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
@@ -53,11 +55,11 @@ from gdscache.runtime.calls import Caller
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.store.earned_offers import EarnedOffers
 from gdscache.store.outlets import Outlet
-from gdscache.store.plan import StorePlanner
+from gdscache.store.plan import Plain, StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import TierWriter
 from gdscache.tiers import ssd_route
-from gdscache.tiers.base import DurableTier, Tier, open_tier
+from gdscache.tiers.base import PLAIN, DurableTier, Tier, open_tier
 from gdscache.tiers.cpu import Bounce, CpuTier
 from gdscache.tiers.expiry import steady_clock
 from gdscache.tiers.gpu import GpuTier
@@ -79,8 +81,8 @@ class Parts:
     concerns: tuple[str, ...]
     planes: PagedPlanes | RemotePlanes
     manager: TierManager
-    copies: PageCopies | None
-    bounce: Bounce | None
+    copies: Sequence[PageCopies]
+    bounces: Sequence[Bounce]
     loader: Loader
     prefetcher: Prefetcher
     storer: Storer
@@ -91,13 +93,18 @@ class Parts:
     journal: Journal
     history: HistoryFile | None
 
+    @property
+    def bounce(self) -> Bounce | None:
+        """The bounce reserve; of packed pages, where pages are."""
+        return self.bounces[0] if self.bounces else None
+
     def close(self, *, drain: bool) -> None:
         """End prefetches, stores (finished with `drain`, else dropped) and loads; then close the tiers and free the
         buffers. Each step runs even if earlier ones raise."""
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self.journal.close)
-            if self.bounce is not None:
-                last_to_first.callback(self.bounce.close)
+            for bounce in self.bounces:
+                last_to_first.callback(bounce.close)
             last_to_first.callback(self.manager.close, self.executor.close)
             if self.events is not None:
                 last_to_first.callback(self.events.close)
@@ -105,8 +112,8 @@ class Parts:
                 last_to_first.callback(self.status.close)
             if self.history is not None:
                 last_to_first.callback(self.history.hurry)
-            if self.copies is not None:
-                last_to_first.callback(self.copies.close)
+            for copies in self.copies:
+                last_to_first.callback(copies.close)
             last_to_first.callback(self._end_lost)
             last_to_first.callback(self.loader.close)
             last_to_first.callback(self.storer.close, drain=drain)
@@ -128,16 +135,22 @@ class _Top(NamedTuple):
     planes: PagedPlanes | RemotePlanes
     gpu: GpuTier | None = None
     ranks: RankSet | None = None
+    plain: bool = False  # of pages that do not fit into packed extents
 
 
 class _Below(NamedTuple):
     """The tiers below the planes. `direct`: pages go between the SSD and the planes past host memory."""
 
+    top: _Top
     cpu: CpuTier | None
     ssd: SsdTier | None
-    files: list[DurableTier]
+    further: list[DurableTier]
     bounce: Bounce | None
     direct: bool
+
+    @property
+    def files(self) -> list[DurableTier]:
+        return [*([] if self.ssd is None else [self.ssd]), *self.further]
 
 
 def build(
@@ -157,11 +170,23 @@ def build(
         top = _open_top(config, attached, addresses, undo)
         layout, device, extent, deadline = top.layout, top.planes.device, top.layout.extent_bytes, config.deadline
         placed.enter_context(near(device))
-        below = _open_below(config, top, limits.ssd_reserve, lock, quarantine, clock, log, undo)
-        outlets = _outlets(config, extent, below.files, limits.admission_offers, log)
-        index = None if below.cpu is None else below.cpu.index
-        earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
-        chain: list[Tier | None] = [top.gpu, below.cpu, *below.files]
+        opened = functools.partial(
+            _open_below, reserve=limits.ssd_reserve, lock=lock, quarantine=quarantine, clock=clock, log=log, undo=undo
+        )
+        plain = None
+        if layout.packed:
+            config, rest = plain_parts(config)
+            below, plain = opened(config, top), opened(rest, _plain_top(top))
+        else:
+            below = opened(config, top)
+        both = [below] if plain is None else [below, plain]
+        outlets = [_outlets(config, one, limits.admission_offers, log) for one in both]
+        memories = [None if one.cpu is None else one.cpu.index for one in both]
+        earned = [
+            EarnedOffers(index, some, config.store.write_policy, limits.write_hits)
+            for index, some in zip(memories, outlets, strict=True)
+        ]
+        chain: list[Tier | None] = [top.gpu, *(one.cpu for one in both), *(one.ssd for one in both), *below.further]
         manager = TierManager(
             lock,
             [tier for tier in chain if tier is not None],
@@ -169,29 +194,38 @@ def build(
             timeline=timeline,
             calls=calls,
             wall_clock=clock,
-            on_use=earned.used,
+            on_use=functools.partial(_used, earned),
             log=log,
         )
         name, said = str(config.ssd.path) if config.ssd else config.model.name, config.log
         journal = Journal(manager, name, layout.page_bytes, summary=said.summary, requests=said.requests)
         manager.tell = journal.tick
-        copies = open_copies(top.planes, config.gpu) if isinstance(top.planes, PagedPlanes) else None
-        if copies is not None:
-            undo.callback(copies.close)
-        executor = _executor(top, copies, manager, below.bounce)
+        copies = []
+        for one in both:
+            if isinstance(one.top.planes, PagedPlanes):
+                copies.append(open_copies(one.top.planes, config.gpu))
+                undo.callback(copies[-1].close)
+        executor = _executor(both, copies, manager)
         undo.callback(executor.close)
+        executors = [executor, *([executor.plain] if isinstance(executor, NativeExecutor) and executor.plain else [])]
         writers = {}
-        for tier in manager.files if config.store.write_policy != "never" else ():
-            writers[tier.name] = writer = TierWriter(manager, tier, executor, extent)
-            undo.callback(writer.close, drain=False)
-        planner = StorePlanner(manager, config.store, extent, outlets, earned)
-        spare = None if below.bounce is None else below.bounce.stores
-        storer = Storer(manager, planner, executor, spare, writers, extent, config.store, deadline)
-        undo.callback(storer.close, drain=False)
+        planner = storer = None
+        for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
+            extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
+            for tier in one.files if config.store.write_policy != "never" else ():
+                writers[tier.name] = TierWriter(manager, tier, moves, extent)
+                undo.callback(writers[tier.name].close, drain=False)
+            memory = None if one is below else Plain(one.cpu, f"bounce{PLAIN}")
+            planner = StorePlanner(manager, config.store, extent, some, mine, plain=memory, unfit=planner)
+            spare = None if one.bounce is None else one.bounce.stores
+            storer = Storer(manager, planner, moves, spare, writers, extent, config.store, deadline, storer)
+            undo.callback(storer.close, drain=False)
+        assert storer is not None, "an engine without tiers"
         held = held_pages(manager, limits)
         loads = LoadPlanner(manager, due=[storer.offer_earned], prefetched=held)
         threads, keep = limits.load_threads, not below.direct
-        loader = Loader(loads, executor, layout, config.load, deadline, device, threads=threads, keep=keep)
+        how: dict[str, Any] = {"threads": threads, "keep": keep, "plain": executors[-1]}
+        loader = Loader(loads, executor, layout, config.load, deadline, device, **how)
         undo.callback(loader.close)
         prefetcher = Prefetcher(loader, held, layout, limits)
         undo.callback(prefetcher.close)
@@ -219,7 +253,7 @@ def build(
             planes=top.planes,
             manager=manager,
             copies=copies,
-            bounce=below.bounce,
+            bounces=[one.bounce for one in both if one.bounce is not None],
             loader=loader,
             prefetcher=prefetcher,
             storer=storer,
@@ -237,6 +271,21 @@ def build(
     return parts
 
 
+def as_directory(config: Config) -> Config:
+    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier has its extents."""
+    model = config.model
+    if model.pack != "auto":
+        return config
+    packed = model.model_copy(update={"pack": "on"})
+    try:
+        wanted = packed.layout().extent_bytes
+    except GeometryError:
+        wanted = -1
+    found = None if config.ssd is None else slab_extent(config.ssd.path)
+    same = found == wanted != model.layout().extent_bytes and not model.groups
+    return config.model_copy(update={"model": packed if same else model.model_copy(update={"pack": "off"})})
+
+
 def _open_top(
     config: Config,
     attached: Sequence[Sequence[torch.Tensor]] | None,
@@ -248,12 +297,34 @@ def _open_top(
         ranks = _ranks(config, addresses)
         undo.callback(ranks.close)
         layout = dataclasses.replace(layout, shards=ranks.shards)
-        return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
+        return _unpacked(_Top(layout, RemotePlanes(layout, ranks), ranks=ranks))
     if attached is not None:
-        return _Top(layout, PagedPlanes(layout, attached))
+        return _unpacked(_Top(layout, PagedPlanes(layout, attached)))
     gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
     undo.callback(gpu.close)
-    return _Top(layout, gpu.paged, gpu=gpu)
+    return _unpacked(_Top(layout, gpu.paged, gpu=gpu))
+
+
+def _plain_top(top: _Top) -> _Top:
+    """The same planes, for pages that do not fit into packed extents."""
+    assert isinstance(top.planes, PagedPlanes), "packed planes of ranks"
+    layout = top.layout.packed_as(packed=False)
+    return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
+
+
+def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
+    for offers in earned:
+        offers.used(keys)
+
+
+def _unpacked(top: _Top) -> _Top:
+    """The planes. Raises `InvalidValueError` where pages are to be packed and ranks have the planes."""
+    if top.layout.packed and top.ranks is not None:
+        raise InvalidValueError(
+            "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
+            "set model.pack to off, and ssd.path to another directory if this one is packed",
+        )
+    return top
 
 
 def _open_below(
@@ -268,7 +339,8 @@ def _open_below(
 ) -> _Below:
     layout, device, cpu, ssd = top.layout, top.planes.device, None, None
     if config.cpu is not None:
-        cpu = CpuTier(_memory(top, "cpu", config.cpu.capacity), config.eviction, config.model.kept_groups)
+        memory = _memory(top, "cpu", config.cpu.capacity)
+        cpu = CpuTier(memory, config.eviction, config.model.kept_groups, plain=top.plain)
         undo.callback(cpu.close)
     if config.ssd is not None:
         ssd = SsdTier(
@@ -282,6 +354,7 @@ def _open_below(
             wall_clock=clock,
             open_slab=None if top.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, top.ranks),
             log=log,
+            plain=top.plain,
         )
         undo.callback(ssd.close)
         if isinstance(ssd.io, SlabIO):
@@ -295,7 +368,7 @@ def _open_below(
     bounce = _bounce(config, top, cpu, files, direct, quarantine)
     if bounce is not None:
         undo.callback(bounce.close)
-    return _Below(cpu, ssd, files, bounce, direct)
+    return _Below(top, cpu, ssd, further, bounce, direct)
 
 
 def _open_status(
@@ -340,11 +413,14 @@ def _clock(config: Config) -> Callable[[], float]:
     return steady_clock(max(now, written))
 
 
-def _outlets(config: Config, extent: int, files: Sequence[DurableTier], offers: int, log: LimitedLog) -> list[Outlet]:
+def _outlets(config: Config, below: _Below, offers: int, log: LimitedLog) -> list[Outlet]:
+    extent = below.top.layout.extent_bytes
     limit = config.store.queue // extent
     found = []
-    for tier in files:
-        endurance = config.ssd.endurance if config.ssd is not None and tier.name == SsdTier.name else None
+    for tier in below.files:
+        endurance = config.ssd.endurance if config.ssd is not None and tier is below.ssd else None
+        if endurance is not None and below.top.plain:
+            endurance //= PLAIN_PARTS
         admission = open_admission(config.store.admission, tier.index.slots, extent, endurance, offers=offers, log=log)
         found.append(Outlet(tier, admission, limit))
     return found
@@ -420,7 +496,7 @@ def _figures(
         late_requests=quarantine.requests,
         state=state,
         stopped=stopped,
-        counts=dict(manager.counts),
+        counts=_by_kind(manager.counts),
         shards=top.layout.shards,
         ranks=_ranks_told(top.ranks, state),
         latencies={what: manager.latencies.summary(*_work(what)) for what in LATENCIES},
@@ -444,6 +520,14 @@ def _figures(
     )
 
 
+def _by_kind(counts: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    """The counts of plain tiers are those of the others of their kind."""
+    found = Counter[tuple[str, str]]()
+    for (group, name), n in list(counts.items()):
+        found[group, name.removesuffix(PLAIN)] += n
+    return dict(found)
+
+
 def _work(latency: str) -> tuple[str, str]:
     """The work and the tier of a latency of the status page: `load_cpu`, or `read`, which is of the SSD."""
     what, _, tier = latency.partition("_")
@@ -458,29 +542,42 @@ def _ranks_told(ranks: RankSet | None, state: str) -> tuple[RankState, ...]:
 
 
 def _executor(
-    top: _Top, copies: PageCopies | None, manager: TierManager, bounce: Bounce | None
+    both: Sequence[_Below], copies: Sequence[PageCopies], manager: TierManager
 ) -> NativeExecutor | RanksExecutor:
+    top = both[0].top
     if top.ranks is not None:
-        return _ranks_executor(top.ranks, top.layout, manager, bounce)
-    assert copies is not None, "planes that are nowhere"
+        return _ranks_executor(top.ranks, top.layout, manager, both[0].bounce)
+    executor = None
+    for below, own in reversed([*zip(both, copies, strict=True)]):
+        executor = _native_executor(below, own, manager, executor)
+    assert executor is not None, "planes that are nowhere"
+    manager.quarantine.on_switch(executor.look)
+    return executor
+
+
+def _native_executor(
+    below: _Below, copies: PageCopies, manager: TierManager, plain: NativeExecutor | None
+) -> NativeExecutor:
+    bounce = below.bounce
     memories: dict[str, Extents] = {}
-    if manager.cpu is not None:
-        memories["cpu"] = cast("Extents", manager.cpu.extents)
+    if below.cpu is not None:
+        memories[below.cpu.name] = cast("Extents", below.cpu.extents)
     reserve = None
     if bounce is not None:
-        reserve = Reserve(cast("Extents", bounce.extents), bounce.loads)
-        memories["bounce"] = reserve.extents
+        reserve = Reserve(cast("Extents", bounce.extents), bounce.loads, bounce.name)
+        memories[bounce.name] = reserve.extents
 
     def refusal() -> PageStatus | None:
         manager.have_watched()
         return PageStatus(manager.quarantine.cause) if manager.quarantine.off else None
 
-    files = {tier.name: tier.io for tier in manager.files}
-    slots = {tier.name: tier.index.slots for tier in manager.files}
-    executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline))
-    manager.quarantine.on_switch(executor.look)
+    files = {tier.name: tier.io for tier in below.files}
+    slots = {tier.name: tier.index.slots for tier in below.files}
+    executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
     if bounce is not None:
-        manager.quarantine.add_memory("bounce_loads", len(bounce.loads), executor.held_slots)
+        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots)
+    if below.cpu is not None:
+        manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots)
     return executor
 
 
@@ -543,9 +640,9 @@ def _bounce(
         on_device = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
         for tier in files:
             tier.register(on_device.rows.view(-1))
-        return Bounce(on_device, quarantine)
+        return Bounce(on_device, quarantine, plain=top.plain)
     memory = _memory(top, "bounce", config.host_buffer)
     if isinstance(memory, HostExtents):
         for tier in files:
             tier.register(memory.buffer.view)
-    return Bounce(memory, quarantine)
+    return Bounce(memory, quarantine, plain=top.plain)

@@ -18,6 +18,7 @@ from gdscache.kernels.calibration import calibrated_if_possible
 from gdscache.kernels.choice import Calibration, Choice, Direction, Path, Paths
 from gdscache.kernels.cuda import PageKernels, plane_runs
 from gdscache.kernels.gpu import ROUTES, ChunkSizes, NativeGpu
+from gdscache.kernels.packed import PackedKernels
 from gdscache.pages.planes import PagedPlanes
 from gdscache.runtime.allocation import allocating
 
@@ -66,7 +67,7 @@ class GpuCopies(PageCopies):
         staging_bytes: int,
         load_path: Choice,
         store_path: Choice,
-        kernels: PageKernels | None,
+        kernels: PageKernels | PackedKernels | None,
         cause: str = "",
         sizes: ChunkSizes | None = None,
         calibrate: Callable[[Driver], Calibration | None] = calibrated_if_possible,
@@ -123,6 +124,10 @@ def open_copies(planes: PagedPlanes, config: GpuConfig) -> PageCopies:
         if config.kernels == "on":
             raise KernelUnavailableError("gpu.kernels is on and the planes are in host memory", "set it to auto")
         return PageCopies(planes)
+    if planes.layout.packed:  # nothing else packs pages there
+        packed = PackedKernels(planes)
+        with allocating("gpu.staging", config.staging, planes.device):
+            return GpuCopies(planes, config.staging, "staged", "staged", packed)
     cause, kernels = "gpu.kernels is off", None
     if config.kernels != "off":
         try:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gdscache.cuda.streams import Event
     from gdscache.extents.base import Extents
     from gdscache.kernels.cuda import PageKernels, PlaneRuns
+    from gdscache.kernels.packed import PackedKernels
     from gdscache.pages.planes import PagedPlanes
 
 CopyRoute = Literal["staged", "zero_copy", "copy_engine", "device"]
@@ -62,6 +63,7 @@ class GpuSpec(ChunkSizes):
     processors: int = 0
     sums: bool = False
     looks: bool = False
+    packed: bool = False
 
 
 class StreamPoint:
@@ -105,7 +107,7 @@ class NativeGpu(Gpu):
         planes: PagedPlanes,
         driver: Driver,
         runs: Sequence[Sequence[PlaneRuns]],
-        kernels: PageKernels | None,
+        kernels: PageKernels | PackedKernels | None,
         staging: int,
         sizes: ChunkSizes | None = None,
     ) -> None:
@@ -134,6 +136,7 @@ class NativeGpu(Gpu):
             processors=processors,
             sums=sums,
             looks=looks,
+            packed=layout.packed,
         )
         try:
             super().__init__(driver.library, spec)

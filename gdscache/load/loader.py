@@ -50,8 +50,10 @@ class Loader:
         threads: int = LIMITS.load_threads,
         keep: bool = True,
         sizes: GroupSizes | None = None,
+        plain: Executor | None = None,
     ) -> None:
-        """`sizes` replaces the usual sizes of the groups of layers that are read together."""
+        """`sizes` replaces the usual sizes of the groups of layers that are read together. `plain` moves the pages of
+        plain tiers."""
         self.planner = planner
         self.manager = planner.manager
         self.executor = executor
@@ -60,6 +62,7 @@ class Loader:
         self.deadline = deadline
         self.keep = keep
         self.sizes = sizes
+        self._plain = plain
         self._device = device
         # loads that a thread of the lane has or will get, and that may read files; the manager's lock guards it
         self._running: set[LayerwiseLoad] = set()
@@ -201,7 +204,7 @@ class Loader:
         checked: bool = False,
     ) -> LoadRun:
         parts = self.planner, self.executor, self.layout, self.config, self.deadline
-        return LoadRun(*parts, load, plan, tables, after, self.sizes, checked=checked)
+        return LoadRun(*parts, load, plan, tables, after, self.sizes, checked=checked, plain=self._plain)
 
     def _timed(self, kind: str, load: LayerwiseLoad, run: LoadRun) -> Steps[None]:
         timeline = self.manager.timeline

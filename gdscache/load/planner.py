@@ -40,7 +40,8 @@ _SAID = {
 class LoadPlanner:
     """Plans loads and prefetches over the chain of tiers, and decides how their pages end.
 
-    The *landing* tier is the first one in memory. Pages of slower tiers get slots in it as they are read. `due`
+    The *landing* tier is the first one in memory. Pages of slower tiers get slots in it as they are read, but for those
+    of plain tiers, whose extents are of another size: they pass through a bounce reserve. `due`
     functions are called before a load is planned. `prefetched` is told which pages loads read. The manager's lock
     guards everything here.
 
@@ -159,7 +160,7 @@ class LoadPlanner:
         for tier in self._chain:
             taken = self._take_run_of(plan, tier, pages, at, stop, row)
             if taken:
-                if behind and lacking:
+                if behind and lacking and not tier.plain:
                     absent.extend(range(row, row + taken))
                 return taken
             if tier is self.landing:
@@ -281,7 +282,8 @@ class LoadPlanner:
         self, plan: LoadPlan, landing: Tier, pages: Sequence[Page], start: int, most: int
     ) -> tuple[list[bool], Behind]:
         tiers = list(self.manager.tiers.values())
-        fast, slow = tiers[: tiers.index(landing) + 1], tiers[tiers.index(landing) + 1 :]
+        fast = [tier for tier in tiers if tier.kind != "files" or tier.plain]
+        slow = [tier for tier in tiers if tier not in fast]
         found: list[bool] = []
         for i in range(start, len(pages)):
             key = pages[i].key

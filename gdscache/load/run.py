@@ -1,7 +1,7 @@
 """One load as steps: begin its moves, wait for them, give each page its verdict before `result()` returns.
 
-Only verified copies in the landing tier are published. Pages that another load brings come last: this load waits for
-them, then copies them from the landing tier.
+Only verified copies in the landing tier are published. Pages of plain tiers, which another executor moves, come behind
+the others. Pages that another load brings come last: this load waits for them, then copies them from the landing tier.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority,
 from gdscache.native import take_rows
 from gdscache.pages.layout import GroupSizes, PageLayout, copy_groups, read_groups
 from gdscache.runtime.threads import in_turn
-from gdscache.tiers.base import DurableTier, Tier, checked_sums
+from gdscache.tiers.base import PLAIN, DurableTier, Tier, checked_sums
 from gdscache.tiers.quarantine import Late
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Stage(enum.Enum):
 
     NONE = enum.auto()
     OPEN = enum.auto()  # a part; `Moving.extend` adds the rest
-    SHARED = enum.auto()  # all pages but the ones that other loads bring, which get a second move
+    SHARED = enum.auto()  # all pages but those of plain tiers, or the ones that other loads bring: another move follows
     WHOLE = enum.auto()  # all pages
     ENDED = enum.auto()
 
@@ -65,7 +65,8 @@ class LoadRun:
 
     `tables`: blocks of the planes, int64 (pages, blocks_per_page), a table a request, with at least the planned pages;
     None for a prefetch, whose pages stay in the landing tier. `sizes`: of the groups of layers that are read.
-    `checked`: the pages are in memory and verified; they are not hashed again and have no deadline.
+    `checked`: the pages are in memory and verified; they are not hashed again and have no deadline. `plain` moves the
+    pages of plain tiers.
 
     Many methods: the steps of one load and the events of its move change one state.
     """
@@ -84,8 +85,11 @@ class LoadRun:
         sizes: GroupSizes | None = None,
         *,
         checked: bool = False,
+        plain: Executor | None = None,
     ) -> None:
         self._planner = planner
+        self._plain = plain
+        self._unpacked: list[TierRun] = []
         self._sizes = GROUP_SIZES if sizes is None else sizes
         self._manager = planner.manager
         self._executor = executor
@@ -135,20 +139,25 @@ class LoadRun:
         plan = self.plan
         runs, self._begun = plan.runs[self._begun :], len(plan.runs)
         self._shared += [run for run in runs if run.filling is not None]
+        self._unpacked += [run for run in runs if run.tier.plain]
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
             order: list[Int64Array] = []
-            for tier in self._manager.tiers.values():  # the fastest first
-                rows = [run.rows for run in runs if run.tier is tier and run.filling is None]
-                for part, way in self._ways(tier, rows) if rows else ():
-                    order.append(part)
-                    ways.append(way)
+            for part, way in self._all_ways([run for run in runs if run.filling is None and not run.tier.plain]):
+                order.append(part)
+                ways.append(way)
             self._hand_over(ways, order)
             if self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._time()
 
+    def _all_ways(self, runs: Sequence[TierRun]) -> Iterator[tuple[Int64Array, Way]]:
+        for tier in self._manager.tiers.values():  # the fastest first
+            rows = [run.rows for run in runs if run.tier is tier]
+            yield from self._ways(tier, rows) if rows else ()
+
     def _hand_over(self, ways: Sequence[Way], order: Sequence[Int64Array]) -> None:
-        stage = Stage.OPEN if not self.plan.whole else Stage.SHARED if self._shared else Stage.WHOLE
+        left = self._shared or self._unpacked
+        stage = Stage.OPEN if not self.plan.whole else Stage.SHARED if left else Stage.WHOLE
         if self._moving is not None:
             self._parts += order
             self._moving.extend(ways, last=self.plan.whole)
@@ -172,7 +181,7 @@ class LoadRun:
             self._planner.waits(self.plan)
         if not self.plan.whole:
             return
-        tier = self._slowest()
+        tier = self._slowest(run for run in self.plan.runs if not run.tier.plain)
         if self._by_ranks:
             self._busy = tier
         elif not waits or self._manager.tiers[tier].kind == "files":
@@ -183,8 +192,8 @@ class LoadRun:
     def _by_ranks(self) -> bool:
         return self._executor.orders is not None
 
-    def _slowest(self) -> str:
-        found = {run.tier.name for run in self.plan.runs if run.filling is None}
+    def _slowest(self, runs: Iterable[TierRun]) -> str:
+        found = {run.tier.name for run in runs if run.filling is None}
         return [name for name in self._manager.tiers if name in found][-1]
 
     def _ways(self, tier: Tier, runs: list[range]) -> list[tuple[Int64Array, Way]]:
@@ -223,7 +232,7 @@ class LoadRun:
         assert self._blocks is not None, "a prefetch of a page that is in memory"
         rows, all_slots = integers([*itertools.chain.from_iterable(runs)]), self.plan.slots
         slots = integers([*itertools.chain.from_iterable(all_slots[some.start : some.stop] for some in runs)])
-        sums = self._executor.checksums(tier.name, slots) if self._always else None
+        sums = self._executor_of(tier).checksums(tier.name, slots) if self._always else None
         return rows, Way(tier.name, PLANES, slots, take_rows(self._blocks, rows), sums=sums)
 
     def _read(
@@ -247,8 +256,15 @@ class LoadRun:
         self._stage, self._moving, self._parts = stage, None, [*order]
         groups = () if stage is Stage.SHARED else self._groups(ways)
         move = Move(priority, tuple(ways), seconds, groups, self._load.number, stage is Stage.OPEN)
-        self._moving = moving = self._executor.begin(move, self._after, self)
+        executor = self._executor_of(self._manager.tiers[ways[0].source])
+        self._moving = moving = executor.begin(move, self._after, self)
         self._load.carried_by(moving, last=stage is Stage.WHOLE)
+
+    def _executor_of(self, tier: Tier) -> Executor:
+        if not tier.plain:
+            return self._executor
+        assert self._plain is not None, "pages that no executor moves"
+        return self._plain
 
     def _groups(self, ways: Sequence[Way]) -> tuple[range, ...]:
         """The layers that move together, by the number of pages to read, or to copy where none is read; pages that are
@@ -280,6 +296,8 @@ class LoadRun:
             self.begin()
         yield from self._end_move()
         self._measure()
+        if self._unpacked:
+            yield from self._end_plain()
         if self._shared:
             yield from self._share()
         self._finish()
@@ -297,6 +315,17 @@ class LoadRun:
             self._manager.quarantine.hold(moving, {row: self._late(int(self.rows[row])) for row in end.late})
         if end.error is not None:
             raise end.error
+
+    def _end_plain(self) -> Steps[None]:
+        """Move the pages of plain tiers."""
+        moves = [*self._all_ways(self._unpacked)]
+        if moves:
+            order, ways = zip(*moves, strict=True)
+            self._busy = self._slowest(self._unpacked)
+            self._manager.busy.begin(self._busy, self._executor.now())
+            self._move(ways, order, Stage.SHARED if self._shared else Stage.WHOLE)
+            yield from self._end_move()
+            self._measure()
 
     def _share(self) -> Steps[None]:
         """Copy the pages that another load, planned earlier, brings. Waits only for earlier loads, so it ends."""
@@ -352,7 +381,7 @@ class LoadRun:
                 lease.add(tier.index, source)
             if target is not None and landing is not None:
                 lease.add(landing.index, target)
-        memory = "bounce_loads" if target is None or landing is None else landing.name
+        memory = f"bounce{PLAIN * tier.plain}_loads" if target is None or landing is None else landing.name
         return Late("read", memory, tier.name, plan.slots[row], functools.partial(manager.end, lease))
 
     def _measure(self) -> None:
@@ -367,7 +396,7 @@ class LoadRun:
         if tier:
             rows = [run.rows for run in self.plan.runs if run.tier.name == tier and run.filling is None]
             good = not any(0 in self.plan.loaded(some) for some in rows)
-            nbytes = sum(map(len, rows)) * self._layout.page_bytes
+            nbytes = self._bytes(tier, sum(map(len, rows)))
             self._manager.busy.end(tier, nbytes if good else None, self._executor.now())
 
     def _finish(self) -> None:
@@ -402,7 +431,7 @@ class LoadRun:
         if not found:
             return
         slowest = [name for name in manager.tiers if name in found][-1]
-        nbytes = sum(found.values()) * self._layout.page_bytes
+        nbytes = sum(self._bytes(name, pages) for name, pages in found.items())
         manager.measures.loaded(slowest, nbytes, seconds)
         if self._blocks is not None:
             manager.latencies.loaded(slowest, nbytes, seconds)
@@ -423,7 +452,7 @@ class LoadRun:
 
     def _report_on(self, number: int, rows: range, start: int, seconds: float) -> LoadReport:
         plan, good = self.plan, self.plan.loaded()
-        nbytes = {name: pages * self._layout.page_bytes for name, pages in plan.by_tier(good, rows).items()}
+        nbytes = {name: self._bytes(name, pages) for name, pages in plan.by_tier(good, rows).items()}
         for name, moved in nbytes.items():
             self._manager.count("bytes_loaded", name, moved)
         bad = good.find(0, rows.start, rows.stop)
@@ -433,6 +462,9 @@ class LoadRun:
         if asked and len(rows) < len(asked[number]):  # pages that went after the lookup
             reasons += self._manager.missing(asked[number], len(rows), 0, start, size)
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
+
+    def _bytes(self, tier: str, pages: int) -> int:
+        return pages * (self._layout.plane_bytes if self._manager.tiers[tier].plain else self._layout.page_bytes)
 
     def _commit_deletions(self) -> None:
         if 0 in self.plan.loaded():

@@ -19,7 +19,7 @@ Labels = tuple[str, ...]
 Values = Mapping[Labels, float]  # by the values of the metric's labels
 Histograms = Mapping[Labels, Buckets]
 
-_GOOD = (PageStatus.PENDING, PageStatus.LOADED)
+_GOOD = (PageStatus.PENDING, PageStatus.LOADED, PageStatus.UNFIT)  # no page of a load is unfit
 _AWAY = ("switched_off", "lock_lost", "rank_away", "rank_lost")  # causes while a tier, or all tiers, are unavailable
 BAD = tuple(status.value for status in PageStatus if status not in _GOOD)  # verdicts
 MISSES = ("absent", "expired", "quarantined", *BAD)
@@ -286,6 +286,12 @@ FAMILIES = (
     # Stores
     _counter("gdscache_stores", "Stores.", (), _one("stores", "requests")),
     _counter("gdscache_present_pages", "Pages of stores that were there already.", (), _one("stores", "present")),
+    _counter(
+        "gdscache_unfit_pages",
+        "Pages of stores that do not fit into packed extents, and are kept as they are.",
+        (),
+        _one("stores", "unfit"),
+    ),
     _counter("gdscache_stored_pages", "Pages committed, by tier.", _TIER, _by_tier("stored")),
     _counter("gdscache_dropped_pages", "Pages of stores dropped, by cause.", _CAUSE, _of_engine(_drops)),
     _histogram(

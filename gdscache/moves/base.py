@@ -45,6 +45,7 @@ class PageStatus(enum.Enum):
     LOCK_LOST = "lock_lost"  # the SSD tier has stopped: another process may use its directory
     CANCELLED = "cancelled"
     ABORTED = "aborted"  # the load raised; see its exception
+    UNFIT = "unfit"  # of a store: the page does not fit into a packed extent
     RANK_AWAY = "rank_away"  # a rank does not answer for now
     RANK_LOST = "rank_lost"  # a rank has ended
 
@@ -132,13 +133,14 @@ class End:
     """How a move ended: the rows whose I/O failed, each with its error, and the rows that are late.
 
     `error`: the failure of a load as a whole; its late pages stay pinned all the same. A store's `end` raises it.
-    `spent`: for a load that other processes carried out.
+    `spent`: for a load that other processes carried out. `unfit`: rows of a store that do not fit into packed extents.
     """
 
     errors: Mapping[int, StorageError] = dataclasses.field(default_factory=dict)
     late: Sequence[int] = ()
     error: BaseException | None = None
     spent: Spent | None = None
+    unfit: Sequence[int] = ()
 
 
 class Wait(Protocol):

@@ -69,7 +69,8 @@ class NativePlanes(HostPlanes):
                 block, token = (item * stride for stride in tensor.stride()[:2])
                 rows.append((tensor.data_ptr(), block, token, plane.row_bytes))
         firsts = np.array([0, *itertools.accumulate(counts)], np.int32)
-        super().__init__(integers(rows), firsts, planes.blocks, planes.block_tokens, planes.blocks_per_page)
+        pages = (planes.blocks, planes.block_tokens, planes.blocks_per_page)
+        super().__init__(integers(rows), firsts, *pages, planes.layout.packed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

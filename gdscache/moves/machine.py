@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Reserve:
-    """The slots of the bounce reserve that loads pass through."""
+    """The slots of the bounce reserve that loads pass through. `name`: of their space."""
 
     extents: Extents
     loads: range
+    name: str = "bounce"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

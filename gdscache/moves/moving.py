@@ -114,7 +114,8 @@ class NativeMoving:
                 listener.ready(range(self._carrier.moves.layers), None)
         errors = {row: write_error(self.move.ways[0].target, code) for row, code in failed}
         broken = f"a copy failed: {why}" if why else ""
-        end = End(errors, late, DeviceError(broken, "see the system log") if broken else None)
+        unfit = np.flatnonzero(statuses == _STATUSES.index(PageStatus.UNFIT)).tolist()
+        end = End(errors, late, DeviceError(broken, "see the system log") if broken else None, unfit=unfit)
         with self._lock:
             self._late = len(end.late)
             over = len(self._ended) == self._late

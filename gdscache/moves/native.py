@@ -48,10 +48,14 @@ _CODES = {status: code for code, status in enumerate(PageStatus)}
 
 
 class NativeExecutor(ThreadDriver):
-    """Moves bytes between the spaces of `machine`."""
+    """Moves bytes between the spaces of `machine`.
 
-    def __init__(self, machine: Machine) -> None:
+    `plain`: moves the pages that do not fit where this one's are packed; it ends with this one.
+    """
+
+    def __init__(self, machine: Machine, plain: NativeExecutor | None = None) -> None:
         self.machine = machine
+        self.plain = plain
         self.moves: NativeMoves
         planes = machine.copies.planes
         self._numbers = itertools.count(1)
@@ -66,7 +70,7 @@ class NativeExecutor(ThreadDriver):
             spaces, disks = self._spaces(on_host=on_host)
             reserve, fence = None, 0
             if machine.bounce is not None:
-                reserve = ("bounce", machine.bounce.loads.start, len(machine.bounce.loads))
+                reserve = (machine.bounce.name, machine.bounce.loads.start, len(machine.bounce.loads))
                 fence = machine.bounce.extents.fence_slots
             self.moves = NativeMoves(
                 planes.layout,
@@ -132,6 +136,8 @@ class NativeExecutor(ThreadDriver):
 
     def look(self) -> None:
         """Tell the library whether reads may begin: before a load, and when the answer has changed."""
+        if self.plain is not None:
+            self.plain.look()
         refusal = self.machine.refusal()
         if self._closed:
             return
@@ -177,6 +183,8 @@ class NativeExecutor(ThreadDriver):
     def end_lost(self) -> Iterator[tuple[NativeMoving, Sequence[int]]]:
         """Cancel moves whose calls were interrupted, and wait for their ends. Yields each move and its late rows.
         Afterwards only late I/O is in progress."""
+        if self.plain is not None:
+            yield from self.plain.end_lost()
         for moving, _, _ in list(self._under_way.values()):
             if not moving.known:
                 self.moves.cancel(moving.number)
@@ -228,6 +236,8 @@ class NativeExecutor(ThreadDriver):
 
     def stop(self) -> None:
         """Begin no more moves, and end all waits. May be called again."""
+        if self.plain is not None:
+            self.plain.stop()
         if not self._closed:
             self._closed = True
             self.moves.stop()
@@ -239,3 +249,5 @@ class NativeExecutor(ThreadDriver):
         self.moves.close()
         if self._pool is not None:
             self._pool.close()
+        if self.plain is not None:
+            self.plain.close()

@@ -4,7 +4,8 @@ A *page* is `page_tokens` consecutive tokens of all layers. Each layer has one o
 tokens. Attention kinds (MHA, GQA, MLA, quantised, indexed) differ in their list of planes and in nothing else.
 
 `layer_first` is the order of engines' GPU pools: one array per layer and plane. `page_first` is one contiguous *extent*
-a page, ordered layer → plane → token with no padding inside, padded to `EXTENT_ALIGNMENT` at its end.
+a page, ordered layer → plane → token with no padding inside, padded to `EXTENT_ALIGNMENT` at its end. In a packed
+extent each plane has a part of fixed length instead: some 12 bits a bfloat16 value (docs/format.md).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ GROUP_BYTES = 256 << 10
 COPY_BYTES = 256 << 20
 FIRST_BYTES = 4 << 20
 FIRST_SECONDS = 0.002
+
+PACKED_DTYPE = "bfloat16"
+MAX_PACKED_VALUES = 1 << 24
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -56,6 +60,11 @@ class Plane:
     def row_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    def packed_bytes(self, tokens: int) -> int:
+        """Bytes of the part of `tokens` tokens in a packed extent."""
+        values = math.prod(self.shape) * tokens
+        return -(-values // 256) * 384 + max(1, -(-values // 8192)) * 128
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlaneSlice:
@@ -73,11 +82,14 @@ class PageLayout:
 
     `layers[i]` lists the planes of local layer `i` (layer 0 is the first one that *this* process holds). `shards`: the
     number of processes over which the heads are spread; the planes, and all bytes here, are of one shard.
+    `packed`: extents are, as `pieces` and all that follows from it count. Raises `GeometryError` for planes of other
+    types than bfloat16.
     """
 
     layers: tuple[tuple[Plane, ...], ...]
     page_tokens: int
     shards: int = 1
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.page_tokens <= MAX_PAGE_TOKENS:
@@ -90,11 +102,18 @@ class PageLayout:
             names = [p.name for p in planes]
             if len(set(names)) != len(names):
                 raise GeometryError(f"plane names repeat within a layer: {names}", "give each plane its own name")
+            for plane in planes if self.packed else ():
+                if plane.dtype != PACKED_DTYPE or math.prod(plane.shape) * self.page_tokens > MAX_PACKED_VALUES:
+                    raise GeometryError(f"plane {plane.name!r} ({plane.dtype}) cannot be packed", _UNPACKED)
 
     @classmethod
-    def uniform(cls, planes: Sequence[Plane], n_layers: int, page_tokens: int) -> PageLayout:
+    def uniform(cls, planes: Sequence[Plane], n_layers: int, page_tokens: int, *, packed: bool = False) -> PageLayout:
         """The usual case: every layer has the same planes."""
-        return cls(tuple(tuple(planes) for _ in range(n_layers)), page_tokens)
+        return cls(tuple(tuple(planes) for _ in range(n_layers)), page_tokens, packed=packed)
+
+    def packed_as(self, *, packed: bool) -> PageLayout:
+        """The same pages, packed or as they are. Raises `GeometryError` for planes that cannot be packed."""
+        return dataclasses.replace(self, packed=packed)
 
     @property
     def n_layers(self) -> int:
@@ -107,12 +126,13 @@ class PageLayout:
 
     @cached_property
     def pieces(self) -> tuple[tuple[PlaneSlice, ...], ...]:
-        """`pieces[layer][plane]`: the place of that plane's `page_tokens` rows in the extent."""
+        """`pieces[layer][plane]`: the place of that plane's `page_tokens` rows or packed part in the extent."""
         result, offset = [], 0
         for layer, planes in enumerate(self.layers):
             row = []
             for index, plane in enumerate(planes):
-                nbytes = plane.row_bytes * self.page_tokens
+                plain = plane.row_bytes * self.page_tokens
+                nbytes = plane.packed_bytes(self.page_tokens) if self.packed else plain
                 row.append(PlaneSlice(layer, index, offset, nbytes))
                 offset += nbytes
             result.append(tuple(row))
@@ -139,6 +159,11 @@ class PageLayout:
         return self.layer_bounds[-1][1]
 
     @cached_property
+    def plane_bytes(self) -> int:
+        """Bytes of a page's rows in the planes: `page_bytes` unless it is packed."""
+        return sum(plane.row_bytes for planes in self.layers for plane in planes) * self.page_tokens
+
+    @cached_property
     def extent_bytes(self) -> int:
         """Bytes of a page's extent: `page_bytes` rounded up to `EXTENT_ALIGNMENT`."""
         return _rounded_up(self.page_bytes)
@@ -146,7 +171,7 @@ class PageLayout:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and planes."""
-        return self.page_bytes // self.page_tokens
+        return self.plane_bytes // self.page_tokens
 
     def full_pages(self, n_tokens: int) -> int:
         """Pages that `n_tokens` fill completely; a partial tail has no page."""
@@ -227,6 +252,12 @@ def _doubling(layout: PageLayout, smallest: int, largest: int) -> tuple[range, .
             return (*groups, range(begin, len(bounds)))
         groups.append(range(begin, layer + 1))
         begin, wanted = layer + 1, min(2 * wanted, largest)
+
+
+_UNPACKED = (
+    f"set model.pack to off: only {PACKED_DTYPE} is packed, at most {MAX_PACKED_VALUES:,} values a plane and page. By "
+    "SmolLM2's cache, the same codes leave 0.94 of float16, 0.88 of float32 and float8_e5m2, and all of other types"
+)
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -137,7 +137,7 @@ class Prefetcher:
                     held = 0
                 beyond = len(found) - held
                 del found[held:]
-            slow = {name for name, tier in manager.tiers.items() if tier.kind == "files"}
+            slow = {name for name, tier in manager.tiers.items() if tier.kind == "files" and not tier.plain}
             present = min((found.index(name) for name in slow if name in found), default=len(found))
             if landing is None:
                 del found[present:]

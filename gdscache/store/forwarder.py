@@ -81,6 +81,11 @@ class Forwarder:
             self._give_bounce(parcel, parcel.rows)
         self.tell_idle()
 
+    def without(self, parcel: Parcel, rows: Sequence[int]) -> Parcel:
+        """A parcel that is not sent yet, without pages that do not fit into packed extents."""
+        self._give_bounce(parcel, rows)
+        return self._planner.without(parcel, rows)
+
     def tell_idle(self) -> None:
         if not self._planner.queued:
             self._idle.ring()

@@ -114,6 +114,14 @@ class Parcel:
         pages = self.job.pages
         return [pages[i] for i in self.places]
 
+    def only(self, rows: Sequence[int]) -> Parcel:
+        """A parcel of these rows alone, with the leases of this one."""
+        entries = None if self.entries is None else [self.entries[row] for row in rows]
+        places, slots = self.places_of(rows), [self.slots[row] for row in rows]
+        made = Parcel(self.job, places, slots, self.space, entries, None, self.to, copied=self.copied)
+        made._leases = self._leases
+        return made
+
     def keys(self, rows: Iterable[int]) -> list[bytes]:
         pages, places = self.job.pages, self.places
         return [pages[places[row]].key for row in rows]

@@ -23,6 +23,7 @@ the coldest are refused.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from gdscache.store.parcel import Nobody, Parcel, Receipt, StoreJob
 
 if TYPE_CHECKING:
     from gdscache.config import StoreConfig
+    from gdscache.index.index import PageIndex
     from gdscache.tiers.base import Tier
     from gdscache.tiers.manager import TierManager
 
@@ -61,6 +63,15 @@ def round_pages(extent_bytes: int, *, waiting: bool) -> Iterator[int]:
         pages = min(most, 2 * pages)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plain:
+    """Where pages lie that do not fit into packed extents: their tier in memory, and the space of their bounce
+    reserve."""
+
+    landing: Tier | None
+    bounce: str
+
+
 class StorePlanner:
     """The state of all accepted stores that are not done.
 
@@ -78,16 +89,23 @@ class StorePlanner:
         outlets: Sequence[Outlet],
         earned: EarnedOffers,
         watermarks: tuple[float, float] | None = None,
+        *,
+        plain: Plain | None = None,
+        unfit: StorePlanner | None = None,
     ) -> None:
         """`outlets`: one to each tier of files. `earned`: notes of the manager's lookups. `watermarks` of `write_back`,
         as shares of the landing tier's slots: above the second the coldest dirty pages are written, down to the
-        first."""
+        first. `plain`: the planner is of plain tiers, and takes the pages that do not fit into packed extents. `unfit`:
+        that planner, where this one's pages are packed."""
         self.outlets = outlets
         self.queued = 0  # pages accepted and not finished
         self._cleaning = 0  # of these, pages that go from the CPU tier to the SSD without a store
         self._manager = manager
         self.lock = manager.lock
-        self._landing = manager.landing
+        self._landing = manager.landing if plain is None else plain.landing
+        self._bounced = "bounce" if plain is None else plain.bounce
+        self._again = plain is not None
+        self._unfit = unfit
         self._policy = config.write_policy if self.outlets else "never"
         self._extent_bytes = extent_bytes
         self._limit = config.queue // extent_bytes
@@ -101,6 +119,11 @@ class StorePlanner:
         self.now: Callable[[], float] = time.monotonic  # the executor's clock
 
     @property
+    def _index(self) -> PageIndex:
+        assert self._landing is not None, "no tier in memory"
+        return self._landing.index
+
+    @property
     def keys(self) -> Collection[bytes]:
         if len(self.outlets) == 1:
             return self.outlets[0].keys
@@ -111,7 +134,7 @@ class StorePlanner:
     def accept(self, pages: Sequence[Page], receipt: Receipt, retention: Retention = DEFAULT) -> list[int]:
         """The numbers of the pages that some tier lacks and the queue has room for. The others get their outcome."""
         manager = self._manager
-        manager.counts["stores", "requests"] += 1
+        manager.counts["stores", "requests"] += not self._again
         manager.retain(pages, retention)
         room = max(0, self._limit - self.queued + (0 if self._landing is None else len(self.keys)))
         missing = self._missing(pages)
@@ -142,7 +165,19 @@ class StorePlanner:
             found = sorted([*absent, *(number for number in there if self._lacking(pages[number]))])
         if len({pages[number].key for number in found}) < len(found):
             found = sorted({pages[number].key: number for number in reversed(found)}.values())
-        return found
+        return found if self._unfit is None else self._unfit.lacking(pages, found)
+
+    def lacking(self, pages: Sequence[Page], numbers: Sequence[int]) -> list[int]:
+        """The `numbers` without the pages that this planner's tiers have as far as they should."""
+        here = [number for number in numbers if self._has(pages[number].key)]
+        missing = self._missing([pages[number] for number in here]) if here else []
+        there = set(here).difference(here[i] for i in missing)
+        return [number for number in numbers if number not in there]
+
+    def _has(self, key: bytes) -> bool:
+        """Whether a page is on a tier, or on its way to one."""
+        there = self._landing is not None and key in self._landing.index
+        return there or any(not outlet.lacks(key) for outlet in self.outlets)
 
     def _lacking(self, page: Page) -> list[Outlet]:
         return [] if self._policy == "never" else [outlet for outlet in self.outlets if outlet.lacks(page.key)]
@@ -200,7 +235,7 @@ class StorePlanner:
 
     def free(self, slots: Sequence[int]) -> None:
         if slots:
-            self._manager.cpu_index.free(slots)
+            self._index.free(slots)
 
     def place(
         self, job: StoreJob, at: int, end: int, slots: list[int], bounced: list[int], parcels: list[Parcel]
@@ -291,7 +326,8 @@ class StorePlanner:
                     taken = bounced[len(bounced) - len(some) :]
                     del bounced[len(bounced) - len(some) :]
                     self._set_out(
-                        Parcel(job, [places[n] for n in some], taken, "bounce", None, None, to, copied=False), parcels
+                        Parcel(job, [places[n] for n in some], taken, self._bounced, None, None, to, copied=False),
+                        parcels,
                     )
                 else:
                     for n in some:
@@ -372,10 +408,10 @@ class StorePlanner:
             parcel.note(rows, cause)
         elsewhere = parcel.open_elsewhere(outlet)
         over = [row for row in rows if row not in elsewhere] if elsewhere else rows
-        if entries is not None and self._manager.cpu_index.dirty_pages:
+        if entries is not None and self._index.dirty_pages:
             for row in over:
                 # a page refused for good is clean too, else it could never be evicted
-                self._manager.cpu_index.mark_clean(entries[row])
+                self._index.mark_clean(entries[row])
         for why, some in parcel.by_cause(over).items():
             self.finish_pages(job, parcel.places_of(some), why)
         parcel.end(outlet, rows)
@@ -403,13 +439,35 @@ class StorePlanner:
     def abandon(self, parcel: Parcel) -> None:
         if parcel.entries is not None and not parcel.copied:
             for entry in parcel.entries:
-                self._manager.cpu_index.drop(entry)
+                self._index.drop(entry)
         for outlet, rows in parcel.give_up():
             outlet.keys.difference_update(parcel.keys(rows))
             outlet.admission.not_written(len(rows))
         for lease in parcel.leases:
             self._manager.end(lease)
         self.finish_pages(parcel.job, parcel.places, "error")
+
+    def without(self, parcel: Parcel, rows: Sequence[int]) -> Parcel:
+        """A parcel that is not sent yet, without `rows`: pages that do not fit into packed extents. They stay in
+        `job.left`, and get their outcome by `pass_on`, or by `finish_pages`."""
+        gone = [] if parcel.entries is None else [parcel.entries[row] for row in rows]
+        for entry in gone:
+            self._index.drop(entry)
+        for lease in parcel.leases:
+            lease.release(gone)
+        for outlet in parcel.to:
+            outlet.keys.difference_update(parcel.keys(rows))
+            outlet.admission.not_written(len(rows))
+        left = sorted(set(parcel.rows).difference(rows))
+        if not left:
+            self._end_empty(parcel)
+        return parcel.only(left)
+
+    def pass_on(self, job: StoreJob, places: Sequence[int]) -> None:
+        """Another planner gives these pages their outcome."""
+        job.left.difference_update(places)
+        self.queued -= len(places)
+        self._manager.counts["stores", "unfit"] += len(places)
 
     def finish_pages(self, job: StoreJob, places: Iterable[int], cause: str = "") -> None:
         """The outcome of pages is final. May be called again."""
@@ -460,7 +518,7 @@ class StorePlanner:
     def _give_up(self) -> None:
         """The SSD takes no more. If dirty pages fill more than half of the space between the high watermark and the
         whole tier, let the coldest be evicted unwritten, tails before heads, down to the high watermark."""
-        index = self._manager.cpu_index
+        index = self._index
         surplus = min(index.dirty_pages - self._high, index.dirty_pages - self._cleaning)
         if index.dirty_pages <= self._most_held or surplus <= 0:
             return

@@ -57,7 +57,7 @@ class Reader(Receipt, Protocol):
 @dataclasses.dataclass(slots=True, eq=False)
 class _Job:
     """An accepted store: its plan, blocks and the event before them. `sources` pins blocks of our own. `given`: pages
-    that the forwarder has."""
+    that the forwarder has. `unfit`: places of pages that do not fit into packed extents."""
 
     plan: StoreJob
     receipt: Reader
@@ -65,6 +65,23 @@ class _Job:
     after: Event
     sources: Lease | None
     given: set[int] = dataclasses.field(default_factory=set)
+    unfit: list[int] = dataclasses.field(default_factory=list)
+
+
+class _Renumbered:
+    """The receipt of some pages of a store, by their numbers there."""
+
+    def __init__(self, receipt: Reader, numbers: Sequence[int]) -> None:
+        self._receipt = receipt
+        self._numbers = numbers
+        self.reading = receipt.reading
+        self.read = receipt.read
+
+    def committed(self, pages: Sequence[int], tier: str) -> None:
+        self._receipt.committed([self._numbers[page] for page in pages], tier)
+
+    def finish(self, pages: Sequence[int], cause: str = "") -> None:
+        self._receipt.finish([self._numbers[page] for page in pages], cause)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -78,7 +95,10 @@ class _Round:
 class Storer:
     """Accepts stores and has them carried out. `drain` waits for them.
 
-    `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files.
+    `spare`: slots of the bounce reserve for stores. `writers`: by the names of the tiers of files. `unfit` stores the
+    pages that do not fit into packed extents, from the planes again; it is closed with this one.
+
+    Many methods: six public ones, and the steps of one store, which share its account.
     """
 
     def __init__(
@@ -91,9 +111,11 @@ class Storer:
         extent_bytes: int,
         config: StoreConfig,
         deadline: float,
+        unfit: Storer | None = None,
     ) -> None:
         self._manager = manager
         self._planner = planner
+        self._unfit = unfit
         self._executor = executor
         self._spare = spare
         self._extent_bytes = extent_bytes
@@ -151,11 +173,12 @@ class Storer:
             idle = self._idle.next
             with manager.lock:
                 if not (self._planner.queued or self._jobs):
-                    return True
+                    break
             left = until - time.monotonic()
             if left <= 0 or manager.calls.broken_by:
                 return False
             self._executor.pause(idle, min(left, _LOOK_S))
+        return self._unfit is None or self._unfit.drain(None if seconds is None else max(0.0, until - time.monotonic()))
 
     def flush(self, seconds: float | None, change: AbstractContextManager[object] = _NOBODYS) -> bool:
         """`drain`, and write every page that is only in the CPU tier to the SSD, if the policy writes any.
@@ -166,12 +189,17 @@ class Storer:
         while self.drain(None if until is None else until - time.monotonic()):
             with change, self._manager.lock:
                 if not self._forwarder.demote(self._planner.clean(everything=True)):
-                    return True
-        return False
+                    break
+        else:
+            return False
+        left = None if until is None else max(0.0, until - time.monotonic())
+        return self._unfit is None or self._unfit.flush(left, change)
 
     def offer_earned(self) -> None:
         """Send on pages that uses have made worth it and that are in memory. The manager's lock is held."""
         self._forwarder.demote(self._planner.earned())
+        if self._unfit is not None:
+            self._unfit.offer_earned()
 
     def stats(self) -> dict[str, Any]:
         with self._manager.lock:
@@ -179,9 +207,10 @@ class Storer:
 
     def queue(self) -> dict[str, int]:
         """Accepted bytes that are not stored yet. Without a lock the figures need not agree exactly."""
+        storers = [self] if self._unfit is None else [self, self._unfit]
         return {
-            "bytes": self._planner.queued * self._extent_bytes,
-            "to_ssd_bytes": len(self._planner.keys) * self._extent_bytes,
+            "bytes": sum(one._planner.queued * one._extent_bytes for one in storers),
+            "to_ssd_bytes": sum(len(one._planner.keys) * one._extent_bytes for one in storers),
             "limit_bytes": self._queue,
         }
 
@@ -195,6 +224,8 @@ class Storer:
             self._lane.close()
             if drain:
                 self.flush(None)
+        if self._unfit is not None:
+            self._unfit.close(drain=drain)
 
     # -- gathering ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +257,8 @@ class Storer:
         """Release the blocks when the queued copies have read them. Called once more if it raises."""
         if job not in self._jobs:
             return
+        if job.unfit and (yield from self._pass_on(job)):
+            return
         event = None
         try:
             event = self._executor.reads_queued()
@@ -236,6 +269,34 @@ class Storer:
                 yield self._executor.happened(event)
         finally:
             self._forget(job)  # last, since an error above has `_end` called again
+
+    def _pass_on(self, job: _Job) -> Steps[bool]:
+        """Have pages that do not fit stored as they are, from the same blocks. False if none of them is to move."""
+        places, job.unfit = job.unfit, []
+        plan, unfit = job.plan, self._unfit
+        if self._dropping:
+            with self._manager.lock:
+                self._planner.finish_pages(plan, places, "closed")
+            return False
+        assert unfit is not None, "packed pages without a place for those that do not fit"
+        event = self._executor.reads_queued()  # of the pages that fit
+        if event is not None:
+            yield self._executor.happened(event)
+        with self._manager.lock:
+            self._planner.pass_on(plan, places)
+            sources, job.sources = job.sources, None
+            receipt = _Renumbered(job.receipt, plan.numbers_of(places))
+            pages, blocks = [plan.pages[i] for i in places], take_rows(job.blocks, places)
+            try:
+                going = unfit.store(pages, receipt, blocks, plan.epoch, job.after, sources, plan.retention)
+            except BaseException:
+                if sources is not None:
+                    self._manager.end(sources)
+                receipt.finish(range(len(pages)), "error")
+                raise
+            if going:
+                self._forget(job)
+            return going
 
     def _forget(self, job: _Job) -> None:
         with self._manager.lock:
@@ -298,7 +359,7 @@ class Storer:
             moving = None
             if fresh := [parcel for parcel in parcels if not parcel.copied]:
                 moving = self._executor.begin(self._move(job, fresh), (job.after,))
-                if last and moving.lands is not None:
+                if last and moving.lands is not None and self._unfit is None:  # else pages may be read once more
                     job.receipt.reading(functools.partial(moving.lands, 0))
         except BaseException:
             self._abandon(parcels)
@@ -307,15 +368,17 @@ class Storer:
 
     def _land(self, job: _Job, round_: _Round) -> Steps[None]:
         """When a round's pages are copied and hashed, publish them, and forward the pages for the SSD."""
-        parcels = round_.parcels
+        parcels, unfit = round_.parcels, set[int]()
         try:
             if round_.moving is not None:
-                yield from round_.moving.end()
+                unfit.update((yield from round_.moving.end()).unfit)
         except BaseException:
             self._abandon(parcels)
             raise
         with self._manager.lock:
             try:
+                if unfit:
+                    parcels = self._without(job, parcels, unfit)
                 going = [parcel for parcel in parcels if self._planner.publish(parcel)]
                 self._forwarder.send(going)
                 job.given.update(*(parcel.places for parcel in going))
@@ -324,6 +387,16 @@ class Storer:
                 raise
             self._forwarder.tell_idle()
             self._forwarder.demote(self._planner.clean())
+
+    def _without(self, job: _Job, parcels: Sequence[Parcel], unfit: set[int]) -> list[Parcel]:
+        """The parcels without the pages that do not fit into packed extents. `unfit`: rows of the round's move."""
+        kept, first = [], 0
+        for parcel in parcels:
+            rows = [] if parcel.copied else [row for row in parcel.rows if first + row in unfit]
+            first += 0 if parcel.copied else len(parcel)
+            kept.append(self._forwarder.without(parcel, rows) if rows else parcel)
+            job.unfit += parcel.places_of(rows)
+        return [parcel for parcel in kept if len(parcel)]
 
     def _move(self, job: _Job, fresh: Sequence[Parcel]) -> Move:
         ways = [

@@ -393,7 +393,7 @@ class TierWriter:
             self._tier.index.release(entry)
             out.release((row,))
 
-        memory = "bounce_stores" if out.space == "bounce" else out.space
+        memory = f"{out.space}_stores" if out.space.startswith("bounce") else out.space
         return Late("write", memory, self._tier.name, entry.slot, ended)
 
 

@@ -41,20 +41,23 @@ if TYPE_CHECKING:
     from gdscache.storage.base import Files
 
 NO_RETENTIONS: Mapping[bytes, Retention] = {}
-_TAKEN = ("gpu", "cpu", "ssd", "planes", "bounce")
+PLAIN = "_plain"  # ends the names of plain tiers and of their memories
+_TAKEN = ("gpu", "cpu", "ssd", "planes", "bounce", f"cpu{PLAIN}", f"ssd{PLAIN}", f"bounce{PLAIN}")
 
 
 class Tier(abc.ABC):
     """One level of the cache: an index and the bytes of its slots.
 
     `kind` says how the bytes are reached: by kernels of the model (`planes`), by copies (`memory`) or by I/O (`files`).
-    `served`: lookups and loads see the tier's pages; otherwise only a prefetch brings them, after `ask`.
+    `served`: lookups and loads see the tier's pages; otherwise only a prefetch brings them, after `ask`. `plain`: its
+    extents are plain where those of the other tiers are packed, and it has the pages that do not fit into these.
     """
 
     name: str
     kind: Literal["planes", "memory", "files"]
     index: PageIndex
     served: bool = True
+    plain: bool = False
 
     @property
     @abc.abstractmethod

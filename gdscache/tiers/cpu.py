@@ -10,7 +10,7 @@ from gdscache.index.free_slots import SlotShare
 from gdscache.index.index import PageIndex
 from gdscache.index.table import PageState
 from gdscache.policies import new_policy
-from gdscache.tiers.base import Tier
+from gdscache.tiers.base import PLAIN, Tier
 
 if TYPE_CHECKING:
     from gdscache.tiers.quarantine import Quarantine
@@ -22,8 +22,10 @@ class CpuTier(Tier):
     name = "cpu"
     kind = "memory"
 
-    def __init__(self, extents: SlotMemory, eviction: str = "lru", groups: int = 1) -> None:
+    def __init__(self, extents: SlotMemory, eviction: str = "lru", groups: int = 1, *, plain: bool = False) -> None:
         self.extents = extents
+        self.plain = plain
+        self.name = CpuTier.name + PLAIN * plain
         self.index = PageIndex(self.extents.slots, new_policy(eviction, groups))
 
     @property
@@ -60,15 +62,16 @@ class CpuTier(Tier):
 
 class Bounce:
     """The bounce reserve: extents for pages that only pass through. Half of the slots are for stores, half for loads;
-    neither borrows from the other. `quarantine` watches both."""
+    neither borrows from the other. `quarantine` watches both. `name`: of the space."""
 
-    def __init__(self, extents: SlotMemory, quarantine: Quarantine) -> None:
+    def __init__(self, extents: SlotMemory, quarantine: Quarantine, *, plain: bool = False) -> None:
+        self.name = "bounce" + PLAIN * plain
         self.extents = extents
         half = extents.slots // 2
         self.stores = SlotShare(range(half))
         self.loads = range(half, 2 * half)  # the executor gives these out
         self._quarantine = quarantine
-        quarantine.add_memory("bounce_stores", self.stores.slots)
+        quarantine.add_memory(f"{self.name}_stores", self.stores.slots)
 
     def close(self) -> None:
         self._quarantine.afterwards(self.extents.close)

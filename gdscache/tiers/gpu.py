@@ -28,12 +28,12 @@ class GpuTier(Tier):
     kind = "planes"
 
     def __init__(self, layout: PageLayout, capacity: int, device: torch.device, eviction: str = "lru") -> None:
-        slots = capacity // layout.page_bytes
-        with allocating("gpu.capacity", slots * layout.page_bytes, device):
+        slots = capacity // layout.plane_bytes
+        with allocating("gpu.capacity", slots * layout.plane_bytes, device):
             self.paged = PagedPlanes.allocate(layout, slots, device)
         self.index = PageIndex(slots, new_policy(eviction))
         self.private: set[int] = set()  # slots of sequences, not published
-        self._capacity = slots * layout.page_bytes
+        self._capacity = slots * layout.plane_bytes
         self._last_use: dict[int, Event] = {}
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from gdscache.histograms import SECONDS, SIZE_CLASSES, Buckets, Histogram, size_class
 from gdscache.moves import PLANES
+from gdscache.tiers.base import PLAIN
 
 WAITS = ("layer", "verdict", "pages")  # a layer of a load, a load's end, a prefetch's end
 
@@ -49,9 +50,9 @@ class Measures:
         self._loads = {(tier, size): Histogram(SECONDS) for tier in moving for size in SIZE_CLASSES}
         self._stores = {(tier, size): Histogram(SECONDS) for tier in moving for size in SIZE_CLASSES}
         self._waits = {what: Histogram(SECONDS) for what in WAITS}
-        landing = next((name for name in moving if tiers[name] == "memory"), None)
-        files = [name for name in moving if tiers[name] == "files"]
-        inner = [] if landing is None else [(landing, name) for name in files] + [(name, landing) for name in files]
+        memories, files = ([name for name in moving if tiers[name] == kind] for kind in ("memory", "files"))
+        pairs = [(a, b) for a in memories for b in files if a.endswith(PLAIN) == b.endswith(PLAIN)]
+        inner = [*pairs, *((b, a) for a, b in pairs)]
         outer = [path for name in moving for path in ((PLANES, name), (name, PLANES))]
         self._moved = dict.fromkeys([*outer, *inner], 0)
 

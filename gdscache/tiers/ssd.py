@@ -43,7 +43,7 @@ from gdscache.policies.base import EvictionPolicy
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
 from gdscache.storage import open_transport
-from gdscache.tiers.base import NO_RETENTIONS, DurableTier
+from gdscache.tiers.base import NO_RETENTIONS, PLAIN, DurableTier
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +84,11 @@ class SsdTier(DurableTier):
         wall_clock: Callable[[], float] = time.time,
         open_slab: Callable[[int], SlabFiles] | None = None,
         log: LimitedLog | None = None,
+        plain: bool = False,
     ) -> None:
         self.layout = layout
+        self.plain = plain
+        self.name = SsdTier.name + PLAIN * plain
         self._said = LimitedLog() if log is None else log
         self.lock = lock
         self.path = path = config.path
@@ -259,9 +262,9 @@ class SsdTier(DurableTier):
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
-                length = self.layout.page_bytes
+                length, packed = self.layout.page_bytes, self.layout.packed
                 records = [
-                    PageRecord(e.slot, e.key, *e.page[1:], length, clock + i, stored[i], *e.retention)
+                    PageRecord(e.slot, e.key, *e.page[1:], length, clock + i, stored[i], *e.retention, packed)
                     for i, e in enumerate(live)
                 ]
             self._learn_checksums(leased)  # a load that still reads them needs the checksums

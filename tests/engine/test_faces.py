@@ -34,12 +34,15 @@ def there_and_back(open_face: OpenFace, tokens: list[int], **options: Any) -> No
     face = open_face(**options)
     face.put(tokens)
     assert face.get(tokens).pages == (LOADED,) * pages
-    face.drop("cpu")
-    assert face.get(tokens).bytes_by_tier == {"ssd": pages * face.engine.layout.page_bytes}
+    face.drop("cpu", "cpu_plain")
+    layout, tiers = face.engine.layout, face.tiers(tokens)
+    assert {*tiers} <= ({"ssd", "ssd_plain"} if layout.packed else {"ssd"})
+    sizes = {"ssd": layout.page_bytes, "ssd_plain": layout.plane_bytes}
+    assert face.get(tokens).bytes_by_tier == {name: tiers.count(name) * sizes[name] for name in {*tiers}}
     settle(face.engine)
     face.engine.close()
     face = open_face(**options)
-    assert face.tiers(tokens) == ("ssd",) * pages
+    assert face.tiers(tokens) == tiers
     assert face.get(tokens).pages == (LOADED,) * pages
     assert face.get(tokens).pages == (LOADED,) * pages
 
@@ -48,6 +51,17 @@ def there_and_back(open_face: OpenFace, tokens: list[int], **options: Any) -> No
 @pytest.mark.parametrize(("kind", "dtype"), pairs(KINDS, ["bfloat16", "float16", "float8_e4m3fn"]))
 def test_bytes_survive_every_tier_and_a_restart(open_face: OpenFace, device: str, kind: str, dtype: str) -> None:
     there_and_back(open_face, prompt(1, 5, extra=1), device=device, model=KINDS[kind] | {"dtype": dtype})
+
+
+@pytest.mark.parametrize("open_face", ["pool", "attached:1", "attached:2", "attached:4"], indirect=True)
+@pytest.mark.parametrize("kind", ["mha", "mla", "mha-uneven"])
+@pytest.mark.parametrize("cpu", [None, 100])
+def test_packed_bytes_survive_every_tier_and_a_restart(
+    open_face: OpenFace, device: str, kind: str, cpu: int | None
+) -> None:
+    """Half of the pages fit, and the others have a sixteenth of the tiers."""
+    model = KINDS[kind] | {"pack": "on"}
+    there_and_back(open_face, prompt(1, 7, extra=1), device=device, model=model, cpu=cpu, ssd=100, bounce=8)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from gdscache.storage.native import NativeTransport
 from tests.support.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (
+    MHA,
     SMALL,
     WAIT,
     Bytes,
@@ -51,9 +52,11 @@ from tests.support.helpers import (
     until,
     write_page,
 )
+from tests.support.packed_pages import unpacked
 from tests.support.transport_parts import has_libcuda
 
 SALTS = ["", "tenant"]
+PACKED = MHA | {"pack": "on"}
 paths = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(tuple)
 salts = st.sampled_from(SALTS)
 tails = st.integers(0, 3)
@@ -99,6 +102,12 @@ class Machine(RuleBasedStateMachine):
     def config(self) -> dict[str, Any]:
         return make_config(self.directory / "cache", transport=self.transport, **self.options)
 
+    def in_memory(self, key: bytes) -> bool:
+        return any(self.slot(tier, key) is not None for tier in ("cpu", "cpu_plain"))
+
+    def on_ssd(self) -> set[bytes]:
+        return {entry.key for tier in self.engine.manager.files for entry in tier.index}
+
     def may_be_bad(self, key: bytes) -> bool:
         """Whether the page's bytes in the slab may be others than those committed."""
         return self.met is not None or key in self.spoiled
@@ -139,7 +148,7 @@ class Machine(RuleBasedStateMachine):
 
     def cool(self, tiers: tuple[str, ...]) -> None:
         """Push everything out of the tiers named, so that what follows comes from below."""
-        drop_from(self.engine, *(tier for tier in tiers if tier in self.engine.manager.tiers))
+        drop_from(self.engine, *(tier for tier in self.engine.manager.tiers if tier.removesuffix("_plain") in tiers))
 
     def slot(self, tier: str, key: bytes) -> int | None:
         if tier not in self.engine.manager.tiers:
@@ -151,11 +160,15 @@ class Machine(RuleBasedStateMachine):
         manager = self.engine.manager
         if tier == "gpu":
             return read_page([self.engine.gpu.planes(n) for n in range(self.layout.n_layers)], self.layout, [slot])
-        if tier == "cpu":
-            return np.frombuffer(manager.cpu.extents.memory(slot), np.uint8)[: self.layout.page_bytes]
-        with open(self.directory / "cache" / "slab-0.bin", "rb") as file:
-            file.seek(slot * self.layout.extent_bytes)
-            return np.frombuffer(file.read(self.layout.page_bytes), np.uint8)
+        plain = manager.tiers[tier].plain
+        layout = self.layout.packed_as(packed=self.layout.packed and not plain)
+        if manager.tiers[tier].kind == "memory":
+            found = np.frombuffer(manager.tiers[tier].extents.memory(slot), np.uint8)[: layout.page_bytes]
+        else:
+            with open(self.directory / "cache" / ("plain" if plain else "") / "slab-0.bin", "rb") as file:
+                file.seek(slot * layout.extent_bytes)
+                found = np.frombuffer(file.read(layout.page_bytes), np.uint8)
+        return unpacked(layout, found) if layout.packed else found
 
     # -- what must hold after each step ------------------------------------------------------------------------------
 
@@ -172,12 +185,12 @@ class Machine(RuleBasedStateMachine):
                 if entry.namespace != self.engine.namespace(self.salt_of[entry.key]):
                     raise AssertionError(f"{name} holds a page under another namespace")
                 same = np.array_equal(self.stored_bytes(name, entry.slot), self.data(entry.key))
-                assert same or (name == "ssd" and self.may_be_bad(entry.key)), f"{name} holds other bytes"
-                if same and name == "ssd":
+                assert same or (name.startswith("ssd") and self.may_be_bad(entry.key)), f"{name} holds other bytes"
+                if same and name.startswith("ssd"):
                     self.spoiled.discard(entry.key)
         stats = self.engine.stats()["tiers"]
         assert all(t["pages"] <= t["slots"] for t in stats.values())
-        for name, limit in (("cpu", self.options["cpu"]), ("ssd", self.options["ssd"])):
+        for name, limit in () if self.layout.packed else (("cpu", self.options["cpu"]), ("ssd", self.options["ssd"])):
             assert stats.get(name, {"slots": limit or 0})["slots"] == (limit or 0)
 
     # -- rules of both faces -----------------------------------------------------------------------------------------
@@ -200,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         bad = {PageStatus(s) for s in report.pages if s not in ("loaded", "present", "left")}
         assert bad <= (DAMAGE if self.met is not None else {PageStatus.CHECKSUM} if self.spoiled else set())
 
-    @rule(tier=st.sampled_from(["gpu", "cpu", "ssd"]), pages=st.integers(1, 3))
+    @rule(tier=st.sampled_from(["gpu", "cpu", "ssd", "cpu_plain", "ssd_plain"]), pages=st.integers(1, 3))
     def press(self, tier: str, pages: int) -> None:
         with self.engine.manager.lock:
             if tier in self.engine.manager.tiers:
@@ -224,7 +237,7 @@ class Machine(RuleBasedStateMachine):
         key = self.keys(path, salt)[-1]
         slot = self.slot("ssd", key)
         if slot is not None:
-            offset = slot * self.layout.extent_bytes + bit // 8
+            offset = slot * self.layout.extent_bytes + bit // 8 % self.layout.page_bytes
             flip_file(self.directory / "cache" / "slab-0.bin", offset, bit % 8)
             self.spoiled.add(key)
 
@@ -235,7 +248,7 @@ class Machine(RuleBasedStateMachine):
         slot = self.slot("cpu", key)
         if cpu is None or slot is None:
             return
-        cpu.extents.memory(slot)[bit // 8] ^= 1 << bit % 8
+        cpu.extents.memory(slot)[bit // 8 % self.layout.page_bytes] ^= 1 << bit % 8
         assert len(self.engine.check().problems) == 1
         self.engine.prefetch(tokens_at(path), salt=salt).result(WAIT)
         if self.slot("cpu", key) is not None:
@@ -245,14 +258,14 @@ class Machine(RuleBasedStateMachine):
 
     def reopen(self, drain: bool) -> None:
         quiet(self.engine)
-        before = {e.key for e in self.engine.manager.tiers["ssd"].index} if self.engine.manager.ssd else set()
+        before = self.on_ssd()
         self.engine.close(drain=drain)
         self.engine.close()
         with contextlib.suppress(EngineClosedError):
             self.engine.lookup([])
             raise AssertionError("a closed engine answers")
         self.engine = self.open()
-        after = {e.key for e in self.engine.manager.tiers["ssd"].index} if self.engine.manager.ssd else set()
+        after = self.on_ssd()
         assert after == before
         for key in set(self.bytes_of) - after:  # on no tier any more: it may come back with other bytes
             del self.bytes_of[key], self.salt_of[key]
@@ -460,7 +473,7 @@ class Attached(Machine):
     def load(self, path: Path_, salt: str, start: int, cold: tuple[str, ...]) -> None:
         self.cool(cold)
         keys = self.keys(path, salt)[start:]
-        on_cpu = [self.slot("cpu", key) is not None for key in keys]
+        on_cpu = [self.in_memory(key) for key in keys]
         load, blocks, hit = self.host.begin(tokens_at(path), 4 * start, salt)
         assert load.tokens == 4 * len(hit)
         report = self.host.finish(load, blocks, hit)  # compares the bytes
@@ -512,7 +525,7 @@ class WritesBack(Machine):
     @rule()
     def flush(self) -> None:
         self.engine.flush(WAIT)
-        assert self.engine.stats()["tiers"]["cpu"]["dirty_pages"] == 0
+        assert not any(tier["dirty_pages"] for tier in self.engine.stats()["tiers"].values())
 
     def reopen(self, drain: bool) -> None:
         if drain:
@@ -537,6 +550,24 @@ class AttachedWithoutSsd(Attached):
     options: ClassVar[dict[str, Any]] = {"cpu": 5, "ssd": None, "bounce": 2}
 
 
+class OwnedPacked(Owned):
+    """Half of the pages fit into packed extents."""
+
+    options: ClassVar[dict[str, Any]] = {**Owned.options, "cpu": 6, "ssd": 9, "model": PACKED}
+
+
+class AttachedPacked(Attached):
+    options: ClassVar[dict[str, Any]] = {**Attached.options, "cpu": 6, "ssd": 9, "model": PACKED}
+
+
+class AttachedPackedWithoutCpu(Attached):
+    options: ClassVar[dict[str, Any]] = {"cpu": None, "ssd": 8, "bounce": 4, "model": PACKED}
+
+
+class AttachedPackedWritesBack(WritesBack, AttachedPacked):
+    options: ClassVar[dict[str, Any]] = AttachedPacked.options | {"store": {"write_policy": "write_back"}}
+
+
 class OwnedOnGpu(Owned):
     options: ClassVar[dict[str, Any]] = {**Owned.options, "device": "cuda"}
 
@@ -553,6 +584,10 @@ TestAttachedWithoutSsd = AttachedWithoutSsd.TestCase
 TestOwnedWritesBack = OwnedWritesBack.TestCase
 TestAttachedWritesBack = AttachedWritesBack.TestCase
 TestAttachedSelective = AttachedSelective.TestCase
+TestOwnedPacked = OwnedPacked.TestCase
+TestAttachedPacked = AttachedPacked.TestCase
+TestAttachedPackedWithoutCpu = AttachedPackedWithoutCpu.TestCase
+TestAttachedPackedWritesBack = AttachedPackedWritesBack.TestCase
 EXAMPLES = settings.default.max_examples  # 7 in `make test`, 400 in `make soak`
 MORE = settings(max_examples=(3 if EXAMPLES > 12 else 2) * EXAMPLES)
 FEWER = settings(max_examples=max(5, settings.default.max_examples // 3))
@@ -560,6 +595,8 @@ TestOwned.settings = TestAttached.settings = MORE
 for case in (TestOwnedWithoutCpu, TestAttachedWithoutCpu, TestAttachedWithoutSsd):
     case.settings = FEWER
 for case in (TestOwnedWritesBack, TestAttachedWritesBack, TestAttachedSelective):
+    case.settings = FEWER
+for case in (TestOwnedPacked, TestAttachedPacked, TestAttachedPackedWithoutCpu, TestAttachedPackedWritesBack):
     case.settings = FEWER
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TestOwnedOnGpu = OwnedOnGpu.TestCase
@@ -586,7 +623,7 @@ def require_uring() -> None:
 def _faults() -> list[Any]:
     """Every face over every transport; one transport a face in `make test`."""
     transports = {"FaultyTransport": [], "FaultyUring": [], "FaultyNixl": [NIXL], "FaultyKvikio": [KVIKIO]}
-    faces = [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu]
+    faces = [Owned, Attached, OwnedWithoutCpu, AttachedWithoutCpu, OwnedPacked, AttachedPacked]
     return [
         pytest.param(transport, face, marks=[*needs, *([] if i == n else [pytest.mark.suite])])
         for n, (transport, needs) in enumerate(transports.items())

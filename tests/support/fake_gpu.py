@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ _STAGING = 64 << 10  # so that segments are used again
 
 def built(name: str) -> ctypes.CDLL:
     """A library of csrc/host/tests, built once for these sources."""
-    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *sorted(_SOURCES.glob("hash/*.cc"))]
+    own = [*sorted(_SOURCES.glob("hash/*.cc")), _SOURCES / "moves" / "pages.cc", _SOURCES / "pack" / "pack.cc"]
+    files = [*sorted(_TESTS.glob("fake_*")), *sorted(_SOURCES.glob("*/*.h")), *own]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     path = ROOT / "build" / "tests" / f"{name}-{digest}.so"
     if not path.exists():
@@ -43,7 +45,7 @@ def built(name: str) -> ctypes.CDLL:
         spec.loader.exec_module(tool)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        sources = [str(_TESTS / f"{name}.cc"), *map(str, sorted(_SOURCES.glob("hash/*.cc")))]
+        sources = [str(_TESTS / f"{name}.cc"), *map(str, own)]
         flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-pthread", f"-I{_SOURCES}"]
         subprocess.run([*tool.compiler(), *flags, *sources, "-o", str(fresh)], check=True)
         fresh.replace(path)
@@ -99,6 +101,9 @@ class FakeDriver:
         self.context = int(driver().fake_context())
 
 
+_USERS: Counter[int] = Counter()  # copies of the planes at each address: packed pages have two
+
+
 class _Kernels:
     """What `NativeGpu` asks of kernels."""
 
@@ -112,11 +117,12 @@ class _Kernels:
         kept[table.ctypes.data] = table
         self._table = int(driver().fake_device(table.ctypes.data, table.nbytes))
         self._sums = all(end - start >= SHORTEST for start, end in layout.layer_bounds)
-        self._looks = can_look(layout)
+        self._looks = can_look(layout) and not layout.packed
+        self._which = (4, 5, 4, 5) if layout.packed else range(4)
         driver().fake_vector(1)
 
     def loaded(self) -> tuple[int, ...]:
-        return (*(int(driver().fake_kernel(which)) for which in range(4)), self._table)
+        return (*(int(driver().fake_kernel(which)) for which in self._which), self._table)
 
     def about(self) -> tuple[int, int, bool, bool]:
         return 1, 4, self._sums, self._looks
@@ -155,7 +161,9 @@ class FakeGpuCopies(PageCopies):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._kept:
             self._kept[storage.data_ptr()] = tensor
-            driver().fake_device(storage.data_ptr(), storage.nbytes())
+            _USERS[storage.data_ptr()] += 1
+            if _USERS[storage.data_ptr()] == 1:
+                driver().fake_device(storage.data_ptr(), storage.nbytes())
         values = [getattr(runs, name) for name in PlaneRuns.__slots__]
         return PlaneRuns(values[0] | (1 << 56), *values[1:])
 
@@ -168,7 +176,10 @@ class FakeGpuCopies(PageCopies):
     def close(self) -> None:
         self.gpu.close()
         for address in self._kept:
-            driver().fake_forget(address)
+            _USERS[address] -= 1
+            if _USERS[address] <= 0:
+                driver().fake_forget(address)
+                del _USERS[address]
         self._kept.clear()
 
 

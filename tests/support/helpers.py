@@ -24,6 +24,7 @@ from gdscache.load.report import LoadReport
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
+from gdscache.tiers.ssd import SsdTier
 
 Bytes = npt.NDArray[np.uint8]
 Planes = Sequence[Sequence[torch.Tensor]]
@@ -82,7 +83,7 @@ def make_config(
     extent = layout.extent_bytes
     config: dict[str, Any] = {
         "model": model,
-        "gpu": {"device": device, "capacity": max(extent, gpu * layout.page_bytes), "staging": 8 * extent},
+        "gpu": {"device": device, "capacity": max(extent, gpu * layout.plane_bytes), "staging": 8 * extent},
         "host_buffer": bounce * extent,
         "store": {"queue": queue * extent} | sections.pop("store", {}),
         "deadline": WAIT,
@@ -104,8 +105,19 @@ def make_config(
 
 
 def expected(layout: PageLayout, key: bytes) -> Bytes:
-    """The bytes of a page: random, and the same whenever the key is the same."""
-    return np.random.default_rng(int.from_bytes(key[:8], "little")).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    """The bytes of a page: random, and the same whenever the key is the same. Half of the pages fit if they are to be
+    packed."""
+    drawn = np.random.default_rng(int.from_bytes(key[:8], "little")).integers(
+        0, 256, layout.plane_bytes, dtype=np.uint8
+    )
+    return narrowed(drawn) if layout.packed and key[0] & 1 else drawn
+
+
+def narrowed(data: Bytes) -> Bytes:
+    """Bytes whose bfloat16 values have some neighbouring exponents, so that they fit into a packed extent."""
+    data = data.copy()
+    data[1::2] = data[1::2] & 0x83 | 0x3C
+    return data
 
 
 def write_page(
@@ -120,7 +132,7 @@ def write_page(
                 end = at + tokens * plane.row_bytes
                 raw[block] = torch.from_numpy(data[at:end].copy()).view(raw[block].shape).to(raw.device)
                 at = end
-    assert at == layout.page_bytes
+    assert at == layout.plane_bytes
 
 
 def read_page(planes: Planes, layout: PageLayout, blocks: Sequence[int]) -> Bytes:
@@ -354,8 +366,7 @@ def settle(engine: CacheEngine) -> None:
         unit = engine.layout.page_bytes if name == "gpu" else engine.layout.extent_bytes
         most = getattr(engine.config, name).capacity if name in ("gpu", "cpu", "ssd") else tier["capacity_bytes"]
         assert tier["slots"] * unit <= tier["capacity_bytes"] <= most, name
-    bounce = engine._parts.bounce
-    if bounce is not None:
+    for bounce in engine._parts.bounces:
         assert not reserve_used(engine), "bounce slots of loads are lost"
         assert bounce.stores.free_slots == bounce.stores.slots, "bounce slots of stores are lost"
     if "gpu" in stats["tiers"]:
@@ -364,9 +375,9 @@ def settle(engine: CacheEngine) -> None:
 
 def close_kept(engine: CacheEngine) -> None:
     """Close it. What it had on its SSD is there behind a restart: each page has its row and its checksums."""
-    ssd = engine._parts.manager.ssd
+    tiers = engine._parts.manager.tiers.values()
     engine.close()
-    if ssd is not None:
+    for ssd in (tier for tier in tiers if isinstance(tier, SsdTier)):
         with contextlib.closing(sqlite3.connect(f"file:{ssd.path / 'catalog.sqlite'}?mode=ro", uri=True)) as catalogue:
             rows = catalogue.execute("SELECT key, place FROM pages JOIN checksums USING (place)").fetchall()
         assert dict(rows) == {entry.key: entry.slot for entry in ssd.index}, "the index and the catalogue differ"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gdscache import CacheEngine, PageStatus
+from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.disk.catalog_file import STRIPE_NAME
 from gdscache.disk.slab import slab_name
 from tests.support.helpers import MHA, SMALL, WAIT, layout_of, new_planes, read_page
@@ -31,7 +32,7 @@ class Found:
     served: set[Name] = dataclasses.field(default_factory=set)
     refused: dict[Name, PageStatus] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
-    ssd: dict[str, Any] = dataclasses.field(default_factory=dict)  # what its tier counts behind the opening
+    ssds: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # what their tiers count behind the opening
 
     def losses(self, allowed: set[Name], required: set[Name]) -> list[str]:
         """What a loss of power must not do. Empty when all is well."""
@@ -52,13 +53,14 @@ def look(config: dict[str, Any]) -> Found:
     """Open the directory and ask for every page that there ever was. Fails where a page is served with other bytes."""
     with CacheEngine.from_config(config, _PLANES, limits=SMALL) as engine:
         found = Found(_names(engine.pages))
-        found.catalogue = {found.names[key] for key in _keys(Path(config["ssd"]["path"]))}
+        found.catalogue = {found.names[key] for first, *_ in _directories(config) for key in _keys(first)}
         found.problems += engine.check().problems
-        found.ssd = ssd = engine.stats()["tiers"]["ssd"]
-        if ssd["catalogue_set_aside"] is not None:
-            found.problems.append("the catalogue was set aside")
-        if ssd["pages"] + ssd["free_slots"] != ssd["slots"]:
-            found.problems.append("slots leaked")
+        found.ssds = [tier for tier in engine.stats()["tiers"].values() if tier["kind"] == "files"]
+        for ssd in found.ssds:
+            if ssd["catalogue_set_aside"] is not None:
+                found.problems.append("the catalogue was set aside")
+            if ssd["pages"] + ssd["free_slots"] != ssd["slots"]:
+                found.problems.append("slots leaked")
         asked: set[Name] = set()
         for salt, document, first in all_pages():
             if name(salt, document, first) not in asked:
@@ -70,14 +72,22 @@ def look(config: dict[str, Any]) -> Found:
 def verify(config: dict[str, Any], allowed: set[Name], required: set[Name]) -> int:
     """Behind a kill: the pages in `required` are there, none but those in `allowed`, all with their bytes, and nothing
     else. How many there are."""
-    found, ssd = look(config), config["ssd"]
+    found = look(config)
     assert found.losses(allowed, required) == []
     assert found.served == found.catalogue, "a page is served that the catalogue does not have"
-    assert found.ssd["pages"] == len(found.served), "the index and the catalogue differ"
-    assert found.ssd["lost_at_recovery"] == {}
-    _bounded([Path(ssd["path"]), *map(Path, ssd.get("stripes", ()))], ssd["capacity"])
-    _is_whole(Path(ssd["path"]))  # which leaves files of SQLite's behind
+    assert sum(ssd["pages"] for ssd in found.ssds) == len(found.served), "the index and the catalogue differ"
+    assert sum(ssd["capacity_bytes"] for ssd in found.ssds) <= config["ssd"]["capacity"]
+    for ssd, directories in zip(found.ssds, _directories(config), strict=True):
+        assert ssd["lost_at_recovery"] == {}
+        _bounded(directories, ssd["capacity_bytes"])
+        _is_whole(directories[0])  # which leaves files of SQLite's behind
     return len(found.served)
+
+
+def _directories(config: dict[str, Any]) -> list[list[Path]]:
+    """The directories of each tier of files."""
+    first = [Path(config["ssd"]["path"]), *map(Path, config["ssd"].get("stripes", ()))]
+    return [first, [path / PLAIN_DIRECTORY for path in first]] if config["model"].get("pack") == "on" else [first]
 
 
 def _names(pages: Callable[..., Any]) -> dict[bytes, Name]:
@@ -99,7 +109,7 @@ def _load(engine: CacheEngine, salt: str, document: int, first: int, found: Foun
     for slot, (page, status) in enumerate(zip(names, report.pages, strict=True)):
         if status is PageStatus.LOADED:
             got = read_page(_PLANES, LAYOUT, [slot])
-            assert np.array_equal(got, content(page, LAYOUT.page_bytes)), f"a page is served with other bytes: {page}"
+            assert np.array_equal(got, content(page, LAYOUT.plane_bytes)), f"a page is served with other bytes: {page}"
             found.served.add(page)
         else:
             found.refused[page] = status
@@ -120,14 +130,14 @@ def _is_whole(directory: Path) -> None:
         assert catalogue.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     assert len({bytes(key) for _, key, _ in rows}) == len(rows), "a page has two rows"
     assert sums == {slot for slot, _, _ in rows}, "checksums without a page, or a page without"
-    assert {length for _, _, length in rows} <= {LAYOUT.page_bytes}
+    assert {length for _, _, length in rows} <= {LAYOUT.page_bytes, LAYOUT.packed_as(packed=True).page_bytes}
 
 
 def _bounded(directories: Sequence[Path], capacity: int) -> None:
     slabs, others = [], 0
     for number, directory in enumerate(directories):
         files = {path.name: path.stat() for path in directory.iterdir()}
-        mine = {"lock", slab_name(number)} | (FILES if not number else set())
+        mine = {"lock", PLAIN_DIRECTORY, slab_name(number)} | (FILES if not number else set())
         assert files.keys() <= mine | ({STRIPE_NAME} if len(directories) > 1 else set()), "kills leave files behind"
         slabs.append(files.pop(slab_name(number)))
         others += sum(status.st_size for status in files.values())

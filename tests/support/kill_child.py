@@ -85,7 +85,9 @@ class Session:
         for number, (pages, handle) in list(self.stores.items()):
             if handle.done() and self.stores.pop(number, None) is not None:
                 tiers = handle.result(0).tiers
-                self.log.kept(number, [page for page, names in zip(pages, tiers, strict=False) if "ssd" in names])
+                self.log.kept(
+                    number, [page for page, names in zip(pages, tiers, strict=False) if {"ssd", "ssd_plain"} & {*names}]
+                )
 
     def sequence(self, rng: random.Random, salt: str, document: int) -> None:
         """A request to an engine with a pool of its own."""
@@ -134,11 +136,11 @@ class Session:
         handle.release_event.synchronize(WAIT)
 
     def compute(self, planes: Any, slot: int, page: Name) -> None:
-        write_page(planes, self.layout, [slot], content(page, self.layout.page_bytes))
+        write_page(planes, self.layout, [slot], content(page, self.layout.plane_bytes))
 
     def compare(self, planes: Any, slot: int, page: Name) -> None:
         got = read_page(planes, self.layout, [slot])
-        assert np.array_equal(got, content(page, self.layout.page_bytes)), "a page has other bytes"
+        assert np.array_equal(got, content(page, self.layout.plane_bytes)), "a page has other bytes"
 
 
 def undamaged(report: LoadReport) -> None:

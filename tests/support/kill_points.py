@@ -55,7 +55,7 @@ def store(host: Host, document: int) -> None:
     tokens = DOCUMENTS[document]
     blocks = host.take(len(tokens) // PAGE_TOKENS)
     for page, block in enumerate(blocks):
-        write_page(host.planes, host.layout, [block], content(name("", document, page), host.layout.page_bytes))
+        write_page(host.planes, host.layout, [block], content(name("", document, page), host.layout.plane_bytes))
     host.engine.store(tokens, torch.tensor(blocks)).result(WAIT)
     host.give(blocks)
 

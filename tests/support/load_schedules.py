@@ -328,8 +328,8 @@ class Player:
         assert not parts.manager._leases, "leases are left"
         assert not parts.loader.planner._filling, "pages are still being filled"
         assert not +parts.loader.planner.under_way, "pages are still under way"
-        if parts.bounce is not None:
-            assert parts.bounce.stores.free_slots == parts.bounce.stores.slots, "bounce slots of stores are lost"
+        for bounce in parts.bounces:
+            assert bounce.stores.free_slots == bounce.stores.slots, "bounce slots of stores are lost"
         assert not parts.storer._jobs
         assert not parts.storer._planner.queued
         assert untouched(self.host.planes, range(BLOCKS)), "a slot was written after it was given back"

@@ -65,13 +65,14 @@ FLOORS = 10  # of packages, the commands' among them
 MAY_INCLUDE = {
     "base": "",
     "hash": "",
+    "pack": "",
     "cuda": "base",
     "disk": "base cuda hash",
-    "moves": "base disk hash",
+    "moves": "base disk hash pack",
     "gpu": "base cuda hash moves",
     "policies": "base",
-    "bind": "base cuda disk gpu hash moves policies",
-    "tests": "base bind cuda disk gpu hash moves policies",
+    "bind": "base cuda disk gpu hash moves pack policies",
+    "tests": "base bind cuda disk gpu hash moves pack policies",
 }
 
 

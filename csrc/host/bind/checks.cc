@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "pack/pack.h"
+
 namespace gdscache {
 namespace {
 
@@ -64,9 +66,12 @@ bool is_load(const Way& way, const Executor& executor) {
 
 void check(const PlaneRuns& plane, const GpuPlanes& planes, int64_t end) {
     const bool part = plane.start == end && plane.end > end && plane.end <= planes.extent_bytes && plane.run_bytes > 0;
-    const int64_t runs = part ? (plane.end - plane.start) / plane.run_bytes : 0;
-    const bool whole = part && runs > 0 && runs * plane.run_bytes == plane.end - plane.start &&
-                       runs % planes.page_blocks == 0 && runs / planes.page_blocks == plane.runs_per_block;
+    const int64_t bytes = part ? plane.end - plane.start : 0;
+    const int64_t most = kMostBytes / planes.page_blocks / std::max<int64_t>(1, plane.runs_per_block);
+    const bool sound = part && plane.runs_per_block > 0 && plane.run_bytes <= most;
+    const int64_t rows = sound ? plane.run_bytes * plane.runs_per_block * planes.page_blocks : 0;
+    const auto packed = static_cast<int64_t>(packed_bytes(static_cast<size_t>(rows) / 2));
+    const bool whole = sound && (planes.packed ? plane.run_bytes % 2 == 0 && packed == bytes : rows == bytes);
     refuse_if(!whole, "a plane that does not fill its part of a layer");
     const auto far = [](int64_t stride, int64_t count) {
         return stride > kMostBytes / count || stride < -kMostBytes / count;

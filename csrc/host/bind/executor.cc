@@ -229,7 +229,7 @@ nb::tuple OpenExecutor::outcome(int64_t move) {
 
 void OpenExecutor::refuse(int status) {
     const auto given = static_cast<Status>(status);
-    const bool good = status >= 0 && status <= static_cast<int>(Status::kAborted) && given != Status::kLoaded;
+    const bool good = status >= 0 && status <= static_cast<int>(Status::kUnfit) && given != Status::kLoaded;
     require(good, "no such verdict for pages without a read");
     executor().refuse(given);
 }

@@ -126,6 +126,7 @@ OpenGpu::OpenGpu(const char* library, const nb::object& spec) {
     planes.page_blocks = count("page_blocks");
     planes.blocks = number("blocks");
     planes.extent_bytes = number("extent_bytes");
+    planes.packed = field<bool>(spec, "packed");
     const Numbers<int64_t> rows(spec.attr("planes"));
     require(rows.size() % 7 == 0, "planes have 7 numbers");
     for (const int64_t* row = rows.data(); row != rows.data() + rows.size(); row += 7) {

@@ -59,7 +59,7 @@ struct OpenCuFiles {
 // Planes in host memory, for the life of its Python object or of an executor.
 struct OpenPlanes {
     OpenPlanes(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks, int64_t block_tokens,
-               int64_t page_blocks);
+               int64_t page_blocks, bool packed);
 
     std::shared_ptr<const HostPlanes> pool;  // none after `close`
 };

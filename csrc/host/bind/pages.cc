@@ -43,8 +43,12 @@ nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64
     const Fresh<uint64_t> sums(summed ? pages : 0, count);
     const nb::gil_scoped_release others;
     for (int64_t n = 0; n < pages; ++n) {
-        kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
-              summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
+        const auto move = [&] {
+            return kMove(pool, blocks.data() + n * pool.page_blocks, range.start, range.stop, at<Part>(parts[n]),
+                         summed ? sums.data + n * count : nullptr, streamed ? Store::kStreamed : Store::kCached);
+        };
+        if constexpr (std::is_void_v<decltype(move())>) move();
+        else refuse_if(!move(), "a page that does not fit into a packed extent");
     }
     if (streamed) stream_fence();
     return sums.array;
@@ -53,12 +57,13 @@ nb::object move_pages(const OpenPlanes& from, const Int64s& blocks, const UInt64
 }  // namespace
 
 OpenPlanes::OpenPlanes(const Int64s& planes, const Array<const int32_t>& first_plane, int64_t blocks,
-                       int64_t block_tokens, int64_t page_blocks) {
+                       int64_t block_tokens, int64_t page_blocks, bool packed) {
     const int64_t count = planes.shape(0), layers = first_plane.size() - 1;
     refuse_if(!planes.has(count, 4) || count < 1 || count > 1 << 24, "no sound number of planes");
     refuse_if(layers < 1 || layers > count, "no sound number of layers");
     refuse_if(first_plane[layers] != count, "the layers have other planes in all");
-    HostPlanes made{{}, {first_plane.data(), first_plane.data() + layers + 1}, blocks, block_tokens, page_blocks};
+    HostPlanes made{{},    {first_plane.data(), first_plane.data() + layers + 1}, blocks, block_tokens, page_blocks,
+                    packed};
     for (const int64_t* row = planes.data(); row != planes.data() + 4 * count; row += 4) {
         made.planes.push_back({reinterpret_cast<uint8_t*>(row[0]), row[1], row[2], row[3]});
     }
@@ -71,8 +76,8 @@ void bind_pages(nb::module_& module) {
     module.def("layer_sums", &layer_sums, "extents"_a, "bounds"_a);
 
     nb::class_<OpenPlanes>(module, "HostPlanes")
-        .def(nb::init<const Int64s&, const Array<const int32_t>&, int64_t, int64_t, int64_t>(), "planes"_a,
-             "first_plane"_a, "blocks"_a, "block_tokens"_a, "page_blocks"_a)
+        .def(nb::init<const Int64s&, const Array<const int32_t>&, int64_t, int64_t, int64_t, bool>(), "planes"_a,
+             "first_plane"_a, "blocks"_a, "block_tokens"_a, "page_blocks"_a, "packed"_a = false)
         .def("gather", &move_pages<uint8_t, gather>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),
              "streamed"_a = true, "sums"_a = true)
         .def("scatter", &move_pages<const uint8_t, scatter>, "blocks"_a, "parts"_a, "layers"_a, nb::kw_only(),

@@ -1,5 +1,6 @@
 #include "gpu/gpu.h"
 
+#include <algorithm>
 #include <cstring>
 #include <ranges>
 #include <utility>
@@ -50,10 +51,12 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     else if (!copies.extents.pinned) copies.route = Route::kStaged;
     if (kernels_.gather == nullptr) copies.route = Route::kCopyEngine;
     const bool alone = copies.route == Route::kCopyEngine;
+    if (alone && planes_.packed) throw CudaError("packed pages need kernels");
     const int64_t origin = planes_.bounds[copies.first], span = planes_.bounds[copies.last] - origin;
     const auto [least, largest] = std::ranges::minmax(planes_.planes | std::views::transform(&PlaneRuns::block_stride));
     const bool wide = std::max(planes_.blocks, copies.extents.slots) > INT32_MAX;
-    const bool on_gpu = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
+    const bool summed = copies.sums && kernels_.gather != nullptr && kernels_.sums && (!alone || kernels_.looks);
+    const bool on_gpu = summed || planes_.packed;
     Transfer transfer(copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu, kMostStep / copies.extents.stride,
                       least > 0 ? kMostStep / largest : 0);
     Lane& lane = copies.load ? loads_ : stores_;
@@ -62,7 +65,9 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     ++lane.turn;
     try {
         const size_t layers = static_cast<size_t>(copies.last - copies.first);
-        if (transfer.on_gpu) queued.digests = buffers_.take(static_cast<size_t>(copies.pages) * layers * 8);
+        const size_t pages = static_cast<size_t>(copies.pages), unfit = planes_.packed ? pages * 4 : 0;
+        if (transfer.on_gpu) queued.digests = buffers_.take(pages * layers * 8 + unfit);
+        if (unfit) std::memset(static_cast<uint8_t*>(queued.digests.memory) + pages * layers * 8, 0, unfit);
         for (const uint64_t one : copies.after) {
             const auto event = reinterpret_cast<CudaEvent>(one);
             if (!alone || transfer.on_gpu) cuda_.follow(lane.kernels, event);
@@ -98,7 +103,7 @@ void Gpu::give_back(QueuedCopies& queued) {
     }
 }
 
-StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
+StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums, uint8_t* unfit) {
     StreamTimes times;
     if (queued.point == 0) return times;
     const Cuda::Entered entered(cuda_);
@@ -106,6 +111,12 @@ StreamTimes Gpu::finish(QueuedCopies& queued, uint64_t* sums) {
     const size_t layers = static_cast<size_t>(queued.last - queued.first);
     if (sums != nullptr && queued.digests.memory != nullptr) {
         std::memcpy(sums, queued.digests.memory, static_cast<size_t>(queued.pages) * layers * 8);
+    }
+    if (unfit != nullptr && planes_.packed) {
+        const auto pages = static_cast<size_t>(queued.pages);
+        const auto* const words = static_cast<const uint64_t*>(queued.digests.memory) + pages * layers;
+        const auto* const found = reinterpret_cast<const uint32_t*>(words);
+        std::transform(found, found + pages, unfit, [](uint32_t one) { return one != 0; });
     }
     try {
         times = times_of(queued);

@@ -52,6 +52,7 @@ struct GpuPlanes {
     std::vector<int64_t> bounds;       // the first byte of each layer in an extent, and the end of the last
     std::vector<int32_t> first_plane;  // of each layer, and behind them the number of planes
     std::vector<PlaneRuns> planes;
+    bool packed = false;  // extents are: the kernels are those of csrc/packed.cu
 };
 
 // Memory with extents in slots: slot i begins at `address + i * stride` with byte `origin` of its extent.
@@ -81,7 +82,7 @@ struct QueuedCopies {
     int64_t pages = 0;
     int32_t first = 0, last = 0;
     bool sums = false, device = false;
-    HostBuffers::Buffer digests;  // uint64 (pages, layers), if kernels take checksums
+    HostBuffers::Buffer digests;  // uint64 (pages, layers), if kernels take checksums; then uint32 (pages) if packed
     std::vector<HostBuffers::Buffer> tables;
     std::vector<uint64_t> parts;  // the first byte of each page's layers, if the host takes checksums
     CudaEvent times[4] = {};      // traced: the begin and end of the copies, then of the kernels
@@ -110,7 +111,8 @@ public:
     QueuedCopies queue(const PageCopies& asked);
     // Wait for the end of copies, and release their buffers. `sums`: uint64 (pages, layers), filled if the copies asked
     // for checksums; null: unwanted. Returns the times of copies and kernels, if traced.
-    StreamTimes finish(QueuedCopies& queued, uint64_t* sums);
+    // `unfit`: by page, 1 for a page that does not fit into a packed extent, or null.
+    StreamTimes finish(QueuedCopies& queued, uint64_t* sums, uint8_t* unfit = nullptr);
     // Keep the times of copies queued from now on.
     void trace() { traced_ = true; }
 

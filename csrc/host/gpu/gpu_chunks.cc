@@ -24,6 +24,9 @@ constexpr int32_t kProcessorThreads = 512;
 // least threads of a launch: fewer do not keep memory busy, and larger blocks find no place beside a model
 constexpr int64_t kSumsLeast = 64 << 10;
 
+constexpr uint32_t kPackedThreads = 256;
+constexpr int64_t kPackedBlocks = 2;  // a processor
+
 // The arguments of the kernels in pages.cu; the last two only for checksums.
 struct KernelArguments {
     uint64_t layers, planes, blocks, rows, extents;
@@ -33,6 +36,7 @@ struct KernelArguments {
     uint8_t listed[kListedBytes];
     uint32_t team;
     uint64_t digests;
+    uint64_t unfit;  // of csrc/packed.cu alone
 };
 
 }  // namespace
@@ -165,6 +169,17 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
                      &arguments, offsetof(KernelArguments, team), lane.kernels);
         return;
     }
+    if (planes_.packed) {
+        const auto results = reinterpret_cast<uint64_t>(transfer.queued.digests.memory);
+        arguments.team = 1;
+        arguments.digests = results + static_cast<uint64_t>(chunk.first * layers) * 8;
+        arguments.unfit = results + static_cast<uint64_t>(copies.pages * layers * 8 + chunk.first * 4);
+        const int64_t most = blocks ? 4 * blocks : kernels_.processors * kPackedBlocks;
+        cuda_.launch(copies.load ? kernels_.scatter_sums : kernels_.gather_sums,
+                     static_cast<uint32_t>(std::min(most, chunk.pages * layers)), kPackedThreads, &arguments,
+                     sizeof arguments, lane.kernels);
+        return;
+    }
     // Each layer of a page gets a team of warps with four spans a warp, or all warps of a block. A team of two is half
     // idle: one warp only folds.
     const int64_t pieces = chunk.pages * layers;
@@ -179,7 +194,7 @@ void Gpu::launch(Lane& lane, const Transfer& transfer, const Chunk& chunk) const
     const bool scatter = copies.load && !look;
     cuda_.launch(scatter ? kernels_.scatter_sums : kernels_.gather_sums,
                  static_cast<uint32_t>(std::min(most, up(pieces * arguments.team * 32, threads))),
-                 static_cast<uint32_t>(threads), &arguments, sizeof arguments, lane.kernels);
+                 static_cast<uint32_t>(threads), &arguments, offsetof(KernelArguments, unfit), lane.kernels);
 }
 
 }  // namespace gdscache

@@ -86,6 +86,7 @@ void GpuServer::queue(Hands hands, Direction& direction) {
 void GpuServer::end(Direction& direction) {
     const MustNotFail reserve;
     std::vector<uint64_t> sums;
+    std::vector<uint8_t> unfit;
     gpu_.leave_captures_alone();
     while (true) {
         std::unique_lock held(direction.lock);
@@ -98,13 +99,14 @@ void GpuServer::end(Direction& direction) {
         try {
             const Nanoseconds begin = now();
             sums.resize(static_cast<size_t>(copies.pages * (copies.last - copies.first)));
-            const StreamTimes times = gpu_.finish(copies, copies.sums ? sums.data() : nullptr);
+            unfit.assign(static_cast<size_t>(copies.pages), 0);
+            const StreamTimes times = gpu_.finish(copies, copies.sums ? sums.data() : nullptr, unfit.data());
             executor_.tell(span(Span::Kind::kDigest, queued.move, copies, {begin, now()}));
             for (const int stream : {0, 1}) {
                 if (times[stream].begin == times[stream].end) continue;
                 executor_.tell(span(kStreams[queued.load ? 0 : 1][stream], queued.move, copies, times[stream]));
             }
-            executor_.copy_ended(queued.job, copies.sums ? sums.data() : nullptr, nullptr);
+            executor_.copy_ended(queued.job, copies.sums ? sums.data() : nullptr, nullptr, unfit.data());
         } catch (const std::exception& error) {
             executor_.copy_ended(queued.job, nullptr, error.what());
         }

@@ -191,18 +191,19 @@ bool Executor::wait_for(Held& held, std::condition_variable& condition, Nanoseco
 void Executor::copy_loop() {
     give_way();
     std::vector<uint64_t> found;
+    std::vector<uint8_t> unfit;
     Held held(*this);
     while (!closing_) {
         if (const CopyJob* const job = moves_.take_copy(Hands::kOurs)) {
             held.let_go();
             const Nanoseconds begin = now();
-            copy(*job, &found);
+            copy(*job, &found, &unfit);
             const Nanoseconds end = now();
             held.take_again();
             const auto pages = static_cast<int64_t>(job->pages.size());
             const int64_t bytes = limits_.bounds[job->last] - limits_.bounds[job->first];
             keep({kind_of(job->copy), job->first, job->last, job->move, pages, pages * bytes, begin, end});
-            moves_.copy_ended(job->id, found.data(), nullptr);
+            moves_.copy_ended(job->id, found.data(), nullptr, unfit.data());
             continue;
         }
         const Nanoseconds time = now(), until = moves_.deadline();
@@ -216,16 +217,19 @@ void Executor::copy_loop() {
     }
 }
 
-void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found) const {
+void Executor::copy(const CopyJob& job, std::vector<uint64_t>* found, std::vector<uint8_t>* unfit) const {
     const int32_t layers = job.last - job.first;
     found->resize(job.sums ? job.pages.size() * layers : 0);
+    unfit->assign(job.pages.size(), 0);
     uint8_t* const memory = places_[job.memory].memory;
     const Store store = job.large ? Store::kStreamed : Store::kCached;
     for (size_t page = 0; page < job.pages.size(); ++page) {
         uint8_t* const part = memory + job.pages[page].at;
         uint64_t* const sums = job.sums ? found->data() + page * layers : nullptr;
         const int64_t* const blocks = job.blocks.empty() ? nullptr : &job.blocks[page * limits_.page_blocks];
-        if (job.copy == Copy::kGather) gather(*pool_, blocks, job.first, job.last, part, sums, store);
+        if (job.copy == Copy::kGather) {
+            (*unfit)[page] = !gather(*pool_, blocks, job.first, job.last, part, sums, store);
+        }
         if (job.copy == Copy::kScatter) scatter(*pool_, blocks, job.first, job.last, part, sums, store);
         for (int32_t layer = job.first; sums && job.copy == Copy::kDigest && layer < job.last; ++layer) {
             const int64_t at = limits_.bounds[layer], end = limits_.bounds[layer + 1];

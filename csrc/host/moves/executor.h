@@ -87,8 +87,8 @@ public:
     // The job is the caller's until its end is reported.
     const CopyJob* take_copy(Hands hands, Nanoseconds until);
     bool copy_queued(int64_t job, int64_t point) { return Held(*this)->copy_queued(job, point); }
-    bool copy_ended(int64_t job, const uint64_t* found, const char* broken) {
-        return Held(*this)->copy_ended(job, found, broken);
+    bool copy_ended(int64_t job, const uint64_t* found, const char* broken, const uint8_t* unfit = nullptr) {
+        return Held(*this)->copy_ended(job, found, broken, unfit);
     }
 
     // Late pages that have ended since the last call. Waits for one until `until`. Throws `Stopped` after `stop`.
@@ -154,7 +154,7 @@ private:
     void end();
     void copy_loop();
     void disk_loop(int32_t number);
-    void copy(const CopyJob& job, std::vector<uint64_t>* found) const;
+    void copy(const CopyJob& job, std::vector<uint64_t>* found, std::vector<uint8_t>* unfit) const;
     std::unique_ptr<Flight> flight(IoJob job, const Disk& disk) const;
     std::vector<Share> shares(const IoJob& job, int64_t limit) const;
     void add_looks(Flight& flight, const IoJob& job) const;

@@ -28,6 +28,7 @@ enum class Status : uint8_t {
     kLockLost,
     kCancelled,
     kAborted,
+    kUnfit,
 };
 
 // The smaller value goes first on a device that both need.

@@ -106,8 +106,9 @@ public:
     // ones. False if the copy is not under way.
     bool copy_queued(int64_t job, int64_t point);
     // `found`: (pages, layers) of the job, if it asked for sums. `broken`: the error of a failed copy, or null. False,
-    // without effect, if the copy is not under way or its sums are missing.
-    bool copy_ended(int64_t number, const uint64_t* found, const char* broken);
+    // without effect, if the copy is not under way or its sums are missing. `unfit`: by page of the job, not 0 for a page
+    // that does not fit into a packed extent; null if each fits.
+    bool copy_ended(int64_t number, const uint64_t* found, const char* broken, const uint8_t* unfit = nullptr);
     // Since the last call.
     News take_news() { return std::exchange(news_, {}); }
     // The next time at which `expire` has work; the largest number if there is none.

@@ -194,7 +194,7 @@ bool Moves::copy_queued(int64_t job, int64_t point) {
     return true;
 }
 
-bool Moves::copy_ended(int64_t number, const uint64_t* found, const char* broken) {
+bool Moves::copy_ended(int64_t number, const uint64_t* found, const char* broken, const uint8_t* unfit) {
     const auto ended = copies_.find(number);
     if (ended == copies_.end() || (!broken && ended->second->job.sums && !found)) return false;
     const auto node = copies_.extract(ended);
@@ -217,6 +217,10 @@ bool Moves::copy_ended(int64_t number, const uint64_t* found, const char* broken
         if (broken) continue;
         const uint64_t* const sums = job.sums ? found + i * layers : nullptr;
         const int64_t first = page * limits_.layers + job.first;
+        if (unfit && unfit[i]) {
+            judge(move, row, Status::kUnfit);
+            continue;
+        }
         if (job.copy == Copy::kGather) {
             std::copy_n(sums, layers, spaces_[way.target].sums + way.targets[page] * limits_.layers);
         } else if (job.sums && !std::equal(sums, sums + layers, way.sums.data() + first)) {

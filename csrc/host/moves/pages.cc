@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "hash/xxh3.h"
+#include "pack/pack.h"
 
 namespace gdscache {
 namespace {
@@ -38,6 +39,10 @@ void each_run(const PlaneMemory& plane, const HostPlanes& pool, const int64_t* b
         }
         visit(run, static_cast<size_t>(nbytes));
     }
+}
+
+size_t values_of(const HostPlanes& pool, const PlaneMemory& plane) {
+    return static_cast<size_t>(plane.row_bytes / 2 * pool.block_tokens * pool.page_blocks);
 }
 
 // A layer's bytes on their way out of the planes, or into them. Short runs pass through a buffer in the nearest cache:
@@ -104,6 +109,126 @@ private:
     alignas(64) uint8_t buffer_[kBuffer];
 };
 
+// Moves a page's values between a plane and its packed part. Sums are of the part's bytes.
+class Packer {
+public:
+    Packer(const HostPlanes& pool, const int64_t* blocks, bool sums, Store store)
+        : pool_(pool), blocks_(blocks), hash_(best_arm()), sums_(sums), stream_(store == Store::kStreamed) {}
+
+    // `part`: the begin of the plane's part, then of the next one. False: the plane does not fit.
+    bool gather(const PlaneMemory& plane, uint8_t*& part) {
+        const Xxh3 before = hash_;
+        uint8_t* const begin = part;
+        if (gather(plane, part, kSampled)) return true;
+        hash_ = before;
+        part = begin;
+        return gather(plane, part, 1);
+    }
+
+    void scatter(const PlaneMemory& plane, const uint8_t*& part) {
+        const size_t values = values_of(pool_, plane), row = static_cast<size_t>(plane.row_bytes) / 2;
+        const uint8_t base = base_of(part + tiles_bytes(values));
+        size_t left = values, held = 0, taken = 0;
+        each_run<false>(plane, pool_, blocks_, [&](uint8_t* run, size_t size) {
+            while (size) {
+                if (taken == held) {
+                    const size_t some = std::min(left, kTile), filled = (some + kRound - 1) / kRound * kRound;
+                    move(tile_, part, tiles_bytes(some), false);
+                    part += tiles_bytes(some);
+                    left -= some;
+                    taken = held = 0;
+                    if (some == kTile && size >= 2 * kTile) {
+                        decode_tile(tile_, kTile, base, run);
+                        run += 2 * kTile, size -= 2 * kTile;
+                        continue;
+                    }
+                    decode_tile(tile_, filled, base, values_);
+                    held = 2 * some;
+                }
+                const size_t some = std::min(size, held - taken);
+                std::memcpy(run, values_ + taken, some);
+                run += some, taken += some, size -= some;
+            }
+        });
+        const auto put = [&](size_t place, uint8_t exponent) {
+            const auto token = static_cast<int64_t>(place / row), in_block = token % pool_.block_tokens;
+            uint8_t* const block = plane.base + blocks_[token / pool_.block_tokens] * plane.block_stride;
+            set_exponent(block + in_block * plane.token_stride + place % row * 2, exponent);
+        };
+        size_t count = 0;  // words of the list that are used and were not seen yet
+        each_piece(list_bytes(values), [&](size_t at, size_t size) {
+            move(tile_, part + at, size, false);
+            if (at == 0) count = 1 + exceptions_of(tile_, values);
+            const size_t words = std::min(count, size / 4), skipped = at == 0;
+            each_exception(tile_ + 4 * skipped, words - skipped, values, put);
+            count -= words;
+        });
+        part += list_bytes(values);
+    }
+
+    uint64_t digest() const { return hash_.digest(); }
+
+private:
+    // With the base that every `step`-th value asks for.
+    bool gather(const PlaneMemory& plane, uint8_t*& part, size_t step) {
+        const size_t values = values_of(pool_, plane);
+        Exponents exponents(step);
+        each_run<true>(plane, pool_, blocks_, [&](const uint8_t* run, size_t size) { exponents.count(run, size); });
+        const uint8_t base = exponents.base();
+        uint8_t* const list = part + tiles_bytes(values);
+        Exceptions exceptions(list, values);
+        bool fits = true;
+        size_t held = 0, first = 0;
+        const auto put = [&](const uint8_t* in, size_t some) {
+            encode_tile(in, some, base, tile_);
+            fits = fits && exceptions.add(in, tile_, some, first);
+            move(part, tile_, tiles_bytes(some), stream_);
+            part += tiles_bytes(some);
+            first += some;
+        };
+        each_run<false>(plane, pool_, blocks_, [&](const uint8_t* run, size_t size) {
+            while (size) {
+                const bool whole = held == 0 && size >= 2 * kTile;
+                const size_t some = std::min(size, 2 * kTile - held);
+                if (whole) put(run, kTile);
+                else std::memcpy(values_ + held, run, some), held += some;
+                if (held == 2 * kTile) put(values_, kTile), held = 0;
+                run += some, size -= some;
+            }
+        });
+        if (held) {
+            const size_t filled = (held / 2 + kRound - 1) / kRound * kRound;
+            std::memset(values_ + held, 0, 2 * filled - held);
+            put(values_, filled);
+        }
+        exceptions.end(base);
+        each_piece(list_bytes(values), [&](size_t at, size_t size) {
+            std::memcpy(tile_, list + at, size);
+            move(list + at, tile_, size, stream_);
+        });
+        part += list_bytes(values);
+        return fits;
+    }
+
+    template <typename Visit>
+    static void each_piece(size_t bytes, Visit visit) {
+        for (size_t at = 0; at < bytes; at += kTileBytes) visit(at, std::min(kTileBytes, bytes - at));
+    }
+
+    void move(uint8_t* to, const uint8_t* from, size_t size, bool stream) {
+        if (sums_) hash_.update_copy(to, from, size, stream);
+        else std::memcpy(to, from, size);
+    }
+
+    static constexpr size_t kSampled = 17;  // prime to the widths of rows: all channels have their turn
+
+    const HostPlanes& pool_;
+    const int64_t* blocks_;
+    Xxh3 hash_;
+    bool sums_, stream_;
+    alignas(64) uint8_t tile_[kTileBytes], values_[2 * kTile];
+};
+
 }  // namespace
 
 void check(const HostPlanes& pool) {
@@ -121,6 +246,10 @@ void check(const HostPlanes& pool) {
         refuse_if(!plane.base, "a plane has no memory");
         refuse_if(plane.row_bytes < 1 || plane.row_bytes > kMost, "no sound size of rows");
         total += rows * plane.row_bytes;
+        if (pool.packed) {
+            refuse_if(plane.row_bytes % 2 != 0, "rows of bfloat16 values have an even number of bytes");
+            refuse_if(rows * plane.row_bytes / 2 > kMostValues, "a plane of a page has too many values to be packed");
+        }
         const __int128 there = reinterpret_cast<uintptr_t>(plane.base);
         const __int128 across = static_cast<__int128>(pool.blocks - 1) * plane.block_stride;
         const __int128 along = static_cast<__int128>(pool.block_tokens - 1) * plane.token_stride;
@@ -132,15 +261,27 @@ void check(const HostPlanes& pool) {
 }
 
 int64_t layer_bytes(const HostPlanes& pool, int64_t layer) {
-    int64_t rows = 0;
-    for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) rows += pool.planes[n].row_bytes;
-    return rows * pool.block_tokens * pool.page_blocks;
+    int64_t bytes = 0;
+    for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
+        const PlaneMemory& plane = pool.planes[n];
+        const int64_t rows = pool.block_tokens * pool.page_blocks;
+        bytes += pool.packed ? static_cast<int64_t>(packed_bytes(values_of(pool, plane))) : rows * plane.row_bytes;
+    }
+    return bytes;
 }
 
-void gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
+bool gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
             Store store) {
     const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
+        if (pool.packed) {
+            Packer packer(pool, blocks, sums, store);
+            for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
+                if (!packer.gather(pool.planes[n], part)) return false;
+            }
+            if (sums) *sums++ = packer.digest();
+            continue;
+        }
         Mover mover(arm, sums, store);
         for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
             each_run<true>(pool.planes[n], pool, blocks,
@@ -149,12 +290,21 @@ void gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_
         mover.finish(part);
         if (sums) *sums++ = mover.digest();
     }
+    return true;
 }
 
 void scatter(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
              uint64_t* sums, Store store) {
     const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
+        if (pool.packed) {
+            Packer packer(pool, blocks, sums, store);
+            for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
+                packer.scatter(pool.planes[n], part);
+            }
+            if (sums) *sums++ = packer.digest();
+            continue;
+        }
         Mover mover(arm, sums, store);
         size_t left = static_cast<size_t>(layer_bytes(pool, layer));
         for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {

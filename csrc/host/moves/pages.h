@@ -25,6 +25,7 @@ struct HostPlanes {
     int64_t blocks = 0;
     int64_t block_tokens = 0;
     int64_t page_blocks = 0;  // blocks of a page
+    bool packed = false;      // extents are packed: all rows are of bfloat16 values
 
     int64_t layers() const { return static_cast<int64_t>(first_plane.size()) - 1; }
 };
@@ -41,8 +42,8 @@ enum class Store { kCached, kStreamed };
 
 // Copy layers [first, last) of one page out of the planes. `blocks`: its `page_blocks` block indices. `part`: the
 // target of layer `first`; the other layers follow without a gap. `sums`: XXH3-64 of each layer as written to `part`,
-// or null.
-void gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
+// or null. False: the page does not fit into a packed extent, and the bytes in `part` are void.
+bool gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
             Store store);
 
 // The inverse: out of `part` into the planes. `sums` are of the bytes written to the planes.

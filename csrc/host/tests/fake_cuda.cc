@@ -133,7 +133,7 @@ DRIVER void fake_forget(void* address) {
 }
 
 DRIVER void* fake_kernel(int32_t which) {
-    static int32_t kernels[] = {kGather, kScatter, kGatherSums, kScatterSums};
+    static int32_t kernels[] = {kGather, kScatter, kGatherSums, kScatterSums, kGatherPacked, kScatterPacked};
     return &kernels[which];
 }
 
@@ -325,7 +325,8 @@ DRIVER int cuLaunchKernel(void* kernel, unsigned grid, unsigned, unsigned, unsig
     const int32_t which = *static_cast<int32_t*>(kernel);
     MUST(grid > 0 && !parameters && extra[0] == reinterpret_cast<void*>(1) && extra[2] == reinterpret_cast<void*>(2));
     const size_t size = *static_cast<size_t*>(extra[3]);
-    MUST(!extra[4] && size == (which >= kGatherSums ? sizeof(Arguments) : offsetof(Arguments, team)));
+    const size_t summed = offsetof(Arguments, unfit), plain = offsetof(Arguments, team);
+    MUST(!extra[4] && size == (which >= kGatherPacked ? sizeof(Arguments) : which >= kGatherSums ? summed : plain));
     const auto arguments = std::make_shared<Arguments>();
     std::memcpy(static_cast<void*>(arguments.get()), extra[1], size);
     stream_at(stream)->push([=] { KernelRun(which, *arguments, threads, widest.load()).run(); });

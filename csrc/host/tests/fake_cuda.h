@@ -14,7 +14,7 @@ namespace gdscache::test {
 constexpr uint64_t kDeviceBit = uint64_t{1} << 56;
 
 enum : int32_t { kStreams, kEvents, kDeviceMemory, kHostMemory, kEntered, kLiving };
-enum : int32_t { kGather, kScatter, kGatherSums, kScatterSums };
+enum : int32_t { kGather, kScatter, kGatherSums, kScatterSums, kGatherPacked, kScatterPacked };
 
 }  // namespace gdscache::test
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "hash/xxh3.h"
+#include "moves/pages.h"
 #include "tests/fake_cuda.h"
 #include "tests/fake_memory.h"
 
@@ -20,6 +21,7 @@ struct Arguments {
     uint8_t listed[3520];
     uint32_t team;
     uint64_t digests;
+    uint64_t unfit;  // of packed pages alone
 };
 
 struct LayerWords {
@@ -33,21 +35,23 @@ class KernelRun {
 public:
     KernelRun(int32_t which, const Arguments& arguments, uint32_t threads, int64_t vector)
         : a_(arguments),
-          gather_(which == kGather || which == kGatherSums),
+          gather_(which % 2 == kGather),
+          packed_(which >= kGatherPacked),
           sums_(which >= kGatherSums),
           vector_(vector) {
         MUST(a_.pages > 0 && a_.n_layers > 0 && a_.skipped == 0);
         MUST(threads % 32 == 0 && threads >= 32 && threads <= 1024);
         if (sums_) MUST(a_.team >= 1 && threads / 32 % a_.team == 0);
         if (sums_) digests_ = within<uint64_t>(a_.digests, int64_t{a_.pages} * a_.n_layers);
-        MUST(a_.extents != 0 || (gather_ && sums_));
+        MUST(a_.extents != 0 || (gather_ && sums_ && !packed_));
+        if (packed_) unfit_ = within<uint32_t>(a_.unfit, a_.pages);
         layers_ = within<LayerWords>(a_.layers, a_.n_layers);
         planes_ = within<PlaneWords>(a_.planes, a_.first_plane + a_.n_planes);
     }
 
     void run() {
         for (uint32_t page = 0; page < a_.pages; ++page) {
-            for (uint32_t n = 0; n < a_.n_layers; ++n) move(page, n);
+            for (uint32_t n = 0; n < a_.n_layers; ++n) packed_ ? move_packed(page, n) : move(page, n);
         }
     }
 
@@ -110,10 +114,47 @@ private:
         if (sums_) digests_[int64_t{page} * a_.n_layers + number] = xxh3(passed_.data(), passed_.size());
     }
 
+    // By the library's own codec, a plane at a time, as one run of values.
+    void move_packed(uint32_t page, uint32_t number) {
+        const LayerWords& layer = layers_[number];
+        const int64_t row = a_.rows ? looked_up(a_.rows, page) : page;
+        MUST(row >= 0 && row < a_.slots && layer.bytes > 240);
+        const uint64_t extent = a_.extents + static_cast<uint64_t>(row * a_.stride + layer.start - a_.origin);
+        MUST(extent % 8 == 0);
+        uint8_t* const there = memory().mapped(extent, static_cast<size_t>(layer.bytes));
+        uint8_t* part = there;
+        for (int64_t n = layer.first_plane; n < layer.first_plane + layer.planes; ++n) {
+            const PlaneWords& plane = planes_[n];
+            const int64_t runs = plane.runs_per_block * a_.page_blocks;
+            passed_.resize(static_cast<size_t>(runs * plane.run_bytes));
+            HostPlanes pool{{{passed_.data(), 0, 0, runs * plane.run_bytes}}, {0, 1}, 1, 1, 1, true};
+            check(pool);
+            const int64_t none = 0;
+            if (!gather_) scatter(pool, &none, 0, 1, part, nullptr, Store::kCached);
+            for (int64_t run = 0; run < runs; ++run) {
+                const int64_t number_of = block(int64_t{page} * a_.page_blocks + run / plane.runs_per_block);
+                MUST(number_of >= 0 && number_of < a_.pool_blocks);
+                const auto address = static_cast<uint64_t>(plane.base + number_of * plane.block_stride +
+                                                           run % plane.runs_per_block * plane.run_stride);
+                MUST(address & kDeviceBit);
+                const auto size = static_cast<size_t>(plane.run_bytes);
+                uint8_t* const in_planes = memory().mapped(address, size);
+                uint8_t* const ours = passed_.data() + run * plane.run_bytes;
+                std::memcpy(gather_ ? ours : in_planes, gather_ ? in_planes : ours, size);
+            }
+            if (gather_ && !gather(pool, &none, 0, 1, part, nullptr, Store::kCached)) unfit_[page] = 1;
+            part += layer_bytes(pool, 0);
+            MUST(part - there == plane.end);
+        }
+        MUST(part - there == layer.bytes);
+        digests_[int64_t{page} * a_.n_layers + number] = xxh3(there, static_cast<size_t>(layer.bytes));
+    }
+
     const Arguments& a_;
-    const bool gather_, sums_;
+    const bool gather_, packed_, sums_;
     const int64_t vector_;
     uint64_t* digests_ = nullptr;
+    uint32_t* unfit_ = nullptr;
     const LayerWords* layers_;
     const PlaneWords* planes_;
     std::vector<uint8_t> passed_;

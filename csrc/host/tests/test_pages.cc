@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "hash/xxh3.h"
 #include "moves/pages.h"
@@ -21,7 +22,7 @@ struct Made {
     HostPlanes pool{};
 };
 
-Made made(Random& random) {
+Made made(Random& random, bool packed = false) {
     Made all;
     constexpr int64_t kTokens[] = {1, 2, 3, 16}, kRows[] = {1, 2, 24, 64, 100, 512, 1152, 5000};
     const int64_t tokens = random.pick(kTokens), page_blocks = static_cast<int64_t>(1 + random.below(5));
@@ -29,7 +30,8 @@ Made made(Random& random) {
     const size_t layers = 1 + random.below(4);
     for (size_t layer = 0; layer < layers; layer++) {
         for (size_t n = 0; n <= random.below(3); n++) {
-            const int64_t row = random.pick(kRows), gap = random.below(2) ? 0 : static_cast<int64_t>(random.below(9));
+            const int64_t drawn = random.pick(kRows), row = packed ? drawn + drawn % 2 : drawn;
+            const int64_t gap = random.below(2) ? 0 : static_cast<int64_t>(random.below(9));
             const bool swapped = random.below(3) == 0, backwards = random.below(4) == 0;
             int64_t token = (row + gap) * (swapped ? blocks : 1), block = (row + gap) * (swapped ? 1 : tokens);
             all.memory.push_back(random.bytes(static_cast<size_t>((row + gap) * blocks * tokens)));
@@ -42,7 +44,7 @@ Made made(Random& random) {
         }
         all.first_plane.push_back(static_cast<int32_t>(all.planes.size()));
     }
-    all.pool = {all.planes, all.first_plane, blocks, tokens, page_blocks};
+    all.pool = {all.planes, all.first_plane, blocks, tokens, page_blocks, packed};
     return all;
 }
 
@@ -104,10 +106,84 @@ void check_page(Random& random) {
     CHECK(all.memory == others);
 }
 
+// Values of few exponents come back out of packed extents; random bytes do not fit, and touch nothing else where they
+// are taken for an extent.
+void check_packed_page(Random& random) {
+    Made all = made(random, true);
+    const HostPlanes& pool = all.pool;
+    check(pool);
+    std::vector<int64_t> blocks(static_cast<size_t>(pool.page_blocks));
+    std::iota(blocks.begin(), blocks.end(), pool.blocks - pool.page_blocks);
+    if (random.below(2)) std::reverse(blocks.begin(), blocks.end());
+    const int64_t layers = pool.layers(), base = static_cast<int64_t>(random.below(242));
+    const bool fits = random.below(5) > 0, sampled = random.below(2);
+    for (int64_t layer = 0; layer < layers; layer++) {
+        bool low = true;
+        size_t values = 0;
+        each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) {
+            const uint64_t drawn = random.next();
+            byte = static_cast<uint8_t>(drawn);
+            low = !low;
+            if (!low || !fits) return;
+            // The high byte of a value, whose low one has the last bit of the exponent. Each 17th, of which the base is
+            // first made, has the lowest ones.
+            const bool lowest = values++ % 17 == 0 && sampled;
+            const int64_t half = (base + 2) / 2 + (lowest ? 0 : static_cast<int64_t>(drawn >> 8 & 0xFF) % 6);
+            byte = static_cast<uint8_t>((drawn & 0x80) | static_cast<uint64_t>(half));
+        });
+    }
+    int64_t bytes = 0;
+    for (int64_t layer = 0; layer < layers; layer++) bytes += layer_bytes(pool, layer);
+    const Store store = random.below(2) ? Store::kStreamed : Store::kCached;
+    std::vector<uint8_t> part(static_cast<size_t>(bytes)), again = part;
+    std::vector<uint64_t> sums(static_cast<size_t>(layers)), got = sums;
+    const bool packed = gather(pool, blocks.data(), 0, layers, part.data(), sums.data(), store);
+    stream_fence();
+    const auto before = all.memory;
+    if (packed) {
+        digest(pool, 0, layers, part.data(), got.data());
+        CHECK(got == sums && gather(pool, blocks.data(), 0, layers, again.data(), nullptr, store) && part == again);
+        for (auto& memory : all.memory) std::fill(memory.begin(), memory.end(), uint8_t{7});
+        for (int64_t layer = 0; layer < layers; layer++) {  // the pool's own, back in place by the page alone
+            const uint8_t* at = part.data();
+            for (int64_t n = 0; n < layer; n++) at += layer_bytes(pool, n);
+            scatter(pool, blocks.data(), layer, layer + 1, at, got.data(), store);
+            CHECK(got[0] == sums[static_cast<size_t>(layer)]);
+        }
+        stream_fence();
+        auto found = all.memory;
+        std::vector<uint8_t> ours;
+        for (int64_t layer = 0; layer < layers; layer++) {
+            each_byte(pool, blocks.data(), layer,
+                      [&](uint8_t& byte) { ours.push_back(std::exchange(byte, uint8_t{7})); });
+        }
+        for (auto& memory : all.memory) CHECK(std::ranges::all_of(memory, [](uint8_t byte) { return byte == 7; }));
+        for (size_t n = 0; n < before.size(); n++) std::ranges::copy(before[n], all.memory[n].begin());
+        const uint8_t* at = ours.data();
+        for (int64_t layer = 0; layer < layers; layer++) {
+            each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { CHECK(byte == *at++); });
+        }
+    }
+    CHECK(packed || !fits);
+    const std::vector<uint8_t> fresh = random.bytes(part.size());
+    for (auto& memory : all.memory) std::fill(memory.begin(), memory.end(), uint8_t{7});
+    scatter(pool, blocks.data(), 0, layers, fresh.data(), got.data(), store);
+    stream_fence();
+    digest(pool, 0, layers, fresh.data(), sums.data());
+    CHECK(got == sums);
+    for (int64_t layer = 0; layer < layers; layer++) {
+        each_byte(pool, blocks.data(), layer, [&](uint8_t& byte) { byte = 7; });
+    }
+    for (auto& memory : all.memory) CHECK(std::ranges::all_of(memory, [](uint8_t byte) { return byte == 7; }));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     Random random(17);
-    for (uint64_t n = rounds(argc, argv, 400); n-- > 0;) check_page(random);
+    for (uint64_t n = rounds(argc, argv, 400); n-- > 0;) {
+        check_page(random);
+        check_packed_page(random);
+    }
     std::printf(" good\n");
 }

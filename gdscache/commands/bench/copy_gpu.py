@@ -109,7 +109,7 @@ class Gpu:
     def thread_blocks(self, copies: GpuCopies, route: str) -> int:
         """The most thread blocks of a kernel of a route, without checksums."""
         kernels = copies.kernels
-        if route == "copy_engine" or kernels is None:
+        if route == "copy_engine" or not isinstance(kernels, PageKernels):
             return 0
         every = range(copies.planes.layout.n_layers)
         return kernels.zero_copy_blocks(every) if route == "zero_copy" else kernels.most_blocks

@@ -20,6 +20,7 @@ from gdscache.commands.doctor.facts import Asked, Directory, FreeSpace, Place, S
 from gdscache.commands.doctor.report import Found, attempt
 from gdscache.commands.doctor.trial import DEADLINE_S, Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
+from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.cuda import numa
 from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
@@ -171,7 +172,8 @@ def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
     """Free space for this user, and bytes of the slab files in directory `number`. Raises `OSError`."""
     system = os.statvfs(place)
     slab = 0
-    for path in [directory / slab_name(number), *directory.glob(f"slab-{number}.*.*.bin")]:
+    plain = directory / PLAIN_DIRECTORY / slab_name(number)
+    for path in [directory / slab_name(number), plain, *directory.glob(f"slab-{number}.*.*.bin")]:
         with contextlib.suppress(OSError):
             slab += os.lstat(path).st_blocks * 512
     return FreeSpace(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)

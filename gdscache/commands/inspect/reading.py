@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gdscache.arrays import Int64Array
-from gdscache.config.pools import POOL_PREFIX
+from gdscache.config.pools import PLAIN_DIRECTORY, POOL_PREFIX
 from gdscache.disk import catalog_file, catalog_image, conversion, stripes
 from gdscache.disk.catalog_file import CATALOG_NAME, SUSPECT_NAME, CorruptCatalogError
 from gdscache.disk.catalog_image import Progress
@@ -66,10 +66,12 @@ class Contents:
 
 
 def directories_of(directory: Path) -> list[Path]:
-    """The cache directories: `directory` itself, and those of a hybrid model's pools below it, if they have a
-    catalogue. A directory without any is returned as it is, and `existing` raises for it."""
+    """The cache directories: `directory` itself, and those below it of a hybrid model's pools, and of pages that do not
+    fit into packed extents, if they have a catalogue. A directory without any is returned as it is, and `existing`
+    raises for it."""
     try:
-        below = sorted(path for path in directory.glob(f"{POOL_PREFIX}*") if (path / CATALOG_NAME).exists())
+        found = [*directory.glob(f"{POOL_PREFIX}*"), directory / PLAIN_DIRECTORY]
+        below = sorted(path for path in found if (path / CATALOG_NAME).exists())
     except OSError:
         below = []
     return below if below and not (directory / CATALOG_NAME).exists() else [directory, *below]
@@ -245,10 +247,11 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
     path = directory / CATALOG_NAME
     with _readable(path):
         version, (extent, shards) = catalog_file.check(connection, path, None)
+        plain = directory.name == PLAIN_DIRECTORY
         if extent < 1 or extent % EXTENT_ALIGNMENT:
             raise CorruptCatalogError(f"{path} is corrupt: its extent_bytes is {extent}")
         created = connection.execute("SELECT value FROM meta WHERE name = 'created'").fetchone()
-        names = {digest: _namespace(digest, text, extent) for _, digest, text in descriptions(connection)}
+        names = {digest: _namespace(digest, text, extent, plain=plain) for _, digest, text in descriptions(connection)}
         directories = slab_directories(directory)
         files = slab_files(directories, range(shards))
         sizes = tuple(regular_file(file).st_size for file in files)
@@ -268,7 +271,8 @@ def read_contents(directory: Path, connection: sqlite3.Connection) -> Contents:
     )
 
 
-def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
+def _namespace(digest: bytes, text: object, extent: int, *, plain: bool) -> Namespace:
+    """`plain`: of the directory of pages that do not fit into packed extents."""
     try:
         fields = json.loads(text) if isinstance(text, bytes) else None
         if not isinstance(fields, dict) or namespace_digest(fields) != digest:
@@ -279,7 +283,7 @@ def _namespace(digest: bytes, text: object, extent: int) -> Namespace:
         layers = tuple(
             tuple(Plane(name, tuple(shape), dtype) for name, shape, dtype in planes) for planes in fields["planes"]
         )
-        layout = PageLayout(layers, fields["page_tokens"])
+        layout = PageLayout(layers, fields["page_tokens"], packed=fields.get("packed") == 1 and not plain)
         return Namespace(fields, layout if layout.extent_bytes == extent else None)
     except (KeyError, TypeError, ValueError, GdsCacheError):
         return Namespace(fields)

@@ -292,7 +292,7 @@ def test_closing(tmp_path: Path) -> None:
         (f"INSERT INTO retention VALUES (3, 1, 1000, {(1 << 53) + 1})", "row"),
         (f"INSERT INTO retention VALUES (3, 1, {(1 << 53) + 1}, 0)", "row"),
         (f"INSERT INTO retention VALUES (3, 1, {-(1 << 63)}, 0)", "row"),
-        ("UPDATE pages SET packed = 1 WHERE place = 3", "packed"),
+        ("UPDATE pages SET packed = 2 WHERE place = 3", "packed"),
         ("UPDATE pages SET packed = NULL WHERE place = 3", "row"),
     ],
 )

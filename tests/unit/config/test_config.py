@@ -625,6 +625,7 @@ DIFFERENT: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
             {"groups": [{"name": "a", "layers": [0, 1]}]},
         ],
     ),
+    ("pack", MHA | {"dtype": "bfloat16"}, [{"pack": pack} for pack in ("on", "off")]),
     ("salt", MHA, [{"salt": salt} for salt in ("", "a", "b", " a")]),
 ]
 

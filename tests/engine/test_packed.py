@@ -1,0 +1,266 @@
+"""Engines whose pages are packed: the same bits come back from every tier, in three quarters of the bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gdscache import CacheEngine, Config
+from gdscache.commands.cli import app
+from gdscache.config import ModelConfig
+from gdscache.errors import ExtentSizeError, GeometryError
+from gdscache.storage.base import Op
+from tests.support import fake_gpu
+from tests.support.faults import Fault, FaultPlan
+from tests.support.faulty import PLAN
+from tests.support.helpers import WAIT, until
+from tests.unit.kernels.test_packed_pages import bits, drawn
+
+MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
+PAGES, BLOCKS = 5, 32
+TOKENS = list(range(PAGES * 32))
+
+
+@pytest.fixture(params=["host", "staged", "zero_copy"], autouse=True)
+def _planes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes in host memory, and of a GPU that is not there, whose kernels the library's codec stands for."""
+    if request.param != "host":
+        fake_gpu.use(monkeypatch, request.param)
+
+
+def config(path: Path | None, pack: str, **sections: Any) -> Config:
+    extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    given: dict[str, Any] = {"model": MODEL | {"pack": pack}, "gpu": {"device": "cpu"}, "host_buffer": 4 * extent}
+    given |= {"cpu": {"capacity": 8 * extent}, "deadline": WAIT}
+    if path is not None:
+        given["ssd"] = ssd(path, 16 * extent)
+    return Config.from_dict(given | sections)
+
+
+def ssd(path: Path, capacity: Any) -> dict[str, Any]:
+    return {"path": str(path), "capacity": capacity, "threads": 2, "transport": "posix"}
+
+
+def planes(kind: str = "keys", seed: int = 1) -> list[list[torch.Tensor]]:
+    rng = np.random.default_rng(seed)
+    made = [[torch.zeros((BLOCKS, 16, 4, 64), dtype=torch.bfloat16) for _ in range(2)] for _ in range(3)]
+    for tensor in (tensor for layer in made for tensor in layer):
+        bits(tensor)[:] = drawn(kind, tensor.numel(), rng).reshape(tensor.shape)
+    return made
+
+
+def rows(pool: list[list[torch.Tensor]], blocks: range) -> list[bytes]:
+    return [bits(tensor)[list(blocks)].tobytes() for layer in pool for tensor in layer]
+
+
+def store(engine: CacheEngine) -> dict[int, str]:
+    """Why pages were dropped, by their numbers."""
+    dropped = engine.store(TOKENS, list(range(2 * PAGES))).result(WAIT).dropped
+    engine.flush(WAIT)
+    return dict(dropped)
+
+
+def load(engine: CacheEngine, blocks: range) -> int:
+    hit = engine.lookup(TOKENS)
+    return engine.load(hit, list(blocks)[: hit.tokens // 16]).result(WAIT).tokens
+
+
+def test_pages_come_back_bit_for_bit_out_of_memory_and_after_a_restart(tmp_path: Path) -> None:
+    pool = planes()
+    wanted = rows(pool, range(10))
+    with CacheEngine(config(tmp_path, "on"), pool) as engine:
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        assert rows(pool, range(16, 26)) == wanted
+        assert engine.layout.packed
+        assert engine.layout.extent_bytes < 0.82 * engine.layout.plane_bytes
+    slab = (tmp_path / "slab-0.bin").stat().st_size
+    assert slab % engine.layout.extent_bytes == 0
+    for pack in ("auto", "on"):
+        pool = planes(seed=2)
+        with CacheEngine(config(tmp_path, pack), pool) as engine:
+            assert engine.config.model.pack == "on"
+            assert load(engine, range(10)) == len(TOKENS)
+            assert rows(pool, range(10)) == wanted
+
+
+def test_what_was_packed_is_not_found_unpacked_and_the_other_way_round(tmp_path: Path) -> None:
+    for first, second in (("on", "off"), ("off", "on")):
+        path = tmp_path / first
+        with CacheEngine(config(path, first), planes()) as engine:
+            assert not store(engine)
+        with pytest.raises(ExtentSizeError, match="extents of"):
+            CacheEngine(config(path, second), planes())
+    assert ModelConfig(**MODEL, pack="on").namespace_fields() != ModelConfig(**MODEL, pack="off").namespace_fields()
+    with CacheEngine(config(tmp_path / "off", "auto"), planes()) as engine:
+        assert engine.config.model.pack == "off"
+        assert engine.lookup(TOKENS).tokens == len(TOKENS)
+
+
+def test_auto_packs_no_new_directory(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "auto"), planes()) as engine:
+        assert not engine.layout.packed
+        assert engine.config.model.namespace_fields() == ModelConfig(**MODEL, pack="off").namespace_fields()
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_pages_that_do_not_fit_go_as_they_are_into_tiers_of_their_own(tmp_path: Path, cpu: bool) -> None:
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    wanted = rows(pool, range(10))
+    sections = {} if cpu else {"cpu": None}
+    with CacheEngine(config(tmp_path, "on", **sections), pool) as engine:
+        assert not store(engine)
+        stats = engine.stats()
+        assert stats["stores"]["unfit"] == 1
+        assert stats["stored"] == {"ssd": PAGES - 1, "ssd_plain": 1} | (
+            {"cpu": PAGES - 1, "cpu_plain": 1} if cpu else {}
+        )
+        assert "dropped" not in stats
+        where = "cpu" if cpu else "ssd"
+        assert engine.lookup(TOKENS).tiers == (where, f"{where}_plain", where, where, where)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        assert rows(pool, range(16, 26)) == wanted
+        assert not store(engine)  # all are present
+        assert engine.stats()["stores"]["unfit"] == 1
+        assert engine.check().ok
+    pool = planes(seed=2)
+    with CacheEngine(config(tmp_path, "auto", **sections), pool) as engine:
+        assert engine.lookup(TOKENS).tiers == ("ssd", "ssd_plain", "ssd", "ssd", "ssd")
+        assert load(engine, range(10)) == len(TOKENS)
+        assert rows(pool, range(10)) == wanted
+        assert engine.clear()["ssd_plain"] == 1
+        assert engine.lookup(TOKENS).tokens == 0
+
+
+def test_pages_of_which_none_fits_come_back(tmp_path: Path) -> None:
+    pool = planes("random")
+    wanted = rows(pool, range(10))
+    given = config(tmp_path, "on", cpu={"capacity": "8MiB"}, ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, pool) as engine:
+        assert not store(engine)
+        assert engine.lookup(TOKENS).tiers == ("cpu_plain",) * PAGES
+        assert engine.load(engine.lookup(TOKENS), range(16, 26)).result(WAIT).bytes_by_tier == {
+            "cpu_plain": PAGES * engine.layout.plane_bytes
+        }
+        assert rows(pool, range(16, 26)) == wanted
+    with CacheEngine(given, pool) as engine:
+        assert engine.lookup(TOKENS).tiers == ("ssd_plain",) * PAGES
+        assert load(engine, range(10)) == len(TOKENS)
+        assert rows(pool, range(10)) == wanted
+
+
+def test_plain_pages_are_evicted_for_plain_pages(tmp_path: Path) -> None:
+    pool = planes("random")
+    with CacheEngine(config(tmp_path, "on"), pool) as engine:  # one plain slot on each tier
+        store(engine)
+        tiers = engine.stats()["tiers"]
+        assert (tiers["cpu_plain"]["slots"], tiers["ssd_plain"]["slots"]) == (1, 1)
+        tokens = [token + 1 for token in TOKENS[:32]]
+        wanted = rows(pool, range(4, 6))
+        assert not engine.store(tokens, [4, 5]).result(WAIT).dropped
+        engine.flush(WAIT)
+        assert engine.load(engine.lookup(tokens), [16, 17]).result(WAIT).tokens == 32
+        assert rows(pool, range(16, 18)) == wanted
+        assert engine.stats()["tiers"]["cpu_plain"]["evictions"] >= 1
+
+
+def test_damage_of_plain_pages_is_found(tmp_path: Path) -> None:
+    given = config(tmp_path, "on", ssd=ssd(tmp_path, "32MiB"))
+    with CacheEngine(given, planes("random")) as engine:
+        assert not store(engine)
+        extent, last = engine.layout.plane_bytes, engine.layout.packed_as(packed=False).pieces[2][1]
+    report = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
+    assert report.exit_code == 0, report.output
+    assert [one["good_pages"] for one in json.loads(report.stdout)] == [0, PAGES]
+    assert [
+        one["pages"] for one in json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)
+    ] == [0, PAGES]
+    slab = tmp_path / "plain" / "slab-0.bin"
+    data = bytearray(slab.read_bytes())
+    for at in range(0, len(data), extent):
+        data[at + last.offset + last.nbytes - 1] ^= 1
+    slab.write_bytes(data)
+    packed, plain = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path), "--json"]).stdout)
+    assert [(bad["cause"], bad["layer"]) for bad in plain["bad"]] == [("checksum", 2)] * PAGES
+    assert not packed["bad"]
+    with CacheEngine(given, planes()) as engine:
+        assert engine.lookup(TOKENS).tokens == len(TOKENS)
+        assert load(engine, range(10)) == 0
+        assert engine.stats()["misses"]["checksum"] == PAGES
+
+
+def test_damage_of_packed_bytes_is_found(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        assert not store(engine)
+        extent, piece = engine.layout.extent_bytes, engine.layout.pieces[2][1]
+    slab = tmp_path / "slab-0.bin"
+    data = bytearray(slab.read_bytes())
+    for slot in range(len(data) // extent):
+        data[slot * extent + piece.offset + piece.nbytes - 1] ^= 0x40  # behind the last exception of a list
+    slab.write_bytes(data)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path), "--json"])
+    assert result.exit_code
+    packed, plain = json.loads(result.stdout)
+    assert {(bad["cause"], bad["layer"]) for bad in packed["bad"]} == {("checksum", 2)}
+    assert not plain["bad"]
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        assert load(engine, range(10)) == 0
+
+
+def test_verify_and_inspect_read_packed_directories(tmp_path: Path) -> None:
+    with CacheEngine(config(tmp_path, "on"), planes()) as engine:
+        assert not store(engine)
+        extent = engine.layout.extent_bytes
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    packed, plain = json.loads(result.stdout)
+    assert packed["extent_bytes"] == extent < plain["extent_bytes"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> None:
+    with pytest.raises(GeometryError, match=f"{dtype}\\) cannot be packed"):
+        config(None, "on", model=MODEL | {"dtype": dtype, "pack": "on"})
+    given = config(None, "auto", model=MODEL | {"dtype": dtype}, gpu={"device": "cpu", "capacity": "4MiB"})
+    with CacheEngine(given) as engine:
+        assert not engine.layout.packed
+
+
+def test_pages_of_groups_are_refused_by_name() -> None:
+    groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
+    with pytest.raises(GeometryError, match=r"model\.pack is on, and model\.groups is given"):
+        config(None, "on", model=MODEL | {"groups": groups, "pack": "on"})
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op: Op) -> None:
+    PLAN.reset()
+    pool = planes()
+    for block in (2, 6):  # of pages 1 and 3
+        values = bits(pool[0][1])[block]
+        values[:] = drawn("random", values.size, np.random.default_rng(block)).reshape(values.shape)
+    wanted = rows(pool, range(10))
+    faulty = ssd(tmp_path, "64MiB") | {"transport": "tests.support.faulty:FaultyTransport"}
+    given = config(tmp_path, "on", ssd=faulty, cpu=None, host_buffer="64MiB", deadline=0.5)
+    with CacheEngine(given, pool) as engine:
+        hanging = functools.partial(FaultPlan.rule, PLAN, Fault.HANG, op, where=lambda path, offset: "/plain/" in path)
+        with hanging() if op is Op.WRITE else contextlib.nullcontext():
+            dropped = store(engine)
+            assert dropped == (dict.fromkeys((1, 3), "deadline") if op is Op.WRITE else {})
+        with hanging() if op is Op.READ else contextlib.nullcontext():
+            assert load(engine, range(16, 26)) == 32
+        until(lambda: not engine.manager.quarantine.requests, "late I/O ends")
+        assert not store(engine)
+        assert load(engine, range(16, 26)) == len(TOKENS)
+        assert rows(pool, range(16, 26)) == wanted
