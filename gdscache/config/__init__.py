@@ -418,7 +418,7 @@ _MAPPING_HINT = "a configuration is a mapping of sections; `model` is required"
 
 # Keys whose values differ between replicas of a server.
 _VARIED = {"ssd": ("path", "stripes"), "events": ("endpoint", "replay"), "status": ("path",)}
-_LABELS = ("name", "weights")  # keys that a file may have for a model that the inference engine describes
+_LABELS = ("name", "weights", "pack")  # keys that a file may have for a model that the inference engine describes
 
 
 def load_config(
@@ -429,8 +429,8 @@ def load_config(
 ) -> Config:
     """Read and check a YAML file; `~` is expanded. Raises a `ConfigError` subclass that names the file and the key.
 
-    `model`: the inference engine's description of its model, for files without a section `model`, or with its labels
-    only (`name`, `weights`), which take precedence. A file with other keys of the model is refused (`GeometryError`).
+    `model`: the inference engine's description of its model, for files without a section `model`, or with some
+    keys of it only (`name`, `weights`, `pack`), which take precedence. A file with others is refused (`GeometryError`).
     `variables`: further values by name (`replaced`).
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
@@ -438,7 +438,7 @@ def load_config(
     data, places = read_places(Path(path))
     data = replaced(data, variables or {})
     if model is not None:
-        data = {**data, "model": {**model, **_labels(data.get("model"), str(path))}}
+        data = {**data, "model": {**model, **labels(data.get("model"), str(path))}}
     return Config._checked(data, str(path), places)
 
 
@@ -460,7 +460,7 @@ def replaced(data: Mapping[Any, Any], variables: Mapping[str, str]) -> dict[Any,
     return found
 
 
-def _labels(section: object, source: str) -> Mapping[str, object]:
+def labels(section: object, source: str) -> Mapping[str, object]:
     """The section `model` of a file for an engine that describes its model itself."""
     if section is None:
         return {}

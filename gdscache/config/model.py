@@ -35,6 +35,15 @@ class PlaneConfig(ConfigSection):
         min_length=1, description="shape of one token's row, or of one state, in elements"
     )
     dtype: Dtype | None = Field(default=None, description="element type; null means model.dtype")
+    values: Dtype | None = Field(
+        default=None,
+        description="opaque bytes: the type of the values that they are, for `model.pack`; null means dtype",
+    )
+    parts: Annotated[tuple[Positive, ...], Strict(False)] = Field(
+        default=(),
+        description="for `model.pack`: bytes of the runs that take turns in a block, each of values of its own kind "
+        "(K, V); empty: all are of one kind",
+    )
     layers: Annotated[tuple[Layer, ...], Strict(False)] | None = Field(
         default=None,
         description="numbers of the layers that have the plane, counted from 0 in this process; null means all",
@@ -182,7 +191,9 @@ class ModelConfig(ConfigSection):
     def _planes(self) -> list[tuple[Plane, tuple[int, ...] | None]]:
         """Each plane with its layers; None for all."""
         if self.kind == "planes":
-            return [(Plane(p.name, p.shape, p.dtype or self.dtype), p.layers) for p in self.planes]
+            return [
+                (Plane(p.name, p.shape, p.dtype or self.dtype, p.values or "", p.parts), p.layers) for p in self.planes
+            ]
         rows: dict[str, tuple[int, ...]]
         if self.kind == "mha":
             heads, k_dim = self.kv_heads or 0, self.head_dim or 0

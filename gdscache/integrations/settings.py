@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdscache.config import Config, load_config, replaced
+from gdscache.config import Config, labels, load_config, replaced
 from gdscache.config.file import read_mapping
-from gdscache.errors import ConfigError, RankMismatchError
+from gdscache.errors import RankMismatchError
+from gdscache.pages.layout import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 
 def engine_configuration(
@@ -41,9 +45,8 @@ def _read(
 ) -> Config:
     if isinstance(config, str):
         return load_config(config, model=model, variables=variables)
-    if "model" in config:
-        raise ConfigError(f"{source} has a section `model`", "leave it out: the inference engine describes its model")
-    return Config.from_dict({**replaced(config, variables), "model": dict(model)}, source=source)
+    described = {**model, **labels(config.get("model"), source)}
+    return Config.from_dict({**replaced(config, variables), "model": described}, source=source)
 
 
 def one_model(models: Mapping[int, Mapping[str, object]]) -> Mapping[str, object]:
@@ -74,18 +77,34 @@ def content_of(file: object) -> str:
         return str(file)
 
 
-def planes_section(layers: Sequence[Mapping[str, int]], page_tokens: int) -> dict[str, object]:
-    """The keys of a configuration's section `model` for planes of opaque bytes.
+class Rows(NamedTuple):
+    """A plane of opaque bytes: those of a token, and what `Plane` has as `values` and `parts`."""
 
-    `layers[i]`: the planes of layer `i` by name, with the bytes of a token in each.
-    """
-    where: dict[tuple[str, int], list[int]] = {}
+    width: int
+    values: str = ""
+    parts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, width: int, dtype: torch.dtype | None, parts: tuple[int, ...] = ()) -> Rows:
+        values = str(dtype).removeprefix("torch.")
+        return cls(width, values, parts) if values in DTYPE_BYTES else cls(width)
+
+
+def planes_section(layers: Sequence[Mapping[str, Rows]], page_tokens: int) -> dict[str, object]:
+    """The keys of a configuration's section `model` for planes of opaque bytes. `layers[i]`: the planes of layer `i` by
+    name."""
+    where: dict[tuple[str, Rows], list[int]] = {}
     for layer, planes in enumerate(layers):
-        for name, width in planes.items():
-            where.setdefault((name, width), []).append(layer)
+        for name, rows in planes.items():
+            where.setdefault((name, rows), []).append(layer)
     return {
         "dtype": "uint8",
         "layers": len(layers),
         "page_tokens": page_tokens,
-        "planes": [{"name": name, "shape": [width], "layers": some} for (name, width), some in where.items()],
+        "planes": [
+            {"name": name, "shape": [rows.width], "layers": some}
+            | ({"values": rows.values} if rows.values else {})
+            | ({"parts": list(rows.parts)} if rows.parts else {})
+            for (name, rows), some in where.items()
+        ],
     }

@@ -57,13 +57,11 @@ def plane_runs(planes: PagedPlanes) -> list[list[PlaneRuns]]:
     result = []
     for number, pieces in enumerate(planes.layout.pieces):
         start, records = planes.layout.layer_bounds[number][0], []
-        for piece, tensor in zip(pieces, planes.tensors[number], strict=True):
-            row, tokens = planes.layout.layers[number][piece.plane].row_bytes, planes.block_tokens
-            block_stride, token_stride = (step * tensor.element_size() for step in tensor.stride()[:2])
-            run, count = (row * tokens, 1) if tokens == 1 or token_stride == row else (row, tokens)
+        for piece in pieces:
+            base, block_stride, stride, run, count = planes.memory(piece)
+            run, count = (run * count, 1) if count == 1 or stride == run else (run, count)
             begin = piece.offset - start
-            where = (begin, begin + piece.nbytes)
-            records.append(PlaneRuns(tensor.data_ptr(), block_stride, token_stride, run, count, *where))
+            records.append(PlaneRuns(base, block_stride, stride, run, count, begin, begin + piece.nbytes))
         result.append(records)
     return result
 

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gdscache.arrays import Int64Array, integers
+from gdscache.errors import PlanesError
 from gdscache.moves.base import Move
 from gdscache.native import NEVER, Executor, HostPlanes
-from gdscache.pages.layout import DTYPE_BYTES
 from gdscache.pages.planes import PagedPlanes
 
 if TYPE_CHECKING:
@@ -56,21 +56,25 @@ class Space:
 class NativePlanes(HostPlanes):
     """Planes in host memory, as the library knows them. The tensors live as long as the pool.
 
-    Raises `NativeCallError` for planes that are none in host memory.
+    Raises `NativeCallError` for planes that are none in host memory, and `PlanesError` for packed parts of unlike runs.
     """
 
     def __init__(self, planes: PagedPlanes) -> None:
         self.planes = planes
-        rows, counts = [], []
-        for layer, tensors in zip(planes.layout.layers, planes.tensors, strict=True):
-            counts.append(len(layer))
-            for plane, tensor in zip(layer, tensors, strict=True):
-                item = DTYPE_BYTES[plane.dtype]
-                block, token = (item * stride for stride in tensor.stride()[:2])
-                rows.append((tensor.data_ptr(), block, token, plane.row_bytes))
-        firsts = np.array([0, *itertools.accumulate(counts)], np.int32)
-        pages = (planes.blocks, planes.block_tokens, planes.blocks_per_page)
-        super().__init__(integers(rows), firsts, *pages, planes.layout.packed)
+        memory = [planes.memory(piece) for layer in planes.layout.pieces for piece in layer]
+        # The library has as many runs a block in all planes. Those without gaps may be cut anew.
+        apart = {runs for _, _, stride, run, runs in memory if stride != run and runs > 1} or {planes.block_tokens}
+        runs = max(apart)
+        if len(apart) > 1 or any(its != runs and run * its % runs for *_, run, its in memory):
+            raise PlanesError(
+                f"parts of planes have {sorted(apart)} runs a block", "set model.pack to off: their runs differ"
+            )
+        rows = [
+            (first, block, stride, run) if its == runs else (first, block, *[run * its // runs] * 2)
+            for first, block, stride, run, its in memory
+        ]
+        firsts = np.array([0, *itertools.accumulate(map(len, planes.layout.pieces))], np.int32)
+        super().__init__(integers(rows), firsts, planes.blocks, runs, planes.blocks_per_page, planes.layout.packed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

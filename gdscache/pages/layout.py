@@ -5,7 +5,7 @@ tokens. Attention kinds (MHA, GQA, MLA, quantised, indexed) differ in their list
 
 `layer_first` is the order of engines' GPU pools: one array per layer and plane. `page_first` is one contiguous *extent*
 a page, ordered layer → plane → token with no padding inside, padded to `EXTENT_ALIGNMENT` at its end. In a packed
-extent each plane has a part of fixed length instead: some 12 bits a bfloat16 value (docs/format.md).
+extent each plane has one or more parts of fixed length instead: some 12 bits a bfloat16 value (docs/format.md).
 """
 
 from __future__ import annotations
@@ -42,17 +42,23 @@ DTYPE_BYTES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plane:
-    """One kind of per-token row: its name, the shape of a token's row in elements, and the element type."""
+    """One kind of per-token row: its name, the shape of a token's row in elements, and the element type.
+
+    `values` and `parts` are for packed extents alone. `values`: the type of the values that rows of opaque bytes hold;
+    empty: `dtype`. `parts`: bytes of consecutive runs that take turns in a block, of values of different sizes (vLLM's
+    K and V); empty: all rows are one part.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    values: str = ""
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise GeometryError(
-                f"plane {self.name!r}: unknown dtype {self.dtype!r}", f"one of {', '.join(DTYPE_BYTES)}"
-            )
+        for dtype in (self.dtype, self.values or self.dtype):
+            if dtype not in DTYPE_BYTES:
+                raise GeometryError(f"plane {self.name!r}: unknown dtype {dtype!r}", f"one of {', '.join(DTYPE_BYTES)}")
         if not self.shape or any(n < 1 for n in self.shape):
             raise GeometryError(f"plane {self.name!r}: shape {self.shape} has no elements", "use positive sizes")
 
@@ -60,20 +66,27 @@ class Plane:
     def row_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
-    def packed_bytes(self, tokens: int) -> int:
-        """Bytes of the part of `tokens` tokens in a packed extent."""
-        values = math.prod(self.shape) * tokens
-        return -(-values // 256) * 384 + max(1, -(-values // 8192)) * 128
+    def packed_values(self, tokens: int) -> tuple[int, ...]:
+        """Values of each part of `tokens` tokens in a packed extent. Raises `GeometryError` for planes that cannot be
+        packed."""
+        nbytes = self.row_bytes * tokens
+        turns, rest = divmod(nbytes, sum(self.parts) or nbytes)
+        found = tuple(part * turns // 2 for part in self.parts or (nbytes,))
+        dtype = self.values or self.dtype
+        if rest or any(part % 2 for part in self.parts) or dtype != PACKED_DTYPE or max(found) > MAX_PACKED_VALUES:
+            raise GeometryError(f"plane {self.name!r} ({dtype}) cannot be packed", _UNPACKED)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlaneSlice:
-    """One plane of one layer inside an extent."""
+    """One plane of one layer inside an extent, or one `part` of it in a packed one."""
 
     layer: int
     plane: int
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +116,7 @@ class PageLayout:
             if len(set(names)) != len(names):
                 raise GeometryError(f"plane names repeat within a layer: {names}", "give each plane its own name")
             for plane in planes if self.packed else ():
-                if plane.dtype != PACKED_DTYPE or math.prod(plane.shape) * self.page_tokens > MAX_PACKED_VALUES:
-                    raise GeometryError(f"plane {plane.name!r} ({plane.dtype}) cannot be packed", _UNPACKED)
+                plane.packed_values(self.page_tokens)
 
     @classmethod
     def uniform(cls, planes: Sequence[Plane], n_layers: int, page_tokens: int, *, packed: bool = False) -> PageLayout:
@@ -126,15 +138,17 @@ class PageLayout:
 
     @cached_property
     def pieces(self) -> tuple[tuple[PlaneSlice, ...], ...]:
-        """`pieces[layer][plane]`: the place of that plane's `page_tokens` rows or packed part in the extent."""
+        """`pieces[layer]`: the places of its planes' `page_tokens` rows in the extent, or of all packed parts."""
         result, offset = [], 0
         for layer, planes in enumerate(self.layers):
             row = []
             for index, plane in enumerate(planes):
-                plain = plane.row_bytes * self.page_tokens
-                nbytes = plane.packed_bytes(self.page_tokens) if self.packed else plain
-                row.append(PlaneSlice(layer, index, offset, nbytes))
-                offset += nbytes
+                sizes = [plane.row_bytes * self.page_tokens]
+                if self.packed:
+                    sizes = [packed_bytes(values) for values in plane.packed_values(self.page_tokens)]
+                for part, nbytes in enumerate(sizes):
+                    row.append(PlaneSlice(layer, index, offset, nbytes, part))
+                    offset += nbytes
             result.append(tuple(row))
         return tuple(result)
 
@@ -183,7 +197,18 @@ class PageLayout:
 
     def describe(self) -> list[object]:
         """The layout as plain data, for a namespace's digest and a catalogue."""
-        return [[[p.name, list(p.shape), p.dtype] for p in planes] for planes in self.layers]
+        return [
+            [
+                [
+                    p.name,
+                    list(p.shape),
+                    p.dtype,
+                    *([p.values, list(p.parts)] if self.packed and (p.values or p.parts) else []),
+                ]
+                for p in planes
+            ]
+            for planes in self.layers
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,6 +283,11 @@ _UNPACKED = (
     f"set model.pack to off: only {PACKED_DTYPE} is packed, at most {MAX_PACKED_VALUES:,} values a plane and page. By "
     "SmolLM2's cache, the same codes leave 0.94 of float16, 0.88 of float32 and float8_e5m2, and all of other types"
 )
+
+
+def packed_bytes(values: int) -> int:
+    """Bytes of a packed part."""
+    return -(-values // 256) * 384 + max(1, -(-values // 8192)) * 128
 
 
 def _rounded_up(nbytes: int) -> int:

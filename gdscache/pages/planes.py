@@ -17,7 +17,7 @@ import torch
 
 from gdscache.errors import PlanesError, SlotCountError, SlotRangeError
 from gdscache.native import blocks_fault
-from gdscache.pages.layout import PageLayout, Plane
+from gdscache.pages.layout import DTYPE_BYTES, PageLayout, Plane, PlaneSlice
 
 Blocks = npt.NDArray[np.int64]
 _SHAPE = "pass tensors of shape (blocks, block_tokens, *row), as planes[layer][plane]"
@@ -115,6 +115,25 @@ class PagedPlanes(BlockTables):
         if first.layout is not torch.strided or first.device.type not in ("cpu", "cuda"):
             raise PlanesError(f"planes are {first.layout} on {first.device}", "pass dense tensors on a GPU or the host")
         return first
+
+    def memory(self, piece: PlaneSlice) -> tuple[int, int, int, int, int]:
+        """Where a plane, or a part of a packed one, has its bytes: the address, bytes from one block to the next, bytes
+        from one run to the next in a block, bytes of a run, and runs of a block. They are in the order of addresses in
+        a block."""
+        plane, tensor = self.layout.layers[piece.layer][piece.plane], self.tensors[piece.layer][piece.plane]
+        block, token = (step * DTYPE_BYTES[plane.dtype] for step in tensor.stride()[:2])
+        if not (self.layout.packed and plane.parts):
+            return tensor.data_ptr(), block, token, plane.row_bytes, self.block_tokens
+        turn = sum(plane.parts)
+        turns, rest = divmod(plane.row_bytes * self.block_tokens, turn)
+        if rest or (token != plane.row_bytes and self.block_tokens > 1):
+            raise PlanesError(
+                f"plane {plane.name!r} has parts of {plane.parts} bytes, and blocks of {self.block_tokens} rows of "
+                f"{plane.row_bytes} bytes, {token} apart",
+                "parts take turns in a block that is one run of bytes",
+            )
+        first = tensor.data_ptr() + sum(plane.parts[: piece.part])
+        return first, block, turn, plane.parts[piece.part], turns
 
     def _check(self, where: str, plane: Plane, tensor: object) -> None:
         shape = (self.blocks, self.block_tokens, *plane.shape)

@@ -15,7 +15,7 @@ import torch
 from gdscache import CacheEngine, Rank
 from gdscache.config import Config
 from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.settings import planes_section
+from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.linker_ranks import (
     LeadTable,
     OneLeading,
@@ -81,7 +81,7 @@ class Ranks:
         """`cpu`, `ssd`: pages."""
         self.of = [Process(number, shard) for number, shard in enumerate(shards)]
         parts = 1 + max(shards)
-        model = planes_section([{"latent": WIDTH}] * LAYERS, TOKENS)
+        model = planes_section([{"latent": Rows(WIDTH)}] * LAYERS, TOKENS)
         sections = {
             "model": {"name": "tiny", "weights": "w", **model},
             "cpu": {"capacity": cpu * parts * EXTENT},

@@ -281,7 +281,11 @@ def _namespace(digest: bytes, text: object, extent: int, *, plain: bool) -> Name
         return Namespace()
     try:
         layers = tuple(
-            tuple(Plane(name, tuple(shape), dtype) for name, shape, dtype in planes) for planes in fields["planes"]
+            tuple(
+                Plane(name, tuple(shape), dtype, *packing[:1], *map(tuple, packing[1:]))
+                for name, shape, dtype, *packing in planes
+            )
+            for planes in fields["planes"]
         )
         layout = PageLayout(layers, fields["page_tokens"], packed=fields.get("packed") == 1 and not plain)
         return Namespace(fields, layout if layout.extent_bytes == extent else None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gdscache.errors import CacheLayoutUnsupportedError
-from gdscache.integrations.settings import planes_section
+from gdscache.integrations.settings import Rows, planes_section
 
 KV, WINDOWS, STATES = "kv", "swa", "mamba"  # SGLang's names of its pools
 _DEVICE_POOLS = ("MHATokenToKVPool", "MLATokenToKVPool")
@@ -34,7 +34,8 @@ class OnePool(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PoolPlanes:
     """`tensors[layer][plane]`: uint8, (pages, page_tokens, bytes), or (slots, 1, bytes) of states. `described`: facts
-    that decide the bytes. `names`: of each layer's planes; none: K and V, or a latent.
+    that decide the bytes. `names`: of each layer's planes; none: K and V, or a latent. `values`: the type of all
+    values, and bytes of the parts that take turns in a plane; none for planes of several types.
 
     If layers keep different tokens: `groups` as in `model.groups`, and `layers`, each model layer's places in
     `tensors`.
@@ -45,6 +46,8 @@ class PoolPlanes:
     names: Sequence[tuple[str, ...]] = ()
     groups: Sequence[Mapping[str, object]] = ()
     layers: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    values: torch.dtype | None = None
+    parts: Sequence[tuple[int, ...]] = ()
 
     def pools(self) -> list[OnePool]:
         """The pools in the order of an engine's: each kind of layer has its own."""
@@ -56,7 +59,10 @@ class PoolPlanes:
         """The keys of a configuration's section `model` that describe a page."""
         names = self.names or [_names(planes) for planes in self.tensors]
         layers = [
-            dict(zip(some, (int(t.shape[2]) for t in planes), strict=True))
+            {
+                name: Rows.of(int(tensor.shape[2]), self.values, parts)
+                for name, tensor, parts in zip(some, planes, self.parts or [()] * len(some), strict=True)
+            }
             for some, planes in zip(names, self.tensors, strict=True)
         ]
         section = planes_section(layers, max(int(planes[0].shape[1]) for planes in self.tensors))
@@ -85,7 +91,7 @@ def device_planes(pool: Any, page_tokens: int, *, untried: bool = False) -> Pool
     _refuse_parts(pool)
     tensors = [tuple(rows_of(buffer, page_tokens) for buffer in layer) for layer in layers]
     shapes = [[list(buffer.shape[1:]) for buffer in layer] for layer in layers]
-    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes})
+    return PoolPlanes(tensors, {"pool": kind, "dtype": str(pool.dtype), "rows": shapes}, values=pool.dtype)
 
 
 def _refuse_parts(pool: Any) -> None:
@@ -132,7 +138,9 @@ def host_planes(pool: Any) -> PoolPlanes:
     parts = list(buffer) if kind == "MHATokenToKVPoolHost" else [buffer]
     tensors = tuple(rows_of(part.reshape(-1, _page_elements(pool, part)), page, rows_are_pages=True) for part in parts)
     described: dict[str, object] = {"pool": kind, "layout": pool.layout, "dtype": str(pool.dtype)}
-    return PoolPlanes([tensors], {**described, "page": [list(part.shape[1:]) for part in parts]})
+    described |= {"page": [list(part.shape[1:]) for part in parts]}
+    layers = [(math.prod(part.shape[2:]) * part.element_size(),) * int(part.shape[1]) for part in parts]
+    return PoolPlanes([tensors], described, values=pool.dtype, parts=layers)
 
 
 def refuse_layout(layout: str) -> None:

@@ -42,6 +42,16 @@ def block_tokens(cache: Any) -> dict[str, int]:
     return {name: int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups for name in group.layer_names}
 
 
+def key_elements(cache: Any) -> dict[str, int]:
+    """The elements of a head's key, by name of each layer with keys and values. Latents count as keys alone."""
+    found: dict[str, int] = {}
+    for group in cache.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            found[name] = getattr(getattr(spec, "kv_cache_specs", {}).get(name, spec), "head_size", 0)
+    return found
+
+
 def state_layers(cache: Any) -> dict[str, int]:
     """The layers that keep a state, each with the number of layers in its group."""
     groups = [group.layer_names for group in cache.kv_cache_groups if kinds_of(group.kv_cache_spec)[0] == _STATE]

@@ -47,7 +47,7 @@ from gdscache.groups.pools import pools_of
 from gdscache.integrations.group_fetching import GroupCache
 from gdscache.integrations.logs import follow
 from gdscache.integrations.settings import one_model
-from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, state_layers
+from gdscache.integrations.vllm.cache_groups import block_tokens, groups_of, key_elements, state_layers
 from gdscache.integrations.vllm.early import refuse_at_start
 from gdscache.integrations.vllm.events import VllmEvents
 from gdscache.integrations.vllm.facts import model_of, weights_of
@@ -350,7 +350,7 @@ class GdsCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, cache = self._vllm_config, self._kv_cache_config
         layout, states = str(cache.kv_cache_layout), state_layers(cache)
-        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states)
+        planes = planes_of(kv_caches, cache.num_blocks, block_tokens(cache), layout, states, key_elements(cache))
         self._layers = planes.layers
         model = model_of(config, cache, planes, vllm.__version__, os.environ)
         if self._separate:

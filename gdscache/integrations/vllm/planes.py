@@ -1,6 +1,7 @@
 """vLLM's KV cache as planes of gdscache: a layer is one plane of opaque bytes, a block is a page.
 
-Here a block's bytes only move. So the layout's name, and each layer's shape, strides and type, go into the namespace.
+Here a block's bytes only move, or are packed in two parts, keys and values. So the layout's name, and each layer's
+shape, strides and type, go into the namespace.
 vLLM pads a state to the other layers' block size. So layers with states have their own planes over the same memory, of
 the state's bytes alone.
 """
@@ -13,22 +14,23 @@ from collections.abc import Mapping
 import torch
 
 from gdscache.errors import CacheLayoutUnsupportedError
-from gdscache.integrations.settings import planes_section
+from gdscache.integrations.settings import Rows, planes_section
 
 
 @dataclasses.dataclass(frozen=True)
 class VllmPlanes:
     """`tensors[i]` is a plane: uint8, (blocks, block_tokens, bytes), or (blocks, 1, bytes) of states. `layers`: the
-    number of the plane, by layer name. `described`: shapes, strides and types."""
+    number of the plane, by layer name. `described`: shapes, strides and types. `rows`: of each plane."""
 
     tensors: list[torch.Tensor]
     layers: dict[str, int]
     described: list[object]
+    rows: list[Rows]
 
     def model(self) -> dict[str, object]:
         """The keys of a configuration's section `model` that describe a page."""
         tokens = max(int(tensor.shape[1]) for tensor in self.tensors)
-        return planes_section([{"kv": int(tensor.shape[2])} for tensor in self.tensors], tokens)
+        return planes_section([{"kv": rows} for rows in self.rows], tokens)
 
 
 def planes_of(
@@ -37,11 +39,13 @@ def planes_of(
     block_tokens: int | Mapping[str, int],
     layout: str,
     states: Mapping[str, int] | None = None,
+    keys: Mapping[str, int] | None = None,
 ) -> VllmPlanes:
     """Planes over vLLM's tensors by layer name, each tensor (blocks or a multiple, heads, tokens, content).
 
     `block_tokens`: of all layers, or of each layer in a group; a layer in no group shares another one's cache.
-    `states`: of layers that keep a state, the number of layers in their group.
+    `states`: of layers that keep a state, the number of layers in their group. `keys`: elements of a head's key, of
+    layers whose content is a key and a value.
 
     Layers at one address are one plane. They share their cache, or their groups draw blocks from one pool; the plane is
     then as wide as the widest. A row of a plane has the block's bytes divided by the fewest tokens of a block. A state
@@ -53,12 +57,12 @@ def planes_of(
     layers: dict[str, int] = {}
     described: dict[tuple[int, object], object] = {}
     seen: dict[tuple[int, ...], int] = {}
-    states = states or {}
+    states, keys = states or {}, keys or {}
     for name in [*tokens, *(name for name in caches if name not in tokens)]:
         cache = caches[name]
         where: tuple[int, ...] = (cache.data_ptr(),)
         if name in tokens:
-            run = _run(name, cache, blocks, tokens[name], layout)
+            run = _run(name, cache, blocks, tokens[name], layout, keys.get(name, 0))
             where += (states[name], run.nbytes) if name in states else ()
             if where not in seen:
                 seen[where] = len(runs)
@@ -82,17 +86,20 @@ def planes_of(
         elif runs[layers[name]].nbytes % least:
             raise _not_one_run(name, caches[name], blocks, least, layout)
     views = [run.view(number) for run, number in zip(runs, rows, strict=True)]
-    return VllmPlanes(views, layers, list(described.values()))
+    rows_of = [Rows.of(int(view.shape[2]), run.cache.dtype, run.parts) for run, view in zip(runs, views, strict=True)]
+    return VllmPlanes(views, layers, list(described.values()), rows_of)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The blocks of a layer: bytes of the cache's storage from one block to the next, and bytes of one."""
+    """The blocks of a layer: bytes of the cache's storage from one block to the next, and bytes of one. `parts`: see
+    `_parts`."""
 
     cache: torch.Tensor
     blocks: int
     step: int
     nbytes: int
+    parts: tuple[int, ...]
 
     def view(self, tokens: int) -> torch.Tensor:
         """As uint8, (blocks, tokens, bytes)."""
@@ -102,7 +109,7 @@ class _Run:
         return torch.as_strided(everything, (self.blocks, tokens, width), (self.step, width, 1), offset)
 
 
-def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) -> _Run:
+def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str, key: int) -> _Run:
     item, kernel_blocks = cache.element_size(), int(cache.shape[0])
     each = cache[0].numel()  # elements of a kernel block; a block consists of one or more
     ratio, rest = divmod(kernel_blocks, blocks)
@@ -112,7 +119,16 @@ def _run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) 
     dense = all(stride == size_below for (stride, _), size_below in zip(run, _sizes(run), strict=True))
     if rest or not ratio or not dense or (ratio > 1 and step != each):
         raise _not_one_run(name, cache, blocks, tokens, layout)
-    return _Run(cache, blocks, step * ratio * item, nbytes)
+    return _Run(cache, blocks, step * ratio * item, nbytes, _parts(cache, key))
+
+
+def _parts(cache: torch.Tensor, key: int) -> tuple[int, ...]:
+    """Bytes of keys and of values, which take turns in a block: of a head and token, and in host memory of a head."""
+    tokens, content = cache.shape[2:]
+    if not 0 < key < content or cache.stride(3) != 1:
+        return ()
+    together = cache.element_size() * (tokens if cache.device.type == "cpu" else 1)
+    return key * together, (content - key) * together
 
 
 def _not_one_run(name: str, cache: torch.Tensor, blocks: int, tokens: int, layout: str) -> CacheLayoutUnsupportedError:

@@ -21,7 +21,7 @@ from gdscache import CacheEngine, PageStatus
 from gdscache.config import Config
 from gdscache.errors import GdsCacheError
 from gdscache.integrations.fetching import PinningCache
-from gdscache.integrations.settings import planes_section
+from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.integrations.sglang.loads import LoadTable, QueuedLoad
 from gdscache.integrations.sglang.moves import LayerLoads, Offloads
@@ -38,7 +38,7 @@ KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(12)]
 
 
 def engine_over(path: Path, tensors: list[tuple[torch.Tensor, ...]], cpu: int | None, **more: Any) -> CacheEngine:
-    layers = [{f"p{number}": WIDTH for number in range(len(layer))} for layer in tensors]
+    layers = [{f"p{number}": Rows(WIDTH) for number in range(len(layer))} for layer in tensors]
     sections: dict[str, Any] = {
         "model": {"name": "tiny", **planes_section(layers, PAGE)},
         "ssd": {"path": str(path), "capacity": 64 * 4096 * 4, "transport": "posix", "gds": "off", "threads": 2},

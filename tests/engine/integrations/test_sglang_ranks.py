@@ -12,13 +12,13 @@ import torch
 
 from gdscache.config import Config
 from gdscache.errors import CapacityError, ParallelismUnsupportedError, RankError, ShardsError
-from gdscache.integrations.settings import planes_section
+from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.ranks import ALONE, AllRanks, RankPlace
 
 
 def config(path: Path, **more: Any) -> Config:
     ssd = {"path": str(path / "a"), "stripes": [str(path / "b")], "capacity": "8MiB", **more}
-    model = {"name": "tiny", **planes_section([{"latent": 512}], 4)}
+    model = {"name": "tiny", **planes_section([{"latent": Rows(512)}], 4)}
     return Config.from_dict({"model": model, "ssd": ssd, "host_buffer": "4MiB", "store": {"queue": "2MiB"}})
 
 

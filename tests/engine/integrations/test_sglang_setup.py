@@ -162,11 +162,12 @@ def test_device_pools_are_planes_without_a_copy() -> None:
     planes.tensors[1][1][3, 2] = 7
     assert pool.v_buffer[1].view(torch.uint8)[3 * PAGE + 2].unique().tolist() == [7]
     assert planes.model()["planes"] == [
-        {"name": "k", "shape": [32], "layers": [0, 1, 2]},
-        {"name": "v", "shape": [32], "layers": [0, 1, 2]},
+        {"name": "k", "shape": [32], "layers": [0, 1, 2], "values": "bfloat16"},
+        {"name": "v", "shape": [32], "layers": [0, 1, 2], "values": "bfloat16"},
     ]
     latent = MLATokenToKVPool(kv_buffer=[zeros(PAGES * PAGE, 1, 9)] * LAYERS, dtype=torch.bfloat16)
-    assert device_planes(latent, PAGE).model()["planes"] == [{"name": "latent", "shape": [18], "layers": [0, 1, 2]}]
+    (plane,) = device_planes(latent, PAGE).model()["planes"]  # type: ignore[misc]
+    assert plane == {"name": "latent", "shape": [18], "layers": [0, 1, 2], "values": "bfloat16"}
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])

@@ -207,8 +207,8 @@ def test_a_configuration_is_a_file_or_its_sections(tmp_path: Path) -> None:
     file.write_text("model: {weights: mine}\n")
     by_name = Options.of({"config": str(file)}).configuration(model, lambda: pytest.fail("they are named"))
     assert by_name.model.weights == "mine"
-    with pytest.raises(ConfigError, match="section `model`"):
-        Options.of({"config": {"model": {}}}).configuration(model, lambda: "w")
+    with pytest.raises(errors.GeometryError, match=r"`model\.layers`: the inference engine describes its model"):
+        Options.of({"config": {"model": {"layers": 3}}}).configuration(model, lambda: "w")
 
 
 def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 from gdscache import CacheEngine
 from gdscache.config import Config
 from gdscache.errors import RankError, RankMismatchError
-from gdscache.integrations.settings import planes_section
+from gdscache.integrations.settings import Rows, planes_section
 from gdscache.integrations.sglang.borrowed import BorrowedPages
 from gdscache.integrations.sglang.host import HostPages
 from gdscache.pages.keys import namespace_digest
@@ -35,7 +35,7 @@ FAULTY = {"transport": "tests.support.faulty:FaultyTransport"}
 
 def config(path: Path, name: str = "tiny", **more: Any) -> Config:
     sections: dict[str, Any] = {
-        "model": {"name": name, **planes_section([{"latent": WIDTH}], PAGE)},
+        "model": {"name": name, **planes_section([{"latent": Rows(WIDTH)}], PAGE)},
         "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": "posix", "gds": "off", "threads": 2},
         "host_buffer": 8 * 4096,
         "deadline": WAIT,
