@@ -15,7 +15,7 @@ MAX_KEYS = 10_000  # with keys merged in by `<<`, which may double with each lin
 _BOOL = "tag:yaml.org,2002:bool"
 
 
-class _YamlLoader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """PyYAML's safe loader, with repeated keys refused and the booleans of YAML 1.2 (`true` and `false` only)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML declares it so)
@@ -46,7 +46,7 @@ class _YamlLoader(yaml.SafeLoader):
         return node
 
 
-_YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+YamlLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def _read(path: Path) -> bytes:
@@ -72,7 +72,7 @@ def read_places(path: Path) -> tuple[dict[Any, Any], dict[tuple[int | str, ...],
     except (ValueError, RuntimeError) as error:  # an invalid file name; `~` of an unknown user
         raise ConfigFileError(f"{str(path)!r}: cannot be read: {error}", "name a YAML file") from None
     try:
-        loader = _YamlLoader(content)
+        loader = YamlLoader(content)
         try:
             node = loader.get_single_node()
             data = None if node is None else loader.construct_document(node)

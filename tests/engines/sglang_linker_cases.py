@@ -35,9 +35,17 @@ def mla_pages_come_back(folder: Path) -> None:
     _come_back(folder, "mla")
 
 
-def _come_back(folder: Path, kind: str) -> None:
+@case
+def packed_pages_come_back(folder: Path) -> None:
+    for kind in ("mha", "mla"):
+        place = folder / kind
+        place.mkdir()
+        _come_back(place, kind, options={"config": rig.sections(place, model={"pack": "on"})})
+
+
+def _come_back(folder: Path, kind: str, **changes: Any) -> None:
     """From the CPU tier after a flush, from the SSD after a restart, and whatever branches off."""
-    found = rig.Rig(folder, kind)
+    found = rig.Rig(folder, kind, **changes)
     long, branch = rig.prompt(1, 62), rig.prompt(2, 50, rig.prompt(1, 30))
     assert found.serve(long) == (0, 0)
     assert found.serve(long) == (60, 0), "the tree has it"
@@ -49,7 +57,7 @@ def _come_back(folder: Path, kind: str) -> None:
     found.settle()
     assert found.linker.engine.stats()["tiers"]["ssd"]["pages"] == 15 + 5
     found.close()
-    again = rig.Rig(folder, kind)
+    again = rig.Rig(folder, kind, **changes)
     assert again.serve(branch) == (0, 48)
     assert again.serve(long) == (28, 32)
     again.close()

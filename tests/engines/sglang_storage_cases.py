@@ -3,6 +3,7 @@ sglang_storage_cases.py CASE FOLDER"""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -21,15 +22,14 @@ from tests.support.faulty import PLAN
 @case
 def host_pools(folder: Path) -> None:
     """Each pool and layout: bytes come back where they are asked for, after a restart too; a miss ends a prefix."""
-    for kind in ("mha", "mla"):
-        for layout in ("page_first", "page_first_direct"):
-            place = folder / f"{kind}-{layout}"
-            place.mkdir()
-            _host_pool(place, kind, layout)
+    for kind, layout, pack in itertools.product(("mha", "mla"), ("page_first", "page_first_direct"), ("off", "on")):
+        place = folder / f"{kind}-{layout}-{pack}"
+        place.mkdir()
+        _host_pool(place, kind, layout, {"pack": pack})
 
 
-def _host_pool(folder: Path, kind: str, layout: str) -> None:
-    found = host.HostRig(folder, kind, layout)
+def _host_pool(folder: Path, kind: str, layout: str, model: dict[str, str]) -> None:
+    found = host.HostRig(folder, kind, layout, model=model)
     keys = found.keys(rig.prompt(1, 40))
     wanted = found.fill([7, 3, 9, 1, 30], 1)
     assert found.backup(keys[:3], [7, 3, 9])
@@ -39,7 +39,7 @@ def _host_pool(folder: Path, kind: str, layout: str) -> None:
     assert (found.storage.exists(keys[4]), found.storage.exists(keys[5])) == (True, False)
     assert found.backup(keys[:3], [7, 3, 9]), "what is there already is no failure"
     found.close()
-    again = host.HostRig(folder, kind, layout)
+    again = host.HostRig(folder, kind, layout, model=model)
     before = again.fill(range(60), 2)
     assert again.prefetch(keys[:7], [20, 21, 22, 23, 24, 25, 26]) == 5
     now = again.read(range(60))
@@ -60,7 +60,7 @@ def _host_pool(folder: Path, kind: str, layout: str) -> None:
     assert again.prefetch(keys, range(10)) == 0
     again.close()
     other = "page_first" if layout == "page_first_direct" else "page_first_direct"
-    apart = host.HostRig(folder, kind, other)
+    apart = host.HostRig(folder, kind, other, model=model)
     assert apart.storage.batch_exists(keys) == 0, "other bytes"
     apart.close()
 

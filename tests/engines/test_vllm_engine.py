@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from gdscache.commands.inspect.survey import inspect
+from gdscache.disk.catalog_file import slab_extent
 from tests.engines import vllm_parts as parts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -84,6 +86,25 @@ def test_after_a_restart_without_a_prefix_cache_of_vllm(model: Path, plain: Answ
             parts.same(answers, plain)
         assert any("disk" in name and value for name, value in found[2].items()), found[2]
         at_rest(found[3])
+
+
+def test_packed_pages(model: Path, plain: Answers, tmp_path: Path) -> None:
+    """`model.pack`: the tokens are those without a cache, out of the CPU tier and after a restart, in fewer bytes."""
+    connector = parts.cache(tmp_path / "ssd", model={"pack": "on"})
+    steps = [ask(*parts.PROMPTS), DRAIN, RESET, ask(*parts.PROMPTS), ("metrics", {}), TELL]
+    found = parts.run(tmp_path, model, steps, connector).answers[1:]
+    again = parts.run(tmp_path, model, [ask(*parts.PROMPTS), DRAIN, TELL], connector).answers[1:]
+    assert parts.cached(found[3]) == parts.cached(again[0]) == [whole(prompt) for prompt in parts.PROMPTS]
+    for answers in (found[0], found[3], again[0]):
+        parts.same(answers, plain)
+    for told in (found[5], again[2]):
+        at_rest(told)
+    extent, fields = slab_extent(tmp_path / "ssd"), inspect(tmp_path / "ssd")["namespaces"][0]["fields"]
+    assert fields["packed"] == 1
+    _, (width,), _, values, _ = fields["planes"][0][0]
+    assert values == "bfloat16"
+    assert extent is not None
+    assert extent < 0.83 * width * fields["page_tokens"] * fields["layers"]
 
 
 def test_in_a_process_of_its_own(model: Path, plain: Answers, tmp_path: Path) -> None:

@@ -194,14 +194,22 @@ def tokens(n: int = PROMPT, seed: int = 0) -> torch.Tensor:
 
 
 def options(
-    model: PreTrainedModel, path: Path, *, name: str = "m", weights: str = "", gpu: int = 64, cpu: int | None = 64
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    name: str = "m",
+    weights: str = "",
+    gpu: int = 64,
+    cpu: int | None = 64,
+    pack: str = "auto",
 ) -> dict[str, Any]:
     """A configuration with room for `gpu` and `cpu` pages."""
     section = model_section(model.config, dtype=model.dtype, name=name, weights=weights, page_tokens=PAGE)
+    section["pack"] = pack
     layout = ModelConfig(**section).layout()
     return {
         "model": section,
-        "gpu": {"device": str(model.device), "capacity": gpu * layout.page_bytes},
+        "gpu": {"device": str(model.device), "capacity": gpu * layout.plane_bytes},
         "cpu": None if cpu is None else {"capacity": cpu * layout.extent_bytes},
         "ssd": {"path": str(path), "capacity": 256 * layout.extent_bytes, "threads": 2},
         "host_buffer": "1MiB",

@@ -16,7 +16,18 @@ import pytest
 
 from gdscache.commands.replay import report as reports
 from gdscache.commands.replay.clock import MachineModel
-from gdscache.commands.replay.plan import DRIVE_WRITES, HOST_PRICE, SCHEMA, Limits, cost, grid, lifetime, mean_of, plan
+from gdscache.commands.replay.plan import (
+    DRIVE_WRITES,
+    HOST_PRICE,
+    SCHEMA,
+    Limits,
+    cost,
+    grid,
+    lifetime,
+    mean_of,
+    packing,
+    plan,
+)
 from gdscache.commands.replay.setup import Asked, setups
 from gdscache.commands.replay.workload import Workload, expand
 from gdscache.errors import CapacityError, InvalidValueError
@@ -279,7 +290,7 @@ def test_the_json_of_a_plan(command: Command, trace: Path, options: tuple[str, .
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert report["schema"] == SCHEMA
-    assert report["model"] == {"page_tokens": 512, "page_bytes": PAGE, "token_bytes": 8.0}
+    assert report["model"] == {"page_tokens": 512, "page_bytes": PAGE, "token_bytes": 8.0, "packing": None}
     assert report["limits"] == {"cpu": 16384, "ssd": 1 << 20, "written": 10**9, "first_token": None}
     chosen = report["recommended"]
     assert chosen["cpu_bytes"] <= 16384
@@ -313,3 +324,15 @@ def test_the_command_refuses(
     assert (status, out) == (2, "")
     assert said in err
     assert "hint: " in err
+
+
+@pytest.mark.parametrize(("asked", "more"), [(Asked(), 1.3), (Asked(sets=("model.pack=on",)), None)])
+def test_packed_pages_fit_into_less(asked: Asked, more: float | None) -> None:
+    (plain,), (packed,) = (
+        setups(dataclasses.replace(asked, cpu=("1GiB",), sets=some), 100) for some in ((), asked.sets)
+    )
+    found = packing(packed.config.model)
+    assert found == (None if more is None else pytest.approx(more, abs=0.03))
+    if more is None:
+        pages = [reports.slots(one.config, own_pool=False) for one in (plain, packed)]
+        assert pages[1] / pages[0] == pytest.approx(1.31, abs=0.02)

@@ -74,7 +74,10 @@ def _facts(salt: object) -> dict[str, Any] | None:
 def _planes(planes: Any) -> str:
     """The layers' planes; equal successive layers are written once."""
     try:
-        layers = [", ".join(f"{name} {list(shape)} {dtype}" for name, shape, dtype in layer) for layer in planes]
+        layers = [
+            ", ".join(" ".join(map(str, (name, list(shape), *types))) for name, shape, *types in layer)
+            for layer in planes
+        ]
     except (TypeError, ValueError):
         return _text(planes)
     return "; ".join(f"{len(list(run))} x ({what})" for what, run in itertools.groupby(layers))

@@ -168,7 +168,7 @@ class Hierarchy:
         self.clock = clock
         self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes
         extent = self.extent_bytes
-        gpu = ModelGpu("gpu", config.gpu.capacity // layout.page_bytes, layout.page_bytes, config.eviction)
+        gpu = ModelGpu("gpu", config.gpu.capacity // layout.plane_bytes, layout.plane_bytes, config.eviction)
         self.gpu = gpu if own_pool else None
         self.cpu = self.ssd = None
         if config.cpu is not None:

@@ -16,7 +16,8 @@ from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.workload import Workload
-from gdscache.errors import CapacityError, InvalidValueError
+from gdscache.config import ModelConfig
+from gdscache.errors import CapacityError, GeometryError, InvalidValueError
 from gdscache.limits import LIMITS
 from gdscache.policies.admission import ADMISSIONS
 from gdscache.sizes import about
@@ -98,6 +99,7 @@ def plan(
             "page_tokens": workload.page_tokens,
             "page_bytes": extent,
             "token_bytes": extent / workload.page_tokens,
+            "packing": packing(config.model),
         },
         "limits": dataclasses.asdict(limits),
         "recommended": chosen,
@@ -111,6 +113,17 @@ def plan(
         "problems": sorted({text for row in (*search.rows, forever) for text in row["problems"]}),
         "seconds": time.process_time() - begun,
     }
+
+
+def packing(model: ModelConfig) -> float | None:
+    """The pages that fit with `model.pack` where one fits without it; None if pages are packed, or cannot be."""
+    layout = model.layout()
+    if layout.packed or model.groups:
+        return None
+    try:
+        return layout.extent_bytes / layout.packed_as(packed=True).extent_bytes
+    except GeometryError:
+        return None
 
 
 def grid(most: int, points: int, budget: int | None) -> list[int]:

@@ -117,6 +117,8 @@ def _table(report: Mapping[str, Any]) -> Table:
             f"{about(int(chosen['ssd_written_bytes_per_day']))} a day, {figure(a_day)} drive writes a day, "
             f"if all of it is as these {w['seconds']:,.0f} s{worn}",
         )
+    if more := report["model"]["packing"]:
+        plan.add_row("packing", f"with model.pack: on the same sizes hold {more:.2f} times the tokens")
     plan.add_row("target", f"a mean of {duration(report['target_seconds'])}" + ("" if report["met"] else ", not met"))
     plan.add_row("limited by", "; ".join(_BINDS[name] for name in report["binds"]))
     return plan

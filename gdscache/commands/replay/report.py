@@ -119,7 +119,7 @@ def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
 def slots(config: Config, *, own_pool: bool) -> int:
     """The capacity of all tiers together, in pages."""
     lower = [tier.capacity // unit_bytes(config.model) for tier in (config.cpu, config.ssd) if tier is not None]
-    found = sum(lower) + (config.gpu.capacity // config.model.layout().page_bytes if own_pool else 0)
+    found = sum(lower) + (config.gpu.capacity // config.model.layout().plane_bytes if own_pool else 0)
     if not found:
         raise InvalidValueError("there is no tier", "give --cpu, --ssd or --gpu, or a config with such a section")
     return found
@@ -177,7 +177,7 @@ def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) 
     rows = []
     for pool in pools:
         tier, moved = pool.manager.tiers[name], pool.moved
-        nbytes = pool.page_bytes if name == "gpu" else pool.extent_bytes
+        nbytes = pool.layout.plane_bytes if name == "gpu" else pool.extent_bytes
         promoted = moved.promoted if name == "cpu" else 0
         row = {
             "capacity_pages": tier.index.slots,

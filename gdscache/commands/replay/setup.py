@@ -16,7 +16,7 @@ import yaml
 from gdscache.arguments import shown
 from gdscache.commands.replay.trace import BLOCK_TOKENS
 from gdscache.config import Config, ModelConfig, StoreConfig
-from gdscache.config.file import read_mapping
+from gdscache.config.file import YamlLoader, read_mapping
 from gdscache.errors import InvalidValueError
 from gdscache.groups.pools import pools_of
 from gdscache.sizes import GIB, MIB, parse_size
@@ -37,6 +37,7 @@ STATEFUL = {
     "lfm2-1.2b": (6 * 2 * 2 * 8 * 64, 2, 5 * 8_192),
 }
 MODELS = (*TOKEN_BYTES, *HYBRIDS, *STATEFUL)
+_PARTS = 32  # of a page, if it is packed
 _MOST_PAGES = 10**15  # 4 KiB pages: half of the largest file
 
 
@@ -102,6 +103,9 @@ def setups(asked: Asked, unique: int) -> list[Setup]:
 def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None], unique: int) -> Config:
     fields = copy.deepcopy(dict(base))
     source = "the options" if asked.config is None else str(asked.config)
+    for name, value in run.items():  # of the model first: the sizes of all tiers follow from it
+        if name.startswith("=model."):
+            _set_text(fields, name, value)
     model = _model(fields.get("model"), source)
     extent = unit_bytes(model)
     if asked.config is None:
@@ -116,12 +120,7 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
             room = None if value == "none" else extent * pages_of(value, unique, extent, f"--{name}")
             fields[name] = None if room is None else {**path, **(fields.get(name) or {}), "capacity": room}
         else:
-            try:
-                _set(fields, name.lstrip("="), yaml.safe_load(value))
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
-                text = shown(f"{name.lstrip('=')}={value}")
-                hint = "write --set store.queue=8GiB"
-                raise InvalidValueError(f"--set {text} is not YAML: {error}", hint) from None
+            _set_text(fields, name, value)
     return Config.from_dict(fields, source=source)
 
 
@@ -138,6 +137,15 @@ def unit_bytes(model: ModelConfig) -> int:
     return next(
         (layout.extent_bytes for layout, all_ in zip(layouts, whole, strict=False) if all_), layouts[0].extent_bytes
     )
+
+
+def _set_text(fields: dict[str, Any], name: str, value: str | None) -> None:
+    key = name.lstrip("=")
+    try:
+        _set(fields, key, YamlLoader(value or "").get_single_data())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        text = shown(f"{key}={value}")
+        raise InvalidValueError(f"--set {text} is not YAML: {error}", "write --set store.queue=8GiB") from None
 
 
 def _set(fields: dict[str, Any], key: str, value: object) -> None:
@@ -170,7 +178,7 @@ def pages_of(text: str, unique: int, extent: int, option: str) -> int:
 
 
 def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, Any]:
-    """A config of one plane with pages of the given bytes."""
+    """A config of one plane with pages of the given bytes. Those of a named model are bfloat16."""
     groups: list[dict[str, Any]] = []
     planes: list[dict[str, Any]] = []
     if page_bytes is None and model in STATEFUL:
@@ -199,6 +207,8 @@ def _by_hand(model: str, page_bytes: str | None, page_tokens: int) -> dict[str, 
                 f"use a multiple of {page_tokens}",
             )
     planes.append({"name": "rows", "shape": [row], "dtype": "uint8", "layers": [0]})
+    if page_bytes is None:  # parts as of some layers: one part has no more than 2^24 values
+        planes[-1] |= {"values": "bfloat16", "parts": [row // _PARTS] * _PARTS}
     section = {"name": "replay", "layers": len(planes), "page_tokens": page_tokens, "planes": planes, "groups": groups}
     return {"model": section}
 

@@ -116,12 +116,13 @@ def test_another_rope_is_another_namespace() -> None:
 # -- the same answer from every tier -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_answer_is_the_same_from_every_tier(kind: str, device: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "pack"), [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "on")])
+def test_the_answer_is_the_same_from_every_tier(kind: str, device: str, dtype: str, pack: str, tmp_path: Path) -> None:
     model, ids = build(kind, device, dtype), tokens()
     reference = generate(model, ids, None)
     pages = -(-(PROMPT + NEW) // PAGE)
-    with CacheEngine.from_config(options(model, tmp_path, gpu=pages)) as engine:
+    with CacheEngine.from_config(options(model, tmp_path, gpu=pages, pack=pack)) as engine:
+        assert engine.layout.packed == (pack == "on")
         first = serve(engine, model, ids)
         check(first, model, reference, 0, {})
         from_gpu = serve(engine, model, ids)
@@ -129,7 +130,7 @@ def test_the_answer_is_the_same_from_every_tier(kind: str, device: str, dtype: s
         serve(engine, model, tokens(seed=1))  # takes the whole GPU pool
         from_cpu = serve(engine, model, ids)
         check(from_cpu, model, reference, 40, {"cpu": 40})
-    with CacheEngine.from_config(options(model, tmp_path, cpu=None)) as engine:
+    with CacheEngine.from_config(options(model, tmp_path, cpu=None, pack=pack)) as engine:
         from_ssd = serve(engine, model, ids)
         check(from_ssd, model, reference, 40, {"ssd": 40})
     assert {got["prefix"] for got in (from_gpu, from_cpu, from_ssd)} == {first["pages"][5]}
