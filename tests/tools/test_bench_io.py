@@ -17,7 +17,7 @@ import torch
 
 from gdscache import errors
 from gdscache.commands import console
-from gdscache.commands.bench import bare, io, io_cache, io_rows, io_sweep, io_ways, measure
+from gdscache.commands.bench import bare, io, io_cache, io_packed, io_rows, io_sweep, io_ways, measure
 from gdscache.commands.bench.io import BENCH, Settings
 from gdscache.commands.bench.io_engine import ColdEngine
 from gdscache.commands.bench.io_rows import Metered, Place
@@ -454,6 +454,12 @@ def test_threads_of_comparisons_are_the_engine_s_and_more_on_a_ram_disk(
 
 def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
     return Place(directory, directory / "io.bin", nbytes, 1, 2, CPU, console.silent)
+
+
+def test_packed_loads_are_held_against_unpacked_ones(tmp_path: Path) -> None:
+    rows = io_packed.packed_loads(place(tmp_path), MIB)
+    assert [r["against"] for r in rows] == ["unpacked", "a page-locked copy"] * 3
+    assert [r["target"] for r in rows] == [1.25, 1.18, 1.20, None, 1.20, None]
 
 
 def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path) -> None:

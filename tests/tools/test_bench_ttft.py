@@ -244,9 +244,9 @@ def test_a_failing_baseline_fails_its_cells(
     assert (found["cells"], found["left"]) == ([], [])
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[TransformersClient]:
-    made = TransformersClient(SMALL, 96, tmp_path)
+@pytest.fixture(params=[SMALL])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TransformersClient]:
+    made = TransformersClient(request.param, 96, tmp_path)
     try:
         made.open_cache("via_cpu")
         assert made.prime(96) > 0
@@ -309,6 +309,14 @@ def test_tokens_depend_on_the_pages(client: TransformersClient) -> None:
             for plane in planes:
                 plane[block].neg_()
     assert differ >= 4
+
+
+@pytest.mark.parametrize("client", [dataclasses.replace(SMALL, dtype="bfloat16", pack=True)], indirect=True)
+def test_packed_pages_give_the_same_tokens(client: TransformersClient) -> None:
+    assert client.cache.layout.packed
+    for where in ("cpu", "ssd_via_cpu"):
+        cell = a_cell(where)
+        assert compare([client.hit(cell)], [client.resident(cell)], 0.0) == "same"
 
 
 def test_a_bad_page_is_said(client: TransformersClient) -> None:

@@ -150,6 +150,7 @@ def ttft(
     everything: Everything = False,
     quick: Quick = False,
     device: Annotated[str | None, _of("transformers", "Device of the model: auto, cpu, cuda or cuda:N.")] = None,
+    pack: Annotated[bool | None, _of("transformers", "Keep pages packed (model.pack).", "--pack")] = None,
     resume: Annotated[
         Path | None, _of("transformers", "Report to continue. It is written again, or --report is.")
     ] = None,
@@ -205,9 +206,9 @@ def ttft(
         _draw(drawn, plot)
     elif engine == "transformers":
         _refuse({f"--{name.replace('_', '-')}": value for name, value in servers.items()}, "vllm and sglang")
-        _ttft_of_transformers(profile, device, common, where, json_file, plot, resume)
+        _ttft_of_transformers(profile, device, common | {"pack": pack}, where, json_file, plot, resume)
     else:
-        _refuse({"--device": device, "--resume": resume}, "transformers")
+        _refuse({"--device": device, "--pack": pack, "--resume": resume}, "transformers")
         _ttft_of_server(profile, engine, common | servers, where, json_file, plot)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gdscache.commands.bench import io_cache, io_rows, io_sweep, kit
+from gdscache.commands.bench import io_cache, io_packed, io_rows, io_sweep, kit
 from gdscache.commands.bench.bare import IO_BYTES, BareLoop, Way
 from gdscache.commands.bench.io_rows import Place, Row
 from gdscache.commands.bench.io_sweep import OPS, SIZES
@@ -149,6 +149,7 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
     sized("stores and loads", io_rows.stores_and_loads, tuple(io_rows.TARGETS))
     if settings.everything:
         sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
+        sized("packed loads from a RAM disk", io_packed.packed_loads, (io_packed.PAGE,), ram=True)
     if "cufile" in settings.ways:
         found.append(Part("direct reads", io_rows.direct_reads, way="cufile"))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,16 +39,18 @@ class ColdEngine(Closeable):
         threads: int,
         device: torch.device,
         ssd: Mapping[str, Any] | None = None,
+        *,
+        pack: bool = False,
     ) -> None:
-        """`ssd`: changed keys of the section."""
+        """`ssd`: changed keys of the section. `pack`: keep pages packed; their values are drawn then."""
         self.pages = max(1, total // page_bytes)
         self.nbytes = self.pages * page_bytes
         self.device = device
         config = Config.from_dict(
             {
-                "model": model_of(page_bytes),
+                "model": {**model_of(page_bytes), "pack": "on" if pack else "off"},
                 "gpu": {"device": str(device), "capacity": page_bytes, "staging": max(256 << 20, 2 * page_bytes)},
-                "cpu": {"capacity": self.nbytes},
+                "cpu": {"capacity": self.nbytes + (page_bytes if pack else 0)},  # and a page that cannot be packed
                 "ssd": {
                     "path": str(directory / f"cold-{page_bytes}"),
                     "capacity": (self.pages + self.pages // 4 + 64) * page_bytes,
@@ -63,12 +65,13 @@ class ColdEngine(Closeable):
         )
         layout = config.model.layout()
         self.page_bytes = page_bytes
+        self._lying = self.pages * layout.page_bytes
         self.layer_bytes = layout.page_bytes // layout.n_layers
         with contextlib.ExitStack() as undo:
             planes = PagedPlanes.allocate(layout, self.pages, device).tensors
             for layer in planes:
                 for tensor in layer:
-                    tensor.fill_(1)
+                    tensor.normal_() if pack else tensor.fill_(1)
             self.engine = undo.enter_context(CacheEngine.from_config(config, planes))
             tokens = np.arange(self.pages * layout.page_tokens + 1, dtype=np.uint32)
             self._planes, self._tokens, self._slots = list(planes), tokens, torch.arange(self.pages)
@@ -111,12 +114,21 @@ class ColdEngine(Closeable):
         """Load every page from the SSD into the planes; GB/s from the call to the verdict."""
         hit = self._hit or self.prepare()
         self._hit = None
+        return rate(self.nbytes, self._loaded(lambda: hit, "ssd"))
+
+    def load_from_cpu(self) -> float:
+        """Load every page from the CPU tier, into which another load has just brought it; GB/s, with the lookup."""
+        self.load()
+        return rate(self.nbytes, self._loaded(lambda: self.engine.lookup(self._tokens), "cpu"))
+
+    def _loaded(self, hit: Callable[[], Hit], tier: str) -> float:
+        """Seconds from the lookup to the verdict."""
         start = time.perf_counter()
-        sources = self.engine.load(hit, self._slots).result().bytes_by_tier
+        sources = self.engine.load(hit(), self._slots).result().bytes_by_tier
         elapsed = time.perf_counter() - start
-        if sources != {"ssd": self.nbytes}:
-            raise IOFailedError(f"{self.nbytes} bytes were to come from the ssd tier: {sources}", "see the log")
-        return rate(self.nbytes, elapsed)
+        if sources != {tier: self._lying}:
+            raise IOFailedError(f"{self._lying} bytes were to come from the {tier} tier: {sources}", "see the log")
+        return elapsed
 
     def _forget_cpu(self) -> None:
         """Drop the CPU tier's pages, so that the next load is from the SSD."""

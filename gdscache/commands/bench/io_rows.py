@@ -213,11 +213,13 @@ def direct_reads(place: Place) -> list[Row]:
 
 
 @contextlib.contextmanager
-def opened(place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None) -> Iterator[ColdEngine]:
-    """An engine in a temporary directory. `ssd`: changed keys of its section."""
+def opened(
+    place: Place, page_bytes: int, ssd: Mapping[str, Any] | None = None, *, pack: bool = False
+) -> Iterator[ColdEngine]:
+    """An engine in a temporary directory. `ssd`: changed keys of its section. `pack`: keep pages packed."""
     with (
         tempfile.TemporaryDirectory(dir=place.directory) as name,
-        ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device, ssd) as engine,
+        ColdEngine(Path(name), page_bytes, place.nbytes, place.threads, place.device, ssd, pack=pack) as engine,
     ):
         yield engine
 

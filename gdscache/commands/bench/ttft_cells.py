@@ -19,7 +19,8 @@ SWITCHED = ("cpu", "ssd_via_cpu", "ssd_direct")  # places with a load
 
 @dataclasses.dataclass(frozen=True)
 class Settings(kit.Settings):
-    """The bench's extent. `prompts`: tokens, in the order of measuring; `preset`: the model's shape.
+    """The bench's extent. `prompts`: tokens, in the order of measuring; `preset`: the model's shape. `pack`: with
+    packed pages.
 
     Without `everything` the longest of three prompts is left out, and so are unusual hits (`usual`) and places (those
     that are not `USUAL`). A cell has `repeat` rounds, all cells have `budget_seconds`. `new_tokens` are compared with
@@ -28,6 +29,7 @@ class Settings(kit.Settings):
 
     preset: str = "8b"
     device: str = "cuda"
+    pack: bool = False
     dtype: str = "bfloat16"
     prompts: tuple[int, ...] = (32 << 10, 8 << 10, 128 << 10)
     page_tokens: int = 64

@@ -66,6 +66,7 @@ class TransformersClient:
         name, dtype = settings.preset, settings.dtype
         weights, size = f"random, seed {settings.seed}", settings.page_tokens
         self._section = model_section(self.model.config, dtype=dtype, name=name, weights=weights, page_tokens=size)
+        self._section["pack"] = "on" if settings.pack else "off"
         self._vocab = self.model.config.vocab_size
         layout = Config.from_dict({"model": self._section}).model.layout()
         pages = -(-longest // settings.page_tokens)

@@ -17,7 +17,7 @@ from gdscache.commands.replay.clock import Clock, Done, MachineModel, Process
 from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
 from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualShare
 from gdscache.config import Config
-from gdscache.config.pools import pool_parts
+from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.limits import LIMITS, EngineLimits
 from gdscache.load.plan import LoadPlan
@@ -164,6 +164,8 @@ class Hierarchy:
         limits: EngineLimits = LIMITS,
     ) -> None:
         self.layout = layout = config.model.layout()
+        if layout.packed:
+            config, _ = plain_parts(config)  # real pages are packed, all but few
         self.config = config
         self.clock = clock
         self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes

@@ -17,6 +17,7 @@ from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import ModelConfig
+from gdscache.config.pools import PLAIN_PARTS
 from gdscache.errors import CapacityError, GeometryError, InvalidValueError
 from gdscache.limits import LIMITS
 from gdscache.policies.admission import ADMISSIONS
@@ -116,12 +117,13 @@ def plan(
 
 
 def packing(model: ModelConfig) -> float | None:
-    """The pages that fit with `model.pack` where one fits without it; None if pages are packed, or cannot be."""
+    """The pages that fit with `model.pack` where one fits without it, a part of the sizes left for pages that cannot be
+    packed; None if pages are packed, or no page can be."""
     layout = model.layout()
     if layout.packed or model.groups:
         return None
     try:
-        return layout.extent_bytes / layout.packed_as(packed=True).extent_bytes
+        return layout.extent_bytes / layout.packed_as(packed=True).extent_bytes * (1 - 1 / PLAIN_PARTS)
     except GeometryError:
         return None
 
