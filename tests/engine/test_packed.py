@@ -22,7 +22,7 @@ from tests.support import fake_gpu
 from tests.support.faults import Fault, FaultPlan
 from tests.support.faulty import PLAN
 from tests.support.helpers import WAIT, until
-from tests.unit.kernels.test_packed_pages import bits, drawn
+from tests.support.packed_pages import bits, drawn
 
 MODEL = {"name": "packed", "layers": 3, "kv_heads": 4, "head_dim": 64, "dtype": "bfloat16", "page_tokens": 32}
 PAGES, BLOCKS = 5, 32

@@ -12,7 +12,7 @@ from gdscache.kernels.packed import PackedKernels
 from gdscache.moves.library import NativePlanes
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
-from tests.unit.kernels.test_packed_pages import KINDS, bits, drawn
+from tests.support.packed_pages import KINDS, bits, drawn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

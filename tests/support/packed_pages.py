@@ -1,4 +1,4 @@
-"""Packed parts as docs/format.md has them, value by value in numpy: the oracle of the library's codec."""
+"""Packed parts as docs/format.md has them, value by value in numpy: the oracle of the library's codec. Values to pack."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gdscache.pages.layout import PageLayout
 
@@ -85,3 +86,38 @@ def unpacked(layout: PageLayout, extent: Bytes) -> Bytes:
         for piece, plane in zip(pieces, planes, strict=True)
     ]
     return np.concatenate(parts).view(np.uint8)
+
+
+# How often exponents from 108 on occur in keys and values of SmolLM2-135M, of 368,640 each (30 parts of 64 tokens).
+SMOLLM2 = {
+    "keys": "0 0 1 0 6 8 17 50 102 231 494 1028 2192 4175 8245 15877 29636 53464 85331 96921 54982 11244 4491 45",
+    "values": "2 11 9 9 30 50 103 219 427 866 1757 3427 6561 11782 18670 30811 53016 80727 89294 54293 15095 1436 45",
+}
+
+
+def drawn(kind: str, count: int, rng: np.random.Generator) -> Values:
+    """`count` values with the statistics of a kind."""
+    exponents = rng.integers(120, 134, count)
+    if kind in SMOLLM2:
+        weights = np.array(SMOLLM2[kind].split(), float)
+        exponents = rng.choice(np.arange(108, 108 + len(weights)), count, p=weights / weights.sum())
+    elif kind == "outlier channels":
+        exponents[5::128] += 40
+    elif kind == "a few outliers":
+        exponents[rng.integers(0, count, max(1, count // 600))] = rng.integers(0, 256)
+    elif kind == "random":
+        exponents = rng.integers(0, 256, count)
+    elif kind == "NaN":
+        exponents[:] = 255
+    elif kind == "subnormal":
+        exponents[:] = 0
+    elif kind == "equal":
+        return np.full(count, rng.integers(0, 1 << 16), np.uint16)
+    return (exponents << 7 | rng.integers(0, 1 << 16, count) & 0x807F).astype(np.uint16)
+
+
+KINDS = (*SMOLLM2, "outlier channels", "a few outliers", "random", "NaN", "subnormal", "equal")
+
+
+def bits(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
