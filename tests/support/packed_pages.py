@@ -1,4 +1,6 @@
-"""Packed parts as docs/format.md has them, value by value in numpy: the oracle of the library's codec. Values to pack."""
+"""Packed parts as docs/format.md has them, value by value in numpy: the oracle of the library's codec.
+
+Values to pack, too."""
 
 from __future__ import annotations
 
