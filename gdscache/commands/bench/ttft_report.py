@@ -148,7 +148,8 @@ def bottom(report: Row) -> list[str]:
     misses = [r for r in report["cells"] if r["where"] == NOWHERE]
     if misses:
         added = max(misses, key=lambda row: row["prompt_tokens"])["added"]
-        found.append(f"A prompt that hits nothing takes {percent(added)} longer, with its pages stored.")
+        change = "longer" if added > 0 else "less"
+        found.append(f"A prompt that hits nothing takes {percent(abs(added))} {change}, with its pages stored.")
     return [" ".join(found)] if found else []
 
 
