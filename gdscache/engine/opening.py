@@ -548,8 +548,11 @@ def _executor(
     if top.ranks is not None:
         return _ranks_executor(top.ranks, top.layout, manager, both[0].bounce)
     executor = None
-    for below, own in reversed([*zip(both, copies, strict=True)]):
-        executor = _native_executor(below, own, manager, executor)
+    with contextlib.ExitStack() as undo:
+        for below, own in reversed([*zip(both, copies, strict=True)]):
+            executor = _native_executor(below, own, manager, executor)
+            undo.callback(executor.close)
+        undo.pop_all()
     assert executor is not None, "planes that are nowhere"
     manager.quarantine.on_switch(executor.look)
     return executor

@@ -459,7 +459,7 @@ def place(directory: Path, nbytes: int = 4 * MIB) -> Place:
 def test_packed_loads_are_held_against_unpacked_ones(tmp_path: Path) -> None:
     rows = io_packed.packed_loads(place(tmp_path), MIB)
     assert [r["against"] for r in rows] == ["unpacked", "a page-locked copy"] * 3
-    assert [r["target"] for r in rows] == [1.25, 1.18, 1.20, None, 1.20, None]
+    assert [r.get("target") for r in rows] == [1.25, 1.18, 1.20, None, 1.20, None]
 
 
 def test_loads_from_memory_are_held_against_what_they_say(tmp_path: Path) -> None:

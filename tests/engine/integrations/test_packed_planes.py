@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,8 +117,10 @@ def test_parts_that_are_no_runs_of_a_block_are_refused() -> None:
     wide = torch.zeros(BLOCKS, TOKENS, 512, dtype=torch.uint8)
     section = planes_section([{"kv": Rows.of(256, torch.bfloat16, (1024, 1024))}], TOKENS)
     config = Config.from_dict({"model": {"name": "m", "pack": "on", **section}, "cpu": {"capacity": "4MiB"}})
+    before = threading.active_count()
     with pytest.raises(PlanesError, match="parts of"):
         CacheEngine(config, [(wide[:, :, :256],)])
+    assert threading.active_count() == before
     for parts in ((96,), (127, 129)):
         section = planes_section([{"kv": Rows.of(256, torch.bfloat16, parts)}], 1)
         with pytest.raises(GeometryError, match="cannot be packed"):
