@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,18 +206,19 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
     path, began = directory / name, time.monotonic()
     try:
         with contextlib.ExitStack() as asking:
-            asked = False
+            ask: Callable[[], None] | None = None
             while True:
                 try:
                     return FileLock.open(path, create=create)
                 except BlockingIOError as error:
                     what = str(_owner(directory).get("what", "")) if patient else "engine"
                     most = {"verification": VERIFICATION_S, "": NAME_S}.get(what, 0.0)
-                    if what == "verification" and not asked:
-                        asked, began = True, time.monotonic()
-                        asking.enter_context(_asked_for(directory))
+                    if what == "verification" and ask is None:
+                        ask, began = asking.enter_context(_asked_for(directory)), time.monotonic()
                     elif time.monotonic() - began >= most:
                         raise DirectoryInUseError(*_owner_message(directory, name)) from error
+                    elif ask is not None:
+                        ask()
                 time.sleep(_AGAIN_S)
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
@@ -228,17 +229,28 @@ def _lock(directory: Path, name: str, *, create: bool, patient: bool) -> FileLoc
 
 
 @contextlib.contextmanager
-def _asked_for(directory: Path) -> Iterator[None]:
+def _asked_for(directory: Path) -> Iterator[Callable[[], None]]:
+    """Ask a verification to give way, until the end. The function asks again if need be: in the instant between making
+    the file and locking it, a verification takes it for a killed engine's, and removes it."""
+    lock: FileLock | None = None
+
+    def ask() -> None:
+        nonlocal lock
+        if lock is not None and lock.lost(thorough=False):
+            lock.close()
+            lock = None
+        if lock is None:
+            with contextlib.suppress(OSError, StorageError):  # another engine asks already, or asking is impossible
+                lock = FileLock.open(directory / WANTED_NAME, create=True)
+
+    ask()
     try:
-        lock = FileLock.open(directory / WANTED_NAME, create=True)
-    except (OSError, StorageError):  # another engine asks already, or asking is impossible
-        yield
-        return
-    try:
-        yield
+        yield ask
     finally:
-        lock.path.unlink(missing_ok=True)
-        lock.close()
+        if lock is not None:
+            if not lock.lost(thorough=False):
+                lock.path.unlink(missing_ok=True)
+            lock.close()
 
 
 def wanted(directory: Path) -> bool:
