@@ -20,7 +20,7 @@ from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path` and `status.path`; the numbers of its groups follow
 PLAIN_DIRECTORY = "plain"  # below `ssd.path`: of pages that do not fit into packed extents
-PLAIN_PARTS = 16  # such pages have one part of each size of `_PLAIN`
+PLAIN_PARTS = 128  # such pages have one part of each size of `_PLAIN`, of small sizes more: see `plain_parts`
 _PLAIN = (("cpu", "capacity"), ("ssd", "capacity"), ("ssd", "endurance"), ("host_buffer",))
 
 # Sizes that pools share, and the number of pages that a pool's share must hold.
@@ -91,13 +91,15 @@ def pool_parts(config: Config) -> list[PoolPart]:
 
 def plain_parts(config: Config) -> tuple[Config, Config]:
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
-    the rest. Raises `CapacityError` if a size has no room for both."""
+    the rest: of each size a 128th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
+    late I/O takes its slots. Raises `CapacityError` if a size has no room for both."""
     extent, packed, plain = config.model.layout().plane_bytes, config.dump(), config.dump()
     extent = -(-extent // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
     for path, size in shared_sizes(config):
         if path not in _PLAIN:
             continue
-        share = max(size // PLAIN_PARTS, _SHARED[path] * extent)
+        few = size // 16 if path == ("host_buffer",) else min(size // 16, 8 * extent)
+        share = max(size // PLAIN_PARTS, few, _SHARED[path] * extent)
         if size - share < _SHARED[path] * extent:
             raise CapacityError(
                 f"{'.'.join(path)} is {format_size(size)}, of which {format_size(share)} are for pages that cannot be "

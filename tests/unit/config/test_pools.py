@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.config import Config
-from gdscache.config.pools import pool_parts
+from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.errors import CapacityError, GeometryError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import EVERY, interval, pools_of, shares
@@ -126,6 +126,19 @@ def test_large_states_are_kept_seldom_and_have_room_for_one_a_prompt(page: int, 
         left = (1 + prompt // every) * state / (prompt // 16 * page)
         assert share == pytest.approx(left / (1 + left))
     assert shares(groups, pools, [page, 64], every, 8192)[1] == pytest.approx(0.01, rel=0.02)
+
+
+@pytest.mark.parametrize(("pages", "plain"), [(10, 1), (100, 6), (1000, 8), (12_800, 100)])
+def test_pages_that_cannot_be_packed_have_a_small_part(pages: int, plain: int) -> None:
+    model = {"name": "m", "layers": 2, "kv_heads": 8, "head_dim": 128, "page_tokens": 64, "pack": "on"}
+    page = 2 * 2 * 8 * 128 * 64 * 2  # bytes
+    packed, rest = plain_parts(Config.from_dict({"model": model, "cpu": {"capacity": pages * page}}))
+    assert packed.cpu is not None
+    assert rest.cpu is not None
+    assert rest.cpu.capacity // page == plain
+    assert packed.cpu.capacity + rest.cpu.capacity == pages * page
+    with pytest.raises(CapacityError, match="cannot be packed"):
+        plain_parts(Config.from_dict({"model": model, "cpu": {"capacity": page}}))
 
 
 NAMES = st.fixed_dictionaries(
