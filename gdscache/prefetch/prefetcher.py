@@ -90,6 +90,7 @@ class Prefetcher:
             self._requests += 1
             self._live[request] = work
             undo.callback(self._live.pop, request, None)
+            undo.callback(self._queue.drop, request)
             asked = self._to_ask(pages)
             if asked:
                 self._asking += 1
@@ -221,6 +222,7 @@ class Prefetcher:
                 if error is not None:
                     log_failure(error)
                     self._stop_all(PrefetchEnd.ERROR)
+                    self._changed.wait(_PAUSE_S)  # if turns go on to fail, others get the lock
 
     def _turn(self) -> None:
         self._pump()
@@ -239,7 +241,10 @@ class Prefetcher:
             if turn is None:
                 return
             request, most = turn
-            work = self._live[request]
+            work = self._live.get(request)
+            if work is None:
+                self._queue.drop(request)
+                continue
             plan = self._planner.plan_prefetch(work.pages, work.at, most, work.keep)
             with contextlib.ExitStack() as on_failure:
                 on_failure.callback(self._give_up, plan)
@@ -339,6 +344,7 @@ class Prefetcher:
             self.calls.ended()
 
 
+_PAUSE_S = 0.05  # after a turn that failed
 _READ = {PageStatus.LOADED.value, PageStatus.CHECKSUM.value}
 _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 

@@ -244,6 +244,12 @@ class PrefetchQueue:
                 self._turns.remove(request)
             self._end_if_over(request)
 
+    def drop(self, request: PrefetchRequest) -> None:
+        """Forget a request whose begin or end an exception has interrupted. Its end is not told."""
+        if request in self._turns:
+            self._turns.remove(request)
+        self._live.discard(request)
+
     def wake(self) -> float | None:
         """Seconds until the clock alone may change the answer of `next`; None: it cannot."""
         if self._again:

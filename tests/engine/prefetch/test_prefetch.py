@@ -533,6 +533,32 @@ def test_a_broken_turn_ends_all_and_the_next_call_begins_anew(
     assert ended(host.engine.prefetch(tokens)) == (4, "complete")
 
 
+def test_ctrl_c_in_a_call_leaves_no_request_behind(
+    open_host: OpenHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the interrupted call still undoes what it has begun, or was interrupted as it undid it. A turn that fails
+    on such a request would keep the manager's lock, and the engine could not be closed."""
+    host, tokens = stocked(open_host, 4)
+    prefetcher, pages = host.engine._parts.prefetcher, host.engine.pages(tokens)
+    add = prefetching.PrefetchQueue.add
+
+    def interrupted(queue: prefetching.PrefetchQueue, request: prefetching.PrefetchRequest) -> None:
+        add(queue, request)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetching.PrefetchQueue, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prefetcher.start(pages)
+        patch.setattr(prefetching.PrefetchQueue, "drop", lambda queue, request: None)
+        with pytest.raises(KeyboardInterrupt):
+            prefetcher.start(pages)
+    assert ended(host.engine.prefetch(tokens)) == (4, "complete")
+    until(lambda: prefetch_stats(host.engine)["under_way"] == 0, "no request is left")
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    nothing_held(host.engine)
+
+
 def test_a_report_that_is_late_says_what_to_do(open_host: OpenHost) -> None:
     host, tokens = stocked(open_host, 4)
     with PLAN.rule(Op.READ, Fault.HANG):
