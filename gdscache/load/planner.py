@@ -41,9 +41,10 @@ class LoadPlanner:
     """Plans loads and prefetches over the chain of tiers, and decides how their pages end.
 
     The *landing* tier is the first one in memory. Pages of slower tiers get slots in it as they are read, but for those
-    of plain tiers, whose extents are of another size: they pass through a bounce reserve. `due`
-    functions are called before a load is planned. `prefetched` is told which pages loads read. The manager's lock
-    guards everything here.
+    of plain tiers, whose extents are of another size: they pass through a bounce reserve, memory that a read has until
+    its bytes are copied on. `due` functions, such as the expiry of pins, are called once for each request of a load,
+    before its first pages are leased. `prefetched` is told which pages loads read. Any thread may call: each public
+    method takes the manager's lock, which guards everything here.
 
     Many methods: they are the steps of one plan, and share its lock and its leases.
     """
@@ -80,9 +81,10 @@ class LoadPlanner:
         """Lease the consecutive pages of each request that the tiers hold, and reserve slots of the landing tier for
         pages of slower tiers, in one step.
 
-        Pages without such a slot (without `keep`, all pages) pass through the bounce reserve. Never waits. `checked`:
-        only pages that are complete in the landing tier, up to the first that is not. `most`: plan this many pages at
-        first; `go_on` plans the next.
+        `keep`: pages of slower tiers stay in the landing tier; without it, or without a free slot, they pass through
+        the bounce reserve. Never waits. `checked`: the caller has had the pages verified in the landing tier, so only
+        those are planned that are complete there, up to the first that is not. `most`: plan this many pages at first;
+        `go_on` plans the next.
         """
         with self.manager.lock:
             plan = LoadPlan(LoadRequest(requests, owner, keep, checked))
@@ -155,8 +157,8 @@ class LoadPlanner:
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
         """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier.
         `row` is the row of the first. Returns the number of pages leased."""
-        # `behind`: slower than the landing tier. No faster tier has a page before `stop`
-        behind, lacking = False, True
+        behind = False  # whether the tier is slower than the landing tier
+        lacking = True  # whether the landing tier has no copy of the page at all, so that one may be made there
         for tier in self._chain:
             taken = self._take_run_of(plan, tier, pages, at, stop, row)
             if taken:
@@ -210,11 +212,12 @@ class LoadPlanner:
             for row in run.rows[max(0, first - run.rows.start) :]:
                 self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier is self.landing else None)
 
-    def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], keep: Collection[bytes] = ()) -> None:
-        """Give each row's page a slot of the landing tier, in order, until no slot is left."""
+    def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], spared: Collection[bytes] = ()) -> None:
+        """Give each row's page a slot of the landing tier, in order, until no slot is left. `spared`: keys of pages
+        that are not evicted for them."""
         if not rows:
             return
-        slots = index.allocate_some(len(rows), keep)
+        slots = index.allocate_some(len(rows), spared)
         pages, places = plan.pages, plan.targets
         retentions = [entry.retention for entry in plan.entries(rows)]
         targets = index.insert_all([pages[row] for row in rows], slots, PENDING, retentions, leases=1)
@@ -230,15 +233,15 @@ class LoadPlanner:
             self.under_way[run.tier.name] += len(run.rows)
 
     def waits(self, plan: LoadPlan) -> None:
-        """The plan's blocks are still in use: its pages in memory do not hold up other loads until then, so they are
-        not counted as under way."""
+        """Count the plan's pages in memory as under way no longer: they wait for the model to be done with their
+        blocks, and hold up no other load."""
         with self.manager.lock:
             for name in [name for name in plan.under_way if self.manager.tiers[name].kind != "files"]:
                 self.under_way[name] -= plan.under_way.pop(name)
 
     def _cover(self, plan: LoadPlan) -> None:
-        """Give pages without a status 0 (`PENDING`). Not by numpy, which releases the interpreter's lock for large
-        arrays."""
+        """Fill `plan.statuses` up to the plan's length with 0, the code of `PageStatus.PENDING`. By a bytearray: numpy
+        releases the interpreter's lock to grow large arrays."""
         plan.statuses = np.frombuffer(bytearray(plan.statuses.tobytes().ljust(len(plan), b"\0")), np.uint8)
 
     def _break_off(self, plan: LoadPlan) -> None:
@@ -252,9 +255,9 @@ class LoadPlanner:
 
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
-    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, keep: Collection[bytes]) -> PrefetchPlan:
+    def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]) -> PrefetchPlan:
         """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tier have, and reserve
-        slots of the landing tier for them, without evicting any of `keep`. Never waits; no page of the plan waits for
+        slots of the landing tier for them, without evicting any of `spared`. Never waits; no page of the plan waits for
         another plan."""
         manager, landing = self.manager, self.landing
         assert landing is not None, "no tier to bring pages to"
@@ -265,7 +268,7 @@ class LoadPlanner:
             undo.callback(self._undo, plan)
             found, then = self._prefetchable(plan, landing, pages, start, most)
             plan.targets += [None] * len(plan)
-            self._reserve(landing.index, plan, range(len(plan)), keep)
+            self._reserve(landing.index, plan, range(len(plan)), spared)
             placed = len(plan) - plan.targets.count(None)
             if placed < len(plan):
                 then = "no_room"
@@ -281,6 +284,7 @@ class LoadPlanner:
     def _prefetchable(
         self, plan: LoadPlan, landing: Tier, pages: Sequence[Page], start: int, most: int
     ) -> tuple[list[bool], Behind]:
+        """Whether each page moves, up to the first that cannot be planned, and the reason to end there."""
         tiers = list(self.manager.tiers.values())
         fast = [tier for tier in tiers if tier.kind != "files" or tier.plain]
         slow = [tier for tier in tiers if tier not in fast]
@@ -323,18 +327,19 @@ class LoadPlanner:
     # -- the end of pages ----------------------------------------------------------------------------------------------
 
     def finish(self, plan: LoadPlan, rows: Int64Array, status: PageStatus) -> None:
-        """A verdict on pages. A good page is published in the landing tier. A bad page is dropped from every tier. A
-        page that could not be read stays, unless `FailedReads` gives it up."""
+        """A verdict on pages. A good page is published in the landing tier. A bad page is dropped from the tier that it
+        was read from; a page that could not be read stays there, unless `FailedReads` gives it up. Neither is in the
+        landing tier then. A cancelled page counts as a miss of its load, and is good: it was read and verified."""
         if not len(rows):
             return
         manager, some = self.manager, rows.tolist()
-        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)  # the bytes were read and their checksums match
+        good = status in (PageStatus.LOADED, PageStatus.CANCELLED)
         with manager.lock:
             plan.statuses[rows] = CODES[status]
             if self.landing is not None and plan.targets.count(None) < len(plan.targets):
-                filled = self._filling.pop  # a target keeps its slot while its plan leases it
+                # A target keeps its slot while its plan leases it.
                 targets = [target for row in some if (target := plan.targets[row]) is not None]
-                ended = [target for target in targets if filled(target.slot, None) is not None]
+                ended = [target for target in targets if self._filling.pop(target.slot, None) is not None]
                 if good:
                     self.landing.index.commit_all(ended)
                 else:

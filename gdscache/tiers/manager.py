@@ -68,8 +68,8 @@ class TierManager:
         log: LimitedLog | None = None,
     ) -> None:
         """`tiers`: the fastest first, with unique names. `landing` is the first tier in memory, where pages of slower
-        tiers are read to; `files` are the tiers of files; lookups see the `served` tiers. `on_use` gets the keys that a
-        lookup found, tail first, under the lock: it only notes them. `measured`: learn the times of loads."""
+        tiers are read to; `files` are the tiers of files; lookups see the `served` tiers. `on_use` gets the keys of a
+        prefix that a lookup found, tail first, under the lock: it only notes them. `measured`: learn times of loads."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
@@ -120,9 +120,10 @@ class TierManager:
     # -- looking --------------------------------------------------------------------------------------------------
 
     def lookup(self, pages: Sequence[Page], start: int) -> list[str]:
-        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of each page found.
+        """The fastest tier of each page from `start` on, up to the first miss. Counts a use of each page
+        found, and of the pages before `start`, which the caller has from an earlier lookup.
 
-        Moves nothing and takes no lease: promotions follow at the next load or store.
+        Moves nothing and takes no lease: the next load or store brings pages to faster tiers.
         """
         with self.lock:
             self.expire(pages)
@@ -144,7 +145,7 @@ class TierManager:
             return found
 
     def told(self, keys: Sequence[bytes]) -> list[Told]:
-        """The state of each page: its tier, or why it is in none. Counts nothing."""
+        """The state of each page: its tier, or why no lookup finds it. Counts nothing."""
         found: list[Told] = []
         for at in range(0, len(keys), _LOOKED):
             with self.lock:
@@ -175,8 +176,9 @@ class TierManager:
     def missing(
         self, pages: Sequence[Page], first: int, declined: int, start: int, page_tokens: int
     ) -> tuple[Reason, ...]:
-        """Why the pages from number `first` on were not in a hit; a gate declined the next `declined`. `start`: the
-        token that the first of `pages` begins with."""
+        """Why the pages from number `first` on were not in a lookup's hit. `declined`: the number of pages from `first`
+        on that were found and left to be computed, by the gate. `start`: the token that the first of `pages` begins
+        with. Cached pages behind one that is not cached are `behind`; cached ones in front of it came since."""
         told, gap = self.told([page.key for page in pages[first:]]), False
         for at, one in enumerate(told):
             if one.cause != CACHED:
@@ -192,7 +194,7 @@ class TierManager:
             return self.fates.told(key).cause
 
     def missed(self, pages: int) -> None:
-        """Count pages that a lookup asked for besides the pages of `lookup`, and that no tier has."""
+        """Count pages of a request that were not passed to `lookup`, since no tier has them."""
         with self.lock:
             self.counts["lookups", "pages"] += pages
             self.counts["misses", "absent"] += pages
@@ -202,7 +204,7 @@ class TierManager:
         seen = self._first_hidden(found, pages, start)
         hidden = len(found) - seen
         if hidden:
-            off = self.quarantine.refuses(found[seen])  # or ranks are absent
+            off = self.quarantine.refuses(found[seen])
             self.counts["misses", self.quarantine.cause if off else "quarantined"] += hidden
         return found[:seen], hidden
 
@@ -225,7 +227,7 @@ class TierManager:
                 self.quarantine.stop(why)
 
     def have_watched(self) -> None:
-        """Have `watch` run soon, if the last run is more than 50 ms ago. Calls do not wait for it."""
+        """Post a run of `watch` to a thread of the engine, if the last one is more than 50 ms ago. Never waits."""
         if not self._watching and self._watches and self._clock() - self._watched >= WATCH_S:
             self._watching = True
             self.calls.post(self.watch)
@@ -248,7 +250,8 @@ class TierManager:
         )
 
     def peek(self, pages: Sequence[Page], *, unserved: bool = False) -> list[str]:
-        """The answer of `lookup`, without counting anything. `unserved`: also from tiers that lookups do not see."""
+        """The answer of `lookup` from the first page on, without counting a use or a miss. Like it, this drops expired
+        pages. `unserved`: also from tiers that lookups do not see."""
         with self.lock:
             self.expire(pages)
             found = self._find([p.key for p in pages], unserved=unserved)
@@ -288,7 +291,7 @@ class TierManager:
     # -- pins and retentions -----------------------------------------------------------------------------------------
 
     def expire(self, pages: Sequence[Page] = ()) -> None:
-        """End pins whose time is up, and drop expired pages: all of `pages`, and a bounded number of others.
+        """End pins whose time is up, and drop expired pages: all expired ones of `pages`, and a few others.
 
         Called before pages or slots are looked for. The lock must be held.
         """
@@ -310,9 +313,10 @@ class TierManager:
             self.expire(pages)
             return self.pins.begin(pages, seconds, page_tokens)
 
-    # -- leases and epochs ----------------------------------------------------------------------------------------
+    # -- leases ---------------------------------------------------------------------------------------------------
 
     def lease(self, owner: str) -> Lease:
+        """A lease without pages. The lock must be held."""
         lease = Lease(owner)
         self._leases.add(lease)
         return lease
@@ -324,14 +328,16 @@ class TierManager:
 
     @property
     def cpu_index(self) -> PageIndex:
+        """The landing tier's."""
         assert self.landing is not None, "no tier in memory"
         return self.landing.index
 
     # -- behind the work ------------------------------------------------------------------------------------------
 
     def measure_for(self, costs: Costs) -> None:
+        """Measure loads for `costs` from now on, as for a gate that several managers share."""
         self.busy.tell()  # else its last measures are lost
-        self.costs, self.busy = costs, BusyPeriods(costs.observe_load)
+        self.costs = costs
 
     def learn(self) -> None:
         """Add measured times to the costs, and write waiting lines of the log: for threads that no caller waits for."""
@@ -411,7 +417,8 @@ class TierManager:
             return {"tiers": tiers, **groups, "leases": leases, "measured": measured, "bytes_per_second": speeds}
 
     def close(self, executor: Callable[[], None] = lambda: None) -> None:
-        """Close the tiers, after `executor()`, which closes the executor of their moves.
+        """Call `executor()`, which closes the executor of their moves, and close the tiers. Where I/O hangs, both come
+        when it ends, perhaps after this call.
 
         Memory and files that hanging I/O may still touch are kept until it ends; the log lists them.
         """

@@ -18,6 +18,8 @@ from gdscache.commands.inspect import inspect, tables
 from gdscache.disk import status_page
 from gdscache.disk.catalog_file import FORMAT_VERSION
 from gdscache.errors import DirectoryInUseError, DirectoryNotWritableError, NotARegularFileError
+from gdscache.gate.costs import Costs
+from gdscache.gate.gate import Gate
 from gdscache.runtime.latencies import SlowLoad, Summary
 from gdscache.storage.base import Op
 from tests.support.faulty import PLAN, Fault
@@ -337,3 +339,16 @@ def test_a_page_that_cannot_be_made_leaves_nothing_open(tmp_path: Path) -> None:
             Host(make_config(cpu=8, status={"path": str(path)}))
     (path / "status").rmdir()
     Host(make_config(cpu=8, status={"path": str(path)})).engine.close()
+
+
+def test_times_of_reads_are_told_whoever_measures_them(host: Host) -> None:
+    manager, costs = host.engine.manager, Costs(["cpu"])
+    for judged in (False, True):
+        if judged:
+            host.engine.judge_by(Gate("off", costs, host.engine.layout.page_tokens, host.engine.layout.page_bytes))
+        before = manager.latencies.summary("read", "ssd").samples
+        manager.busy.begin("ssd", 1.0)
+        manager.busy.end("ssd", 1 << 20, 1.5)
+        manager.busy.tell()
+        assert manager.latencies.summary("read", "ssd").samples == before + 1
+    assert manager.costs is costs
