@@ -1,11 +1,14 @@
-// Copies of moves: the next one, and its end.
+// Copies of moves: the next one, and its end. The caller holds the monitor's lock, and carries the job out without it.
+//
+// A copy is foreign if a thread of a foreign space, such as a GPU's, has to do it (`Hands`). A window is the run of
+// slots of the reserve that one read, a `Flight`, fills; they are free when the flight's last copy has ended.
 
 #include "moves/moves_inside.h"
 
 namespace gdscache {
 namespace {
 
-constexpr int64_t kLarge = 8 << 20;  // bytes of a move that no cache keeps until they are used
+constexpr int64_t kLarge = 8 << 20;  // bytes of a move that no processor's cache keeps until they are used
 
 }  // namespace
 
@@ -50,7 +53,8 @@ bool Moves::foreign(const Move& move, const Way& way) const {
     return spaces_[way.target].kind == Space::Kind::kPlanes && !move.cancelled && spaces_[way.target].foreign;
 }
 
-// Note a copy or a check for the threads that copy a way's pages.
+// Note a copy or a check for the threads that copy a way's pages. `bytes`: the work for threads of ours, 1 if it may be
+// none.
 void Moves::tell(const Move& move, const Way& way, int64_t bytes) {
     if (!foreign(move, way)) news_.copies += bytes;
     else if (move.work == Work::kGather) news_.stores = true;
@@ -67,8 +71,8 @@ void Moves::may_be_copied(Move& move, int32_t group, int32_t way) {
     else if (!too_few(move, group, way)) tell(move, move.spec.ways[way], 1 + move.spec.groups[group].bytes(false));
 }
 
-// Whether a group's copy into a GPU should wait for more pages to land: each copy has a cost. Pages that pass through
-// the reserve are copied window by window and wait no longer, because the next reads need their slots.
+// Whether a group's foreign copy of read pages should wait for more to land: each copy has a cost. Pages that pass
+// through the reserve wait until one window is whole, and no longer: the next reads need its slots.
 bool Moves::too_few(const Move& move, int32_t group, int32_t way) const {
     const Way& of = move.spec.ways[way];
     if (!reads(of) || move.ios == 0 || move.group[group].unread == 0 || !foreign(move, of)) return false;
@@ -89,6 +93,9 @@ void Moves::announce(Move& move, int32_t group) {
     }
 }
 
+// The next job of a group's pages of one way, or null: there is none, too few pages have landed, or other hands copy
+// them. Frees the slots of pages with a verdict. Pages that need neither a copy nor a checksum end here, and with the
+// last one perhaps the move (`move.over`).
 const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_number, bool foreign) {
     const Way& way = move.spec.ways[way_number];
     const Space& source = spaces_[way.source];
@@ -107,13 +114,14 @@ const CopyJob* Moves::fill_copy(Move& move, int32_t group_number, int32_t way_nu
         return true;
     });
     const int32_t first_row = move.first_row[way_number];
-    const bool known = !gather && way.sums.empty();
-    if (known && !moves) {  // nothing to copy, and no checksum to compare
+    const bool known = !gather && way.sums.empty();  // no checksum is to be compared
+    if (known && !moves) {
         for (; resident && copyable.resident < way.pages; ++copyable.resident) {
             const int32_t row = first_row + static_cast<int32_t>(copyable.resident);
             if (move.pending(row)) copied(move, row, group_number);
         }
-        // None of these lies in the reserve: pages that pass through it go into planes, or nowhere.
+        // None of these lies in the reserve: pages that pass through it go into planes, and a cancelled move has a
+        // verdict on each of them.
         for (const Move::Landed& landed : std::exchange(copyable.landed, {})) copied(move, landed.row, group_number);
         end_if_done(move);
         return nullptr;
