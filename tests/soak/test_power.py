@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,10 @@ def test_without_flushes_pages_are_lost_and_none_is_served_wrong(folder: Path, d
     assert found.counts["served"], "no page was served at all: nothing was tested"
 
 
-def _free_now(tier: SsdTier, slot: int) -> None:
-    tier._known[slot] = 0
-    tier.index.free((slot,))
+def _free_now(tier: SsdTier, slots: Sequence[int]) -> None:
+    for slot in slots:
+        tier._known[slot] = 0
+    tier.index.free(slots)
 
 
 def _unflushed(original: Callable[..., sqlite3.Connection]) -> Callable[..., sqlite3.Connection]:

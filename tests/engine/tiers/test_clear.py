@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -108,17 +108,14 @@ class CountedIndex(PageIndex):
 
     def __init__(self, slots: int, hold: Hold, durable: bool) -> None:
         self.hold = hold
-        super().__init__(slots, *(None, self.count, self.count_slot) if durable else ())
+        super().__init__(slots, *(None, self.count) if durable else ())
 
     def drop(self, entry: Entry) -> None:
         self.hold.work += 1
         super().drop(entry)
 
-    def count(self, slot: int) -> None:
-        self.hold.work += 1
-
-    def count_slot(self, slot: int) -> None:
-        self.free((slot,))
+    def count(self, slots: Sequence[int]) -> None:
+        self.hold.work += len(slots)
 
 
 @pytest.mark.parametrize(
