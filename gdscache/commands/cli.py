@@ -23,6 +23,7 @@ from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.pages.keys import namespace_digest
 from gdscache.sizes import about
+from gdscache.tiers.base import PLAIN
 
 app = App(
     name="gdscache",
@@ -202,7 +203,7 @@ def describe(config: Config) -> dict[str, Any]:
     parts = [("", config, extent)]
     if layout.packed:
         packed, plain = plain_parts(config)
-        parts = [("", packed, extent), ("_plain", plain, plain.model.layout().extent_bytes)]
+        parts = [("", packed, extent), (PLAIN, plain, plain.model.layout().extent_bytes)]
         tiers["gpu"] = config.gpu.capacity, layout.plane_bytes
     for ending, part, size in parts:
         tiers[f"cpu{ending}"] = part.cpu.capacity if part.cpu else None, size

@@ -15,7 +15,6 @@ from gdscache.config import Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
-from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path` and `status.path`; the numbers of its groups follow
@@ -93,8 +92,8 @@ def plain_parts(config: Config) -> tuple[Config, Config]:
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
     the rest: of each size a 128th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
     late I/O takes its slots. Raises `CapacityError` if a size has no room for both."""
-    extent, packed, plain = config.model.layout().plane_bytes, config.dump(), config.dump()
-    extent = -(-extent // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+    extent = config.model.layout().packed_as(packed=False).extent_bytes
+    packed, plain = config.dump(), config.dump()
     for path, size in shared_sizes(config):
         if path not in _PLAIN:
             continue

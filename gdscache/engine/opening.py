@@ -208,7 +208,6 @@ def build(
         executor = _executor(both, copies, manager)
         undo.callback(executor.close)
         executors = [executor, *([executor.plain] if isinstance(executor, NativeExecutor) and executor.plain else [])]
-        writers = {}
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
             extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
@@ -276,14 +275,17 @@ def as_directory(config: Config) -> Config:
     model = config.model
     if model.pack != "auto":
         return config
-    packed = model.model_copy(update={"pack": "on"})
+    same = config.ssd is not None and not model.groups and _is_packed(model.layout(), config.ssd.path)
+    return config.model_copy(update={"model": model.model_copy(update={"pack": "on" if same else "off"})})
+
+
+def _is_packed(layout: PageLayout, directory: Path) -> bool:
+    """Whether a directory has packed extents of these pages. Reads nothing where they cannot be packed."""
     try:
-        wanted = packed.layout().extent_bytes
+        wanted = layout.packed_as(packed=True).extent_bytes
     except GeometryError:
-        wanted = -1
-    found = None if config.ssd is None else slab_extent(config.ssd.path)
-    same = found == wanted != model.layout().extent_bytes and not model.groups
-    return config.model_copy(update={"model": packed if same else model.model_copy(update={"pack": "off"})})
+        return False
+    return wanted != layout.extent_bytes and slab_extent(directory) == wanted
 
 
 def _open_top(
@@ -297,12 +299,17 @@ def _open_top(
         ranks = _ranks(config, addresses)
         undo.callback(ranks.close)
         layout = dataclasses.replace(layout, shards=ranks.shards)
-        return _unpacked(_Top(layout, RemotePlanes(layout, ranks), ranks=ranks))
+        if layout.packed:
+            raise InvalidValueError(
+                "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
+                "set model.pack to off, and ssd.path to another directory if this one is packed",
+            )
+        return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
     if attached is not None:
-        return _unpacked(_Top(layout, PagedPlanes(layout, attached)))
+        return _Top(layout, PagedPlanes(layout, attached))
     gpu = GpuTier(layout, config.gpu.capacity, resolve_device(config.gpu.device), config.eviction)
     undo.callback(gpu.close)
-    return _unpacked(_Top(layout, gpu.paged, gpu=gpu))
+    return _Top(layout, gpu.paged, gpu=gpu)
 
 
 def _plain_top(top: _Top) -> _Top:
@@ -315,16 +322,6 @@ def _plain_top(top: _Top) -> _Top:
 def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
     for offers in earned:
         offers.used(keys)
-
-
-def _unpacked(top: _Top) -> _Top:
-    """The planes. Raises `InvalidValueError` where pages are to be packed and ranks have the planes."""
-    if top.layout.packed and top.ranks is not None:
-        raise InvalidValueError(
-            "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
-            "set model.pack to off, and ssd.path to another directory if this one is packed",
-        )
-    return top
 
 
 def _open_below(

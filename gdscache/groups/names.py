@@ -143,6 +143,8 @@ class GroupNames:
         return Chain(groups, numbers, tuple(map(tuple.__new__, itertools.repeat(Page), pages)))
 
     def _keys_at(self, group: int, numbers: Sequence[int]) -> list[bytes]:
+        if isinstance(numbers, range):
+            return self.keys(group, numbers.start, numbers.stop)
         if not numbers:
             return []
         first = min(numbers)

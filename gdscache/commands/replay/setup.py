@@ -113,7 +113,7 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
     if asked.gpu is not None:
         fields["gpu"] = {**(fields.get("gpu") or {}), "capacity": extent * pages_of(asked.gpu, unique, extent, "--gpu")}
     for name, value in run.items():
-        if value is None:
+        if value is None or name.startswith("=model."):
             continue
         if name in ("cpu", "ssd"):
             path = {"path": "simulated"} if name == "ssd" else {}

@@ -342,7 +342,8 @@ class GdsCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return blocks if self._planes.groups or self._rank is not None else lambda: blocks()[KV]
 
     def _has(self, name: str, keys: Sequence[str]) -> bool:
-        assert self._hybrid is not None and self._lead is not None, "the leader knows"  # noqa: PT018
+        assert self._hybrid is not None, "the leader knows"
+        assert self._lead is not None, "the leader knows"
         return self._hybrid.has(name, [digest(key) for key in keys], self._lead.cache.salt)
 
     def _name(self, keys: Sequence[str]) -> None:

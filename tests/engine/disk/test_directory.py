@@ -129,11 +129,16 @@ def test_stale_content_is_no_obstacle_and_a_refusal_survives_it(
             CacheDirectory.open(tmp_path)
 
 
-def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_verification_gives_way_to_an_engine(tmp_path: Path, removed: bool) -> None:
+    """`removed`: it looks between the making of the engine's file and its lock, and takes it for a killed engine's."""
     verifying = CacheDirectory.open(tmp_path, engine=False)
 
     def give_way() -> None:
         until(lambda: directory.wanted(tmp_path), "the engine asks for the directory")
+        if removed:
+            (tmp_path / directory.WANTED_NAME).unlink()
+            until(lambda: directory.wanted(tmp_path), "the engine asks again")
         verifying.close()
 
     with ThreadPoolExecutor(1) as pool:
@@ -142,23 +147,6 @@ def test_a_verification_gives_way_to_an_engine(tmp_path: Path) -> None:
             over.result(10)
             assert not (tmp_path / directory.WANTED_NAME).exists()
             assert not directory.wanted(tmp_path)
-
-
-def test_an_engine_asks_again_when_a_verification_has_removed_its_file(tmp_path: Path) -> None:
-    """As one does that looks between the file's making and its lock."""
-    verifying = CacheDirectory.open(tmp_path, engine=False)
-
-    def give_way() -> None:
-        until(lambda: directory.wanted(tmp_path), "the engine asks for the directory")
-        (tmp_path / directory.WANTED_NAME).unlink()
-        until(lambda: directory.wanted(tmp_path), "the engine asks again")
-        verifying.close()
-
-    with ThreadPoolExecutor(1) as pool:
-        over = pool.submit(give_way)
-        with CacheDirectory.open(tmp_path):
-            over.result(10)
-    assert not (tmp_path / directory.WANTED_NAME).exists()
 
 
 def test_a_verification_that_does_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
