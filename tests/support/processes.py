@@ -121,7 +121,7 @@ def _serve(pipe: Connection, target: Callable[..., None], arguments: tuple[Any, 
 
 def program(*arguments: str, cwd: Path, seconds: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
     """What `python -W error ARGUMENTS` does: a script, or `-c` and code. The server has imported torch before, without
-    warnings, and `atexit` knows nothing of the end."""
+    warnings, and `atexit` knows nothing of the end. Temporary files that it leaves are removed."""
     with tempfile.TemporaryDirectory() as folder, Child(_run, arguments, cwd, folder, env, daemon=False) as child:
         child.join(seconds)
         said = [Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
@@ -132,7 +132,8 @@ def _run(_: Connection, arguments: tuple[str, ...], cwd: Path, folder: str, env:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
-    os.environ.update(env)
+    os.environ.update({"TMPDIR": folder} | env)
+    tempfile.tempdir = env.get("TMPDIR", folder)  # the server has asked for it before
     warnings.simplefilter("error")
     sys.argv = [*arguments[:1], *arguments[2 if arguments[0] == "-c" else 1 :]]
     if arguments[0] == "-c":
