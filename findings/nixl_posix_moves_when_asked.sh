@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
-"$folder/env/bin/python" -m pip install -q --no-deps "nixl-cu13==1.5.1" "numpy==2.4.6"
+"$folder/env/bin/python" -m pip install -q --no-compile --no-deps "nixl-cu13==1.5.1" "numpy==2.4.6"
 cd "$folder"
 "$folder/env/bin/python" - <<'PY'
 import importlib.metadata

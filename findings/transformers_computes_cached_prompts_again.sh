@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# transformers 5.23.0: `generate` with a cache of the whole prompt computes the prompt again, behind itself. It takes the
-# last `prompt - cached` tokens as new, by a slice that ends up at its other end where that is 0 or less: a cache that
-# holds the whole prompt has all of it computed once more, and one that holds n tokens beyond it (an answer that is to
-# be given again) has all but its first n. Nothing is raised or warned of; the cache keeps the tokens twice, and the
+# transformers 5.23.0: `generate` with a cache of the whole prompt computes the prompt again, behind itself. It slices
+# the last `prompt - cached` tokens off as new, and a slice of 0 or fewer counts from the other end: a cache that holds
+# the whole prompt has all of it computed once more, and one that holds n tokens beyond it (the answer is wanted again)
+# has all but its first n. Nothing is raised or warned of; the cache keeps the tokens twice, and the
 # answer is that of another prompt. A cache of all tokens but the last answers as without one.
 #
 # Seen with transformers 5.23.0 and torch 2.13.0 on a CPU, a prompt of 20 tokens of a Llama of random weights, by cached
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
-"$folder/env/bin/python" -m pip install -q "torch==2.13.0" "transformers==5.23.0" "numpy<2.5"
+"$folder/env/bin/python" -m pip install -q --no-compile "torch==2.13.0" "transformers==5.23.0" "numpy<2.5"
 cd "$folder"
 "$folder/env/bin/python" - <<'PY'
 import sys
@@ -33,7 +33,9 @@ prompt = torch.randint(3, 61, (1, 20), generator=torch.Generator().manual_seed(0
 inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
 known = model.generate(**inputs)
 computed = []
-model.model.register_forward_pre_hook(lambda _, args, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True)
+model.model.register_forward_pre_hook(
+    lambda module, args, given: computed.append(given["input_ids"].shape[1]), with_kwargs=True
+)
 seen = {}
 for tokens in (0, 10, 19, 20, 21, 25):
     cache = DynamicCache(config=model.config)

@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
-"$folder/env/bin/python" -m pip install -q "torch==2.13.0" "transformers==5.23.0" "numpy<2.5"
+"$folder/env/bin/python" -m pip install -q --no-compile "torch==2.13.0" "transformers==5.23.0" "numpy<2.5"
 cd "$folder"
 "$folder/env/bin/python" - <<'PY'
 import copy
@@ -49,7 +49,7 @@ for name, config in MODELS.items():
                 model(behind, past_key_values=held).logits for held in (copy.deepcopy(cache), again, of_config)
             )
         off = [float((logits - want).abs().max()) for logits in got]
-        print(f"{name} behind {tokens} tokens: lengths {lengths}, logits differ by {off[0]:.2f} and {off[1]:.2f} at most")
+        print(f"{name} behind {tokens} tokens: lengths {lengths}, logits differ by {off[0]:.2f}, {off[1]:.2f} at most")
         if tokens < WINDOW:
             good &= lengths == [tokens] * 3 and off == [0.0, 0.0]
         else:

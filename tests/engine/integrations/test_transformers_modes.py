@@ -173,6 +173,19 @@ def test_positions_that_begin_at_0_before_other_tokens_are_refused(model: PreTra
             model(rest, past_key_values=cache, position_ids=torch.arange(rest.shape[1])[None])
 
 
+@pytest.mark.parametrize("beyond", [0, 1, 5])
+def test_a_cache_of_the_whole_prompt_or_more_is_refused(
+    model: PreTrainedModel, engine: CacheEngine, beyond: int
+) -> None:
+    """`generate` would compute it again (findings/transformers_computes_cached_prompts_again.sh)."""
+    held = torch.cat([tokens(), tokens(seed=1)[:, :beyond]], 1)
+    with PrefixCache(engine, model).open(tokens()) as cache, torch.no_grad():
+        model(held, past_key_values=cache)
+        with pytest.raises(UnsupportedRequestError, match=f"positions other than {held.shape[1]}"):
+            model.generate(tokens(), attention_mask=torch.ones_like(tokens()), past_key_values=cache, max_new_tokens=2)
+        assert cache.get_seq_length() == held.shape[1], "and nothing was computed"
+
+
 # -- copies, and starting anew -----------------------------------------------------------------------------------------
 
 
