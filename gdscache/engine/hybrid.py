@@ -39,6 +39,7 @@ from gdscache.engine.hybrid_handles import (
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
+from gdscache.engine.opening import as_directory
 from gdscache.errors import (
     ConfigError,
     InvalidValueError,
@@ -107,7 +108,7 @@ class HybridEngine:
                 f"a configuration was given as {type(config).__name__}",
                 "use HybridEngine.from_config, or pass a Config",
             )
-        self.config = config
+        self.config = config = as_directory(config)
         self.groups: tuple[Group, ...] = config.model.layer_groups()
         if not self.groups:
             raise InvalidValueError("model.groups is empty", "list the groups of layers, or use CacheEngine")

@@ -19,7 +19,7 @@ import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
-from gdscache.config.pools import PLAIN_PARTS, plain_parts
+from gdscache.config.pools import PLAIN_DIRECTORY, PLAIN_PARTS, plain_parts, pool_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
@@ -271,21 +271,26 @@ def build(
 
 
 def as_directory(config: Config) -> Config:
-    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier has its extents."""
+    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
+    has its extents."""
     model = config.model
     if model.pack != "auto":
         return config
-    same = config.ssd is not None and not model.groups and _is_packed(model.layout(), config.ssd.path)
+    parts = [part.config for part in pool_parts(config)] or [config]
+    same = any(part.ssd is not None and _is_packed(part.model.layout(), part.ssd.path) for part in parts)
     return config.model_copy(update={"model": model.model_copy(update={"pack": "on" if same else "off"})})
 
 
 def _is_packed(layout: PageLayout, directory: Path) -> bool:
-    """Whether a directory has packed extents of these pages. Reads nothing where they cannot be packed."""
+    """Whether a directory has packed extents of these pages. Reads nothing where they cannot be packed. Extents of few
+    bytes have one size packed or not; a packed directory has another one below it, for pages that do not fit."""
     try:
         wanted = layout.packed_as(packed=True).extent_bytes
     except GeometryError:
         return False
-    return wanted != layout.extent_bytes and slab_extent(directory) == wanted
+    if wanted == layout.extent_bytes and not (directory / PLAIN_DIRECTORY / CATALOG_NAME).exists():
+        return False
+    return slab_extent(directory) == wanted
 
 
 def _open_top(

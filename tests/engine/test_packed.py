@@ -237,10 +237,10 @@ def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> N
         assert not engine.layout.packed
 
 
-def test_pages_of_groups_are_refused_by_name() -> None:
+def test_groups_of_which_none_can_be_packed_are_refused_by_name() -> None:
     groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
-    with pytest.raises(GeometryError, match=r"model\.pack is on, and model\.groups is given"):
-        config(None, "on", model=MODEL | {"groups": groups, "pack": "on"})
+    with pytest.raises(GeometryError, match=r"model\.pack is on, and pages of no group can be packed"):
+        config(None, "on", model=MODEL | {"dtype": "int8", "groups": groups, "pack": "on"})
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
