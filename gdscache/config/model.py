@@ -285,6 +285,10 @@ class ModelConfig(ConfigSection):
             **({} if group is None else {"group": group.describe()}),
         }
 
+    def base_fields(self, salt: str = "") -> dict[str, object]:
+        """The facts that the digests of a hybrid model's pages begin with: the same, whichever pools are packed."""
+        return self.model_copy(update={"pack": "off"}).namespace_fields(salt)
+
 
 # For each kind: the allowed keys, and the required ones.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -569,7 +569,7 @@ class HybridEngine:
         """The first link of a request's digests: the namespace of the whole model, with all its groups."""
         base = self._bases.get(arguments.text(salt, "salt"))
         if base is None:
-            base = namespace_digest(self.config.model.namespace_fields(salt))
+            base = namespace_digest(self.config.model.base_fields(salt))
             if len(self._bases) < _SALTS_KEPT:
                 self._bases[salt] = base
         return base
