@@ -579,10 +579,11 @@ def _native_executor(
     files = {tier.name: tier.io for tier in below.files}
     slots = {tier.name: tier.index.slots for tier in below.files}
     executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
+    only = below.files[0].name if below.top.plain and below.files else ""
     if bounce is not None:
-        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots)
+        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots, only)
     if below.cpu is not None:
-        manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots)
+        manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots, only=only)
     return executor
 
 
@@ -641,13 +642,14 @@ def _bounce(
     if cpu is not None and isinstance(cpu.extents, HostExtents):
         for tier in files:
             tier.register(cpu.extents.buffer.view)
+    only = files[0].name if top.plain else ""
     if direct:
         on_device = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
         for tier in files:
             tier.register(on_device.rows.view(-1))
-        return Bounce(on_device, quarantine, plain=top.plain)
+        return Bounce(on_device, quarantine, plain=top.plain, only=only)
     memory = _memory(top, "bounce", config.host_buffer)
     if isinstance(memory, HostExtents):
         for tier in files:
             tier.register(memory.buffer.view)
-    return Bounce(memory, quarantine, plain=top.plain)
+    return Bounce(memory, quarantine, plain=top.plain, only=only)
