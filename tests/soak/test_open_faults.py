@@ -86,10 +86,10 @@ def test_some_errors_of_an_open(shim: Path, templates: dict[str, Path], tmp_path
 def test_an_error_at_every_third_read_and_write_of_an_open(
     shim: Path, templates: dict[str, Path], packed: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The short form of the next one, which has each of them. Of packed pages every eleventh."""
+    """The short form of the next one, which has each of them. Of packed pages every 31st."""
     every = {"first": 1, "kinds": "rws", "errno": EIO}
     jobs = [every | {"template": path, "step": 3} for path in templates.values()]
-    jobs += [every | {"template": path, "step": 11, "pack": "on"} for path in packed.values()]
+    jobs += [every | {"template": path, "step": 31, "pack": "on"} for path in packed.values()]
     nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
 
 
