@@ -179,9 +179,8 @@ class LoadPlanner:
                     plan.sources.append(copy)
                     plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
-                lacking[tier.plain] = (
-                    copy is None
-                )  # other incomplete copies are a store's: a slower tier may have the page
+                # other incomplete copies are a store's: a slower tier may have the page
+                lacking[tier.plain] = copy is None
             if tier is not self._chain[-1]:
                 stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
         return 0

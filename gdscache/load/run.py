@@ -321,8 +321,9 @@ class LoadRun:
         moves = [*self._all_ways(self._unpacked)]
         if moves:
             order, ways = zip(*moves, strict=True)
-            self._busy = self._slowest(self._unpacked)
-            self._manager.busy.begin(self._busy, self._executor.now())
+            if self._blocks is not None and self._manager.measured:
+                self._busy = self._slowest(self._unpacked)
+                self._manager.busy.begin(self._busy, self._executor.now())
             self._move(ways, order, Stage.SHARED if self._shared else Stage.WHOLE)
             yield from self._end_move()
             self._measure()

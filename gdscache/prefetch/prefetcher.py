@@ -260,7 +260,8 @@ class Prefetcher:
                 on_failure.pop_all()
             if chunk.pages:
                 self._moving[id(plan)] = request
-                self._time(request, chunk.runs[-1].tier.name)
+                tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
+                self._time(request, tiers[-1].name)
                 self._queue.begin(request, chunk=True, left=work.left)
             elif plan.then == "busy":
                 self._queue.park(request)
