@@ -93,11 +93,12 @@ def pool_parts(config: Config) -> list[PoolPart]:
     ]
 
 
-def plain_parts(config: Config) -> tuple[Config, Config]:
+def plain_parts(config: Config, shards: int = 1) -> tuple[Config, Config]:
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
     the rest: of each size a 128th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
-    late I/O takes its slots. Raises `CapacityError` if a size has no room for both."""
-    extent = config.model.layout().packed_as(packed=False).extent_bytes
+    late I/O takes its slots. `shards`: of a page, each with an extent. Raises `CapacityError` if a size has no room for
+    both."""
+    extent = config.model.layout().packed_as(packed=False).extent_bytes * shards
     packed, plain = config.dump(), config.dump()
     for path, size in shared_sizes(config):
         if path not in _PLAIN:

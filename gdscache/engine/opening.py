@@ -175,7 +175,7 @@ def build(
         )
         plain = None
         if layout.packed:
-            config, rest = plain_parts(config)
+            config, rest = plain_parts(config, layout.shards)
             below, plain = opened(config, top), opened(rest, _plain_top(top))
         else:
             below = opened(config, top)
@@ -207,7 +207,7 @@ def build(
                 undo.callback(copies[-1].close)
         executor = _executor(both, copies, manager)
         undo.callback(executor.close)
-        executors = [executor, *([executor.plain] if isinstance(executor, NativeExecutor) and executor.plain else [])]
+        executors = [executor, (isinstance(executor, NativeExecutor) and executor.plain) or executor][: len(both)]
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
             extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
@@ -304,11 +304,6 @@ def _open_top(
         ranks = _ranks(config, addresses)
         undo.callback(ranks.close)
         layout = dataclasses.replace(layout, shards=ranks.shards)
-        if layout.packed:
-            raise InvalidValueError(
-                "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
-                "set model.pack to off, and ssd.path to another directory if this one is packed",
-            )
         return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
     if attached is not None:
         return _Top(layout, PagedPlanes(layout, attached))
@@ -319,9 +314,11 @@ def _open_top(
 
 def _plain_top(top: _Top) -> _Top:
     """The same planes, for pages that do not fit into packed extents."""
-    assert isinstance(top.planes, PagedPlanes), "packed planes of ranks"
     layout = top.layout.packed_as(packed=False)
-    return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
+    if isinstance(top.planes, PagedPlanes):
+        return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
+    assert top.ranks is not None, "planes of ranks"
+    return _Top(layout, RemotePlanes(layout, top.ranks), ranks=top.ranks, plain=True)
 
 
 def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
@@ -354,7 +351,9 @@ def _open_below(
             groups=config.model.kept_groups,
             reserve=reserve,
             wall_clock=clock,
-            open_slab=None if top.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, top.ranks),
+            open_slab=None
+            if top.ranks is None
+            else functools.partial(RemoteSlab, layout, config.ssd, top.ranks, SsdTier.name + PLAIN * top.plain),
             log=log,
             plain=top.plain,
         )
@@ -548,7 +547,7 @@ def _executor(
 ) -> NativeExecutor | RanksExecutor:
     top = both[0].top
     if top.ranks is not None:
-        return _ranks_executor(top.ranks, top.layout, manager, both[0].bounce)
+        return _ranks_executor(top.ranks, both, manager)
     executor = None
     with contextlib.ExitStack() as undo:
         for below, own in reversed([*zip(both, copies, strict=True)]):
@@ -600,21 +599,20 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
     return RankSet.connect(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
 
 
-def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
-    memories: dict[str, SlotMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
-    if bounce is not None:
-        memories["bounce"] = bounce.extents
-    loads = range(0) if bounce is None else bounce.loads
-    ranks.call("start", {"loads": [loads.start, loads.stop]})
+def _ranks_executor(ranks: RankSet, both: Sequence[_Below], manager: TierManager) -> RanksExecutor:
+    memories: dict[str, SlotMemory] = {one.cpu.name: one.cpu.extents for one in both if one.cpu is not None}
+    bounces = [one.bounce for one in both if one.bounce is not None]
+    memories |= {bounce.name: bounce.extents for bounce in bounces}
+    ranks.call("start", {"loads": {bounce.name: [bounce.loads.start, bounce.loads.stop] for bounce in bounces}})
     manager.quarantine.absent = lambda: ranks.absent
-    return RanksExecutor(ranks, memories, layout.n_layers, manager.quarantine.stop)
+    return RanksExecutor(ranks, memories, both[0].top.layout.n_layers, manager.quarantine.stop)
 
 
 def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
     setting = "cpu.capacity" if space == "cpu" else "host_buffer"
     if top.ranks is None:
         return HostExtents(top.layout, capacity, _pin(top.planes.device), setting)
-    return RemoteMemory(top.layout, capacity, top.ranks, space, setting)
+    return RemoteMemory(top.layout, capacity, top.ranks, space + PLAIN * top.plain, setting)
 
 
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:

@@ -139,11 +139,13 @@ class LoadRun:
         plan = self.plan
         runs, self._begun = plan.runs[self._begun :], len(plan.runs)
         self._shared += [run for run in runs if run.filling is not None]
-        self._unpacked += [run for run in runs if run.filling is None and run.tier.plain]
+        apart = not self._by_ranks  # ranks move all pages of a load in one move
+        self._unpacked += [run for run in runs if run.filling is None and run.tier.plain and apart]
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
             order: list[Int64Array] = []
-            for part, way in self._all_ways([run for run in runs if run.filling is None and not run.tier.plain]):
+            here = [run for run in runs if run.filling is None and not (run.tier.plain and apart)]
+            for part, way in self._all_ways(here):
                 order.append(part)
                 ways.append(way)
             self._hand_over(ways, order)
@@ -181,7 +183,7 @@ class LoadRun:
             self._planner.waits(self.plan)
         if not self.plan.whole:
             return
-        tier = self._slowest(run for run in self.plan.runs if not run.tier.plain)
+        tier = self._slowest([run for run in self.plan.runs if not run.tier.plain] or self.plan.runs)
         if self._by_ranks:
             self._busy = tier
         elif not waits or self._manager.tiers[tier].kind == "files":
