@@ -118,7 +118,7 @@ class ModelConfig(ConfigSection):
     pack: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="keep bfloat16 pages in 12 bits a value, without loss: `on`, `off`, or `auto`, as the directory of "
-        "`ssd.path` has them; a new one is not packed. Not for ranks. Of groups, those whose pages can be packed are; "
+        "`ssd.path` has them; a new one is not packed. Of groups, those whose pages can be packed are; "
         "states are not. A 128th of cpu.capacity, "
         "ssd.capacity and ssd.endurance, of small ones up to a 16th, and a 16th of host_buffer are for pages that do "
         "not fit",

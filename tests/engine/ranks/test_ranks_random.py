@@ -39,7 +39,7 @@ class Machine:
             model, sizes = model | {"pack": "on"}, {"cpu": 64, "ssd": 256}
         self.host = RanksHost(path, shards, model=model, deadline=DEADLINE_S, **sizes)
         if packed:
-            self.prompts = self._few_unfit(8)
+            self.prompts = self._few_unfit(4)
         self.committed: set[int] = set()
         self.stopped: set[int] = set()
         self.trapped: set[int] = set()  # those that die, or hang, at a message which may come: they are not heard
