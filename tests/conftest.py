@@ -49,7 +49,17 @@ settings.load_profile(os.environ.get("GDSCACHE_EXAMPLES", "test"))
 
 _LONGEST = (
     *("sglang_linker_ranks", "ranks_random", "native_library", "packaging", "bench_io", "moves_stepped", "index_costs"),
-    *("ranks_messages", "lending", "cufile_faults", "replay_tiers", "plan", "examples", "docs", "loads_stepped", "fuzz"),
+    *(
+        "ranks_messages",
+        "lending",
+        "cufile_faults",
+        "replay_tiers",
+        "plan",
+        "examples",
+        "docs",
+        "loads_stepped",
+        "fuzz",
+    ),
     *("faults_that_pass", "bench_copy", "doctor", "native_against_reference", "kernels_compile", "links", "power"),
     *("load_schedules", "state_machine", "transports", "processes", "native_leaks", "soak", "bench_ttft", "no_memory"),
     *("transformers_hybrids", "hang", "layerwise", "hybrid", "ranks", "interrupts", "mooncake_tier", "hybrid_machine"),

@@ -22,6 +22,7 @@ from gdscache.commands.top import top
 from gdscache.config import Config, config_schema, load_config
 from gdscache.config.pools import plain_parts, pool_parts
 from gdscache.pages.keys import namespace_digest
+from gdscache.pages.layout import PageLayout
 from gdscache.sizes import about
 from gdscache.tiers.base import PLAIN
 
@@ -199,15 +200,6 @@ def describe(config: Config) -> dict[str, Any]:
     """A configuration's meaning as plain data: sizes in bytes, whole pages a tier, the namespace in hex."""
     layout = max(config.model.pool_layouts(), key=lambda one: one.page_tokens)  # a page of states is one row
     extent = layout.extent_bytes
-    tiers: dict[str, tuple[int | None, int]] = {"gpu": (config.gpu.capacity, extent)}  # capacity, bytes of a slot
-    parts = [("", config, extent)]
-    if layout.packed:
-        packed, plain = plain_parts(config)
-        parts = [("", packed, extent), (PLAIN, plain, plain.model.layout().extent_bytes)]
-        tiers["gpu"] = config.gpu.capacity, layout.plane_bytes
-    for ending, part, size in parts:
-        tiers[f"cpu{ending}"] = part.cpu.capacity if part.cpu else None, size
-        tiers[f"ssd{ending}"] = part.ssd.capacity if part.ssd else None, size
     return {
         "model": config.model.name,
         "kind": config.model.kind,
@@ -221,7 +213,8 @@ def describe(config: Config) -> dict[str, Any]:
         "page_bytes": layout.page_bytes,
         "extent_bytes": extent,
         "tiers": {
-            name: None if size is None else {"bytes": size, "pages": size // one} for name, (size, one) in tiers.items()
+            name: None if size is None else {"bytes": size, "pages": size // one}
+            for name, (size, one) in _sizes(config, layout).items()
         },
         "ssd_path": str(config.ssd.path) if config.ssd else None,
         "groups": _groups(config),
@@ -229,13 +222,30 @@ def describe(config: Config) -> dict[str, Any]:
     }
 
 
+def _sizes(config: Config, layout: PageLayout) -> dict[str, tuple[int | None, int]]:
+    """The capacity of each tier (None: there is none) and the bytes of a slot. Of groups in several pools, packed pages
+    and others share a tier; else the packed ones have tiers of their own. Raises as `plain_parts`."""
+    tiers: dict[str, tuple[int | None, int]] = {"gpu": (config.gpu.capacity, layout.extent_bytes)}
+    parts = [("", config, layout.extent_bytes)]
+    if layout.packed:
+        tiers["gpu"] = config.gpu.capacity, layout.plane_bytes
+    if layout.packed and len(config.model.pool_layouts()) == 1:
+        packed, plain = plain_parts(config)
+        parts = [("", packed, layout.extent_bytes), (PLAIN, plain, plain.model.layout().extent_bytes)]
+    for ending, part, size in parts:
+        tiers[f"cpu{ending}"] = part.cpu.capacity if part.cpu else None, size
+        tiers[f"ssd{ending}"] = part.ssd.capacity if part.ssd else None, size
+    return tiers
+
+
 def _groups(config: Config) -> list[dict[str, Any]]:
     """A hybrid model's groups, each with its pool's share of the tiers. Raises as `pool_parts`."""
     found: list[dict[str, Any]] = []
     for part in pool_parts(config):
         own = part.config
-        extent, sizes = own.model.layout().extent_bytes, {"gpu": own.gpu, "cpu": own.cpu, "ssd": own.ssd}
-        pages = {name: None if tier is None else tier.capacity // extent for name, tier in sizes.items()}
+        layout = own.model.layout()
+        extent, sizes = layout.extent_bytes, _sizes(own, layout)
+        pages = {name: None if size is None else size // one for name, (size, one) in sizes.items()}
         for group, local in zip(part.groups, own.model.layer_groups(), strict=True):
             namespace = namespace_digest(own.model.namespace_fields(group=local)).hex()
             about = {"share": part.share, "pool": part.names, "extent_bytes": extent, "pages": pages}

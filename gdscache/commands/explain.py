@@ -222,10 +222,11 @@ def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int 
     if config is not None:
         groups = config.model.layer_groups()
         salt = fields.get("request_salt")
-        base = namespace_digest(config.model.namespace_fields(salt if isinstance(salt, str) else ""))
+        base = namespace_digest(config.model.base_fields(salt if isinstance(salt, str) else ""))
         return base, math.gcd(*(group.page_tokens for group in groups)) if groups else None
-    whole = {name: value for name, value in fields.items() if name != "group"} | {"head_groups": 1}
+    whole = {name: value for name, value in fields.items() if name not in ("group", "packed")} | {"head_groups": 1}
     try:
+        whole["planes"] = [[plane[:3] for plane in layer] for layer in fields["planes"]]  # as unpacked ones are told
         sizes = [int(group["page_tokens"]) for group in fields["groups"]]
     except (KeyError, TypeError, ValueError):
         return b"", None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, Strict, WithJsonSchema, model_validator
@@ -117,7 +118,8 @@ class ModelConfig(ConfigSection):
     pack: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="keep bfloat16 pages in 12 bits a value, without loss: `on`, `off`, or `auto`, as the directory of "
-        "`ssd.path` has them; a new one is not packed. Not for ranks, groups or states. A 128th of cpu.capacity, "
+        "`ssd.path` has them; a new one is not packed. Of groups, those whose pages can be packed are; "
+        "states are not. A 128th of cpu.capacity, "
         "ssd.capacity and ssd.endurance, of small ones up to a 16th, and a 16th of host_buffer are for pages that do "
         "not fit",
     )
@@ -129,15 +131,17 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _describes_a_page(self) -> Self:
-        grouped = ["model.pack is on, and model.groups is given"] if self.pack == "on" and self.groups else []
-        wrong = ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS), (grouped, _PACK))
+        wrong = ((self._kind_problems(), self._hint), (self._group_problems(), _GROUPS))
         for problems, hint in wrong:
             if problems:
                 raise rejected(GeometryError, {(): ("; ".join(problems), hint)})
         try:
-            extent = max(layout.extent_bytes for layout in self.pool_layouts())
+            layouts = self.pool_layouts()
+            extent = max(layout.extent_bytes for layout in layouts)
         except GeometryError as error:
             raise rejected(GeometryError, {(): (f"model: {error.message}", error.hint or self._hint)}) from None
+        if self.pack == "on" and not any(layout.packed for layout in layouts):
+            raise rejected(GeometryError, {(): ("model.pack is on, and pages of no group can be packed", _PACK)})
         if extent > MAX_EXTENT_BYTES:
             message = (
                 f"model: a page of {self.page_tokens} tokens (model.page_tokens) and {self.layers} layers has "
@@ -206,15 +210,27 @@ class ModelConfig(ConfigSection):
 
     def layout(self) -> PageLayout:
         """The places of a page's bytes. Planes keep their order in the list."""
-        return PageLayout(self._layers(), self.page_tokens, packed=self.pack == "on")
+        return self._packed(PageLayout(self._layers(), self.page_tokens), self.layer_groups())
 
     def pool_layouts(self) -> list[PageLayout]:
         """The places of a page's bytes for each pool, in the order of `pools_of`; for all layers without groups."""
-        layers, groups = self._layers(), self.layer_groups()
-        return [
-            PageLayout(tuple(layers[layer] for layer in pool.layers), rows_of(groups, pool, self.page_tokens))
-            for pool in pools_of(groups)
-        ] or [self.layout()]
+        layers, groups, found = self._layers(), self.layer_groups(), list[PageLayout]()
+        for pool in pools_of(groups):
+            own = tuple(layers[layer] for layer in pool.layers)
+            layout = PageLayout(own, rows_of(groups, pool, self.page_tokens))
+            found.append(self._packed(layout, [groups[g] for g in pool.groups]))
+        return found or [self.layout()]
+
+    def _packed(self, layout: PageLayout, groups: Sequence[Group]) -> PageLayout:
+        """The layout of packed pages with `pack: on`, but for states, and pages of groups that cannot be packed."""
+        if self.pack != "on" or any(group.keeps == "state" for group in groups):
+            return layout
+        try:
+            return layout.packed_as(packed=True)
+        except GeometryError:
+            if not groups:
+                raise
+            return layout
 
     def _layers(self) -> tuple[tuple[Plane, ...], ...]:
         layers: list[list[Plane]] = [[] for _ in range(self.layers)]
@@ -269,6 +285,10 @@ class ModelConfig(ConfigSection):
             **({} if group is None else {"group": group.describe()}),
         }
 
+    def base_fields(self, salt: str = "") -> dict[str, object]:
+        """The facts that the digests of a hybrid model's pages begin with: the same, whichever pools are packed."""
+        return self.model_copy(update={"pack": "off"}).namespace_fields(salt)
+
 
 # For each kind: the allowed keys, and the required ones.
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -282,5 +302,5 @@ _HINTS = {
     "planes": "every layer needs a plane of the list",
 }
 _GROUPS = "give each group a name, its layers, and one of window, chunk and state, or none; each layer is in a group"
-_PACK = "set model.pack to off: pages of groups, and states, are not packed"
+_PACK = "set model.pack to off: only bfloat16 is packed, and states are not"
 _ANY = "give kv_heads and head_dim (K and V), or kv_lora_rank and rope_dim (MLA), or a list of planes"

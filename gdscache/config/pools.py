@@ -15,6 +15,7 @@ from gdscache.config import Config
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.groups.base import Group
 from gdscache.groups.pools import Pool, interval, plane_pages, pools_of, rows_of, shares
+from gdscache.pages.layout import PageLayout
 from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path` and `status.path`; the numbers of its groups follow
@@ -57,7 +58,12 @@ def pool_parts(config: Config) -> list[PoolPart]:
     """
     groups = config.model.layer_groups()
     pools = pools_of(groups)
-    models = [_model(config, groups, pool, alone=len(pools) == 1) for pool in pools]
+    if not pools:
+        return []
+    layouts = config.model.pool_layouts()
+    models = [
+        _model(config, groups, pool, layout, alone=len(pools) == 1) for pool, layout in zip(pools, layouts, strict=True)
+    ]
     if len(pools) < 2:
         return [
             PoolPart(pool, groups, 1.0, Config.from_dict({**config.dump(), "model": model, "metrics": None}))
@@ -68,7 +74,6 @@ def pool_parts(config: Config) -> list[PoolPart]:
             f"events.endpoint is {config.events.endpoint}, and groups with planes of their own are several engines",
             "leave events.endpoint out, and publish the events of on_events()",
         )
-    layouts = config.model.pool_layouts()
     extents, every = [layout.extent_bytes for layout in layouts], window_every(config)
     each = shares(groups, pools, extents, every, config.store.prompt_tokens)
     own = [tuple(groups[g] for g in pool.groups) for pool in pools]
@@ -88,11 +93,12 @@ def pool_parts(config: Config) -> list[PoolPart]:
     ]
 
 
-def plain_parts(config: Config) -> tuple[Config, Config]:
+def plain_parts(config: Config, shards: int = 1) -> tuple[Config, Config]:
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
     the rest: of each size a 128th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
-    late I/O takes its slots. Raises `CapacityError` if a size has no room for both."""
-    extent = config.model.layout().packed_as(packed=False).extent_bytes
+    late I/O takes its slots. `shards`: of a page, each with an extent. Raises `CapacityError` if a size has no room for
+    both."""
+    extent = config.model.layout().packed_as(packed=False).extent_bytes * shards
     packed, plain = config.dump(), config.dump()
     for path, size in shared_sizes(config):
         if path not in _PLAIN:
@@ -173,10 +179,12 @@ def _part(config: Config, pool: Pool, model: dict[str, Any], share: float, plane
     return data
 
 
-def _model(config: Config, groups: Sequence[Group], pool: Pool, *, alone: bool) -> dict[str, Any]:
+def _model(config: Config, groups: Sequence[Group], pool: Pool, layout: PageLayout, *, alone: bool) -> dict[str, Any]:
     """The section `model` of a pool. If it is not `alone`, its layers count from 0, and its salt contains the
     model's."""
     section: dict[str, Any] = config.model.model_dump(mode="json")
+    if section["pack"] == "on" and not layout.packed:
+        section["pack"] = "off"
     page_tokens = rows_of(groups, pool, section["page_tokens"])
     if alone:
         return {**section, "page_tokens": page_tokens}

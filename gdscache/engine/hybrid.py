@@ -39,6 +39,7 @@ from gdscache.engine.hybrid_handles import (
     remaining,
 )
 from gdscache.engine.hybrid_states import StandingStates
+from gdscache.engine.opening import as_directory
 from gdscache.errors import (
     ConfigError,
     InvalidValueError,
@@ -107,7 +108,7 @@ class HybridEngine:
                 f"a configuration was given as {type(config).__name__}",
                 "use HybridEngine.from_config, or pass a Config",
             )
-        self.config = config
+        self.config = config = as_directory(config)
         self.groups: tuple[Group, ...] = config.model.layer_groups()
         if not self.groups:
             raise InvalidValueError("model.groups is empty", "list the groups of layers, or use CacheEngine")
@@ -568,7 +569,7 @@ class HybridEngine:
         """The first link of a request's digests: the namespace of the whole model, with all its groups."""
         base = self._bases.get(arguments.text(salt, "salt"))
         if base is None:
-            base = namespace_digest(self.config.model.namespace_fields(salt))
+            base = namespace_digest(self.config.model.base_fields(salt))
             if len(self._bases) < _SALTS_KEPT:
                 self._bases[salt] = base
         return base

@@ -19,7 +19,7 @@ import torch
 
 from gdscache.config import Config, EventsConfig
 from gdscache.config.concerns import concerns
-from gdscache.config.pools import PLAIN_PARTS, plain_parts
+from gdscache.config.pools import PLAIN_DIRECTORY, PLAIN_PARTS, plain_parts, pool_parts
 from gdscache.cuda.host_memory import PageLocking
 from gdscache.cuda.numa import near
 from gdscache.cuda.streams import resolve_device
@@ -175,7 +175,7 @@ def build(
         )
         plain = None
         if layout.packed:
-            config, rest = plain_parts(config)
+            config, rest = plain_parts(config, layout.shards)
             below, plain = opened(config, top), opened(rest, _plain_top(top))
         else:
             below = opened(config, top)
@@ -207,7 +207,7 @@ def build(
                 undo.callback(copies[-1].close)
         executor = _executor(both, copies, manager)
         undo.callback(executor.close)
-        executors = [executor, *([executor.plain] if isinstance(executor, NativeExecutor) and executor.plain else [])]
+        executors = [executor, (isinstance(executor, NativeExecutor) and executor.plain) or executor][: len(both)]
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
             extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
@@ -271,21 +271,26 @@ def build(
 
 
 def as_directory(config: Config) -> Config:
-    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier has its extents."""
+    """The configuration with `model.pack` on or off: for `auto`, as the directory of the SSD tier, or one of a pool's,
+    has its extents."""
     model = config.model
     if model.pack != "auto":
         return config
-    same = config.ssd is not None and not model.groups and _is_packed(model.layout(), config.ssd.path)
+    parts = [part.config for part in pool_parts(config)] or [config]
+    same = any(part.ssd is not None and _is_packed(part.model.layout(), part.ssd.path) for part in parts)
     return config.model_copy(update={"model": model.model_copy(update={"pack": "on" if same else "off"})})
 
 
 def _is_packed(layout: PageLayout, directory: Path) -> bool:
-    """Whether a directory has packed extents of these pages. Reads nothing where they cannot be packed."""
+    """Whether a directory has packed extents of these pages. Reads nothing where they cannot be packed. Extents of few
+    bytes have one size packed or not; a packed directory has another one below it, for pages that do not fit."""
     try:
         wanted = layout.packed_as(packed=True).extent_bytes
     except GeometryError:
         return False
-    return wanted != layout.extent_bytes and slab_extent(directory) == wanted
+    if wanted == layout.extent_bytes and not (directory / PLAIN_DIRECTORY / CATALOG_NAME).exists():
+        return False
+    return slab_extent(directory) == wanted
 
 
 def _open_top(
@@ -299,11 +304,6 @@ def _open_top(
         ranks = _ranks(config, addresses)
         undo.callback(ranks.close)
         layout = dataclasses.replace(layout, shards=ranks.shards)
-        if layout.packed:
-            raise InvalidValueError(
-                "model.pack is on, and the planes are of ranks: pages are packed in one process alone so far",
-                "set model.pack to off, and ssd.path to another directory if this one is packed",
-            )
         return _Top(layout, RemotePlanes(layout, ranks), ranks=ranks)
     if attached is not None:
         return _Top(layout, PagedPlanes(layout, attached))
@@ -314,9 +314,11 @@ def _open_top(
 
 def _plain_top(top: _Top) -> _Top:
     """The same planes, for pages that do not fit into packed extents."""
-    assert isinstance(top.planes, PagedPlanes), "packed planes of ranks"
     layout = top.layout.packed_as(packed=False)
-    return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
+    if isinstance(top.planes, PagedPlanes):
+        return _Top(layout, PagedPlanes(layout, top.planes.tensors), plain=True)
+    assert top.ranks is not None, "planes of ranks"
+    return _Top(layout, RemotePlanes(layout, top.ranks), ranks=top.ranks, plain=True)
 
 
 def _used(earned: Sequence[EarnedOffers], keys: Sequence[bytes]) -> None:
@@ -349,7 +351,9 @@ def _open_below(
             groups=config.model.kept_groups,
             reserve=reserve,
             wall_clock=clock,
-            open_slab=None if top.ranks is None else functools.partial(RemoteSlab, layout, config.ssd, top.ranks),
+            open_slab=None
+            if top.ranks is None
+            else functools.partial(RemoteSlab, layout, config.ssd, top.ranks, SsdTier.name + PLAIN * top.plain),
             log=log,
             plain=top.plain,
         )
@@ -543,7 +547,7 @@ def _executor(
 ) -> NativeExecutor | RanksExecutor:
     top = both[0].top
     if top.ranks is not None:
-        return _ranks_executor(top.ranks, top.layout, manager, both[0].bounce)
+        return _ranks_executor(top.ranks, both, manager)
     executor = None
     with contextlib.ExitStack() as undo:
         for below, own in reversed([*zip(both, copies, strict=True)]):
@@ -574,10 +578,11 @@ def _native_executor(
     files = {tier.name: tier.io for tier in below.files}
     slots = {tier.name: tier.index.slots for tier in below.files}
     executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
+    only = below.files[0].name if below.top.plain and below.files else ""
     if bounce is not None:
-        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots)
+        manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots, only)
     if below.cpu is not None:
-        manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots)
+        manager.quarantine.add_memory(below.cpu.name, below.cpu.index.slots, only=only)
     return executor
 
 
@@ -594,21 +599,20 @@ def _ranks(config: Config, addresses: Sequence[RankAddress]) -> RankSet:
     return RankSet.connect(addresses, config.model.model_dump(mode="json"), config.gpu.model_dump(mode="json"))
 
 
-def _ranks_executor(ranks: RankSet, layout: PageLayout, manager: TierManager, bounce: Bounce | None) -> RanksExecutor:
-    memories: dict[str, SlotMemory] = {} if manager.cpu is None else {"cpu": manager.cpu.extents}
-    if bounce is not None:
-        memories["bounce"] = bounce.extents
-    loads = range(0) if bounce is None else bounce.loads
-    ranks.call("start", {"loads": [loads.start, loads.stop]})
+def _ranks_executor(ranks: RankSet, both: Sequence[_Below], manager: TierManager) -> RanksExecutor:
+    memories: dict[str, SlotMemory] = {one.cpu.name: one.cpu.extents for one in both if one.cpu is not None}
+    bounces = [one.bounce for one in both if one.bounce is not None]
+    memories |= {bounce.name: bounce.extents for bounce in bounces}
+    ranks.call("start", {"loads": {bounce.name: [bounce.loads.start, bounce.loads.stop] for bounce in bounces}})
     manager.quarantine.absent = lambda: ranks.absent
-    return RanksExecutor(ranks, memories, layout.n_layers, manager.quarantine.stop)
+    return RanksExecutor(ranks, memories, both[0].top.layout.n_layers, manager.quarantine.stop)
 
 
 def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:
     setting = "cpu.capacity" if space == "cpu" else "host_buffer"
     if top.ranks is None:
         return HostExtents(top.layout, capacity, _pin(top.planes.device), setting)
-    return RemoteMemory(top.layout, capacity, top.ranks, space, setting)
+    return RemoteMemory(top.layout, capacity, top.ranks, space + PLAIN * top.plain, setting)
 
 
 def _check_served(tiers: Sequence[DurableTier], cpu: CpuTier | None) -> None:
@@ -636,13 +640,14 @@ def _bounce(
     if cpu is not None and isinstance(cpu.extents, HostExtents):
         for tier in files:
             tier.register(cpu.extents.buffer.view)
+    only = files[0].name if top.plain else ""
     if direct:
         on_device = DeviceExtents(top.layout, config.host_buffer, top.planes.device)
         for tier in files:
             tier.register(on_device.rows.view(-1))
-        return Bounce(on_device, quarantine, plain=top.plain)
+        return Bounce(on_device, quarantine, plain=top.plain, only=only)
     memory = _memory(top, "bounce", config.host_buffer)
     if isinstance(memory, HostExtents):
         for tier in files:
             tier.register(memory.buffer.view)
-    return Bounce(memory, quarantine, plain=top.plain)
+    return Bounce(memory, quarantine, plain=top.plain, only=only)

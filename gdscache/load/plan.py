@@ -15,6 +15,7 @@ from gdscache.index.table import Entry
 from gdscache.load.report import told_of
 from gdscache.moves import PageStatus
 from gdscache.pages.keys import Page
+from gdscache.pages.layout import PageLayout
 from gdscache.pages.reasons import CACHED, Reason, joined
 from gdscache.tiers.base import Lease, Tier
 
@@ -64,9 +65,10 @@ class LoadPlan:
     """The pages that a load moves, in order, and one lease a request on every page and slot in use.
 
     A page's row is its place in `pages`. `slots` has its slot in the tier that `runs` says. `sources` has its entry
-    there, or None for a complete page in memory. `targets` has its entry in the landing tier, or None where it gets
-    none. `requests` has the rows of each request. `statuses` are places in `STATUSES`, uint8 of shape (pages,); the
-    manager's lock guards them. A plan may be made in parts: all lists grow (`LoadPlanner.go_on`) until it is `whole`.
+    there, or None for a complete page in memory. `targets` has its entry in the landing tier of that tier, or None
+    where it gets none. `requests` has the rows of each request. `statuses` are places in `STATUSES`, uint8 of shape
+    (pages,); the manager's lock guards them. A plan may be made in parts: all lists grow (`LoadPlanner.go_on`) until it
+    is `whole`.
     """
 
     def __init__(self, asked: LoadRequest | None = None) -> None:
@@ -80,7 +82,7 @@ class LoadPlan:
         self.requests: list[range] = []
         self.statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.under_way: Counter[str] = Counter()  # pages by tier that `LoadPlanner.under_way` counts
-        self._rows: dict[int, int] = {}  # row by the slot of its target; filled by the first `row_of`
+        self._rows: dict[Entry, int] = {}  # row by its target; filled by the first `row_of`
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -135,12 +137,17 @@ class LoadPlan:
         return cast("list[Entry]", [*map(self.sources.__getitem__, rows)])
 
     def row_of(self, target: Entry) -> int:
-        if target.slot not in self._rows:
-            self._rows = {one.slot: row for row, one in enumerate(self.targets) if one is not None}
-        return self._rows[target.slot]
+        if target not in self._rows:
+            self._rows = {one: row for row, one in enumerate(self.targets) if one is not None}
+        return self._rows[target]
 
     def tier_of(self, row: int) -> Tier:
         return next(run.tier for run in self.runs if row in run.rows)
+
+
+def bytes_in(layout: PageLayout, tier: Tier) -> int:
+    """Bytes of a page in a tier below the planes."""
+    return layout.plane_bytes if tier.plain else layout.page_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

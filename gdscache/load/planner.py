@@ -40,11 +40,11 @@ _SAID = {
 class LoadPlanner:
     """Plans loads and prefetches over the chain of tiers, and decides how their pages end.
 
-    The *landing* tier is the first one in memory. Pages of slower tiers get slots in it as they are read, but for those
-    of plain tiers, whose extents are of another size: they pass through a bounce reserve, memory that a read has until
-    its bytes are copied on. `due` functions, such as the expiry of pins, are called once for each request of a load,
-    before its first pages are leased. `prefetched` is told which pages loads read. Any thread may call: each public
-    method takes the manager's lock, which guards everything here.
+    The *landing* tier is the first one in memory; plain pages, whose extents are of another size, have one of their
+    own. Pages of slower tiers get slots in it as they are read, or pass through a bounce reserve, memory that a read
+    has until its bytes are copied on. `due` functions, such as the expiry of pins, are called once for each request of
+    a load, before its first pages are leased. `prefetched` is told which pages loads read. Any thread may call: each
+    public method takes the manager's lock, which guards everything here.
 
     Many methods: they are the steps of one plan, and share its lock and its leases.
     """
@@ -65,7 +65,7 @@ class LoadPlanner:
         self._due = due
         self._prefetched = prefetched
         self._chain = [tier for tier in manager.tiers.values() if tier.kind != "planes" and tier.served]
-        self._filling: dict[int, LoadPlan] = {}  # slot of the landing tier -> the plan that reads a page into it
+        self._filling: dict[Entry, LoadPlan] = {}  # page of a landing tier -> the plan that reads it into there
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 
@@ -129,13 +129,13 @@ class LoadPlanner:
         if self._prefetched:
             self._note_uses(plan, first)
         if asked.keep and self.landing is not None:
-            index = self.landing.index
-            later = {page.key for page in pages[stop:]} if index.free_slots < len(absent) else ()
-            self._reserve(index, plan, absent, later)
+            for landing, rows in self._by_landing(plan, absent):
+                later = {page.key for page in pages[stop:]} if landing.index.free_slots < len(rows) else ()
+                self._reserve(landing.index, plan, rows, later)
         return len(plan) - first
 
     def _lease(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of pages that the landing tier
+        """Lease pages up to `stop`, or to the first that no tier has. Returns the rows of pages that their landing tier
         lacks."""
         absent: list[int] = []
         first = at = plan.asked.at
@@ -148,33 +148,39 @@ class LoadPlanner:
         return absent
 
     def _lease_landed(self, plan: LoadPlan, pages: Sequence[Page], stop: int) -> list[int]:
-        assert self.landing is not None, "pages of no tier"
-        at, row = plan.asked.at, len(plan)
-        taken = self._take_run_of(plan, self.landing, pages, at, stop, row)
-        plan.pages += pages[at : at + taken]
+        first = at = plan.asked.at
+        while at < stop:
+            row = len(plan) + at - first
+            runs = (self._take_run_of(plan, landing, pages, at, stop, row) for landing in self.manager.landings)
+            taken = next(filter(None, runs), 0)
+            if not taken:
+                break
+            at += taken
+        plan.pages += pages[first:at]
         return []
 
     def _take_run(self, plan: LoadPlan, pages: Sequence[Page], at: int, stop: int, row: int, absent: list[int]) -> int:
         """Lease `pages[at]` from its fastest tier, and the pages behind it, before `stop`, with the same fastest tier.
         `row` is the row of the first. Returns the number of pages leased."""
-        behind = False  # whether the tier is slower than the landing tier
-        lacking = True  # whether the landing tier has no copy of the page at all, so that one may be made there
+        # whether the landing tier, of packed or plain pages, has no copy at all, so that one may be made there
+        lacking = dict[bool, bool]()
         for tier in self._chain:
             taken = self._take_run_of(plan, tier, pages, at, stop, row)
             if taken:
-                if behind and lacking and not tier.plain:
+                if lacking.get(tier.plain):
                     absent.extend(range(row, row + taken))
                 return taken
-            if tier is self.landing:
-                behind, copy = True, tier.index.find(pages[at].key)  # a copy found here is incomplete
-                filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy.slot)
+            if tier in self.manager.landings:
+                copy = tier.index.find(pages[at].key)  # a copy found here is incomplete
+                filling = None if copy is None or copy.state is not PENDING else self._filling.get(copy)
                 if copy is not None and filling is not None:
                     plan.leases[-1].add(tier.index, copy)
                     plan.slots.append(copy.slot)
                     plan.sources.append(copy)
                     plan.runs.append(TierRun(tier, range(row, row + 1), (filling, filling.row_of(copy))))
                     return 1
-                lacking = copy is None  # other incomplete copies are a store's: a slower tier may have the page
+                # other incomplete copies are a store's: a slower tier may have the page
+                lacking[tier.plain] = copy is None
             if tier is not self._chain[-1]:
                 stop = min(stop, max(at + 1, tier.index.absent_until(pages, at, stop)))
         return 0
@@ -210,7 +216,7 @@ class LoadPlanner:
         assert self._prefetched is not None, "nothing was prefetched"
         for run in plan.runs:
             for row in run.rows[max(0, first - run.rows.start) :]:
-                self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier is self.landing else None)
+                self._prefetched.use(plan.pages[row].key, plan.slots[row] if run.tier.kind == "memory" else None)
 
     def _reserve(self, index: PageIndex, plan: LoadPlan, rows: Sequence[int], spared: Collection[bytes] = ()) -> None:
         """Give each row's page a slot of the landing tier, in order, until no slot is left. `spared`: keys of pages
@@ -223,8 +229,18 @@ class LoadPlanner:
         targets = index.insert_all([pages[row] for row in rows], slots, PENDING, retentions, leases=1)
         for row, target in zip(rows, targets, strict=False):
             places[row] = target
-        self._filling.update(dict.fromkeys(slots, plan))
+        self._filling.update(dict.fromkeys(targets, plan))
         plan.leases[-1].take(index, targets)
+
+    def _by_landing(self, plan: LoadPlan, rows: Sequence[int]) -> Iterator[tuple[Tier, list[int]]]:
+        """Rows of pages on files, by the tiers in memory that they are read to."""
+        landings = self.manager.landings
+        if len(landings) == 1:
+            yield landings[0], [*rows]
+            return
+        plain = [plan.tier_of(row).plain for row in rows]
+        for landing in landings:
+            yield landing, [row for row, one in zip(rows, plain, strict=True) if one == landing.plain]
 
     def _set_out(self, plan: LoadPlan, first: int = 0) -> None:
         self._cover(plan)
@@ -256,20 +272,26 @@ class LoadPlanner:
     # -- prefetches ----------------------------------------------------------------------------------------------------
 
     def plan_prefetch(self, pages: Sequence[Page], start: int, most: int, spared: Collection[bytes]) -> PrefetchPlan:
-        """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tier have, and reserve
-        slots of the landing tier for them, without evicting any of `spared`. Never waits; no page of the plan waits for
+        """Lease up to `most` pages from `pages[start]` on that only tiers behind the landing tiers have, and reserve
+        slots of these for them, without evicting any of `spared`. Never waits; no page of the plan waits for
         another plan."""
-        manager, landing = self.manager, self.landing
-        assert landing is not None, "no tier to bring pages to"
+        manager = self.manager
+        assert manager.landings, "no tier to bring pages to"
         with manager.lock, contextlib.ExitStack() as undo:
             manager.expire(pages[start : start + most])
             plan = LoadPlan()
             plan.leases.append(manager.lease("prefetch"))
             undo.callback(self._undo, plan)
-            found, then = self._prefetchable(plan, landing, pages, start, most)
+            found, then = self._prefetchable(plan, pages, start, most)
             plan.targets += [None] * len(plan)
-            self._reserve(landing.index, plan, range(len(plan)), spared)
-            placed = len(plan) - plan.targets.count(None)
+            placed = 0
+            for run in plan.runs:
+                landing = manager.landing_of(run.tier)
+                assert landing is not None, "pages without a tier in memory"
+                self._reserve(landing.index, plan, run.rows, spared)
+                placed += len(run.rows) - plan.targets[run.rows.start : run.rows.stop].count(None)
+                if placed < run.rows.stop:
+                    break
             if placed < len(plan):
                 then = "no_room"
                 del found[[i for i, moves in enumerate(found) if moves][placed] :]
@@ -281,12 +303,10 @@ class LoadPlanner:
             undo.pop_all()
             return PrefetchPlan(found, then, plan)
 
-    def _prefetchable(
-        self, plan: LoadPlan, landing: Tier, pages: Sequence[Page], start: int, most: int
-    ) -> tuple[list[bool], Behind]:
+    def _prefetchable(self, plan: LoadPlan, pages: Sequence[Page], start: int, most: int) -> tuple[list[bool], Behind]:
         """Whether each page moves, up to the first that cannot be planned, and the reason to end there."""
         tiers = list(self.manager.tiers.values())
-        fast = [tier for tier in tiers if tier.kind != "files" or tier.plain]
+        fast = [tier for tier in tiers if tier.kind != "files"]
         slow = [tier for tier in tiers if tier not in fast]
         found: list[bool] = []
         for i in range(start, len(pages)):
@@ -294,7 +314,7 @@ class LoadPlanner:
             if any(tier.index.has(key) for tier in fast):
                 found.append(False)
                 continue
-            if key in landing.index:
+            if any(key in landing.index for landing in self.manager.landings):
                 return found, "busy"
             if not most:
                 break
@@ -336,15 +356,8 @@ class LoadPlanner:
         good = status in (PageStatus.LOADED, PageStatus.CANCELLED)
         with manager.lock:
             plan.statuses[rows] = CODES[status]
-            if self.landing is not None and plan.targets.count(None) < len(plan.targets):
-                # A target keeps its slot while its plan leases it.
-                targets = [target for row in some if (target := plan.targets[row]) is not None]
-                ended = [target for target in targets if self._filling.pop(target.slot, None) is not None]
-                if good:
-                    self.landing.index.commit_all(ended)
-                else:
-                    for target in ended:
-                        self.landing.index.drop(target)
+            if plan.targets.count(None) < len(plan.targets):
+                self._end_filling(plan, [row for row in some if plan.targets[row] is not None], good=good)
             if status in _SAID:
                 self._say(plan, some, status)
             if status in _BAD:
@@ -369,6 +382,18 @@ class LoadPlanner:
                 for name, pages in plan.by_tier(which).items():
                     manager.counts["loaded", name] += pages
             self.filled.notify_all()
+
+    def _end_filling(self, plan: LoadPlan, rows: Sequence[int], *, good: bool) -> None:
+        """Publish pages in their landing tiers, or drop them there. A target keeps its slot while its plan leases
+        it."""
+        for landing, some in self._by_landing(plan, rows):
+            targets = [target for row in some if (target := plan.targets[row]) is not None]
+            ended = [target for target in targets if self._filling.pop(target, None) is not None]
+            if good:
+                landing.index.commit_all(ended)
+            else:
+                for target in ended:
+                    landing.index.drop(target)
 
     def _say(self, plan: LoadPlan, rows: Sequence[int], status: PageStatus) -> None:
         """Log pages that did not come, and note the bad ones for `explain`. A page that another plan was to bring is

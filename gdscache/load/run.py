@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from gdscache.arrays import Int64Array, integers
-from gdscache.load.plan import LoadPlan, TierRun
+from gdscache.load.plan import LoadPlan, TierRun, bytes_in
 from gdscache.load.planner import LoadPlanner
 from gdscache.load.report import LoadPart, LoadReport
 from gdscache.moves import PLANES, Executor, Move, Moving, PageStatus, Priority, Spent, Steps, Way, failure
@@ -139,11 +139,13 @@ class LoadRun:
         plan = self.plan
         runs, self._begun = plan.runs[self._begun :], len(plan.runs)
         self._shared += [run for run in runs if run.filling is not None]
-        self._unpacked += [run for run in runs if run.tier.plain]
+        apart = not self._by_ranks  # ranks move all pages of a load in one move
+        self._unpacked += [run for run in runs if run.filling is None and run.tier.plain and apart]
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
             order: list[Int64Array] = []
-            for part, way in self._all_ways([run for run in runs if run.filling is None and not run.tier.plain]):
+            here = [run for run in runs if run.filling is None and not (run.tier.plain and apart)]
+            for part, way in self._all_ways(here):
                 order.append(part)
                 ways.append(way)
             self._hand_over(ways, order)
@@ -181,7 +183,7 @@ class LoadRun:
             self._planner.waits(self.plan)
         if not self.plan.whole:
             return
-        tier = self._slowest(run for run in self.plan.runs if not run.tier.plain)
+        tier = self._slowest([run for run in self.plan.runs if not run.tier.plain] or self.plan.runs)
         if self._by_ranks:
             self._busy = tier
         elif not waits or self._manager.tiers[tier].kind == "files":
@@ -210,7 +212,7 @@ class LoadRun:
         places = [target.slot for target in targets if target is not None]
         found = []
         if places:
-            landing = self._planner.landing
+            landing = self._manager.landing_of(tier)
             assert landing is not None, "a slot of no tier"
             part, of_part, sums = _taken(tables, [n for n, target in enumerate(targets) if target is not None])
             found.append((part, self._read(tier, of_part, part, sums, landing.name, integers(places))))
@@ -321,29 +323,29 @@ class LoadRun:
         moves = [*self._all_ways(self._unpacked)]
         if moves:
             order, ways = zip(*moves, strict=True)
-            self._busy = self._slowest(self._unpacked)
-            self._manager.busy.begin(self._busy, self._executor.now())
+            if self._blocks is not None and self._manager.measured:
+                self._busy = self._slowest(self._unpacked)
+                self._manager.busy.begin(self._busy, self._executor.now())
             self._move(ways, order, Stage.SHARED if self._shared else Stage.WHOLE)
             yield from self._end_move()
             self._measure()
 
     def _share(self) -> Steps[None]:
         """Copy the pages that another load, planned earlier, brings. Waits only for earlier loads, so it ends."""
-        planner, there = self._planner, list[range]()
+        planner, there = self._planner, dict[Tier, list[range]]()
         for run in self._shared:
             assert run.filling is not None, "a run without a plan that brings it"
             known = functools.partial(_known, planner, *run.filling)
             yield self._executor.changed(planner.filled, known, max(0.0, self._until - self._executor.now()))
             status = planner.landed(*run.filling)
             if status is PageStatus.LOADED:
-                there.append(run.rows)
+                there.setdefault(run.tier, []).append(run.rows)
             else:
                 late = status is PageStatus.PENDING
                 planner.finish(self.plan, np.array(run.rows), PageStatus.DEADLINE if late else status)
-        if there:
-            assert planner.landing is not None, "nowhere to land"
-            rows, way = self._out_of_memory(planner.landing, there)
-            self._move([way], [rows], Stage.WHOLE)
+        for number, (tier, some) in enumerate(there.items(), 1):
+            rows, way = self._out_of_memory(tier, some)
+            self._move([way], [rows], Stage.WHOLE if number == len(there) else Stage.SHARED)
             yield from self._end_move()
 
     def abort(self) -> Steps[None]:
@@ -372,9 +374,10 @@ class LoadRun:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _late(self, row: int) -> Late:
-        plan, manager, landing = self.plan, self._manager, self._planner.landing
+        plan, manager = self.plan, self._manager
         source, target = plan.sources[row], plan.targets[row]
         tier = plan.tier_of(row)
+        landing = manager.landing_of(tier)
         with manager.lock:
             lease = manager.lease("quarantine")
             if source is not None:  # only a rank can be late with a page in memory, and it gets no other move meanwhile
@@ -425,7 +428,7 @@ class LoadRun:
             self._tell(seconds)
 
     def _tell(self, seconds: float) -> None:
-        plan, manager, landing = self.plan, self._manager, self._planner.landing
+        plan, manager = self.plan, self._manager
         good = plan.loaded()
         found = plan.by_tier(good)
         if not found:
@@ -436,13 +439,13 @@ class LoadRun:
         if self._blocks is not None:
             manager.latencies.loaded(slowest, nbytes, seconds)
         landed: dict[str, int] = {}
-        if landing is not None and plan.targets.count(None) < len(plan.targets):
+        if plan.targets.count(None) < len(plan.targets):
             there = zip(good, plan.targets, strict=True)
             landed = plan.by_tier(bytes(page if target is not None else 0 for page, target in there))
         moved = manager.measures.moved
         with manager.lock:
             for name, pages in found.items():
-                through = landed.get(name, 0)
+                through, landing = landed.get(name, 0), manager.landing_of(manager.tiers[name])
                 if through and landing is not None:
                     moved(name, landing.name, through)
                 if self._blocks is not None:
@@ -464,7 +467,7 @@ class LoadRun:
         return LoadReport(prefix * size, plan.told(rows), nbytes, seconds, tuple(reasons))
 
     def _bytes(self, tier: str, pages: int) -> int:
-        return pages * (self._layout.plane_bytes if self._manager.tiers[tier].plain else self._layout.page_bytes)
+        return pages * bytes_in(self._layout, self._manager.tiers[tier])
 
     def _commit_deletions(self) -> None:
         if 0 in self.plan.loaded():

@@ -150,7 +150,7 @@ def _late(stats: Stats) -> Values:
 
 def _switched_off(stats: Stats) -> Values:
     found = _quarantine(stats)
-    off = found.get("switched_off_by_errors", ())
+    off = (*found.get("switched_off_by_errors", ()), *found.get("switched_off_alone", ()))
     files = [tier for tier, about in stats["tiers"].items() if about.get("kind") == "files"]
     return {(tier,): int(found["switched_off"] or tier in off) for tier in files} if found else {}
 

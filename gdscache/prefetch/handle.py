@@ -90,8 +90,8 @@ class Prefetch:
         pages = tuple(self._work.pages[first : 0 if claim is None else claim.good])
         seconds = self._owner.seconds(len(pages))
         tokens = len(pages) * page_tokens
-        name = self._owner.landing_name
-        return Hit(start, tokens, (name,) * len(pages), seconds, pages, pays=tokens, checked=True)
+        tiers = () if claim is None else tuple(tier.name for tier in claim.tiers[first : first + len(pages)])
+        return Hit(start, tokens, tiers, seconds, pages, pays=tokens, checked=True)
 
     @property
     def asking(self) -> bool:
@@ -168,8 +168,7 @@ class Prefetch:
                 "loads go first: wait longer, or cancel() it",
             )
         assert self._request.end is not None, "over without a cause"
-        nbytes = work.counts[PageStatus.LOADED.value] * self._owner.layout.page_bytes
-        return PrefetchReport(self.tokens, dict(work.counts), nbytes, work.seconds, self._request.end)
+        return PrefetchReport(self.tokens, dict(work.counts), work.nbytes, work.seconds, self._request.end)
 
     def __enter__(self) -> Self:
         return self
@@ -193,7 +192,7 @@ class PrefetchWork:
         self.keep: set[bytes] = set()
         self.at = self.good = 0  # pages before `at` have had their turn; all before `good` are present
         self.counts: Counter[str] = Counter()
-        self.seconds = 0.0
+        self.nbytes, self.seconds = 0, 0.0
         self.over = Flag()
         self._lacking: set[int] = set()
 
@@ -232,8 +231,10 @@ class PrefetchWork:
         self._advance()
         return moving
 
-    def land(self, numbers: Sequence[int], statuses: Sequence[str]) -> None:
+    def land(self, numbers: Sequence[int], statuses: Sequence[str], nbytes: int) -> None:
+        """Pages have ended, of which `nbytes` were read and found good."""
         self.counts.update(statuses)
+        self.nbytes += nbytes
         good = PageStatus.LOADED.value
         self._lacking.difference_update(n for n, status in zip(numbers, statuses, strict=True) if status == good)
         self._advance()

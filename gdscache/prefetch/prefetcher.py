@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gdscache.errors import EngineClosedError
 from gdscache.limits import EngineLimits
 from gdscache.load.loader import Loader
-from gdscache.load.plan import PrefetchPlan
+from gdscache.load.plan import PrefetchPlan, bytes_in
 from gdscache.moves import PageStatus, PrefetchEnd, Priority, Steps, failure
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout
@@ -51,6 +51,7 @@ class Prefetcher:
         self._requests = 0
         self._ends: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
+        self._bytes = 0
         self._changed = loader.changed
         self._moving: dict[int, PrefetchRequest] = {}
         # the tier that a request measures, and its bytes so far
@@ -130,7 +131,7 @@ class Prefetcher:
         with contextlib.ExitStack() as undo:
             found = manager.peek(pages, unserved=True)
             if work.pin is not None:
-                claim = manager.pins.claim(pages[: len(found)], work.pin, self.layout.page_tokens)
+                claim = manager.pins.claim(pages[: len(found)], work.pin, self.layout.page_tokens, found)
                 undo.callback(manager.pins.end, claim)
                 held = len(claim.pages)
                 if work.whole and held < len(found):
@@ -138,13 +139,13 @@ class Prefetcher:
                     held = 0
                 beyond = len(found) - held
                 del found[held:]
-            slow = {name for name, tier in manager.tiers.items() if tier.kind == "files" and not tier.plain}
+            slow = {name for name, tier in manager.tiers.items() if tier.kind == "files"}
             present = min((found.index(name) for name in slow if name in found), default=len(found))
             if landing is None:
                 del found[present:]
             wanted = sum(map(found.count, slow))
             if wanted and landing is not None:
-                keep = {page.key for page in pages} | landing.index.family(pages[:1])
+                keep = {page.key for page in pages}.union(*(one.index.family(pages[:1]) for one in manager.landings))
             pages = pages[: len(found)]
             request.of(wanted, None if claim is None else claim.until, short=beyond > 0)
             work.begin(pages, tuple(found), present, keep, claim, beyond)
@@ -196,7 +197,7 @@ class Prefetcher:
                 "under_way": self.under_way,
                 "ended": {end.value: self._ends[end.value] for end in PrefetchEnd},
                 "pages": dict(self._pages),
-                "bytes": self._pages[PageStatus.LOADED.value] * self.layout.page_bytes,
+                "bytes": self._bytes,
                 "used_pages": held.used,
                 "lost_pages": held.lost,
                 "unused_pages": held.unused,
@@ -236,7 +237,7 @@ class Prefetcher:
         manager = self._manager
         manager.pins.end_due()
         while not self._closed:
-            measured = all(manager.costs.knows(tier.name) for tier in manager.files)
+            measured = all(manager.costs.knows(tier.name) for tier in manager.files if not tier.plain)
             turn = self._queue.next(demand=self._loader.loads > 0, measured=measured)
             if turn is None:
                 return
@@ -259,7 +260,8 @@ class Prefetcher:
                 on_failure.pop_all()
             if chunk.pages:
                 self._moving[id(plan)] = request
-                self._time(request, chunk.runs[-1].tier.name)
+                tiers = [run.tier for run in chunk.runs if not run.tier.plain] or [run.tier for run in chunk.runs]
+                self._time(request, tiers[-1].name)
                 self._queue.begin(request, chunk=True, left=work.left)
             elif plan.then == "busy":
                 self._queue.park(request)
@@ -313,9 +315,11 @@ class Prefetcher:
                 if claim is None:
                     self._held.land(page.key, target.slot if good and not cleared else None)
             self._pages.update(statuses)
-            tier, nbytes = self._timed[request]
-            self._timed[request] = tier, nbytes + statuses.count(PageStatus.LOADED.value) * self.layout.page_bytes
-            self._live[request].land(numbers, statuses)
+            read = chunk.by_tier(bytes(status == PageStatus.LOADED.value for status in statuses))
+            nbytes = sum(pages * bytes_in(self.layout, self._manager.tiers[name]) for name, pages in read.items())
+            self._bytes += nbytes
+            self._timed[request] = self._timed[request][0], self._timed[request][1] + nbytes
+            self._live[request].land(numbers, statuses, nbytes)
             if "cleared" in statuses:
                 self._queue.stop(request, PrefetchEnd.MISSING)
             self._queue.land(request, good=_READ.issuperset(statuses), bad=PageStatus.CHECKSUM.value in statuses)
@@ -350,11 +354,10 @@ _ENDS = {"missing": PrefetchEnd.MISSING, "no_room": PrefetchEnd.NO_ROOM}
 
 
 def held_pages(manager: TierManager, limits: EngineLimits) -> PrefetchedPages:
-    cpu = manager.cpu
-    if cpu is None:
-        return PrefetchedPages(0, _nowhere)
-    return PrefetchedPages(max(1, int(limits.prefetch_share * cpu.index.slots)), cpu.index.slot)
+    indices = [landing.index for landing in manager.landings]
 
+    def slot_of(key: bytes) -> int | None:
+        return next((slot for index in indices if (slot := index.slot(key)) is not None), None)
 
-def _nowhere(key: bytes) -> int | None:
-    return None
+    most = int(limits.prefetch_share * sum(index.slots for index in indices))
+    return PrefetchedPages(max(1, most) if indices else 0, slot_of)

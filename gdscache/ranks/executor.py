@@ -76,6 +76,7 @@ class RanksMoving:
         self._statuses: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._failed: dict[int, int] = {}  # row -> errno
         self._late: dict[int, set[int]] = {}  # by rank: late rows that it may still touch
+        self._unfit: set[int] = set()  # rows that do not fit into a packed extent on some rank
         self._why = ""
         self._spent: Spent | None = None  # of the slowest rank
         self._end: End | None = None
@@ -201,6 +202,7 @@ class RanksMoving:
             self._statuses[rows] = np.where(mine == LOADED, CODES[PageStatus.IO_ERROR], mine)
         elif self.move.priority is Priority.STORE:
             self._executor.keep_sums(self._ways, rows, part.link.shard, arrays[0])
+            self._unfit.update(rows[fields["unfit"]].tolist())
         elif self.listener is not None:
             self._statuses[rows] = np.where(mine == LOADED, arrays[0], mine)
         if spent := fields.get("spent"):
@@ -255,7 +257,7 @@ class RanksMoving:
             self._executor.forget(self)
         files = self.move.ways[0].target
         errors = {row: write_error(files, code, self._why) for row, code in failed.items()}
-        return End(errors, late, error, self._spent)
+        return End(errors, late, error, self._spent, unfit=sorted(self._unfit - touched))
 
 
 class RanksExecutor(ThreadDriver):

@@ -131,8 +131,8 @@ class Lender:
             if fields["do"] == "hello":
                 told = self._greet(fields)
             elif fields["do"] == "find":
-                told = {"found": len(self._planner.manager.peek(self._pages(fields, arrays)))}
-            elif pages := self._pages(fields, arrays):
+                told = {"found": len(self._lendable(self._pages(fields, arrays)))}
+            elif pages := self._lendable(self._pages(fields, arrays)):
                 told, given = self._lend(one, pages)
         except Exception as error:  # noqa: BLE001 - a borrower waits for the answer
             log_failure(error)
@@ -153,6 +153,11 @@ class Lender:
         hashes = [row.tobytes() for row in arrays[0]]
         parent = hashes.pop(0) if fields["parent"] else None
         return self._named(hashes, parent, fields["epoch"]) if hashes else ()
+
+    def _lendable(self, pages: Sequence[Page]) -> Sequence[Page]:
+        """The leading pages of the slab; of packed pages, those that do not fit are elsewhere."""
+        tiers = self._planner.manager.peek(pages)
+        return pages[: next((n for n, name in enumerate(tiers) if name != self._tier.name), len(tiers))]
 
     def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
         planner, tier = self._planner, self._tier

@@ -57,9 +57,11 @@ class RemoteSlab:
     """The slab of every shard. The first rank of a shard locks, checks and flushes its files. `slab`: of the first
     shard, with the smallest `valid_slots` of all."""
 
-    def __init__(self, layout: PageLayout, config: SsdConfig, ranks: RankSet, slots: int) -> None:
+    def __init__(self, layout: PageLayout, config: SsdConfig, ranks: RankSet, space: str, slots: int) -> None:
         self._ranks = ranks
+        self._space = {"space": space}
         fields: dict[str, Any] = {
+            "space": space,
             "directories": [str(path) for path in (config.path, *config.stripes)],
             "slots": slots,
             "shards": ranks.shards,
@@ -82,18 +84,18 @@ class RemoteSlab:
     def check(self) -> tuple[list[str], dict[int, int]]:
         """See `Slab.check`. Of a file that is too short, the shortest shard counts."""
         problems, short = list[str](), dict[int, int]()
-        for _, message in self._ranks.call("check", {}, self._ranks.owners):
+        for _, message in self._ranks.call("check", self._space, self._ranks.owners):
             problems += message.fields["problems"]
             for number, slots in message.fields["short"]:
                 short[number] = min(slots, short.get(number, slots))
         return problems, short
 
     def lengthen(self) -> None:
-        self._ranks.call("lengthen", {}, self._ranks.owners)
+        self._ranks.call("lengthen", self._space, self._ranks.owners)
 
     def flush(self) -> None:
         """Make ended writes of every shard survive a loss of power. Raises `IOFailedError`, `RankLostError`."""
-        self._ranks.call("flush", {}, self._ranks.owners, seconds=FLUSH_S)
+        self._ranks.call("flush", self._space, self._ranks.owners, seconds=FLUSH_S)
 
     def register(self, memory: object) -> None:
         """Nothing: the ranks register their memories."""

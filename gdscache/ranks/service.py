@@ -40,9 +40,11 @@ from gdscache.pages.planes import PagedPlanes
 from gdscache.ranks import wire
 from gdscache.ranks.channel import Channel
 from gdscache.ranks.loads import PENDING, RankLoad
+from gdscache.ranks.mixed import MixedMoving, plain_rows
 from gdscache.ranks.wire import Array, Message
 from gdscache.runtime.threads import Flag, Workers, failure_of, log_failure
 from gdscache.storage import open_transport
+from gdscache.tiers.base import PLAIN
 
 WAITING = 16
 CLOSE_S = 5.0  # seconds that the end waits for late I/O
@@ -115,13 +117,14 @@ class Service:
         self._rank, self._shard = rank, shard
         self._gpu = GpuConfig()
         self._planes: PagedPlanes
+        self._plain: PagedPlanes | None = None  # of packed planes: for pages that do not fit
         self._memories: dict[str, HostExtents] = {}
         self._slots: dict[str, int] = {}
         self._locks: list[FileLock] = []
-        self._files: SlabIO | None = None
-        self._copies: PageCopies | None = None
+        self._files: dict[str, SlabIO] = {}
+        self._copies: list[PageCopies] = []
         self._executor: NativeExecutor | None = None
-        self._moving: dict[int, Moving | None] = {}  # None: its begin is in progress
+        self._moving: dict[int, Moving | MixedMoving | None] = {}  # None: its begin is in progress
         self._refused: set[int] = set()  # moves cancelled before they were begun here
         self._marks: dict[int, _Mark] = {}
         self._told: dict[int, _Told] = {}
@@ -216,6 +219,8 @@ class Service:
         self.layout = ModelConfig(**fields["model"]).layout()
         self._gpu = GpuConfig(**fields["gpu"])
         self._planes = planes = PagedPlanes(self.layout, self._given)
+        if self.layout.packed:
+            self._plain = PagedPlanes(self.layout.packed_as(packed=False), self._given)
         self._slots[PLANES] = planes.blocks
         self.leader = fields["leader"]
         return {
@@ -225,11 +230,15 @@ class Service:
             "pid": os.getpid(),
         }
 
+    def _layout_of(self, space: str) -> PageLayout:
+        return self._plain.layout if self._plain is not None and space.endswith(PLAIN) else self.layout
+
     def _add_memory(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         """Add a pool of slots. `share`: return its descriptor, which ranks with equal bytes get."""
+        layout = self._layout_of(fields["space"])
         extents = HostExtents(
-            self.layout,
-            fields["slots"] * self.layout.extent_bytes,
+            layout,
+            fields["slots"] * layout.extent_bytes,
             "auto" if self._planes.device.type == "cuda" else "off",
             fields["setting"],
             descriptor=given.descriptors[0] if given.descriptors else None,
@@ -240,7 +249,7 @@ class Service:
         return told | ({"descriptor": extents.buffer.descriptor} if fields["share"] else {})
 
     def _add_slab(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        directories = [Path(path) for path in fields["directories"]]
+        space, directories = fields["space"], [Path(path) for path in fields["directories"]]
         with contextlib.ExitStack() as undo:
             transport = open_transport(
                 fields["transport"],
@@ -255,17 +264,18 @@ class Service:
                 undo.callback(self._give_locks_back)
                 self._hold(directories)
             slab = Slab.open(
-                *(directories[0], self.layout.extent_bytes, fields["slots"], directories[1:]),
+                *(directories[0], self._layout_of(space).extent_bytes, fields["slots"], directories[1:]),
                 shards=fields["shards"],
                 shard=self._shard,
             )
             if fields["owner"]:
                 self._hold(directories)
-            self._files = SlabIO(slab, transport)
+            self._files[space] = files = SlabIO(slab, transport)
             undo.pop_all()
-        self._slots["ssd"] = fields["slots"]
-        for extents in self._memories.values():
-            self._files.register(extents.buffer.view)
+        self._slots[space] = fields["slots"]
+        for name, extents in self._memories.items():
+            if name.endswith(PLAIN) == space.endswith(PLAIN):
+                files.register(extents.buffer.view)
         return {"valid": slab.valid_slots, "transport": _plain(transport.describe()), "files": [*map(str, slab.files)]}
 
     def _hold(self, directories: Sequence[Path]) -> None:
@@ -279,35 +289,50 @@ class Service:
             lock.close()
 
     def _start(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        self._copies = open_copies(self._planes, self._gpu)
-        bounce = self._memories.get("bounce")
-        reserve = None if bounce is None else Reserve(bounce, range(*fields["loads"]))
-        if self._files is not None and bounce is not None:
-            self._files.register(bounce.buffer.view)
-        files = {} if self._files is None else {"ssd": self._files}
-        self._executor = NativeExecutor(Machine(self._copies, self._memories, files, self._slots, reserve))
+        plain = None
+        if self._plain is not None:
+            plain = self._executor_of(self._plain, fields["loads"], PLAIN)
+        try:
+            self._executor = self._executor_of(self._planes, fields["loads"], "", plain)
+        except BaseException:
+            if plain is not None:
+                plain.close()
+            raise
         return {}
 
+    def _executor_of(
+        self, planes: PagedPlanes, loads: Mapping[str, list[int]], ending: str, plain: NativeExecutor | None = None
+    ) -> NativeExecutor:
+        """Moves pages between these planes and the spaces of one layout."""
+        memories = {name: one for name, one in self._memories.items() if name.endswith(PLAIN) == bool(ending)}
+        files = {name: one for name, one in self._files.items() if name.endswith(PLAIN) == bool(ending)}
+        name = f"bounce{ending}"
+        bounce = memories.get(name)
+        reserve = None if bounce is None else Reserve(bounce, range(*loads[name]), name)
+        if bounce is not None:
+            for one in files.values():
+                one.register(bounce.buffer.view)
+        copies = open_copies(planes, self._gpu)
+        self._copies.append(copies)
+        return NativeExecutor(Machine(copies, memories, files, self._slots, reserve), plain)
+
     def _flush(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        if self._files is not None:
-            self._files.flush()
+        self._files[fields["space"]].flush()
         return {}
 
     def _check(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        assert self._files is not None, "no slab"
-        problems, short = self._files.slab.check()
+        problems, short = self._files[fields["space"]].slab.check()
         return {"problems": problems, "short": [[number, slots] for number, slots in short.items()]}
 
     def _lengthen(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
-        assert self._files is not None, "no slab"
-        self._files.slab.lengthen()
+        self._files[fields["space"]].slab.lengthen()
         return {}
 
     def _bad_slots(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         extents = self._memories[fields["space"]]
         sums = given.arrays[0][:, wire.columns(self._shard, self.layout.n_layers)]
         found = [
-            (slot, first_bad_layer(extents.memory(slot), self.layout.layer_bounds, wanted))
+            (slot, first_bad_layer(extents.memory(slot), extents.layout.layer_bounds, wanted))
             for slot, wanted in zip(fields["slots"], sums, strict=True)
         ]
         return {"bad": [(slot, layer) for slot, layer in found if layer is not None]}
@@ -399,13 +424,13 @@ class Service:
         heard = None if move.priority >= Priority.STORE else _Verdicts(len(move), load, last=last, waited=waited)
         ended = functools.partial(self._ended, number, move, heard, load, rows)
         try:
-            lost = self._lock_lost() if any("ssd" in (way.source, way.target) for way in move.ways) else ""
+            lost = self._lock_lost() if any({way.source, way.target} & {*self._files} for way in move.ways) else ""
             if lost:
                 self._channel.send(wire.pack({"lock_lost": lost}))
                 raise LockLostError(lost)
             if blocks is not None:
                 self._place(move, np.asarray(blocks(), np.int64))
-            moving = executor.begin(move, after, heard)
+            moving = self._begun(executor, move, after, heard)
         except Exception as error:  # noqa: BLE001 - the leader waits for its end
             log_failure(error)
             ended(None, f"rank {self._rank}: {error}")
@@ -418,6 +443,19 @@ class Service:
         if load is not None:
             load.handle.carried_by(moving, last=last)
         self._workers.submit(functools.partial(ended, moving, ""))
+
+    def _begun(
+        self, executor: NativeExecutor, move: Move, after: Sequence[Event], heard: _Verdicts | None
+    ) -> Moving | MixedMoving:
+        """Begin a move by the executor of its pages: packed ones, plain ones, or some of each."""
+        plain = executor.plain
+        rows = np.empty(0, np.int64) if plain is None else plain_rows(move)
+        if plain is None or not len(rows):
+            return executor.begin(move, after, heard)
+        if len(rows) == len(move):
+            return plain.begin(move, after, heard)
+        assert heard is not None, "stores and demotions are of one kind of pages"
+        return MixedMoving(executor, plain, move, rows, after, heard)
 
     def _place(self, move: Move, blocks: Int64Array) -> None:
         self._planes.check_blocks(blocks)
@@ -434,16 +472,18 @@ class Service:
         heard: _Verdicts | None,
         load: RankLoad | None,
         rows: Int64Array | None,
-        moving: Moving | None,
+        moving: Moving | MixedMoving | None,
         why: str,
     ) -> None:
         failed: list[tuple[int, int]] = []
         late: list[int] = []
+        unfit: list[int] = []
         if moving is not None and self._executor is not None:
             try:
                 end = self._executor.finish(moving.end())
                 failed = [(row, SHORT if isinstance(e, ShortIOError) else _errno(e)) for row, e in end.errors.items()]
                 late, why = [*map(int, end.late)], "" if end.error is None else str(end.error)
+                unfit = [*map(int, end.unfit)]
             except GdsCacheError as error:
                 why = f"rank {self._rank}: {error}"
         arrays: list[Array] = [] if heard is None else [heard.statuses]
@@ -452,7 +492,7 @@ class Service:
                 np.concatenate([take_rows(self._memories[way.target].checksums, way.targets) for way in move.ways])
             ]
         spent = None if heard is None else heard.spent
-        self._tell(number, arrays, failed=failed, late=late, why=why, spent=spent)
+        self._tell(number, arrays, failed=failed, late=late, unfit=unfit, why=why, spent=spent)
         with self._lock:
             self._moving.pop(number, None)
             self._refused.discard(number)
@@ -477,10 +517,11 @@ class Service:
         *,
         failed: Sequence[tuple[int, int]] = (),
         late: Sequence[int] = (),
+        unfit: Sequence[int] = (),
         why: str = "",
         spent: Spent | None = None,
     ) -> None:
-        told = {"ended": number, "failed": failed, "late": late, "why": why, "spent": spent}
+        told = {"ended": number, "failed": failed, "late": late, "unfit": unfit, "why": why, "spent": spent}
         self._channel.send(wire.pack(told, arrays))
 
     def _cancel(self, number: int) -> None:
@@ -514,10 +555,10 @@ class Service:
             last_to_first.callback(self._give_locks_back)
             for extents in self._memories.values():
                 last_to_first.callback(extents.close)
-            if self._files is not None:
-                last_to_first.callback(self._files.close)
-            if self._copies is not None:
-                last_to_first.callback(self._copies.close)
+            for files in self._files.values():
+                last_to_first.callback(files.close)
+            for copies in self._copies:
+                last_to_first.callback(copies.close)
             if self._executor is not None:
                 last_to_first.callback(self._executor.close)
 

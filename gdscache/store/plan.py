@@ -307,9 +307,9 @@ class StorePlanner:
         """
         quarantine = self._manager.quarantine  # its writes hold the bounce slots
         full = "" if self._landing is None else f"{self._landing.name}_full"
-        if quarantine.off and self._policy != "write_through_selective":
+        if self._off and self._policy != "write_through_selective":
             self.finish_pages(job, [i for i in range(at, stop) if self._lacking(job.pages[i])], quarantine.cause)
-        if quarantine.off or self._policy in ("never", "write_through_selective"):
+        if self._off or self._policy in ("never", "write_through_selective"):
             self.finish_pages(job, range(at, stop), full)
             return stop
         while at < stop:
@@ -334,6 +334,11 @@ class StorePlanner:
                         self.finish_pages(job, (places[n],), causes.get(n, full))
             at = places.stop
         return at
+
+    @property
+    def _off(self) -> bool:
+        """Whether the tiers of files are switched off since their I/O hangs."""
+        return any(self._manager.quarantine.hangs(outlet.tier.name) for outlet in self.outlets)
 
     def turn_away(self, job: StoreJob, i: int) -> None:
         """No bounce slot is free for page `i`, and the SSD is behind: drop it."""
@@ -511,7 +516,7 @@ class StorePlanner:
         if wanted > 0:
             going += self.leaving(landing.index.coldest_dirty(wanted, self.keys))
         full = not any(outlet.room for outlet in self.outlets)
-        if not everything and (self._manager.quarantine.off or self.behind or full):
+        if not everything and (self._off or self.behind or full):
             self._give_up()
         return going
 
@@ -530,7 +535,7 @@ class StorePlanner:
     def leaving(self, pages: Iterable[Page]) -> list[Parcel]:
         """Parcels of the landing tier's pages that go on to tiers of files without a store."""
         manager, landing = self._manager, self._landing
-        if landing is None or manager.quarantine.off:
+        if landing is None or self._off:
             return []
         index, groups = landing.index, dict[tuple[bytes, Retention], list[Entry]]()
         behind = self._policy != "write_back" and self._falls_behind()  # dirty pages hold their slots anyway

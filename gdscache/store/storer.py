@@ -295,6 +295,7 @@ class Storer:
                 receipt.finish(range(len(pages)), "error")
                 raise
             if going:
+                job.after = None  # its mark has one user, the other store
                 self._forget(job)
             return going
 

@@ -62,16 +62,17 @@ class CpuTier(Tier):
 
 class Bounce:
     """The bounce reserve: extents for pages that only pass through. Half of the slots are for stores, half for loads;
-    neither borrows from the other. `quarantine` watches both. `name`: of the space."""
+    neither borrows from the other. `quarantine` watches both. `name`: of the space. `only`: the one tier of files whose
+    pages these are; "": of all."""
 
-    def __init__(self, extents: SlotMemory, quarantine: Quarantine, *, plain: bool = False) -> None:
+    def __init__(self, extents: SlotMemory, quarantine: Quarantine, *, plain: bool = False, only: str = "") -> None:
         self.name = "bounce" + PLAIN * plain
         self.extents = extents
         half = extents.slots // 2
         self.stores = SlotShare(range(half))
         self.loads = range(half, 2 * half)  # the executor gives these out
         self._quarantine = quarantine
-        quarantine.add_memory(f"{self.name}_stores", self.stores.slots)
+        quarantine.add_memory(f"{self.name}_stores", self.stores.slots, only=only)
 
     def close(self) -> None:
         self._quarantine.afterwards(self.extents.close)

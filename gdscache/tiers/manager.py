@@ -68,13 +68,16 @@ class TierManager:
         log: LimitedLog | None = None,
     ) -> None:
         """`tiers`: the fastest first, with unique names. `landing` is the first tier in memory, where pages of slower
-        tiers are read to; `files` are the tiers of files; lookups see the `served` tiers. `on_use` gets the keys of a
-        prefix that a lookup found, tail first, under the lock: it only notes them. `measured`: learn times of loads."""
+        tiers are read to, and `landings` are the first ones of packed and of plain pages; `files` are the tiers of
+        files; lookups see the `served` tiers. `on_use` gets the keys of a prefix that a lookup found, tail first, under
+        the lock: it only notes them. `measured`: learn times of loads."""
         self.lock = lock
         self.calls: Caller = Direct() if calls is None else calls
         self.tiers: dict[str, Tier] = {tier.name: tier for tier in tiers}
         self.served = [(name, tier) for name, tier in self.tiers.items() if tier.served]
-        self.landing = next((tier for tier in tiers if tier.kind == "memory"), None)
+        memories = [tier for tier in tiers if tier.kind == "memory"]
+        self.landings = [*{tier.plain: tier for tier in reversed(memories)}.values()][::-1]
+        self.landing = next(iter(self.landings), None)
         self.files = [cast("DurableTier", tier) for tier in tiers if tier.kind == "files"]
         self._watches = any(tier.served for tier in self.files)  # a post costs lookups some 2 ms beside busy threads
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -102,6 +105,10 @@ class TierManager:
         self._watched, self._watching = -math.inf, False
         if self.landing is not None:
             self.quarantine.add_memory(self.landing.name, self.landing.index.slots)
+
+    def landing_of(self, tier: Tier) -> Tier | None:
+        """The tier in memory where a tier's pages are read to: it has the same extents."""
+        return next((landing for landing in self.landings if landing.plain == tier.plain), None)
 
     # For callers that know the tiers' names: nothing is decided by these properties.
 

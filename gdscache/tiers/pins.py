@@ -18,7 +18,7 @@ from gdscache.errors import EngineClosedError, ForkedProcessError
 from gdscache.index.retention import LONGEST_TTL
 from gdscache.index.table import Entry
 from gdscache.pages.keys import Page
-from gdscache.tiers.base import Lease
+from gdscache.tiers.base import Lease, Tier
 
 if TYPE_CHECKING:
     from gdscache.index.index import PageIndex
@@ -68,57 +68,63 @@ class Pin:
 
 
 class Claim(Pin):
-    """The pins of a prefetch: pages in the landing tier, and room there for pages to come.
+    """The pins of a prefetch: pages in the landing tiers, and room there for pages to come.
 
-    `pages`: the pages with room, in order. `promised`: number -> key of the pages to come. The manager's lock guards
-    the claim; `good` may be read without it.
+    `pages`: the pages with room, in order, and `tiers` the landing tier of each. `promised`: number -> key of the pages
+    to come. The manager's lock guards the claim; `good` may be read without it.
     """
 
-    def __init__(self, pins: Pins, lease: Lease, index: PageIndex, page_tokens: int, until: float) -> None:
+    def __init__(self, pins: Pins, lease: Lease, page_tokens: int, until: float) -> None:
         super().__init__(pins, lease, [], page_tokens, until)
         self.pages: list[Page] = []
+        self.tiers: list[Tier] = []
         self.promised: dict[int, bytes] = {}
         self.slots: list[int | None] = []  # slot of each page, None before it has come
-        self._index = index
-        self._good = 0  # leading pages that are held, as counted when the index had torn `_torn` pages
-        self._torn = index.torn
+        self._indices = [landing.index for landing in pins.manager.landings]
+        self._good = 0  # leading pages that are held, as counted when the indices had torn `_torn` pages
+        self._torn = self._all_torn()
 
-    def take(self, pages: Sequence[Page], slots: Sequence[int]) -> None:
+    def _all_torn(self) -> int:
+        return sum(index.torn for index in self._indices)
+
+    def take(self, tier: Tier, pages: Sequence[Page], slots: Sequence[int]) -> None:
         """The next pages are present, each with a lease, which the claim takes over."""
-        self._lease.hold(self._index, pages, slots)
+        self._lease.hold(tier.index, pages, slots)
         self._good += len(slots) if self._good == len(self.pages) else 0
         self.pages += pages
+        self.tiers += [tier] * len(pages)
         self.slots += slots
 
-    def expect(self, pages: Sequence[Page]) -> None:
+    def expect(self, tier: Tier, pages: Sequence[Page]) -> None:
         first = len(self.pages)
         self.promised.update((first + i, page.key) for i, page in enumerate(pages))
         self.pages += pages
+        self.tiers += [tier] * len(pages)
         self.slots += [None] * len(pages)
 
     def holds(self, number: int) -> bool:
         """Whether the page is present and was never dropped: a page that came again is in another slot."""
         slot = self.slots[number]
-        return slot is not None and self._index.slot(self.pages[number].key) == slot
+        return slot is not None and self.tiers[number].index.slot(self.pages[number].key) == slot
 
     def put(self, number: int, slot: int) -> None:
         self.slots[number] = slot
         self._good = self._held_from(self._good)
 
     def cut(self, pages: int) -> None:
-        del self.pages[pages:], self.slots[pages:]
+        del self.pages[pages:], self.tiers[pages:], self.slots[pages:]
 
     def gone(self) -> None:
-        self.promised, self.slots = {}, []
+        self.slots = []
         self._good = 0
 
     def _held_from(self, first: int) -> int:
         return next(itertools.filterfalse(self.holds, range(first, len(self.slots))), len(self.slots))
 
     def count(self) -> int:
-        if self._torn != self._index.torn:
+        if self._torn != (torn := self._all_torn()):
             self._good = self._held_from(0)  # set before `_torn`, which validates it for readers without the lock
-            self._torn = self._index.torn
+            self._torn = torn
         return self._good
 
     @property
@@ -127,7 +133,7 @@ class Claim(Pin):
         pins = self._pins
         if pins.clock() >= self.until:
             return 0
-        if self._torn == self._index.torn:
+        if self._torn == self._all_torn():
             return self._good
         with pins.manager.lock:
             return self.count()
@@ -145,9 +151,9 @@ class Pins:
         self._pins: dict[Lease, Pin] = {}
         # Number of pins on each page, by its slot, which no other page gets meanwhile.
         self._held: dict[str, Counter[int]] = {name: Counter() for name in manager.tiers}
-        # In the landing tier: keys that claims expect, and those whose room no pinned page has taken yet.
-        self._promised: Counter[bytes] = Counter()
-        self._owed: set[bytes] = set()
+        # Of each landing tier: keys that claims expect there, and those whose room no pinned page has taken yet.
+        self._promised: dict[str, Counter[bytes]] = {landing.name: Counter() for landing in manager.landings}
+        self._owed: dict[str, set[bytes]] = {landing.name: set() for landing in manager.landings}
         self._ends: list[tuple[float, int, Pin]] = []
         self._numbers = itertools.count()
 
@@ -177,26 +183,35 @@ class Pins:
         return found
 
     def _room(self, name: str) -> int:
-        landing = self.manager.landing
-        owed = len(self._owed) if landing is not None and name == landing.name else 0
-        return int(PIN_SHARE * self.manager.tiers[name].index.slots) - len(self._held[name]) - owed
+        owed = self._owed.get(name, ())
+        return int(PIN_SHARE * self.manager.tiers[name].index.slots) - len(self._held[name]) - len(owed)
 
     def describe(self) -> dict[str, int]:
-        """Of the landing tier: pinned pages, pages promised to claims, and the bound of both together."""
-        landing = self.manager.landing
-        held = 0 if landing is None else len(self._held[landing.name])
-        most = 0 if landing is None else int(PIN_SHARE * landing.index.slots)
-        return {"pinned_pages": held, "promised_pages": len(self._owed), "pin_quota_pages": most}
+        """Of the landing tiers: pinned pages, pages promised to claims, and the bound of both together."""
+        landings = self.manager.landings
+        held = sum(len(self._held[landing.name]) for landing in landings)
+        most = sum(int(PIN_SHARE * landing.index.slots) for landing in landings)
+        return {"pinned_pages": held, "promised_pages": sum(map(len, self._owed.values())), "pin_quota_pages": most}
 
     # -- claims: the pins of prefetches -------------------------------------------------------------------------------
 
-    def claim(self, pages: Sequence[Page], seconds: float, page_tokens: int) -> Claim:
-        """Lease the leading `pages` that the landing tier has, and promise room for the others, until none is left.
-        Nothing waits for room."""
-        landing = self.manager.landing
-        assert landing is not None, "a claim on no tier"
-        index, held, owed = landing.index, self._held[landing.name], self._owed
-        claim = Claim(self, self.manager.lease("prefetch pin"), index, page_tokens, self.clock() + seconds)
+    def claim(self, pages: Sequence[Page], seconds: float, page_tokens: int, tiers: Sequence[str]) -> Claim:
+        """Lease the leading `pages` that a landing tier has, and promise room for the others, until none is left.
+        Nothing waits for room. `tiers`: the pages' tiers, by their names."""
+        claim = Claim(self, self.manager.lease("prefetch pin"), page_tokens, self.clock() + seconds)
+        at = 0
+        for name, some in itertools.groupby(tiers):
+            landing, end = self.manager.landing_of(self.manager.tiers[name]), at + sum(1 for _ in some)
+            assert landing is not None, "a claim on no tier"
+            self._claim(claim, landing, pages[at:end])
+            if len(claim.pages) < end:
+                break
+            at = end
+        return self._begun(claim)
+
+    def _claim(self, claim: Claim, landing: Tier, pages: Sequence[Page]) -> None:
+        """Lease pages, or promise room for them, in one landing tier, until it has no room left."""
+        index, held, owed = landing.index, self._held[landing.name], self._owed[landing.name]
         keys = [page.key for page in pages]
         shown, at, room = index.visible(keys), 0, self._room(landing.name)
         while at < len(keys):
@@ -208,80 +223,84 @@ class Pins:
             room -= sum(new[:fits])
             if there:
                 index.let_go(pages[at + fits : end], there[fits:])
-                claim.take(pages[at : at + fits], there[:fits])
+                claim.take(landing, pages[at : at + fits], there[:fits])
                 held.update(there[:fits])
             else:
-                claim.expect(pages[at : at + fits])
-                self._promised.update(keys[at : at + fits])
+                claim.expect(landing, pages[at : at + fits])
+                self._promised[landing.name].update(keys[at : at + fits])
                 owed.update(keys[at : at + fits])
             at += fits
             if at < end:
                 break
-        return self._begun(claim)
 
     def fill(self, claim: Claim, numbers: Iterable[int]) -> None:
-        """Pages of a claim, by their numbers, are now in the landing tier and good.
+        """Pages of a claim, by their numbers, are now in their landing tiers and good.
 
         Each has its promised room. Only a page that was dropped since, while its slot is still held, needs new room.
         """
-        landing = self.manager.landing
-        assert landing is not None, "a claim on no tier"
-        index, held, new = landing.index, self._held[landing.name], list[Page]()
+        new: dict[PageIndex, list[Page]] = {}
         for number in numbers if claim._lease in self._pins else ():
-            page = claim.pages[number]
+            page, landing = claim.pages[number], claim.tiers[number]
+            index, held, owed = landing.index, self._held[landing.name], self._owed[landing.name]
             slot = index.slot(page.key)
             if slot is None or claim.holds(number) or not index.has(page.key):
                 continue
-            if not (slot in held or page.key in self._owed or self._room(landing.name) > 0):
+            if not (slot in held or page.key in owed or self._room(landing.name) > 0):
                 continue
             held[slot] += 1
-            self._owed.discard(page.key)
-            new.append(page)
+            owed.discard(page.key)
+            new.setdefault(index, []).append(page)
             claim.put(number, slot)
             if number in claim.promised:
-                self._forgo((claim.promised.pop(number),))
-        if new:
-            claim._lease.hold(index, new, index.hold_run(new, 0, len(new)))
+                self._forgo(claim, number)
+        for index, pages in new.items():
+            claim._lease.hold(index, pages, index.hold_run(pages, 0, len(pages)))
 
     def keep_run(self, claim: Claim) -> None:
         """No more pages of a claim will come. It keeps the pages before the first missing one, and ends if it has
         none."""
-        landing = self.manager.landing
-        if claim._lease not in self._pins or landing is None:
+        if claim._lease not in self._pins:
             return
-        self._forgo(claim.promised.values())
-        claim.promised = {}
+        self._forgo(claim, *claim.promised)
         kept = claim.count()
         claim.cut(kept)
         if not kept:
             self.end(claim)
             return
         if kept < len(claim._lease):  # pages behind the gap, and pages that were dropped and came again
-            index, left = landing.index, {*claim.slots}
-            pins = [pin for _, pages, slots in claim._lease.runs() for pin in zip(pages, slots, strict=True)]
-            gone = [(page, slot) for page, slot in pins if slot not in left]
-            held = index.hold_run(claim.pages, 0, kept)
+            left = {(tier.index, slot) for tier, slot in zip(claim.tiers, claim.slots, strict=True)}
+            gone = []
+            for index, pages, slots in claim._lease.runs():
+                pins = [(page, slot) for page, slot in zip(pages, slots, strict=True) if (index, slot) not in left]
+                gone.append((index, pins))
+            held = []
+            for tier, numbers in itertools.groupby(range(kept), claim.tiers.__getitem__):
+                some = [claim.pages[number] for number in numbers]
+                held.append((tier.index, some, tier.index.hold_run(some, 0, len(some))))
             claim._lease.end()
-            claim._lease.hold(index, claim.pages[:], held)
-            self._unhold(index, [page for page, _ in gone], [slot for _, slot in gone])
+            for one in held:
+                claim._lease.hold(*one)
+            for index, pins in gone:
+                self._unhold(index, [page for page, _ in pins], [slot for _, slot in pins])
 
-    def _forgo(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._promised[key] -= 1
-            if not self._promised[key]:
-                del self._promised[key]
-                self._owed.discard(key)
+    def _forgo(self, claim: Claim, *numbers: int) -> None:
+        for number in numbers:
+            key, name = claim.promised.pop(number), claim.tiers[number].name
+            promised = self._promised[name]
+            promised[key] -= 1
+            if not promised[key]:
+                del promised[key]
+                self._owed[name].discard(key)
 
     def _unhold(self, index: PageIndex, pages: Sequence[Page], slots: Sequence[int]) -> None:
         name = next(name for name, tier in self.manager.tiers.items() if tier.index is index)
-        held, landing = self._held[name], self.manager.landing
-        expected = self._promised if landing is not None and landing.index is index else ()
+        held, expected = self._held[name], self._promised.get(name, ())
         for page, slot in zip(pages, slots, strict=True):
             times = held.pop(slot)
             if times > 1:
                 held[slot] = times - 1
             elif expected and page.key in expected:  # claims expect the page: its room is theirs again
-                self._owed.add(page.key)
+                self._owed[name].add(page.key)
 
     # -- their ends ---------------------------------------------------------------------------------------------------
 
@@ -294,7 +313,7 @@ class Pins:
         for index, pages, slots in pin._lease.runs():
             self._unhold(index, pages, slots)
         if isinstance(pin, Claim):
-            self._forgo(pin.promised.values())
+            self._forgo(pin, *pin.promised)
             pin.gone()
         pin._pages = []
         self.manager.end(pin._lease)

@@ -3,7 +3,7 @@
 A late request keeps its memory (a CPU or bounce slot) and its SSD slot. No caller waits for it: its transport calls
 back when it ends, and everything is freed then. Where late requests hold more than a quarter of a memory, the
 SSD tier is switched off, so that a device that hangs cannot take the rest: its pages miss and nothing is written, until
-no memory has more than an eighth in quarantine.
+no memory has more than an eighth in quarantine. The small memory of plain pages switches their tier off alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Unended(Protocol):
 class Quarantine:
     """The late requests of one engine. Thread-safe; `lock` is the manager's.
 
-    `off`: the SSD tier is switched off since its I/O hangs. `stopped`: why it is off for good, or "". `failed_reads`
-    may switch single tiers off.
+    `off`: all tiers of files are switched off since their I/O hangs. `stopped`: why they are off for good, or "".
+    `failed_reads` may switch single tiers off.
+
+    Many methods: begins and ends of late requests, and what they mean for a tier, change one account under one lock.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Quarantine:
         self._lock = lock
         self._ended = threading.Condition(lock)
         self._slots: dict[str, int] = {}
+        self._only: dict[str, str] = {}  # by memory, the one tier that is switched off for it; "": all
+        self._off_alone: set[str] = set()
         # memories that count the slots of late requests themselves
         self._holds: dict[str, Callable[[], int]] = {}
         self._requests: Counter[str] = (
@@ -85,10 +89,11 @@ class Quarantine:
         for callback in self._switched:
             callback()
 
-    def add_memory(self, name: str, slots: int, held: Callable[[], int] | None = None) -> None:
-        """Watch a memory. `held` counts the slots that late requests hold; None: one a request."""
+    def add_memory(self, name: str, slots: int, held: Callable[[], int] | None = None, only: str = "") -> None:
+        """Watch a memory. `held` counts the slots that late requests hold; None: one a request. `only`: the tier of
+        files that is switched off for it; "": all are."""
         with self._lock:
-            self._slots[name] = slots
+            self._slots[name], self._only[name] = slots, only
             if held is not None:
                 self._holds[name] = held
 
@@ -111,20 +116,22 @@ class Quarantine:
                 if request.op == "read":
                     self._reading[request.tier, request.slot] += 1
             submission.on_end(ended)  # called now for pages that have ended
-            full = None if self.off else self._fullest(_OFF_ABOVE)
-            if full is not None:
-                self.off = True
-                self._counts["switch_offs"] += 1
+            full = {only: name for only, name in self._crowded(_OFF_ABOVE).items() if not self._is_off(only)}
+            for only in full:
+                self._switch(only, off=True)
+            if full:
+                self._counts["switch_offs"] += len(full)
                 self._tell()
-        if full is not None:
+        for only, name in full.items():
             self.log.say(
                 *(_log, logging.ERROR, "switched off"),
-                "the SSD tier is switched off: I/O that has not ended within its deadline holds %d of %d slots of %s. "
+                "%s is switched off: I/O that has not ended within its deadline holds %d of %d slots of %s. "
                 "Its pages miss and nothing is written to it until I/O ends. See the system log for the device; if it "
                 "stays away, start again with another ssd.path, or without the tier",
-                self._held(full),
-                self._slots[full],
-                full,
+                _named(only),
+                self._held(name),
+                self._slots[name],
+                name,
             )
             self.log.flush()
 
@@ -148,14 +155,20 @@ class Quarantine:
 
     def hides(self, tier: str, slot: int) -> bool:
         """Whether a page of a tier of files misses for now: a late read is reading it, or the tier is switched off."""
-        return self.off or (tier, slot) in self._reading or self.failed_reads.off(tier)
+        return self.hangs(tier) or (tier, slot) in self._reading or self.failed_reads.off(tier)
+
+    def hangs(self, tier: str) -> bool:
+        """Whether a tier of files is switched off since its I/O hangs."""
+        return self.off or tier in self._off_alone
 
     def refuses(self, tier: str) -> bool:
-        return self.off or bool(self.absent()) or self.failed_reads.off(tier)
+        return self.hangs(tier) or bool(self.absent()) or self.failed_reads.off(tier)
 
     @property
     def hiding(self) -> bool:
-        return self.off or self.failed_reads.any_off or bool(self.requests) or bool(self.absent())
+        return (
+            self.off or bool(self._off_alone) or self.failed_reads.any_off or bool(self.requests) or bool(self.absent())
+        )
 
     @property
     def requests(self) -> int:
@@ -182,6 +195,7 @@ class Quarantine:
         with self._lock:
             return {
                 "switched_off": self.off,
+                "switched_off_alone": sorted(self._off_alone),
                 "stopped": self.stopped or None,
                 "late_reads": self._late["read"],
                 "late_writes": self._late["write"],
@@ -200,16 +214,21 @@ class Quarantine:
                 self._reading[request.tier, request.slot] -= 1
                 if not self._reading[request.tier, request.slot]:
                     del self._reading[request.tier, request.slot]
-            switched_on = self.off and not self.stopped and self._fullest(_ON_BELOW) is None
-            if switched_on:
-                self.off = False
+            crowded = self._crowded(_ON_BELOW)
+            on = [only for only in ("", *self._off_alone) if self._is_off(only) and only not in crowded]
+            on = [only for only in on if only or not self.stopped]
+            for only in on:
+                self._switch(only, off=False)
+            if on:
                 self._tell()
             finish = not self.requests and bool(self._afterwards) and not self._finishing
             self._finishing = self._finishing or finish
             self._ended.notify_all()
-        if switched_on:
+        for only in on:
             self.log.say(
-                _log, logging.WARNING, "switched on", "the SSD tier is switched on again: I/O that hung has ended"
+                *(_log, logging.WARNING, "switched on"),
+                "%s is switched on again: I/O that hung has ended",
+                _named(only),
             )
             self.log.flush()
         if finish:  # not in this thread: closing a transport waits for it
@@ -229,5 +248,23 @@ class Quarantine:
     def _held(self, memory: str) -> int:
         return self._holds[memory]() if memory in self._holds else self._requests[memory]
 
-    def _fullest(self, parts: int) -> str | None:
-        return next((name for name, slots in self._slots.items() if self._held(name) * parts > slots), None)
+    def _crowded(self, parts: int) -> dict[str, str]:
+        """A memory of which late requests hold more than one of `parts` parts, by the tier that is switched off for
+        it."""
+        full = [name for name, slots in self._slots.items() if self._held(name) * parts > slots]
+        return {self._only[name]: name for name in reversed(full)}
+
+    def _is_off(self, only: str) -> bool:
+        return only in self._off_alone if only else self.off
+
+    def _switch(self, only: str, *, off: bool) -> None:
+        if not only:
+            self.off = off
+        elif off:
+            self._off_alone.add(only)
+        else:
+            self._off_alone.discard(only)
+
+
+def _named(only: str) -> str:
+    return f"the tier {only}" if only else "the SSD tier"

@@ -34,7 +34,7 @@ def there_and_back(open_face: OpenFace, tokens: list[int], **options: Any) -> No
     face = open_face(**options)
     face.put(tokens)
     assert face.get(tokens).pages == (LOADED,) * pages
-    face.drop("cpu", "cpu_plain")
+    face.drop("cpu")
     layout, tiers = face.engine.layout, face.tiers(tokens)
     assert {*tiers} <= ({"ssd", "ssd_plain"} if layout.packed else {"ssd"})
     sizes = {"ssd": layout.page_bytes, "ssd_plain": layout.plane_bytes}

@@ -26,6 +26,8 @@ from gdscache.tiers.quarantine import Late, Quarantine
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
+    MHA,
+    PACKED,
     WAIT,
     Host,
     OpenEngine,
@@ -598,10 +600,15 @@ def test_close_does_not_wait_for_a_catalogue_on_a_device_that_hangs(
 
 
 @pytest.mark.parametrize("seconds", LONG)
-@pytest.mark.parametrize("cpu", [None, 12])
-def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int | None, seconds: float) -> None:
+@pytest.mark.parametrize(("cpu", "model"), [(None, MHA), (12, MHA), (128, PACKED)])
+def test_many_threads_while_io_hangs_now_and_then(
+    open_host: OpenHost, cpu: int | None, model: dict[str, Any], seconds: float
+) -> None:
     """No wrong byte, no lost slot, no wait without end, whatever hangs and for how long."""
-    host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64, transport=FAULTY, deadline=0.1)
+    tiers: dict[str, Any] = {"cpu": cpu, "bounce": 32, "ssd": 24, "model": model}
+    if model is PACKED:  # eight slots, which are a sixteenth, for pages that do not fit
+        tiers |= {"bounce": 128, "ssd": 128}
+    host = open_host(**tiers, blocks=64, transport=FAULTY, deadline=0.1)
     engine, layout = host.engine, host.layout
     prompts = [prompt(seed, 1 + seed % 4) for seed in range(12)]
     stop = time.monotonic() + seconds
@@ -648,7 +655,7 @@ def test_many_threads_while_io_hangs_now_and_then(open_host: OpenHost, cpu: int 
     assert all(loaded)
     ended(engine)
     engine.close()
-    host = open_host(cpu=cpu, bounce=32, ssd=24, blocks=64)
+    host = open_host(**tiers, blocks=64)
     for tokens in prompts:
         host.keep(tokens)
         assert host.load(tokens).tokens == len(tokens)

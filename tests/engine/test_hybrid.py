@@ -53,8 +53,9 @@ def drop(host: HybridHost, *tiers: str) -> None:
     for engine in host.engine.engines:
         with engine.manager.lock:
             for tier in tiers:
-                index = engine.manager.tiers[tier].index
-                index.evict(len(index))
+                if tier in engine.manager.tiers:
+                    index = engine.manager.tiers[tier].index
+                    index.evict(len(index))
 
 
 # -- bit for bit -------------------------------------------------------------------------------------------------------
@@ -75,6 +76,36 @@ def test_bytes_survive_every_tier_and_a_restart(
     host = open_hybrid(model, device=device, per_page=per_page)
     assert host.load(PROMPT).tokens == 48
     assert host.load(PROMPT[:40]).tokens == host.longest(PROMPT[:40]) >= 32  # windows are kept every 16 tokens
+
+
+@pytest.mark.parametrize("model", ["apart", "mixed", "state"])
+def test_packed_bytes_survive_every_tier_and_a_restart(open_hybrid: OpenHybrid, device: str, model: str) -> None:
+    """Half of the pages of tokens fit, and the others have eight slots of each tier; states are as they are. A
+    directory says that it is packed, and its pages have other names than unpacked ones."""
+    tokens = PROMPT[:24]
+    tiers = {"device": device, "cpu": 200, "ssd": 200, "bounce": 64, "per_page": 2}
+    host = open_hybrid(MODELS[model] | {"pack": "on"}, **tiers)
+    states = [group.name for group in host.groups if group.keeps == "state"]
+    assert [engine.layout.packed for engine in host.engine.engines] == [
+        not {*names} & {*states} for names in host.engine.names
+    ]
+    host.store(tokens)
+    for tiers_of, cold in (("cpu", False), ("ssd", True)):
+        if cold:
+            drop(host, "cpu", "cpu_plain")
+        report = host.load(tokens)
+        assert report.tokens == 24
+        assert {*report.bytes_by_tier} == {tiers_of, f"{tiers_of}_plain"}
+    host.engine.close()
+    for pack in ("auto", "on"):
+        host = open_hybrid(MODELS[model] | {"pack": pack}, **tiers)
+        assert host.engine.config.model.pack == "on"
+        for tiers_of in ("ssd", "cpu"):
+            report = host.load(tokens)
+            assert (report.tokens, {*report.bytes_by_tier}) == (24, {tiers_of, f"{tiers_of}_plain"})
+        host.engine.close()
+    host = open_hybrid(MODELS[model] | {"pack": "off"}, **tiers)
+    assert host.found(tokens) == 0
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -237,14 +237,20 @@ def test_other_types_are_refused_by_name_and_left_alone_by_auto(dtype: str) -> N
         assert not engine.layout.packed
 
 
-def test_pages_of_groups_are_refused_by_name() -> None:
+def test_groups_of_which_none_can_be_packed_are_refused_by_name() -> None:
     groups = [{"name": "all", "layers": [0, 1]}, {"name": "near", "layers": [2], "window": 64}]
-    with pytest.raises(GeometryError, match=r"model\.pack is on, and model\.groups is given"):
-        config(None, "on", model=MODEL | {"groups": groups, "pack": "on"})
+    with pytest.raises(GeometryError, match=r"model\.pack is on, and pages of no group can be packed"):
+        config(None, "on", model=MODEL | {"dtype": "int8", "groups": groups, "pack": "on"})
 
 
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
-def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op: Op) -> None:
+def switched_off(engine: CacheEngine) -> tuple[bool, list[str]]:
+    found = engine.stats()["tiers"]["ssd"]["quarantine"]
+    return found["switched_off"], found["switched_off_alone"]
+
+
+@pytest.mark.parametrize(("op", "room"), [(Op.READ, "64MiB"), (Op.READ, "1MiB"), (Op.WRITE, "1MiB")])
+def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op: Op, room: str) -> None:
+    """In a large reserve, and in one with a slot for loads and one for stores, which switches the plain tier off."""
     PLAN.reset()
     pool = planes()
     for block in (2, 6):  # of pages 1 and 3
@@ -252,15 +258,24 @@ def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op
         values[:] = drawn("random", values.size, np.random.default_rng(block)).reshape(values.shape)
     wanted = rows(pool, range(10))
     faulty = ssd(tmp_path, "64MiB") | {"transport": "tests.support.faulty:FaultyTransport"}
-    given = config(tmp_path, "on", ssd=faulty, cpu=None, host_buffer="64MiB", deadline=0.5)
+    given = config(tmp_path, "on", ssd=faulty, cpu=None, host_buffer=room, deadline=0.5)
     with CacheEngine(given, pool) as engine:
         hanging = functools.partial(FaultPlan.rule, PLAN, Fault.HANG, op, where=lambda path, offset: "/plain/" in path)
         with hanging() if op is Op.WRITE else contextlib.nullcontext():
             dropped = store(engine)
-            assert dropped == (dict.fromkeys((1, 3), "deadline") if op is Op.WRITE else {})
+            if op is Op.WRITE:
+                assert dropped.keys() == {1, 3}
+                assert {*dropped.values()} == {"deadline", "switched_off"}
+                found = switched_off(engine)
+            else:
+                assert not dropped
         with hanging() if op is Op.READ else contextlib.nullcontext():
             assert load(engine, range(16, 26)) == 32
+            found = switched_off(engine) if op is Op.READ else found
+            assert engine.lookup(TOKENS[:32]).tokens == 32, "the packed pages are there"
+        assert found == (False, ["ssd_plain"] if room == "1MiB" else [])
         until(lambda: not engine.manager.quarantine.requests, "late I/O ends")
+        assert switched_off(engine) == (False, [])
         assert not store(engine)
         assert load(engine, range(16, 26)) == len(TOKENS)
         assert rows(pool, range(16, 26)) == wanted

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from gdscache.commands.inspect import directories_of, inspect
+from gdscache.config.pools import PLAIN_DIRECTORY
 from tests.engines import vllm_parts as parts
 from tests.engines.vllm_parts import BRANCH, EXACT, LONG, OTHER
 from tests.engines.vllm_script import (
@@ -225,6 +227,22 @@ def test_a_hit_is_what_all_groups_have(story: Story) -> None:
         assert any(source in name and value for name, value in metrics.items()), metrics
     for told in story.rest["tell"]:
         at_rest(told)
+
+
+@of(WINDOWS, GDN)
+def test_packed_pages(story: Story, tmp_path: Path) -> None:
+    """`model.pack`: groups of attention are packed and states are not, out of the CPU tier and behind a restart."""
+    prompts, script = story.kind.prompts, Script()
+    script.add("packed", *each(prompts), *each(prompts), TELL)
+    for directory, hits in ((tmp_path / "ssd", [0, 1]), (tmp_path / "ssd", [1, 1])):
+        asked, rest = story.play(script, tmp_path, directory, cache={"model": {"pack": "on"}})
+        for hit, found in zip(hits, (asked["packed"][: len(prompts)], asked["packed"][len(prompts) :]), strict=True):
+            story.kind.same(found, story.of(*prompts))
+            assert not hit or parts.cached(found) == story.kind.whole(*prompts)
+        at_rest(rest["tell"][0])
+    directories = [path for path in directories_of(tmp_path / "ssd") if path.name != PLAIN_DIRECTORY]
+    packed = [inspect(path)["namespaces"][0]["fields"].get("packed") for path in directories]
+    assert packed == ([None, 1] if story.kind in STATES else [1])
 
 
 @of(*STATES)

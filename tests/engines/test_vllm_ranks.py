@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gdscache.commands.inspect.survey import inspect
 from tests.engines import vllm_parts as parts
 
 pytestmark = [
@@ -76,6 +77,21 @@ def test_a_head_on_each_rank(model: Path, plain: list[dict[str, Any]], tmp_path:
     assert sum(parts.cached(found[10])) > sum(WHOLE) // 2
     at_rest(found[8])
     at_rest(found[12])
+
+
+def test_packed_pages(model: Path, plain: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Each rank packs its heads: hits from the CPU tier, and behind a restart."""
+    connector = parts.cache(tmp_path / "ssd", model={"pack": "on"})
+    found = parts.run(tmp_path, model, [ASK, DRAIN, RESET, ASK, TELL], connector, **RANKS).answers[1:]
+    again = parts.run(tmp_path, model, [ASK, DRAIN, TELL], connector, **RANKS).answers[1:]
+    assert parts.cached(found[3]) == parts.cached(again[0]) == WHOLE
+    for answers in (found[0], found[3], again[0]):
+        parts.same(answers, plain)
+    for told in (found[4], again[2]):
+        at_rest(told)
+    slabs = sorted(path.name for path in (tmp_path / "ssd").glob("slab*"))
+    assert len(slabs) == parts.TP
+    assert inspect(tmp_path / "ssd")["namespaces"][0]["fields"]["packed"] == 1
 
 
 def test_the_bytes_on_every_rank(model: Path, tmp_path: Path) -> None:

@@ -50,14 +50,16 @@ def namespace() -> list[str]:
     pytest.skip("this user may not mount a file system in a namespace of its own here")
 
 
-@pytest.mark.parametrize("scenario", ["full_at_open", "full_in_use", "read_only"])
-def test_a_small_file_system(namespace: list[str], tmp_path: Path, scenario: str) -> None:
-    mount = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} {CHILD} {scenario} {tmp_path}"
-    child(*namespace, "sh", "-c", mount)
+@pytest.mark.parametrize(
+    ("scenario", "pack"), [("full_at_open", "off"), ("full_in_use", "off"), ("full_in_use", "on"), ("read_only", "off")]
+)
+def test_a_small_file_system(namespace: list[str], tmp_path: Path, scenario: str, pack: str) -> None:
+    run = f"exec {sys.executable} {CHILD} {scenario} {tmp_path} {pack}"
+    child(*namespace, "sh", "-c", f"mount -t tmpfs -o size={2 if pack == 'on' else 1}m none {tmp_path} && {run}")
 
 
 def test_few_descriptors(tmp_path: Path) -> None:
-    child(sys.executable, str(CHILD), "few_descriptors", str(tmp_path))
+    child(sys.executable, str(CHILD), "few_descriptors", str(tmp_path), "off")
 
 
 def test_a_file_system_that_becomes_read_only_in_use(open_host: OpenHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from gdscache import CacheEngine
 from tests.support.exit_child import PAGES
-from tests.support.helpers import WAIT, Host, make_config, prompt, settle
+from tests.support.helpers import PACKED, WAIT, Host, make_config, prompt, settle
 from tests.support.places import ROOT, SUPPORT
 from tests.support.processes import ONE_THREAD, Child
 
@@ -79,25 +79,27 @@ def _found(config: dict[str, Any]) -> list[int]:
     return found
 
 
-def _config(path: Path, policy: str) -> dict[str, Any]:
-    return make_config(path, cpu=20, ssd=40, store={"write_policy": policy})
+def _config(path: Path, policy: str, pack: str = "off") -> dict[str, Any]:
+    """With packing, a sixteenth of the tiers holds the pages that do not fit."""
+    pages = {"cpu": 20, "ssd": 40} if pack == "off" else {"cpu": 128, "ssd": 128, "bounce": 64, "model": PACKED}
+    return make_config(path, **pages, store={"write_policy": policy})
 
 
 # Ends that differ most, in `make test`; the others in the suite.
 FEW = [("return", "write_back"), ("sys.exit", "write_through"), ("cycle", "write_back"), ("SIGTERM", "write_through")]
 EVERY = [
-    pytest.param(kind, policy, marks=[] if (kind, policy) in FEW else [pytest.mark.suite])
+    pytest.param(kind, policy, "off", marks=[] if (kind, policy) in FEW else [pytest.mark.suite])
     for kind in KINDS
     for policy in POLICIES
-]
+] + [pytest.param(*one, "on", marks=[pytest.mark.suite]) for one in (("return", "write_back"), FEW[-1])]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("kind", "policy"), EVERY)
+@pytest.mark.parametrize(("kind", "policy", "pack"), EVERY)
 def test_a_process_that_ends_without_close_keeps_what_was_accepted(
-    slab: Path, tmp_path: Path, warm: Warm, kind: str, policy: str
+    slab: Path, tmp_path: Path, warm: Warm, kind: str, policy: str, pack: str
 ) -> None:
-    config = _config(slab, policy)
+    config = _config(slab, policy, pack)
     status, said = warm.run(config, kind, tmp_path / "stderr")
     assert status == KINDS[kind], said
     assert said.count("Traceback") == (kind in ("exception", "interrupt")), said

@@ -77,6 +77,7 @@ def test_each_kind_once_or_from_now_on(soak: Soak) -> None:
     # Who waits for a load has a deadline, too, which comes first where the machine is busy.
     assert found["statuses"].get("deadline") or found["errors"].get("load: DeadlineError")
     assert found["compared"] > 1000
+    assert found["stored"]["ssd_plain"] > 50
     assert found["killed"] > 0
 
 

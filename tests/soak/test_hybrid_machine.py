@@ -20,10 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gdscache import PageStatus
 from gdscache.groups.base import Group
-from tests.support.helpers import WAIT, Bytes, flip_file, until
+from tests.support.helpers import WAIT, Bytes, drop_from, flip_file, on_ssd, until
 from tests.support.hybrid import MODELS, HybridHost, hybrid_config
+from tests.support.packed_pages import unpacked
 
 SALTS = ["", "tenant"]
+TIERS = ("cpu", "ssd", "cpu_plain", "ssd_plain")
 paths = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(tuple)
 salts = st.sampled_from(SALTS)
 starts = st.integers(0, 5)
@@ -40,6 +42,7 @@ class Machine(RuleBasedStateMachine):
     model: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}
     per_page: ClassVar[int] = 1
+    pack: ClassVar[str] = "off"
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +53,12 @@ class Machine(RuleBasedStateMachine):
         self.spoiled: set[Name] = set()  # pages whose bytes in a slab may be bad
         self.open()
 
-    def open(self) -> None:
+    def config(self, model: dict[str, Any]) -> dict[str, Any]:
         options = {"cpu": 20, "ssd": 30, "every": 16} | self.options
-        config = hybrid_config(self.directory / "cache", MODELS[self.model], **options)
-        self.host = HybridHost(config, blocks=64, per_page=self.per_page)
+        return hybrid_config(self.directory / "cache", model | {"pack": self.pack}, **options)
+
+    def open(self) -> None:
+        self.host = HybridHost(self.config(MODELS[self.model]), blocks=64, per_page=self.per_page)
         self.host.content = lambda group, tokens, salt: self.content.get(
             (salt, group.name, tuple(tokens)), self.generation
         )
@@ -105,13 +110,19 @@ class Machine(RuleBasedStateMachine):
         assert self.engine.check().problems == ()
         assert all(len(free) == 64 for free in self.host.free)
 
+    def on_ssds(self) -> set[bytes]:
+        return {e.key for engine in self.engine.engines for tier in engine.manager.files for e in tier.index}
+
     def bytes_in(self, engine: Any, tier: str, slot: int) -> Bytes:
-        size = engine.layout.page_bytes
-        if tier == "cpu":
-            return np.frombuffer(engine.manager.cpu.extents.memory(slot), np.uint8)[:size]
-        with open(engine.manager.ssd.path / "slab-0.bin", "rb") as file:
-            file.seek(slot * engine.layout.extent_bytes)
-            return np.frombuffer(file.read(size), np.uint8)
+        one = engine.manager.tiers[tier]
+        layout = engine.layout.packed_as(packed=engine.layout.packed and not one.plain)
+        if one.kind == "memory":
+            found = np.frombuffer(one.extents.memory(slot), np.uint8)[: layout.page_bytes]
+        else:
+            with open(one.path / "slab-0.bin", "rb") as file:
+                file.seek(slot * layout.extent_bytes)
+                found = np.frombuffer(file.read(layout.page_bytes), np.uint8)
+        return unpacked(layout, found) if layout.packed else found
 
     def aligned(self, start: int) -> int:
         return start * self.engine.alignment
@@ -137,7 +148,7 @@ class Machine(RuleBasedStateMachine):
                 name = self.name(group, tokens, number, salt)
                 if tiers:
                     self.content.setdefault(name, self.generation)
-                if "ssd" in tiers:
+                if on_ssd(tiers):
                     self.spoiled.discard(name)
                 if not tiers and number not in report.dropped[group.name]:
                     assert name in self.content, "a page that was never committed counts as present"
@@ -152,8 +163,8 @@ class Machine(RuleBasedStateMachine):
     @rule(path=paths, salt=salts, start=starts, cold=st.booleans(), held=st.booleans())
     def load(self, path: Any, salt: str, start: int, cold: bool, held: bool) -> None:
         tokens, first = tokens_at(path), self.aligned(start)
-        if cold and self.options.get("cpu", 1) is not None:
-            self.press(0, "cpu", 1000)
+        if cold:
+            drop_from(self.engine.engines[0], "cpu")
         hit = self.engine.lookup(tokens, first, salt)
         if held and self.options.get("cpu", 1) is not None:
             with self.engine.prefetch(hit, pin=WAIT) as prefetch:
@@ -182,13 +193,13 @@ class Machine(RuleBasedStateMachine):
             held = pin.tokens
             assert held in (0, self.host.longest(tokens_at(path), 0, salt))
             for pool in range(len(self.engine.engines)):
-                for tier in ("cpu", "ssd"):
+                for tier in TIERS:
                     self.press(pool, tier, 4)
             assert pin.tokens == held
             assert self.host.longest(tokens_at(path), 0, salt) >= held
         assert pin.tokens == 0
 
-    @rule(pool=st.integers(0, 3), tier=st.sampled_from(["cpu", "ssd"]), pages=st.integers(1, 3))
+    @rule(pool=st.integers(0, 3), tier=st.sampled_from(TIERS), pages=st.integers(1, 3))
     def press(self, pool: int, tier: str, pages: int) -> None:
         engine = self.engine.engines[pool % len(self.engine.engines)]
         with engine.manager.lock:
@@ -228,13 +239,13 @@ class Machine(RuleBasedStateMachine):
     @rule(drain=st.booleans())
     def close_and_reopen(self, drain: bool) -> None:
         self.host.rest()
-        before = [{entry.key for entry in engine.manager.tiers["ssd"].index} for engine in self.engine.engines]
+        before = self.on_ssds()
         self.engine.close(drain)
         self.engine.close()
         self.open()
-        after = [{entry.key for entry in engine.manager.tiers["ssd"].index} for engine in self.engine.engines]
+        after = self.on_ssds()
         assert after == before
-        kept = {self.named[key] for keys in after for key in keys}
+        kept = {self.named[key] for key in after}
         self.content = {name: n for name, n in self.content.items() if name in kept}
         self.generation += 1
 
@@ -246,8 +257,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.close()
         model = MODELS[self.model]
         groups = [group | ({"window": group["window"] + 1} if "window" in group else {}) for group in model["groups"]]
-        options = {"cpu": 20, "ssd": 30, "every": 16} | self.options
-        other = HybridHost(hybrid_config(self.directory / "cache", model | {"groups": groups}, **options))
+        other = HybridHost(self.config(model | {"groups": groups}))
         for path in ((), (0,), (0, 1), (1, 1, 1), (0, 0, 0, 0, 0)):
             for salt in SALTS:
                 assert not any(
@@ -257,7 +267,7 @@ class Machine(RuleBasedStateMachine):
                 )
         other.engine.close()
         self.open()
-        kept = {self.named[e.key] for engine in self.engine.engines for e in engine.manager.tiers["ssd"].index}
+        kept = {self.named[key] for key in self.on_ssds()}
         self.content = {name: n for name, n in self.content.items() if name in kept}
         self.generation += 1
 
@@ -289,10 +299,21 @@ class WithoutCpu(Machine):
     options: ClassVar[dict[str, Any]] = {"cpu": None}
 
 
+class StatePacked(Machine):
+    """Pages of the groups that keep tokens are packed, and half of these fit; states are not."""
+
+    model = "state"
+    options: ClassVar[dict[str, Any]] = {"cpu": 40, "ssd": 60, "bounce": 16}
+    pack = "on"
+
+
 TestApart, TestTogether, TestUneven = Apart.TestCase, Together.TestCase, Uneven.TestCase
 TestMixed, TestState, TestWithoutCpu = Mixed.TestCase, State.TestCase, WithoutCpu.TestCase
+TestStatePacked = StatePacked.TestCase
 TestUneven.pytestmark = TestMixed.pytestmark = TestWithoutCpu.pytestmark = [pytest.mark.suite]
+TestStatePacked.pytestmark = [pytest.mark.suite]
 FEWER = settings(max_examples=max(6, settings.default.max_examples // 3))
 for _case in (TestApart, TestTogether, TestUneven, TestMixed, TestState, TestWithoutCpu):
     _case.settings = FEWER
+TestStatePacked.settings = settings(FEWER, max_examples=FEWER.max_examples // 3)  # each page is unpacked by the oracle
 del _case  # or it is collected as well

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gdscache.disk import slab
-from tests.support.helpers import MHA, SEED, WAIT, make_config
+from tests.support.helpers import PACKED, SEED, WAIT, make_config
 from tests.support.kill_check import LAYOUT, verify
 from tests.support.kill_child import run
 from tests.support.kill_record import Record
@@ -24,8 +24,8 @@ SETUPS: dict[str, dict[str, Any]] = {
     "ssd only, room for all": {"cpu": None, "ssd": ROOMY},
     "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
     "over two directories": {"cpu": None, "ssd": ROOMY},
-    "packed": {"gpu": 16, "cpu": 20, "ssd": 2 * ROOMY, "model": MHA | {"pack": "on"}},
-    "packed, ssd only": {"cpu": None, "ssd": 2 * ROOMY, "model": MHA | {"pack": "on"}},
+    "packed": {"gpu": 16, "cpu": 20, "ssd": 2 * ROOMY, "model": PACKED},
+    "packed, ssd only": {"cpu": None, "ssd": 2 * ROOMY, "model": PACKED},
 }
 STRIPED = "over two directories"
 STRETCH = 2 * LAYOUT.extent_bytes  # tiny slabs lie in all their directories

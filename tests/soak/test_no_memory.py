@@ -25,8 +25,16 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shim("memory_shim", tmp_path_factory.mktemp("shim"))
 
 
-def attempts(shim: Path, work: Path, transport: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    command = [sys.executable, SUPPORT / "memory_child.py", shim, work, transport, *(f"{a},{b}" for a, b in pairs)]
+def attempts(shim: Path, work: Path, transport: str, pack: str, pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    command = [
+        sys.executable,
+        SUPPORT / "memory_child.py",
+        shim,
+        work,
+        transport,
+        pack,
+        *(f"{a},{b}" for a, b in pairs),
+    ]
     environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -40,24 +48,24 @@ def spread(total: int, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "number"),
+    ("transport", "pack", "number"),
     [
-        pytest.param("uring", 6, marks=pytest.mark.suite),
-        pytest.param("posix", 6, marks=pytest.mark.suite),
-        pytest.param("uring", 400, marks=pytest.mark.soak),
-        pytest.param("posix", 400, marks=pytest.mark.soak),
+        pytest.param("uring", "off", 6, marks=pytest.mark.suite),
+        pytest.param("posix", "on", 6, marks=pytest.mark.suite),
+        pytest.param("uring", "on", 400, marks=pytest.mark.soak),
+        pytest.param("posix", "off", 400, marks=pytest.mark.soak),
     ],
 )
 def test_an_allocation_that_fails_is_an_error_or_a_miss(
-    shim: Path, tmp_path: Path, transport: str, number: int
+    shim: Path, tmp_path: Path, transport: str, pack: str, number: int
 ) -> None:
-    (whole,) = attempts(shim, tmp_path, transport, [(0, 0)])
+    (whole,) = attempts(shim, tmp_path, transport, pack, [(0, 0)])
     assert (whole["failed"], whole["wrong"]) == (0, [])
     assert whole["seen"] > 100, "the shim does not reach the library"
     pairs = [(first, count) for first in spread(whole["seen"], number) for count in (1, 100)]
     random.Random(SEED).shuffle(pairs)
     for at in range(0, len(pairs), 40):
-        for one in attempts(shim, tmp_path, transport, pairs[at : at + 40]):
+        for one in attempts(shim, tmp_path, transport, pack, pairs[at : at + 40]):
             assert not one["wrong"], one
 
 

@@ -31,10 +31,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return made(tmp_path_factory.mktemp("templates"), "off")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return made(tmp_path_factory.mktemp("packed"), "on")
+
+
+def made(base: Path, pack: str) -> dict[str, Path]:
     """A directory that was closed, one as a kill leaves it, and one whose catalogue is under suspicion."""
-    base = tmp_path_factory.mktemp("templates")
     live, found = base / "live", {name: base / name for name in ("closed", "killed", "suspect")}
-    host = Host(config(live), 32)
+    host = Host(config(live, pack), 32)
     for tokens in PROMPTS:
         host.store(tokens).result(20)
     shutil.copytree(live, found["killed"])
@@ -76,10 +84,12 @@ def test_some_errors_of_an_open(shim: Path, templates: dict[str, Path], tmp_path
 
 @pytest.mark.suite
 def test_an_error_at_every_third_read_and_write_of_an_open(
-    shim: Path, templates: dict[str, Path], tmp_path: Path
+    shim: Path, templates: dict[str, Path], packed: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The short form of the next one, which has each of them."""
-    jobs = [{"template": path, "first": 1, "step": 3, "kinds": "rws", "errno": EIO} for path in templates.values()]
+    """The short form of the next one, which has each of them. Of packed pages every 31st."""
+    every = {"first": 1, "kinds": "rws", "errno": EIO}
+    jobs = [every | {"template": path, "step": 3} for path in templates.values()]
+    jobs += [every | {"template": path, "step": 31, "pack": "on"} for path in packed.values()]
     nothing_is_lost(attempts(shim, tmp_path / "work", jobs))
 
 

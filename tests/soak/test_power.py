@@ -23,7 +23,7 @@ import pytest
 from gdscache.disk import catalog_file, slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.tiers.ssd import SsdTier
-from tests.support.helpers import SEED, make_config
+from tests.support.helpers import PACKED, SEED, make_config
 from tests.support.kill_check import LAYOUT, look
 from tests.support.kill_child import THREADS, Session
 from tests.support.kill_record import SALTS, Record
@@ -43,6 +43,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "ssd only, evicting": {"cpu": None, "ssd": TIGHT},
     "over three directories": {"cpu": None, "ssd": ROOMY, "stripes": 2},
     "over two directories, evicting": {"cpu": None, "ssd": TIGHT, "stripes": 1},
+    "packed, evicting": {"gpu": 16, "cpu": 10, "ssd": TIGHT, "model": PACKED},
 }
 
 

@@ -38,7 +38,7 @@ from gdscache.storage.native import NativeTransport
 from tests.support.faults import ExtentPart, Fault, FaultRule
 from tests.support.faulty import PLAN
 from tests.support.helpers import (
-    MHA,
+    PACKED,
     SMALL,
     WAIT,
     Bytes,
@@ -56,7 +56,6 @@ from tests.support.packed_pages import unpacked
 from tests.support.transport_parts import has_libcuda
 
 SALTS = ["", "tenant"]
-PACKED = MHA | {"pack": "on"}
 paths = st.lists(st.integers(0, 1), min_size=0, max_size=5).map(tuple)
 salts = st.sampled_from(SALTS)
 tails = st.integers(0, 3)
@@ -148,7 +147,7 @@ class Machine(RuleBasedStateMachine):
 
     def cool(self, tiers: tuple[str, ...]) -> None:
         """Push everything out of the tiers named, so that what follows comes from below."""
-        drop_from(self.engine, *(tier for tier in self.engine.manager.tiers if tier.removesuffix("_plain") in tiers))
+        drop_from(self.engine, *tiers)
 
     def slot(self, tier: str, key: bytes) -> int | None:
         if tier not in self.engine.manager.tiers:

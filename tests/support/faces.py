@@ -45,7 +45,7 @@ class Face(abc.ABC, Generic[B]):
 
     def drop(self, *tiers: str) -> None:
         """Empty tiers as eviction would, and leave the others alone."""
-        drop_from(self.engine, *(tier for tier in tiers if tier in self.engine.manager.tiers))
+        drop_from(self.engine, *tiers)
 
     def put(self, tokens: Tokens, salt: str = "") -> StoreReport:
         """`begin_put`, to its end."""

@@ -77,8 +77,7 @@ class Episode(UsedEngine):
                 self.load(rng.choice(self.documents if rng.random() < 0.3 else kept))
 
     def cool(self) -> None:
-        if self.cpu is not None:
-            drop_from(self.host.engine, "cpu")
+        drop_from(self.host.engine, "cpu")
 
     def fail_until_off(self) -> None:
         """Some seconds pass, of the clock of failed reads, in which nothing but errors may have come."""
@@ -246,8 +245,7 @@ class Episode(UsedEngine):
 
     def all_is_there(self, host: Host) -> None:
         """Every page that was committed comes, unless it was damaged; those that were come, or are given up."""
-        if self.cpu is not None:
-            drop_from(host.engine, "cpu")
+        drop_from(host.engine, "cpu")
         for document in self.documents:
             wanted = {key for key in document.keys if key in self.committed and key not in self.damaged}
             came, until = set[bytes](), time.monotonic() + OVER_S

@@ -18,9 +18,20 @@ from typing import Any
 import numpy as np
 
 from gdscache import PageStatus
+from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.errors import GdsCacheError
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import Host, expected, flip_file, make_config, prompt, read_page
+from tests.support.helpers import (
+    MHA,
+    PACKED,
+    Host,
+    expected,
+    flip_file,
+    make_config,
+    on_ssd,
+    prompt,
+    read_page,
+)
 from tests.support.passing_faults import DEADLINE_S, Counts, Faults, Round
 
 LONGEST_S = 120.0  # of one call: what takes longer hangs, and ends the process
@@ -65,7 +76,7 @@ class Watched:
 
 
 class UsedEngine:
-    """An engine over a directory, and what a plain model knows of it."""
+    """An engine over a directory, and what a plain model knows of it. Every second one packs its pages."""
 
     def __init__(self, number: int, seed: int, transport: str, work: Path, faults: Faults, counts: Counts) -> None:
         self.number = number
@@ -77,11 +88,14 @@ class UsedEngine:
         self.now = 0.0  # of what failed reads say
         self.round = Round("", "")
         self.cpu = self.rng.choice((None, 16))
+        packs = number % 2 == 1
+        self.places = [self.path, *([self.path / PLAIN_DIRECTORY] if packs else [])]
         self.config = make_config(
             self.path,
+            model=PACKED if packs else MHA,
             cpu=self.cpu,
-            ssd=96,
-            bounce=8,
+            ssd=4096 if packs else 96,  # a 128th of which holds the pages that do not fit
+            bounce=128 if packs else 8,
             transport=transport,
             deadline=DEADLINE_S,
             ssd_options={"durability": self.rng.choice(("process", "power"))},
@@ -92,9 +106,8 @@ class UsedEngine:
         self.damaged: set[bytes] = set()
         self.unsure = False  # whether the salt that is cleared was to be, and an error was the answer
         self.harm = 0  # faults under way that damage what is written
-        self.slots: dict[bytes, int] | None = (
-            None  # where the pages lie, while the engine is being closed and opened again
-        )
+        # where the pages lie, while the engine is being closed and opened again
+        self.slots: dict[bytes, tuple[Path, int]] | None = None
         self.refused: dict[int, str] = {}  # pages of the last store
         self.copy: Path | None = None  # what a kill would have left
         self.documents: list[Document] = []
@@ -157,7 +170,8 @@ class UsedEngine:
             self.counts.dropped.update(report.dropped.values())
             self.refused = dict(report.dropped)
             for i, (key, tiers) in enumerate(zip(document.keys, report.tiers, strict=True)):
-                if "ssd" in tiers:
+                self.counts.stored.update(tiers)
+                if on_ssd(tiers):
                     (self.damaged.add if self.harm else self.damaged.discard)(key)
                 if i not in report.dropped:  # or it was there already
                     self.committed.add(key)
@@ -221,19 +235,21 @@ class UsedEngine:
         slots = self.slots_of_pages() if self.slots is None else self.slots
         keys = sorted((self.committed - self.damaged) & slots.keys())
         key = self.rng.choice(keys) if keys else b""
-        slot = slots.get(key)
-        if slot is not None:
+        if key in slots:
+            slab, begin = slots[key]
             with self.faults.quiet():
                 for _ in range(3):
-                    at = slot * self.host.layout.extent_bytes + self.rng.randrange(self.host.layout.page_bytes)
-                    flip_file(self.path / "slab-0.bin", at, self.rng.randrange(8))
+                    flip_file(slab, begin + self.rng.randrange(self.host.layout.page_bytes), self.rng.randrange(8))
             self.damaged.add(key)
             self.counts.damaged += 1
             self.counts.met["damage"] += 1
 
-    def slots_of_pages(self, keys: Set[bytes] | None = None) -> dict[bytes, int]:
-        """Of these pages, or of all that were committed."""
-        index = self.host.engine.manager.tiers["ssd"].index
+    def slots_of_pages(self, keys: Set[bytes] | None = None) -> dict[bytes, tuple[Path, int]]:
+        """The slab and the offset of these pages, or of all that were committed."""
+        found, wanted = dict[bytes, tuple[Path, int]](), self.committed if keys is None else keys
         with self.host.engine.manager.lock:
-            found = {key: index.slot(key) for key in (self.committed if keys is None else keys)}
-        return {key: slot for key, slot in found.items() if slot is not None}
+            for place, tier in zip(self.places, self.host.engine.manager.files, strict=True):
+                size = self.host.layout.packed_as(packed=self.host.layout.packed and not tier.plain).extent_bytes
+                slots = [(key, tier.index.slot(key)) for key in wanted]
+                found |= {key: (place / "slab-0.bin", slot * size) for key, slot in slots if slot is not None}
+        return found

@@ -24,6 +24,7 @@ from gdscache.load.report import LoadReport
 from gdscache.moves.native import NativeExecutor
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
+from gdscache.tiers.base import PLAIN
 from gdscache.tiers.ssd import SsdTier
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,6 +42,7 @@ SEED = int(
 
 # 3 layers x 2 planes x 4 tokens x 256 bytes: 6,144 bytes in an extent of 8,192, so that padding is always there.
 MHA = {"name": "tiny", "layers": 3, "kv_heads": 4, "head_dim": 32, "dtype": "bfloat16", "page_tokens": 4}
+PACKED = MHA | {"pack": "on"}  # of which half of the pages fit: see `expected`
 MLA = {"name": "tiny", "layers": 3, "kv_lora_rank": 256, "rope_dim": 24, "dtype": "bfloat16", "page_tokens": 4}
 EXTRA = {  # an indexer that only some layers have, and scales of another type
     "name": "tiny",
@@ -403,11 +405,16 @@ def prompt(seed: int, pages: int, page_tokens: int = 4, extra: int = 0) -> list[
 
 
 def drop_from(engine: CacheEngine, *tiers: str) -> None:
-    """Empty tiers as eviction would, and leave the others alone."""
+    """Empty tiers as eviction would, each with the one of its plain pages, and leave the others alone."""
     with engine.manager.lock:
-        for name in tiers:
-            index = engine.manager.tiers[name].index
-            index.evict(len(index))
+        for name, tier in engine.manager.tiers.items():
+            if name.removesuffix(PLAIN) in tiers:
+                tier.index.evict(len(tier.index))
+
+
+def on_ssd(tiers: Iterable[str]) -> bool:
+    """Whether a page that these tiers have is on the SSD, packed or not."""
+    return any(name.removesuffix(PLAIN) == "ssd" for name in tiers)
 
 
 def flip_file(path: Path, offset: int, bit: int = 0) -> None:

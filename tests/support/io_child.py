@@ -15,7 +15,7 @@ from typing import Any
 
 import gdscache.errors
 from gdscache.errors import GdsCacheError
-from tests.support.helpers import Host, make_config, prompt
+from tests.support.helpers import PACKED, Host, make_config, prompt
 
 PROMPTS = [prompt(seed, 3) for seed in range(4)]
 PAGES = 12
@@ -43,18 +43,19 @@ class Shim:
         return self._long("shim_calls").value, self._long("shim_failed").value
 
 
-def config(path: Path) -> dict[str, Any]:
-    return make_config(path, ssd=16, cpu=4)
+def config(path: Path, pack: str = "off") -> dict[str, Any]:
+    """With packing, a sixteenth of the SSD holds the pages that do not fit."""
+    return make_config(path, ssd=16, cpu=4) if pack == "off" else make_config(path, ssd=128, cpu=4, model=PACKED)
 
 
-def attempt(shim: Shim, template: Path, work: Path, kinds: str, **fault: int) -> dict[str, Any]:
+def attempt(shim: Shim, template: Path, work: Path, kinds: str, pack: str = "off", **fault: int) -> dict[str, Any]:
     """Open a copy of a directory under faults, then without any: what came of it."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(template, work)
     error, host = "", None
     shim.arm(work, kinds, **fault)
     try:
-        host = Host(config(work), 32)
+        host = Host(config(work, pack), 32)
     except GdsCacheError as caught:
         error = type(caught).__name__ if hasattr(gdscache.errors, type(caught).__name__) else "not public"
     except BaseException as caught:  # noqa: BLE001 - what is not the engine's own is what the test looks for
@@ -63,7 +64,7 @@ def attempt(shim: Shim, template: Path, work: Path, kinds: str, **fault: int) ->
     if host is not None:
         host.engine.close()
     aside = len(list(work.glob("catalog.corrupt-*")))
-    host = Host(config(work), 32)
+    host = Host(config(work, pack), 32)
     served = sum(host.load(tokens).tokens for tokens in PROMPTS) // 4
     problems = list(host.engine.check().problems)
     host.engine.close()

@@ -19,7 +19,7 @@ from gdscache.load.report import LoadReport
 from gdscache.moves import PageStatus
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreHandle
-from tests.support.helpers import SMALL, WAIT, layout_of, new_planes, read_page, write_page
+from tests.support.helpers import SMALL, WAIT, layout_of, new_planes, on_ssd, read_page, write_page
 from tests.support.kill_record import DOCUMENTS, PAGE_TOKENS, PAGES, SALTS, Log, Name, content, name
 
 THREADS = 2
@@ -85,9 +85,7 @@ class Session:
         for number, (pages, handle) in list(self.stores.items()):
             if handle.done() and self.stores.pop(number, None) is not None:
                 tiers = handle.result(0).tiers
-                self.log.kept(
-                    number, [page for page, names in zip(pages, tiers, strict=False) if {"ssd", "ssd_plain"} & {*names}]
-                )
+                self.log.kept(number, [page for page, names in zip(pages, tiers, strict=False) if on_ssd(names)])
 
     def sequence(self, rng: random.Random, salt: str, document: int) -> None:
         """A request to an engine with a pool of its own."""

@@ -34,6 +34,7 @@ from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     MHA,
     MLA,
+    PACKED,
     SMALL,
     WAIT,
     Host,
@@ -81,13 +82,13 @@ class Player:
     def __init__(self, seed: int, directory: Path, device: str = "cpu") -> None:
         """`directory` may be that of schedules before: each begins empty."""
         self.draw = draw = random.Random(seed)
-        model = draw.choice([MHA, MLA, EVEN])
+        model = draw.choice([MHA, MLA, EVEN, PACKED])
         self.config = make_config(
             directory / str(layout_of(model).extent_bytes),
             device=device,
             model=model,
             cpu=draw.choice([None, 3, 8, 20]),
-            ssd=32,
+            ssd=32 if model is not PACKED else 256,  # a sixteenth, and eight at most, for pages that do not fit
             bounce=draw.choice([4, 16]),
             transport=draw.choice(["tests.support.faulty:FaultyTransport", "tests.support.faulty:FaultyMerging"]),
             load={"verify": draw.choice(["once", "always"])},
@@ -135,8 +136,10 @@ class Player:
         for tokens in self.prompts:
             host.store(tokens)
         quiet(host.engine)
-        ssd = host.engine.manager.tiers["ssd"].index
-        there = [[page.key in ssd for page in host.engine.pages(tokens)] for tokens in self.prompts]
+        ssds = [tier.index for tier in host.engine.manager.files]
+        there = [
+            [any(page.key in ssd for ssd in ssds) for page in host.engine.pages(tokens)] for tokens in self.prompts
+        ]
         self.kept = [4 * [*pages, False].index(False) for pages in there]
         if "cpu" in self.config and draw.random() < 0.8:
             drop_from(host.engine, "cpu")

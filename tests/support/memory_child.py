@@ -1,7 +1,7 @@
 """Uses an engine while allocations of the native library fail, under memory_shim.c. Prints one JSON object a line.
 
-Started by test_no_memory.py: the shim, a directory, a transport, and pairs of the first allocation that fails
-and how many. Each is tried in a process of its own, which may crash.
+Started by test_no_memory.py: the shim, a directory, a transport, whether pages are packed (on, off), and pairs of the
+first allocation that fails and how many. Each is tried in a process of its own, which may crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gdscache.errors import GdsCacheError
-from tests.support.helpers import Host, make_config, prompt
+from tests.support.helpers import PACKED, Host, make_config, on_ssd, prompt
 
 PAGES = 4
 LONGEST_S = 30.0
@@ -32,7 +32,13 @@ def aim(shim: Any) -> None:
     ctypes.c_void_p.in_dll(shim, "shim_high").value = max(high for _, high in ends)
 
 
-def use(work: Path, transport: str) -> tuple[list[str], dict[int, int]]:
+def config(work: Path, pack: str, **more: Any) -> dict[str, Any]:
+    if pack == "on":  # eight slots, which are a sixteenth, for pages that do not fit
+        return make_config(work, model=PACKED, cpu=128, ssd=128, bounce=128, **more)
+    return make_config(work, cpu=6, ssd=16, **more)
+
+
+def use(work: Path, transport: str, pack: str) -> tuple[list[str], dict[int, int]]:
     """What went wrong that must not: errors of nobody's, waits without end. And how many pages of each prompt the SSD
     has for certain."""
     wrong, kept, host = list[str](), dict[int, int](), None
@@ -50,13 +56,13 @@ def use(work: Path, transport: str) -> tuple[list[str], dict[int, int]]:
             if time.monotonic() - began > LONGEST_S / 2:
                 wrong.append(f"{what} took {time.monotonic() - began:.0f} s")
 
-    host = tried("open", lambda: Host(make_config(work, cpu=6, ssd=16, transport=transport, deadline=3), 32))
+    host = tried("open", lambda: Host(config(work, pack, transport=transport, deadline=3), 32))
     if host is None:
         return wrong, kept
     for seed in range(2):
         tokens = prompt(seed, PAGES)
         report = tried("store", lambda tokens=tokens: host.store(tokens).result(10))
-        there = ["ssd" in tiers for tiers in (report.tiers if report else ())]
+        there = [on_ssd(tiers) for tiers in (report.tiers if report else ())]
         kept[seed] = [*there, False].index(False)
         tried("load", lambda tokens=tokens: host.load(tokens))  # compares the bytes
         tried("prefetch", lambda tokens=tokens: host.engine.prefetch(tokens).result(10))
@@ -65,15 +71,15 @@ def use(work: Path, transport: str) -> tuple[list[str], dict[int, int]]:
     return wrong, kept
 
 
-def attempt(shim: Any, work: Path, transport: str, first: int, count: int) -> None:
+def attempt(shim: Any, work: Path, transport: str, pack: str, first: int, count: int) -> None:
     """Behind a fork."""
     aim(shim)
     for name, value in (("count", count), ("seen", 0), ("failed", 0), ("first", first)):
         ctypes.c_long.in_dll(shim, f"shim_{name}").value = value
-    wrong, kept = use(work, transport)
+    wrong, kept = use(work, transport, pack)
     ctypes.c_long.in_dll(shim, "shim_first").value = 0
     seen, failed = (ctypes.c_long.in_dll(shim, f"shim_{name}").value for name in ("seen", "failed"))
-    host = Host(make_config(work, cpu=6, ssd=16), 32)  # the fault is over
+    host = Host(config(work, pack), 32)  # the fault is over
     for seed in range(2):
         if host.load(prompt(seed, PAGES)).tokens < 4 * kept.get(seed, 0):
             wrong.append("what was stored is lost")
@@ -87,7 +93,7 @@ def attempt(shim: Any, work: Path, transport: str, first: int, count: int) -> No
 
 
 def main() -> None:
-    path, place, transport, *pairs = sys.argv[1:]
+    path, place, transport, pack, *pairs = sys.argv[1:]
     logging.disable(logging.CRITICAL)
     shim = ctypes.CDLL(path)
     for number, pair in enumerate(pairs):
@@ -96,7 +102,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             try:
-                attempt(shim, work, transport, first, count)
+                attempt(shim, work, transport, pack, first, count)
             finally:
                 sys.stdout.flush()
                 os._exit(0)

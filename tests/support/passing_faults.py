@@ -86,6 +86,7 @@ class Counts:
     statuses: Counter[str] = dataclasses.field(default_factory=Counter)  # of pages that were loaded
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)  # of pages that were stored
     errors: Counter[str] = dataclasses.field(default_factory=Counter)  # that calls raised
+    stored: Counter[str] = dataclasses.field(default_factory=Counter)  # pages by tier
     compared: int = 0
     opened: int = 0
     killed: int = 0
@@ -130,7 +131,7 @@ class Faults:
         if kind in FAULTS:
             return self._plan(kind, way)
         if kind in CALLS or kind in NATIVE_CALLS:
-            return self._calls(kind, way, rng, used.path)
+            return self._calls(kind, way, rng, rng.choice(used.places))
         if kind == "memory":
             return self._no_memory(way, rng)
         if kind == "thread":

@@ -43,19 +43,25 @@ def restore(
 ) -> frozenset[bytes]:
     """Make `directory`, and the further `stripes`, as a loss of power after the first `cut` events may leave them.
 
-    Returns the keys that the catalogue has in every state that it may be in: what nobody may lose.
+    Returns the keys that the catalogues have in every state that they may be in: what nobody may lose.
     """
     for number in range(1 + stripes):
         stripe_of(directory, number).mkdir(mode=0o700)
+    catalogues = sorted({event.place for event in events[:cut] if isinstance(event, CommitBegun)})
+    for place in filter(None, catalogues):
+        (directory / place).mkdir(mode=0o700)
     places = {slab_name(number): stripe_of(directory, number) for number in range(1 + stripes)}
     for event in events[:cut]:
         if isinstance(event, Claimed):
             (stripe_of(directory, event.number) / STRIPE_NAME).write_bytes(event.content)
     for name, content in _slabs(events[:cut], rng).items():
-        (places[name] / name).write_bytes(content)
-    files, keys = _catalogue(events, cut, rng)
-    for name, content in files.items():
-        (directory / name).write_bytes(content)
+        (places[Path(name).name] / name).write_bytes(content)
+    keys = frozenset[bytes]()
+    for place in catalogues:
+        files, own = _catalogue(events, cut, rng, place)
+        keys |= own
+        for name, content in files.items():
+            (directory / place / name).write_bytes(content)
     return keys
 
 
@@ -114,20 +120,22 @@ def _slabs(events: Sequence[Event], rng: random.Random) -> dict[str, bytes]:
     return {file: bytes(image) for file, image in flushed.items()}
 
 
-def _catalogue(events: Sequence[Event], cut: int, rng: random.Random) -> tuple[dict[str, bytes], frozenset[bytes]]:
-    states = [Committed({}, frozenset(), True)]  # those that the disk may hold, the oldest first
+def _catalogue(
+    events: Sequence[Event], cut: int, rng: random.Random, place: str
+) -> tuple[dict[str, bytes], frozenset[bytes]]:
+    states = [Committed(place, {}, frozenset(), True)]  # those that the disk may hold, the oldest first
     changing = False
     for event in events[:cut]:
-        if isinstance(event, CommitBegun):
+        if isinstance(event, CommitBegun) and event.place == place:
             changing = True
-        elif isinstance(event, Committed):
+        elif isinstance(event, Committed) and event.place == place:
             changing = False
             states = [event] if event.durable else [*states, event]
     latest = states[-1]  # of the commits that returned: what the engine counts on
     files = rng.choice(states).files
     if not changing:
         return files, latest.keys
-    following = next((event for event in events[cut:] if isinstance(event, Committed)), latest)
+    following = next((event for event in events[cut:] if isinstance(event, Committed) and event.place == place), latest)
     if len(states) == 1:
         files = _under_way(latest.files, following.files, rng)
     return files, latest.keys & following.keys

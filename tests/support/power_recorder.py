@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from gdscache.config.pools import PLAIN_DIRECTORY
 from gdscache.disk import catalog_file, stripes
 from gdscache.disk.catalog import Catalog
 from gdscache.storage.base import Memory
@@ -67,13 +68,16 @@ class FlushEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommitBegun:
-    """The catalogue is written to from here to the next `Committed`; two of these never overlap."""
+    """A catalogue is written to from here to the next `Committed`; two of these never overlap."""
+
+    place: str  # the catalogue's directory below the first one; "" for that one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Committed:
     """The catalogue's files, its keys, and whether SQLite had flushed all that before it returned."""
 
+    place: str
     files: dict[str, bytes]
     keys: frozenset[bytes]
     durable: bool
@@ -126,6 +130,16 @@ class TapeLog(Log):
         TAPE.add(Said(json.dumps(values).encode() + b"\n"))
 
 
+def place_of(directory: Path) -> str:
+    """The directory of plain pages, below that of packed ones; "" for any other."""
+    return PLAIN_DIRECTORY if directory.name == PLAIN_DIRECTORY else ""
+
+
+def name_of(path: Path) -> str:
+    """The name of a slab's file below its directory of packed pages."""
+    return str(Path(place_of(path.parent), path.name))
+
+
 class RecordingTransport(PosixTransport):
     """POSIX, on the tape."""
 
@@ -133,20 +147,20 @@ class RecordingTransport(PosixTransport):
 
     def open(self, path: Path) -> int:
         file = super().open(path)
-        TAPE.add(Opened(path.name, path.stat().st_size))
+        TAPE.add(Opened(name_of(path), path.stat().st_size))
         return file
 
     def write(self, file: int, offset: int, memory: Memory) -> int:
         assert isinstance(memory, memoryview)
         number = TAPE.number()
-        TAPE.add(WriteBegun(number, Path(self.path(file)).name, ((offset, bytes(memory)),)))
+        TAPE.add(WriteBegun(number, name_of(Path(self.path(file))), ((offset, bytes(memory)),)))
         moved = super().write(file, offset, memory)
         TAPE.add(WriteEnded(number))
         return moved
 
     def flush(self, file: int) -> None:
         number = TAPE.number()
-        TAPE.add(FlushBegun(number, Path(self.path(file)).name))
+        TAPE.add(FlushBegun(number, name_of(Path(self.path(file)))))
         super().flush(file)
         TAPE.add(FlushEnded(number))
 
@@ -184,7 +198,7 @@ def _recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(catalog, *arguments)
             TAPE.changing = True
             try:
-                TAPE.add(CommitBegun())
+                TAPE.add(CommitBegun(place_of(catalog.path.parent)))
                 keys = frozenset(catalog.rows().values()) if name == "close" and catalog._reader else frozenset()
                 answer = original(catalog, *arguments)
                 TAPE.add(_committed(catalog, name, keys))
@@ -197,8 +211,9 @@ def _recorded(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _committed(catalog: Catalog, name: str, keys: frozenset[bytes]) -> Committed:
     paths = [catalog.path.with_name(file) for file in FILES]
+    place = place_of(catalog.path.parent)
     files = {path.name: path.read_bytes() for path in paths if path.exists()}
     if name == "close":  # SQLite has copied its log into the catalogue, and flushes both for that
-        return Committed(files, keys, True)
+        return Committed(place, files, keys, True)
     synchronous = catalog._writer.execute("PRAGMA synchronous").fetchone()[0]
-    return Committed(files, frozenset(catalog.rows().values()), name == "_connect" or synchronous >= FULL)
+    return Committed(place, files, frozenset(catalog.rows().values()), name == "_connect" or synchronous >= FULL)

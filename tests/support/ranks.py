@@ -20,16 +20,23 @@ from gdscache import CacheEngine, PageStatus, Rank, RankAddress
 from gdscache.load.report import LoadReport
 from gdscache.pages.layout import PageLayout
 from gdscache.store.handle import StoreReport
-from tests.support.helpers import MHA, WAIT, Bytes, layout_of, make_config, read_page, write_page
+from tests.support.helpers import MHA, WAIT, Bytes, layout_of, make_config, narrowed, read_page, write_page
 from tests.support.rank_messages import Point, Trap
 
 BLOCKS = 64
 
 
+def fits(key: bytes, shard: int) -> bool:
+    """Whether a shard's part of a page fits into a packed extent."""
+    return bool(key[0] & (3 if shard % 2 else 1))
+
+
 def bytes_of(layout: PageLayout, key: bytes, shard: int) -> Bytes:
-    """The part of a page that a shard has: random, and the same whenever key and shard are."""
+    """The part of a page that a shard has: random, and the same whenever key and shard are. Half of the pages fit on
+    all shards if they are to be packed, and a quarter on some of them."""
     seed = int.from_bytes(key[:8], "little") ^ (shard * 0x9E3779B97F4A7C15 % 2**64)
-    return np.random.default_rng(seed).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    drawn = np.random.default_rng(seed).integers(0, 256, layout.plane_bytes, dtype=np.uint8)
+    return narrowed(drawn) if layout.packed and fits(key, shard) else drawn
 
 
 def serve(line: Connection, rank: int, shard: int, model: dict[str, Any], blocks: int, device: str) -> None:

@@ -32,7 +32,8 @@ FAULTS = [(Op.READ, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP)]
 FAULTS += [(Op.WRITE, fault) for fault in (Fault.EIO, Fault.SHORT, Fault.FLIP, Fault.LOST, Fault.TORN)]
 # Of an engine: four that load, two each that prefetch, write and do I/O (the transport's), one each that hands I/O
 # over, gives prefetches their turns, gathers, carries calls out and rewrites the status page; and of its executor: two
-# for the transport's files, one for what is late, and those of the library that copy.
+# for the transport's files, one for what is late, and those of the library that copy. For pages that do not fit into
+# packed extents there is a second set at most.
 THREADS = 18 + faults.THREADS + min(4, os.cpu_count() or 1)
 KNOWN = 12  # prompts that come again; the others are new each time
 WRITES = ("write_through", "write_through_selective", "write_back", "write_through", "write_back", "never")
@@ -58,6 +59,10 @@ def sample(queued: int = 0, threads: int = 1) -> Sample:
         print(f"{tasks} threads: {sorted(thread.name for thread in threading.enumerate())}", file=sys.stderr)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Sample(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), tasks, queued)
+
+
+def most_threads(config: dict[str, Any]) -> int:
+    return THREADS * (2 if config["model"].get("pack") == "on" else 1)
 
 
 def varied(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def soak(pipe: Connection, config: dict[str, Any], seconds: float, rounds: int, 
             faults.result()
         PLAN.reset()
         settle(engine)  # check(): no slot is both free and used, and none is neither
-        pipe.send(sample(watched.result(), before.threads + THREADS))
+        pipe.send(sample(watched.result(), before.threads + most_threads(config)))
         if round_ % 3 == 2:
             count(engine, done, misses)
             engine.close(drain=rng.random() < 0.5)

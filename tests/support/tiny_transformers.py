@@ -217,11 +217,12 @@ def options(
 
 
 def hybrid_options(
-    model: PreTrainedModel, path: Path, *, gpu: str = "1MiB", cpu: str | None = "16MiB"
+    model: PreTrainedModel, path: Path, *, gpu: str = "1MiB", cpu: str | None = "16MiB", pack: str = "auto"
 ) -> dict[str, Any]:
     """A configuration of a `HybridEngine`."""
+    section = model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE, model=model)
     return {
-        "model": model_section(model.config, dtype=model.dtype, name="m", page_tokens=PAGE, model=model),
+        "model": section | {"pack": pack},
         "gpu": {"device": str(model.device), "capacity": gpu},
         "cpu": None if cpu is None else {"capacity": cpu},
         "ssd": {"path": str(path), "capacity": "16MiB", "threads": 2},

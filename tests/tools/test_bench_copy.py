@@ -175,7 +175,9 @@ def test_a_group_has_1_mib_a_page_where_the_page_has(geometry: Any, page_tokens:
 def test_every_target_is_a_cell() -> None:
     """All pages of 1 MiB a call in all directions, one layer of GQA, and pages of one token."""
     targets = {(c.geometry.name, c.page_tokens, c.parts, c.direction): c.target for c in copy_cells.cells()}
-    assert len(targets) == len(copy_cells.cells()) == 42
+    assert len(targets) == len(copy_cells.cells()) == 44
+    packed = {place[3]: target for place, target in targets.items() if place[0] == copy_cells.PACKED.name}
+    assert packed == {"load": 1.28, "store": 1.20}
     assert targets["gqa", 64, ("one",), "load"] == targets["gqa", 64, ("one",), "store"] == 0.92
     for name in ("gqa", "mla"):
         assert targets[name, 1, ("group", "all"), "load"] == targets[name, 1, ("group", "all"), "store"] == 0.92
@@ -187,7 +189,7 @@ def test_every_target_is_a_cell() -> None:
         layers = copy_cells.layers_of(layout, part)
         if layout.layer_bounds[layers - 1][1] >= MIB:
             wanted |= {(geometry.name, page_tokens, layers, direction) for direction in copy_cells.DIRECTIONS}
-    bulk = [c for c in copy_cells.cells() if c.span_bytes >= MIB]
+    bulk = [c for c in copy_cells.cells() if c.span_bytes >= MIB and not c.geometry.packed]
     assert {(c.geometry.name, c.page_tokens, c.layers, c.direction) for c in bulk} == wanted
     assert all(c.target == (0.93 if c.direction == "both" else 0.97) for c in bulk)
 
@@ -281,6 +283,27 @@ def test_copies_that_bring_no_bytes_are_no_figure(gpu: Stand, pool: BenchPlanes,
     copies.check(StandCopies(gpu, pool.planes))
     with pytest.raises(IOFailedError, match="other bytes"):
         copies.check(StandCopies(gpu, pool.planes, broken=True))
+
+
+def test_packed_pages_move_the_bytes_of_the_planes(gpu: Stand) -> None:
+    """The rate is of these; what comes back has the same bits, and copies that bring none are no figure."""
+    with BenchPlanes(gpu, copy_cells.PACKED.layout(16), 2 * MIB) as pool:
+        by = StandCopies(gpu, pool.planes)
+        assert pool.planes.blocks * pool.layout.plane_bytes == 8 * MIB
+        assert pool.extents.nbytes < 0.8 * 8 * MIB
+        pool.pack(by)
+        for direction in ("load", "store"):
+            copies = Copies(pool, cell_of("all", direction, copy_cells.PACKED))
+            assert copies.moved_bytes == 2 * MIB
+            copies.check(by)
+            with pytest.raises(IOFailedError, match="packed pages came back"):
+                Copies(pool, cell_of("all", direction, copy_cells.PACKED)).check(
+                    StandCopies(gpu, pool.planes, broken=True)
+                )
+            ours, plain = timed(gpu, copies.ours(by)), timed(gpu, copies.plain())
+            assert plain.seconds / ours.seconds == pytest.approx(
+                RATE / PLAIN * pool.layout.plane_bytes / pool.layout.page_bytes, rel=0.1
+            )
 
 
 def test_one_wrong_byte_is_found(gpu: Stand, pool: BenchPlanes) -> None:
@@ -487,7 +510,7 @@ def found() -> dict[str, Any]:
         progress=lambda done, total, text: texts.append((done, total, text)),
         keep=lambda part: kept.append((part["complete"], len(part["copies"]))),
     )
-    pools, cells = 8, len(copy_cells.cells())
+    pools, cells = 9, len(copy_cells.cells())
     assert gpu.released == pools
     assert {count for _, count in kept} == set(range(1, cells + 1)), "the report is kept after each cell"
     assert [complete for complete, _ in kept].count(True) == 2
@@ -519,7 +542,8 @@ def test_every_cell_has_its_row(found: dict[str, Any]) -> None:
         [c.geometry.name, c.page_tokens, c.direction, c.layers] for c in cells
     ]
     for row, cell in zip(found["copies"], cells, strict=True):
-        check_row(row, RATE / PLAIN)
+        bounds = cell.layout.layer_bounds[cell.layers - 1][1]
+        check_row(row, RATE / PLAIN * cell.span_bytes / bounds)  # packed pages have fewer bytes in their extents
         assert row.get("target") == cell.target
         assert row["pairs"] == 2
         assert row["against"] == "cudaMemcpyAsync"
@@ -531,7 +555,7 @@ def test_every_cell_has_its_row(found: dict[str, Any]) -> None:
 
 def test_every_target_has_a_row_with_checksums(found: dict[str, Any]) -> None:
     targets = [row for row in found["copies"] if "target" in row]
-    assert len(found["checksums"]) == len(targets) == 42
+    assert len(found["checksums"]) == len(targets) == 44
     for row, plain in zip(found["checksums"], targets, strict=True):
         assert [row[key] for key in ("geometry", "parts", "direction")] == [
             plain[key] for key in ("geometry", "parts", "direction")
@@ -576,7 +600,7 @@ def test_after_ctrl_c_a_run_goes_on_where_it_was_ended(found: dict[str, Any]) ->
     assert again["copies"][: len(first["copies"])] == first["copies"]
     assert sorted(map(copy.what, again["copies"])) == sorted(map(copy.what, found["copies"]))
     assert len(again["checksums"]) == len(found["checksums"])
-    assert gpu.opened == 7, "the pool that was measured is not opened again"
+    assert gpu.opened == 8, "the pool that was measured is not opened again"
 
 
 def test_wrong_bytes_fail_their_cells_and_no_other(found: dict[str, Any]) -> None:
@@ -619,7 +643,7 @@ def printed(report: dict[str, Any], width: int) -> str:
 def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = printed(report, width)
     judged = measure.judged(report)
-    assert len(judged) == 2 * 42 + 8
+    assert len(judged) == 2 * 44 + 8
     assert text.count("MISSED") == len([r for r in judged if not r["met"]])
     assert text.count("met:") == len([r for r in judged if r["met"]])
     for row in (*report["copies"], *report["checksums"]):
@@ -658,9 +682,9 @@ def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) 
 
     judged = [row for row in report["copies"] if "target" in row]
     lines = copy.grouped(judged, judged=True)
-    assert len(lines) == 7  # bulk in three directions, one layer and tokens in two
+    assert len(lines) == 9  # bulk in three directions, one layer, tokens and packed pages in two
     counts = [line.what.partition("\n")[2].split() for line in lines]
-    assert sum(int(count) for _, _, count, *_ in counts) == 42
+    assert sum(int(count) for _, _, count, *_ in counts) == 44
     assert sum(int(met) for met, *_ in counts) == sum(row["met"] for row in judged)
     for line in lines:
         assert line.low <= line.ratio <= line.high
@@ -668,7 +692,7 @@ def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) 
     copy.plot(report, figure)
     figure.savefig(tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
-    assert text.count("cells meet it") == 7
+    assert text.count("cells meet it") == 9
     assert "attention" in text
     copy.plot({**report, "copies": [], "beside": []}, matplotlib.figure.Figure())
 
@@ -733,7 +757,7 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert report["complete"] is True
     assert report["machine"]["gpus"]
     assert len(report["copies"]) == len(copy_cells.cells())
-    assert len(report["checksums"]) == 42
+    assert len(report["checksums"]) == 44
     assert len(report["beside"]) == 4
     for section in ("copies", "checksums", "beside"):
         for path, number in numbers(report[section], section):

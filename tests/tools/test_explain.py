@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gdscache import PageHashes
 from gdscache.commands.explain import Asked, explain, read_ids
 from gdscache.commands.inspect import reading
+from gdscache.config import Config
 from gdscache.disk import history_file
 from gdscache.errors import IOFailedError, TokensError
 from gdscache.pages.keys import Page, as_tokens
@@ -188,22 +190,36 @@ def test_digests_are_keys_of_pages_or_the_caller_s_hashes(tmp_path: Path) -> Non
     assert [run["state"] for run in other["runs"]] == ["stored", "absent"]
 
 
+@pytest.mark.parametrize("pack", ["off", "on"])
 @pytest.mark.parametrize("model", ["together", "apart"])
-def test_pages_of_groups_are_named(tmp_path: Path, model: str) -> None:
-    config = hybrid_config(tmp_path / "c", MODELS[model])
+def test_pages_of_groups_are_named(tmp_path: Path, model: str, pack: str) -> None:
+    tiers = {"cpu": 200, "ssd": 200, "bounce": 64} if pack == "on" else {}
+    config = hybrid_config(tmp_path / "c", MODELS[model] | {"pack": pack}, **tiers)
     host = HybridHost(config)
     tokens = prompt(1, 6)
     host.store(tokens)
     host.engine.drain(20)
-    whole = host.engine.config
     host.engine.close()
-    reports = [explain(one, asked(tokens), whole) for one in reading.directories_of(tmp_path / "c")]
-    found = {one["fields"]["group"]["name"]: one for report in reports for one in report["namespaces"]}
-    assert found["full"]["hit"] == 6
-    assert [run["state"] for run in found["window"]["runs"]][-1] == "stored"
+    auto = Config.from_dict({**config, "model": MODELS[model]})  # finds out, as an engine does
+    reports = [explain(one, asked(tokens), auto) for one in reading.directories_of(tmp_path / "c")]
+    found, stored = (
+        {one["fields"]["group"]["name"]: one for report in reports for one in report["namespaces"]},
+        Counter[str](),
+    )
+    for report in reports:
+        for one in report["namespaces"]:
+            stored[one["fields"]["group"]["name"]] += sum(
+                run["stop"] - run["first"] for run in one["runs"] if run["state"] == "stored"
+            )
+    assert stored["full"] == 6
+    if pack == "off":
+        assert found["full"]["hit"] == 6
+        assert [run["state"] for run in found["window"]["runs"]][-1] == "stored"
+    alone = [explain(one, asked(tokens)) for one in reading.directories_of(tmp_path / "c")]
     if model == "apart":
-        alone = [explain(one, asked(tokens)) for one in reading.directories_of(tmp_path / "c")]
         assert not any(report["namespaces"] for report in alone), "a pool's names follow from the whole model"
+    else:
+        assert [report["namespaces"] for report in alone] == [report["namespaces"] for report in reports]
 
 
 def test_beside_an_engine_that_stores_all_the_time(tmp_path: Path) -> None:

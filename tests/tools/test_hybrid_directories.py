@@ -21,14 +21,16 @@ RUNNER = CliRunner(env={"COLUMNS": "160"})
 PROMPT = prompt(1, 12)
 
 
-@pytest.fixture
-def left(tmp_path: Path) -> Path:
-    """What an engine of three groups in two pools has left, with pages of two salts."""
-    host = HybridHost(hybrid_config(tmp_path / "cache", MODELS["mixed"], every=8))
+@pytest.fixture(params=["off", "on"])
+def left(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """What an engine of three groups in two pools has left, with pages of two salts. Of packed pages each pool has a
+    directory for those that do not fit."""
+    tiers = {"cpu": 2500, "ssd": 2500, "bounce": 64} if request.param == "on" else {}
+    host = HybridHost(hybrid_config(tmp_path / "cache", MODELS["mixed"] | {"pack": request.param}, every=8, **tiers))
     with host.engine:
         for salt in ("", "tenant"):
-            host.store(PROMPT, salt=salt)
-        assert host.load(PROMPT).tokens == 48
+            host.store(PROMPT[:24], salt=salt)
+            assert host.load(PROMPT[:24], salt=salt).tokens == 24
     return tmp_path / "cache"
 
 
@@ -40,7 +42,13 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_inspect_goes_through_the_directories_below_and_names_the_groups(left: Path) -> None:
     reports = json.loads(run("inspect", str(left), "--json"))
-    assert [Path(report["path"]).name for report in reports] == ["groups-0", "groups-1-2"]
+    paths = [str(Path(report["path"]).relative_to(left)) for report in reports]
+    packed = len(paths) == 4
+    assert paths == (
+        ["groups-0", "groups-0/plain", "groups-1-2", "groups-1-2/plain"] if packed else ["groups-0", "groups-1-2"]
+    )
+    assert all(report["pages"] for report in reports)
+    reports = reports[::2] if packed else reports
     groups = [{one["fields"]["group"]["name"] for one in report["namespaces"]} for report in reports]
     assert groups == [{"chunk"}, {"full", "window"}]
     assert all(one["made_of"]["group.keeps"] in ("all", "window", "chunk") for r in reports for one in r["namespaces"])
@@ -57,16 +65,16 @@ def test_inspect_goes_through_the_directories_below_and_names_the_groups(left: P
         "group.span",
         "group.name",
     }
-    [alone] = [json.loads(run("inspect", str(left / "groups-0"), "--json"))]
-    assert alone["pages"] == reports[0]["pages"]
+    alone = json.loads(run("inspect", str(left / "groups-0"), "--json"))
+    assert (alone[0] if packed else alone)["pages"] == reports[0]["pages"]
 
 
 def test_verify_goes_through_them_and_says_where_a_byte_is_wrong(left: Path) -> None:
     reports = json.loads(run("verify", str(left), "--json"))
-    assert [(report["good_pages"] > 0, report["bad_pages"]) for report in reports] == [(True, 0), (True, 0)]
-    flip_file(left / "groups-1-2" / "slab-0.bin", 10)
+    assert [(report["good_pages"] > 0, report["bad_pages"]) for report in reports] == [(True, 0)] * len(reports)
+    flip_file(Path(reports[-1]["path"]) / "slab-0.bin", 10)
     reports = json.loads(run("verify", str(left), "--json", code=1))
-    assert [report["bad_pages"] for report in reports] == [0, 1]
+    assert [report["bad_pages"] for report in reports] == [0] * (len(reports) - 1) + [1]
     assert "checksum" in run("verify", str(left), code=1)
 
 
@@ -83,13 +91,14 @@ def written(tmp_path: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_config_check_says_what_each_group_gets(tmp_path: Path) -> None:
-    config = hybrid_config(tmp_path / "cache", MODELS["mixed"])
+@pytest.mark.parametrize("pack", ["off", "on"])
+def test_config_check_says_what_each_group_gets(tmp_path: Path, pack: str) -> None:
+    config = hybrid_config(tmp_path / "cache", MODELS["mixed"] | {"pack": pack}, bounce=8)
     file = written(tmp_path, config)
     found = {group["name"]: group for group in json.loads(run("config", "check", file, "--json"))["groups"]}
     assert [found[name]["pool"] for name in ("chunk", "full", "window")] == ["chunk", *["full, window"] * 2]
     assert sum(found[name]["share"] for name in ("chunk", "full")) == pytest.approx(1)
-    assert all(found[name]["pages"]["ssd"] >= 48 for name in found)
+    assert all(found[name]["pages"]["ssd"] >= (48 if pack == "off" else 44) for name in found)
     assert found["window"]["ssd_path"] == str(tmp_path / "cache" / "groups-1-2")
     host = HybridHost(config)
     with host.engine:
@@ -97,7 +106,9 @@ def test_config_check_says_what_each_group_gets(tmp_path: Path) -> None:
             engine = host.of(name)[0]
             assert group["extent_bytes"] == engine.layout.extent_bytes
             assert bytes.fromhex(group["namespace"]) in engine.namespaces()
-            assert group["pages"]["cpu"] == engine.manager.cpu.index.slots
+            assert {name: pages for name, pages in group["pages"].items() if name != "gpu"} == {
+                name: tier.index.slots for name, tier in engine.manager.tiers.items()
+            }
     shown = run("config", "check", file)
     for words in ("window: the last 10", "chunk: chunks of 16", "full: all tokens", "with full, window"):
         assert words in shown

@@ -332,7 +332,7 @@ def test_packed_pages_fit_into_less(asked: Asked, more: float | None) -> None:
     (plain,), (packed,) = (
         setups(dataclasses.replace(asked, cpu=("1GiB",), sets=some), 100) for some in ((), asked.sets)
     )
-    found = packing(packed.config.model)
+    found = packing(packed.config)
     assert found == (None if more is None else pytest.approx(more * (1 - 1 / PLAIN_PARTS), abs=0.03))
     if more is None:
         pages = [reports.slots(one.config, own_pool=False) for one in (plain, packed)]

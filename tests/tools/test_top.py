@@ -196,11 +196,16 @@ def test_groups_with_directories_of_their_own_stand_beside_each_other(tmp_path: 
     assert [report["groups"] for report in reports] == ["full: all tokens, window: the last 1,024"] * 2
 
 
-def test_groups_of_a_running_engine_without_an_ssd(tmp_path: Path) -> None:
-    config = hybrid_config(None, MODELS["mixed"], ssd=None, status={"path": str(tmp_path)})
+@pytest.mark.parametrize("pack", ["off", "on"])
+def test_groups_of_a_running_engine_without_an_ssd(tmp_path: Path, pack: str) -> None:
+    config = hybrid_config(None, MODELS["mixed"] | {"pack": pack}, ssd=None, status={"path": str(tmp_path)})
     with HybridHost(config).engine:
-        told = {one.path.name: one.look().get("groups") for one in top.watched([tmp_path])}
+        looks = {one.path.name: one.look() for one in top.watched([tmp_path])}
+    told = {name: look.get("groups") for name, look in looks.items()}
     assert told == {"groups-0": "chunk: chunks of 16", "groups-1-2": "full: all tokens, window: the last 10"}
+    assert {tier["name"] for look in looks.values() for tier in look["tiers"]} == (
+        {"cpu", "cpu_plain"} if pack == "on" else {"cpu"}
+    )
 
 
 @pytest.mark.parametrize("width", [38, 80, 100, 120, 200])

@@ -14,7 +14,7 @@ from typing import Any
 
 from gdscache.commands.bench import kit
 from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
-from gdscache.commands.bench.copy_cells import GROUP_BYTES, Cell, cells
+from gdscache.commands.bench.copy_cells import GROUP_BYTES, PACKED, Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
@@ -39,8 +39,8 @@ class Settings(kit.Settings):
     """The bench's sizes, in bytes.
 
     `total`: bytes of a run each way; `beside_total`: the same beside a model's work. `pairs`: pairs of runs for a
-    figure. `product`, `attention`: the edge of the matrices and the tokens. Without `everything` pages of 64 tokens
-    are measured.
+    figure. `product`, `attention`: the edge of the matrices and the tokens. Without `everything` unpacked pages of 64
+    tokens are measured.
     """
 
     total: int = 1 * GIB
@@ -69,7 +69,8 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> N
     Raises `KernelUnavailableError` if the kernels cannot be built, and `CapacityError` or `PinnedMemoryError` if memory
     is short. A case fails if its copies give other bytes.
     """
-    every = [cell for cell in cells() if settings.everything or cell.page_tokens == USUAL_TOKENS]
+    usual = [cell for cell in cells() if cell.page_tokens == USUAL_TOKENS and not cell.geometry.packed]
+    every = cells() if settings.everything else usual
     run.plan([*map(label, every)])
     with frozen_heap():
         for (geometry, page_tokens), of_layout in itertools.groupby(every, lambda c: (c.geometry, c.page_tokens)):
@@ -82,6 +83,8 @@ def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> N
 def _with_pool(run: kit.Run, settings: Settings, gpu: Gpu, pool: BenchPlanes, some: Sequence[Cell]) -> None:
     with contextlib.closing(gpu.open_copies(pool.planes)) as by:  # its kernels hold the planes until this returns
         run.found["mover"] = run.found["mover"] or gpu.describe(by)
+        if pool.layout.packed:
+            pool.pack(by)
         for cell in some:
             run.case(label(cell), functools.partial(measure_cell, settings, gpu, pool, by, cell))
 
@@ -243,7 +246,9 @@ def grouped(rows: Sequence[Row], *, judged: bool) -> list[Line]:
     groups: dict[str, list[Row]] = {}
     for r in rows:
         kind = "one layer of GQA pages of 64 tokens"
-        if r["span_bytes"] >= GROUP_BYTES:
+        if r["geometry"] == PACKED.name:
+            kind = "packed pages, bytes as in the planes"
+        elif r["span_bytes"] >= GROUP_BYTES:
             kind = "1 MiB a page or more a call"
         elif r["page_tokens"] == 1:
             kind = "pages of one token"

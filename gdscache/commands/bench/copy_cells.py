@@ -20,6 +20,7 @@ BULK_TARGET = 0.97  # calls that move 1 MiB a page or more
 LAYER_TARGET = 0.92  # one layer of GQA pages of 64 tokens
 TOKEN_TARGET = 0.92  # pages of one token
 BOTH_TARGET = 0.93  # load and store together, 1 MiB a page or more
+PACKED_TARGETS = {"load": 1.28, "store": 1.20}  # of packed pages; bytes as in the planes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +30,17 @@ class Geometry:
     name: str
     planes: tuple[Plane, ...]
     n_layers: int
+    packed: bool = False
 
     def layout(self, page_tokens: int) -> PageLayout:
-        return PageLayout.uniform(self.planes, self.n_layers, page_tokens)
+        return PageLayout.uniform(self.planes, self.n_layers, page_tokens, packed=self.packed)
 
 
 GQA = Geometry("gqa", (Plane("k", (8, 128), "bfloat16"), Plane("v", (8, 128), "bfloat16")), 8)
 MLA = Geometry("mla", (Plane("latent", (576,), "bfloat16"),), 16)
 MLA_FP8 = Geometry("mla_fp8", (Plane("latent", (656,), "uint8"),), 32)
 GEOMETRIES = (GQA, MLA, MLA_FP8)
+PACKED = Geometry("gqa packed", GQA.planes, GQA.n_layers, packed=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Cell:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of a page in one call; contiguous in the extent."""
-        return self.layout.layer_bounds[self.layers - 1][1]
+        """Bytes of a page in one call, as in the planes; contiguous in the extent, but for packed pages."""
+        return self.page_tokens * self.layers * sum(plane.row_bytes for plane in self.geometry.planes)
 
     @property
     def directions(self) -> tuple[Direction, ...]:
@@ -70,6 +73,8 @@ class Cell:
     @property
     def target(self) -> float | None:
         """The least ratio to cudaMemcpyAsync, if the cell has a target."""
+        if self.geometry.packed:
+            return PACKED_TARGETS.get(self.direction)
         if self.span_bytes >= GROUP_BYTES:
             return BOTH_TARGET if self.direction == "both" else BULK_TARGET
         if self.direction == "both":
@@ -103,7 +108,7 @@ def layers_of(layout: PageLayout, part: str) -> int:
 
 
 def cells() -> list[Cell]:
-    """Every page size, geometry, part and direction with a target, page size by page size."""
+    """Every page size, geometry, part and direction with a target, page size by page size; packed pages last."""
     found = []
     for page_tokens, geometry in itertools.product(PAGE_TOKENS, GEOMETRIES):
         layout = geometry.layout(page_tokens)
@@ -112,4 +117,5 @@ def cells() -> list[Cell]:
             same.setdefault(layers_of(layout, part), []).append(part)
         for parts, direction in itertools.product(same.values(), DIRECTIONS):
             found.append(Cell(geometry, page_tokens, tuple(parts), direction))
+    found += [Cell(PACKED, PAGE_TOKENS[0], ("all",), direction) for direction in BOTH]
     return [cell for cell in found if cell.target is not None]

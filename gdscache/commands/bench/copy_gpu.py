@@ -20,6 +20,7 @@ from gdscache.extents.base import Extents
 from gdscache.kernels.choice import Direction
 from gdscache.kernels.copies import GpuCopies
 from gdscache.kernels.cuda import PageKernels
+from gdscache.kernels.packed import PackedKernels
 from gdscache.pages.planes import PagedPlanes
 from gdscache.sizes import about
 
@@ -87,6 +88,8 @@ class Gpu:
 
     def open_copies(self, planes: PagedPlanes) -> GpuCopies:
         """An engine's page copier."""
+        if planes.layout.packed:
+            return GpuCopies(planes, STAGING, "staged", "staged", PackedKernels(planes))
         return GpuCopies(planes, STAGING, "auto", "auto", PageKernels(planes))
 
     def move(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gdscache.arrays import Int64Array
 from gdscache.commands.bench.copy_cells import Cell, layers_of
 from gdscache.commands.bench.copy_gpu import Gpu, Mark, Moved, Queued, Way
 from gdscache.commands.bench.measure import Closeable
@@ -27,7 +28,8 @@ ASIDE = 1 * GIB  # of GPU memory, for the staging ring and a neighbour's work
 
 
 class BenchPlanes(Closeable):
-    """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise.
+    """Page-locked extents and planes for the same pages, four times `total` bytes each, filled with noise. Packed pages
+    have four times `total` bytes in the planes, of normal values, and extents once `pack` has been called.
 
     Loads use one half of the slots and of the blocks, stores the other, both in random order. Plain copies run between
     the same page-locked memory (stores: its second half) and `2 * total` bytes of GPU memory. Raises `CapacityError` if
@@ -43,9 +45,10 @@ class BenchPlanes(Closeable):
         self.gpu = gpu
         self.layout = layout
         self.total = total
-        capacity = 4 * total // layout.extent_bytes * layout.extent_bytes
-        gpu.require(capacity + 2 * total + ASIDE)
-        self.extents = HostExtents(layout, capacity, gpu.pin)
+        each = max(layout.extent_bytes, layout.plane_bytes)
+        pages = 4 * total // each
+        gpu.require(pages * each + 2 * total + ASIDE)
+        self.extents = HostExtents(layout, pages * layout.extent_bytes, gpu.pin)
         try:
             self.planes = PagedPlanes.allocate(layout, self.extents.slots, gpu.device)
             self.buffer = torch.empty(2 * total, dtype=torch.uint8, device=gpu.device)
@@ -68,12 +71,22 @@ class BenchPlanes(Closeable):
             part.copy_(self.buffer[: len(part)])
         self.buffer.random_(0, 256)
         for tensor in itertools.chain(*self.planes.tensors):
-            tensor.view(torch.uint8).random_(0, 256)
+            if self.layout.packed:
+                tensor.normal_()
+            else:
+                tensor.view(torch.uint8).random_(0, 256)
+        self.gpu.idle()
+
+    def pack(self, by: GpuCopies) -> None:
+        """Store every page into its slot."""
+        for direction, slots in self.slots.items():
+            blocks, every = self.blocks[direction], range(self.layout.n_layers)
+            self.gpu.move(by, "store", self.extents, slots, blocks, every, (), sums=False)
         self.gpu.idle()
 
     def host(self, direction: str, nbytes: int) -> torch.Tensor:
         """`nbytes` of page-locked memory in one piece, uint8."""
-        at = 0 if direction == "load" else 2 * self.total
+        at = 0 if direction == "load" else self.extents.slots // 2 * self.layout.extent_bytes
         return self.extents.rows.view(-1)[at : at + nbytes]
 
     def device(self, direction: str, nbytes: int) -> torch.Tensor:
@@ -163,6 +176,9 @@ class Copies:
 
     def check(self, by: GpuCopies) -> None:
         """Run once and compare the bytes of a few pages. Raises `IOFailedError` if they differ."""
+        if self.bench.layout.packed:
+            self._check_packed(by)
+            return
         ends = {d: (self._slots[d][-SAMPLE:], torch.from_numpy(self._blocks[d][-SAMPLE:, 0])) for d in self.directions}
         bench, moved = self.bench, {layer for layers in self.calls for layer in layers}
         tensors = [(layer, i, t) for layer in moved for i, t in enumerate(bench.planes.tensors[layer])]
@@ -181,3 +197,21 @@ class Copies:
                 in_extents = bench.extents.rows[torch.tensor(slots), piece.offset : piece.offset + piece.nbytes].numpy()
                 if not np.array_equal(in_planes, in_extents) or not in_planes.any():
                     raise IOFailedError(f"a {direction} of layer {layer} gave other bytes", "please report it")
+
+    def _check_packed(self, by: GpuCopies) -> None:
+        """Pack a few pages, and unpack them into other blocks."""
+        bench, every = self.bench, range(self.bench.layout.n_layers)
+        slots, stored, loaded = bench.slots["store"][:SAMPLE], bench.blocks["store"], bench.blocks["load"]
+        ends: dict[Direction, Int64Array] = {"store": stored[:SAMPLE], "load": loaded[:SAMPLE]}
+        for tensor in itertools.chain(*bench.planes.tensors):
+            tensor[torch.from_numpy(ends["load"][:, 0]).to(tensor.device)] = 0
+        bench.gpu.idle()
+        for direction, blocks in ends.items():
+            bench.gpu.move(by, direction, bench.extents, slots, blocks, every, (), sums=False)
+            bench.gpu.idle()
+        for layer, tensors in enumerate(bench.planes.tensors):
+            for tensor in tensors:
+                raw = tensor.view(torch.uint8)
+                one, other = (raw[torch.from_numpy(blocks[:, 0]).to(raw.device)] for blocks in ends.values())
+                if not torch.equal(one, other):
+                    raise IOFailedError(f"packed pages came back with other bytes in layer {layer}", "please report it")

@@ -49,6 +49,8 @@ def compare(report: Mapping[str, Any], one: str, other: str) -> dict[str, Any]:
 
 
 def _named(namespaces: Sequence[Mapping[str, Any]], digits: str, path: str) -> Mapping[str, Any]:
+    # a packed directory and that of its plain pages have the same ones
+    namespaces = [*{namespace["digest"]: namespace for namespace in namespaces}.values()]
     found = [namespace for namespace in namespaces if namespace["digest"].startswith(digits.lower())]
     if len(found) != 1:
         there = ", ".join(namespace["digest"][:16] for namespace in namespaces[:8]) or "none"

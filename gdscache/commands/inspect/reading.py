@@ -70,11 +70,11 @@ def directories_of(directory: Path) -> list[Path]:
     fit into packed extents, if they have a catalogue. A directory without any is returned as it is, and `existing`
     raises for it."""
     try:
-        found = [*directory.glob(f"{POOL_PREFIX}*"), directory / PLAIN_DIRECTORY]
-        below = sorted(path for path in found if (path / CATALOG_NAME).exists())
+        own = [directory, *sorted(directory.glob(f"{POOL_PREFIX}*"))]
+        found = [path for one in own for path in (one, one / PLAIN_DIRECTORY) if (path / CATALOG_NAME).exists()]
     except OSError:
-        below = []
-    return below if below and not (directory / CATALOG_NAME).exists() else [directory, *below]
+        found = []
+    return found or [directory]
 
 
 def existing(directory: Path) -> Path:

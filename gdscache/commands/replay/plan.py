@@ -16,8 +16,8 @@ from gdscache.commands.replay.clock import MachineModel
 from gdscache.commands.replay.garbage import uncollected
 from gdscache.commands.replay.setup import Asked, Setup, setups
 from gdscache.commands.replay.workload import Workload
-from gdscache.config import ModelConfig
-from gdscache.config.pools import PLAIN_PARTS
+from gdscache.config import Config
+from gdscache.config.pools import PLAIN_PARTS, pool_parts
 from gdscache.errors import CapacityError, GeometryError, InvalidValueError
 from gdscache.limits import LIMITS
 from gdscache.policies.admission import ADMISSIONS
@@ -100,7 +100,7 @@ def plan(
             "page_tokens": workload.page_tokens,
             "page_bytes": extent,
             "token_bytes": extent / workload.page_tokens,
-            "packing": packing(config.model),
+            "packing": packing(config),
         },
         "limits": dataclasses.asdict(limits),
         "recommended": chosen,
@@ -116,16 +116,24 @@ def plan(
     }
 
 
-def packing(model: ModelConfig) -> float | None:
-    """The pages that fit with `model.pack` where one fits without it, a part of the sizes left for pages that cannot be
-    packed; None if pages are packed, or no page can be."""
-    layout = model.layout()
-    if layout.packed or model.groups:
+def packing(config: Config) -> float | None:
+    """The tokens that fit with `model.pack` where one fits without it, a part of the sizes left for pages that cannot
+    be packed; None if pages are packed, or no page can be."""
+    model = config.model
+    if model.pack == "on":
         return None
     try:
-        return layout.extent_bytes / layout.packed_as(packed=True).extent_bytes * (1 - 1 / PLAIN_PARTS)
+        packed = model.model_copy(update={"pack": "on"}).pool_layouts()
     except GeometryError:
         return None
+    if not any(layout.packed for layout in packed):
+        return None
+    left = 0.0  # of the bytes of a token, over all pools
+    shares = [part.share for part in pool_parts(config)] or [1.0]
+    for share, layout, own in zip(shares, model.pool_layouts(), packed, strict=True):
+        room = 1 - 1 / PLAIN_PARTS if own.packed else 1
+        left += share * own.extent_bytes / layout.extent_bytes / room
+    return 1 / left
 
 
 def grid(most: int, points: int, budget: int | None) -> list[int]:

@@ -242,6 +242,28 @@ def test_jamba_is_refused_for_a_reason() -> None:
 # -- the same answer ---------------------------------------------------------------------------------------------------
 
 
+@BOTH
+def test_packed_pages_give_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """The tokens and the logits are those with unpacked pages, out of the CPU tier and after a restart."""
+    model, ids, found = build(kind, dtype="bfloat16"), tokens(), dict[str, list[tuple[torch.Tensor, ...]]]()
+    for pack in ("off", "on"):
+        found[pack] = []
+        for cpu in ("64MiB", None):
+            options = hybrid_options(model, tmp_path / pack, cpu=cpu, pack=pack)
+            with HybridEngine.from_config(options) as engine:
+                packed = {names: one.layout.packed for names, one in engine.by_groups.items()}
+                assert packed == {names: pack == "on" and names != "state" for names in packed}
+                for _ in range(2 if cpu else 1):
+                    with PrefixCache(engine, model).open(ids) as cache:
+                        found[pack].append((torch.tensor(cache.cached_tokens), *generate(model, ids, cache, LONG)))
+                        for handle in cache.commit(found[pack][-1][1]):
+                            assert not any(handle.result(20).dropped.values())
+                    engine.drain(20)
+    assert [int(cached) for cached, _, _ in found["on"]] == [0, WHOLE, WHOLE]
+    for one, other in zip(found["off"], found["on"], strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def test_the_answer_is_the_same_cold_warm_and_after_a_restart(
     kind: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -32,6 +32,8 @@ from tests.support.bare_manager import Clock, bare_manager
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import (
     LONG,
+    MHA,
+    PACKED,
     WAIT,
     Host,
     OpenHost,
@@ -47,6 +49,12 @@ from tests.support.helpers import (
     until,
 )
 from tests.support.slow_prefetch import FAULTY, PAGEWISE, slow_host, stocked
+
+
+def roomy(model: dict[str, Any], pages: int) -> dict[str, Any]:
+    """The model, and tiers of so many pages if it packs them: those that do not fit have a sixteenth, and eight slots
+    at most."""
+    return {"model": model} | (dict.fromkeys(("cpu", "ssd", "bounce"), pages) if model is PACKED else {})
 
 
 def press(host: Host) -> None:
@@ -72,20 +80,25 @@ def pinned(host: Host) -> tuple[int, int]:
 # -- what is held ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("face", ["tokens", "hashes"])
-def test_what_was_brought_stays_and_is_loaded_from_memory(open_host: OpenHost, device: str, face: str) -> None:
-    host = slow_host(open_host, device=device)
+@pytest.mark.parametrize(("face", "model"), [("tokens", MHA), ("hashes", MHA), ("tokens", PACKED)])
+def test_what_was_brought_stays_and_is_loaded_from_memory(
+    open_host: OpenHost, device: str, face: str, model: dict[str, Any]
+) -> None:
+    host = slow_host(open_host, device=device, **roomy(model, 128))
     tokens: Any = prompt(1, 6, extra=1)
     if face == "hashes":
         tokens = PageHashes([n.to_bytes(32, "big") for n in range(6)], 25)
     host.keep(tokens)
+    in_memory = host.engine.lookup(tokens).tiers
+    assert ("cpu_plain" in in_memory) == (model is PACKED)
     press(host)
+    on_files = host.engine.lookup(tokens).tiers
     prefetch = host.engine.prefetch(tokens, pin=60.0)
     assert prefetch.result(WAIT).end.value == "complete"
     press(host)
     assert prefetch.verified == 24
     hit = prefetch.hit()
-    assert (hit.start, hit.tokens, hit.tiers, hit.checked, hit.pays) == (0, 24, ("cpu",) * 6, True, 24)
+    assert (hit.start, hit.tokens, hit.tiers, hit.checked, hit.pays) == (0, 24, in_memory, True, 24)
     with PLAN.rule(Op.READ, Fault.HANG):
         assert load(host, hit) == 24
     assert pinned(host) == (6, 0)
@@ -93,7 +106,7 @@ def test_what_was_brought_stays_and_is_loaded_from_memory(open_host: OpenHost, d
     assert pinned(host) == (0, 0)
     assert (prefetch.verified, prefetch.hit().tokens) == (0, 0)
     press(host)
-    assert host.engine.lookup(tokens).tiers == ("ssd",) * 6
+    assert host.engine.lookup(tokens).tiers == on_files
 
 
 def test_what_is_verified_grows_page_by_page(open_host: OpenHost) -> None:
@@ -578,7 +591,7 @@ class ClaimsMachine(RuleBasedStateMachine):
                     holds[number] = [self.there[number]]
                 else:
                     self.owed.add(number)
-            claim = self.manager.pins.claim([page_of(n) for n in road], seconds, 1)
+            claim = self.manager.pins.claim([page_of(n) for n in road], seconds, 1, ["cpu"] * len(road))
         assert [page.key[0] for page in claim.pages] == pages
         self.asked.append(Asked(claim, self.clock.now + seconds, pages, holds))
 
@@ -661,8 +674,8 @@ class ClaimsMachine(RuleBasedStateMachine):
         with self.manager.lock:
             self.expire()
             pins, held = self.manager.pins, self.held()
-            assert {key[0] for key in pins._promised} == self.expected()
-            assert {key[0] for key in pins._owed} == self.owed
+            assert {key[0] for key in pins._promised["cpu"]} == self.expected()
+            assert {key[0] for key in pins._owed["cpu"]} == self.owed
             on_time = {n for n, age in held if self.there.get(n) == age}
             at = {entry.slot: entry.key[0] for entry in self.index}
             assert {at[slot] for slot in pins._held["cpu"] if slot not in self.index._leaving} == on_time
@@ -685,7 +698,7 @@ def test_room_of_a_page_is_theirs_who_expect_it_when_it_is_let_go() -> None:
     manager, pages = bare_manager(SLOTS, Clock()), [page_of(number) for number in range(SLOTS // 2)]
     pins, index = manager.pins, manager.cpu_index
     with manager.lock:
-        one, two, three = (pins.claim(some, 60.0, 1) for some in (pages, pages[:1], pages[:1]))
+        one, two, three = (pins.claim(some, 60.0, 1, ["cpu"] * len(some)) for some in (pages, pages[:1], pages[:1]))
         index.insert(pages[0], index.take_free(1)[0], PageState.VERIFIED)
         for claim in (one, two):
             pins.fill(claim, [0])
@@ -701,12 +714,12 @@ def test_a_page_that_was_dropped_while_it_was_held_has_no_room_for_what_comes_in
     manager, page = bare_manager(SLOTS, Clock()), page_of(0)
     pins, index = manager.pins, manager.cpu_index
     with manager.lock:
-        claim = pins.claim([page], 60.0, 1)
+        claim = pins.claim([page], 60.0, 1, ["cpu"])
         for _ in range(2):
             entry = index.insert(page, index.take_free(1)[0], PageState.VERIFIED)
             pins.fill(claim, [0])
             index.drop(entry)
-            pins.claim([page_of(number) for number in range(1, 6)], 60.0, 1)
+            pins.claim([page_of(number) for number in range(1, 6)], 60.0, 1, ["cpu"] * 5)
         assert pins.describe() == {"pinned_pages": 1, "promised_pages": 5, "pin_quota_pages": 6}
 
 
@@ -783,9 +796,10 @@ def _step(
 
 
 @pytest.mark.parametrize("seconds", [0.4, *LONG])
-def test_many_threads_load_what_they_hold(open_host: OpenHost, seconds: float) -> None:
+@pytest.mark.parametrize("model", [MHA, PACKED], ids=["unpacked", "packed"])
+def test_many_threads_load_what_they_hold(open_host: OpenHost, model: dict[str, Any], seconds: float) -> None:
     """Under pressure, clears and damage: what is on its way comes, each byte of it."""
-    host = slow_host(open_host, blocks=256, cpu=32, ssd=64)
+    host = slow_host(open_host, **{"blocks": 256, "cpu": 32, "ssd": 64, **roomy(model, 256)})
     prompts = [prompt(n % 3, 2) + prompt(10 + n, n % 5) for n in range(8)]
     for tokens in prompts:
         host.store(tokens)

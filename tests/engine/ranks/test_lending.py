@@ -33,9 +33,9 @@ KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(20)]
 FAULTY = {"transport": "tests.support.faulty:FaultyTransport"}
 
 
-def config(path: Path, name: str = "tiny", **more: Any) -> Config:
+def config(path: Path, name: str = "tiny", values: str = "", **more: Any) -> Config:
     sections: dict[str, Any] = {
-        "model": {"name": name, **planes_section([{"latent": Rows(WIDTH)}], PAGE)},
+        "model": {"name": name, **planes_section([{"latent": Rows(WIDTH, values)}], PAGE)},
         "ssd": {"path": str(path), "capacity": 64 * 4096, "transport": "posix", "gds": "off", "threads": 2},
         "host_buffer": 8 * 4096,
         "deadline": WAIT,
@@ -88,6 +88,21 @@ def slots(*pages: int) -> list[int]:
 def ranks(path: Path, borrowers: int = 1, **more: Any) -> Iterator[Ranks]:
     with contextlib.closing(Ranks(path, borrowers, **more)) as found:
         yield found
+
+
+def test_packed_pages_are_lent_up_to_the_first_that_does_not_fit(tmp_path: Path) -> None:
+    with ranks(tmp_path, values="bfloat16", model={"pack": "on"}) as found:
+        found.store(KEYS[:3])
+        found.own[0] = torch.randint(0, 256, (PAGE, WIDTH), dtype=torch.uint8, generator=torch.Generator())
+        assert found.first.set(KEYS[3:4], slots(0), KEYS[:3]) == [True]
+        assert found.first.set(KEYS[4:5], slots(1), KEYS[:4]) == [True]
+        assert found.first.exists(KEYS[:6]) == 5
+        assert found.others[0].exists(KEYS[:6]) == 3
+        assert found.others[0].get(KEYS[:5], slots(*range(10, 15))) == [True] * 3 + [False] * 2
+        assert torch.equal(found.pools[0][10:13, 0, 0], torch.tensor([1, 2, 3], dtype=torch.uint8))
+        assert found.first.engine.stats()["stores"]["unfit"] == 1
+        until(lambda: not found.leases, "nothing is lent any more")
+        assert not found.first.engine.check().problems
 
 
 def test_what_the_first_rank_has_stored_comes_to_all(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from gdscache.errors import InvalidValueError, PlanesError, RankError, RankMisma
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
-from tests.support.helpers import MHA, MLA, WAIT, drop_from, flip_file, prompt, until
+from tests.support.helpers import MHA, MLA, PACKED, WAIT, drop_from, flip_file, prompt, until
 from tests.support.pairs import pairs
-from tests.support.ranks import RanksHost
+from tests.support.ranks import RanksHost, fits
 
 Open = Callable[..., RanksHost]
 GOOD = PageStatus.LOADED
@@ -55,6 +55,36 @@ def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_hos
         hit = prefetch.hit()
         assert hit.tokens == len(tokens)
     assert host.load(tokens)[0].pages == (GOOD,) * 5
+    assert not host.engine.check().problems
+
+
+@pytest.mark.parametrize("shards", [[0, 1], [0, 0], pytest.param([0, 0, 1, 1], marks=pytest.mark.suite)])
+def test_packed_pages_come_back_on_every_rank(ranks_host: Open, shards: list[int]) -> None:
+    """A page that does not fit on one rank is kept as it is on all."""
+    model = MLA | {"pack": "on"} if max(shards) == 0 else PACKED
+    host = ranks_host(shards, model=model, cpu=256, ssd=512, bounce=64)
+    some, unfit = [prompt(number, 5) for number in range(2)], []  # the plain tiers hold eight pages
+    for tokens in some:
+        keys = [page.key for page in host.engine.pages(tokens)]
+        there = [all(fits(key, shard) for shard in shards) for key in keys]
+        unfit += [key for key, fit in zip(keys, there, strict=True) if not fit]
+        assert host.store(tokens).tiers == tuple(("cpu", "ssd") if fit else ("cpu_plain", "ssd_plain") for fit in there)
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    assert 0 < len(unfit) <= 8
+    assert host.engine.stats()["stores"]["unfit"] == len(unfit)
+    assert not host.engine.check().problems
+    drop_from(host.engine, "cpu")
+    drop_from(host.engine, "cpu_plain")
+    for tokens in some:
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
+    host.engine.close()
+    host.start_ranks()
+    host.engine = host.open()
+    for tokens in some:
+        with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
+            prefetch.result(WAIT)
+            assert prefetch.hit().tokens == len(tokens)
+        assert host.load(tokens)[0].pages == (GOOD,) * 5
     assert not host.engine.check().problems
 
 

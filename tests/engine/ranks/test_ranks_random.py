@@ -18,7 +18,7 @@ from gdscache.ranks import executor, leader
 from gdscache.ranks.leader import RankSet
 from tests.support.helpers import MHA, MLA, SEED, WAIT, drop_from, prompt, settle, until
 from tests.support.rank_messages import Point
-from tests.support.ranks import RankProcess, RanksHost
+from tests.support.ranks import RankProcess, RanksHost, fits
 
 DEADLINE_S = 0.5
 PROMPTS = 8  # of PAGES each: the SSD tier has room for all of them
@@ -31,16 +31,34 @@ WORKING = ("move", "cancel", "forget", "load", "store", "ended")
 class Machine:
     """A host of ranks, and what a plain model knows of it: the prompts whose pages were all committed."""
 
-    def __init__(self, path: Path, shards: list[int], seed: int) -> None:
+    def __init__(self, path: Path, shards: list[int], seed: int, *, packed: bool = False) -> None:
         self.rng = random.Random(seed)
         model = MLA if max(shards) == 0 else MHA
-        self.host = RanksHost(path, shards, model=model, cpu=10, ssd=48, deadline=DEADLINE_S)
+        self.prompts, sizes = [*range(PROMPTS)], {"cpu": 10, "ssd": 48}
+        if packed:
+            model, sizes = model | {"pack": "on"}, {"cpu": 64, "ssd": 256}
+        self.host = RanksHost(path, shards, model=model, deadline=DEADLINE_S, **sizes)
+        if packed:
+            self.prompts = self._few_unfit(4)
         self.committed: set[int] = set()
         self.stopped: set[int] = set()
         self.trapped: set[int] = set()  # those that die, or hang, at a message which may come: they are not heard
         self.killed = False
         self.open = True
         self.done = 0
+
+    def _few_unfit(self, room: int) -> list[int]:
+        """Prompts for whose pages that do not fit the SSD has room."""
+        found, unfit = list[int](), 0
+        for number in range(100):
+            keys = [page.key for page in self.host.engine.pages(prompt(number, PAGES))]
+            shards = {*self.host.shards}
+            more = sum(not all(fits(key, shard) for shard in shards) for key in keys)
+            if unfit + more <= room:
+                found, unfit = [*found, number], unfit + more
+            if len(found) == PROMPTS:
+                break
+        return found
 
     def step(self) -> None:
         acts = [self.store] * 4 + [self.load] * 4 + [self.prefetch, self.cool, self.reopen]
@@ -59,7 +77,7 @@ class Machine:
         return [rank for rank in self.host.ranks if rank.rank not in self.stopped | self.trapped]
 
     def store(self) -> None:
-        number = self.rng.randrange(PROMPTS)
+        number = self.rng.choice(self.prompts)
         tokens = prompt(number, PAGES)
         if self.well:
             report = self.host.store(tokens)
@@ -81,7 +99,7 @@ class Machine:
                     rank.hear(LONGEST_S)
 
     def load(self) -> None:
-        number = self.rng.randrange(PROMPTS)
+        number = self.rng.choice(self.prompts)
         tokens = prompt(number, PAGES)
         if self.well:
             if number in self.committed:
@@ -104,12 +122,16 @@ class Machine:
                 assert status == "loaded" or report.pages[n] is not PageStatus.LOADED
 
     def prefetch(self) -> None:
-        with self.host.engine.prefetch(prompt(self.rng.randrange(PROMPTS), PAGES)) as prefetch:
+        with self.host.engine.prefetch(prompt(self.rng.choice(self.prompts), PAGES)) as prefetch:
             prefetch.result(LONGEST_S)
 
     def cool(self) -> None:
         if self.well:
-            drop_from(self.host.engine, "cpu")
+            self.empty_memory()
+
+    def empty_memory(self) -> None:
+        for name in {"cpu", "cpu_plain"} & {*self.host.engine.manager.tiers}:
+            drop_from(self.host.engine, name)
 
     def clear(self) -> None:
         if self.well:
@@ -193,7 +215,7 @@ class Machine:
         """All that was committed is there, on every rank, and nothing is left."""
         self.recover()
         settle(self.host.engine)
-        drop_from(self.host.engine, "cpu")
+        self.empty_memory()
         for number in sorted(self.committed):
             assert self.host.load_all(prompt(number, PAGES)), f"pages of prompt {number} are lost"
         settle(self.host.engine)
@@ -209,8 +231,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RankSet.call.__kwdefaults__, "seconds", 3.0)
 
 
-def run(path: Path, shards: list[int], operations: int, seed: int, points: Sequence[Point] = ()) -> None:
-    machine = Machine(path, shards, seed)
+def run(
+    path: Path, shards: list[int], operations: int, seed: int, points: Sequence[Point] = (), *, packed: bool = False
+) -> None:
+    machine = Machine(path, shards, seed, packed=packed)
     try:
         for _ in range(operations):
             machine.step()
@@ -243,19 +267,22 @@ def test_some_random_operations(tmp_path: Path, shards: list[int]) -> None:
 
 
 @pytest.mark.suite
-@pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 1, 2, 3]])
-def test_random_operations(tmp_path: Path, shards: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("shards", "packed"), [([0, 1], False), ([0, 0], False), ([0, 1, 2, 3], False), ([0, 1], True), ([0, 0], True)]
+)
+def test_random_operations(tmp_path: Path, shards: list[int], packed: bool) -> None:
     """The short form of the 10,000 below."""
-    run(tmp_path / "cache", shards, 120, SEED)
+    run(tmp_path / "cache", shards, 120, SEED, packed=packed)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shards", [[0, 1], [0, 0], [0, 0, 1, 1], [0, 1, 2, 3]])
-def test_many_random_operations(tmp_path: Path, shards: list[int]) -> None:
+def test_many_random_operations(tmp_path: Path, shards: list[int], packed: bool) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print("seed", seed)
     try:
-        run(tmp_path / "cache", shards, 10_000, seed)
+        run(tmp_path / "cache", shards, 10_000, seed, packed=packed)
     except GdsCacheError as error:
         raise AssertionError(f"seed {seed}: {error}") from error

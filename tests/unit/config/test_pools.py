@@ -61,6 +61,36 @@ def test_a_state_is_one_row_and_not_one_for_each_token() -> None:
     assert [layout.page_tokens for layout in alone.model.pool_layouts()] == [1]
 
 
+def test_the_groups_whose_pages_can_be_packed_are() -> None:
+    """Windows like others; not states, of any type, nor quantised pages, which lie under the names of unpacked ones."""
+    planes = [
+        {"name": "kv", "shape": [4, 32], "layers": [0, 1]},
+        {"name": "state", "shape": [700], "layers": [2]},
+        {"name": "small", "shape": [4, 32], "dtype": "float8_e4m3fn", "layers": [3]},
+    ]
+    groups = [
+        {"name": "full", "layers": [0]},
+        {"name": "window", "layers": [1], "window": 40},
+        {"name": "state", "layers": [2], "state": True},
+        {"name": "small", "layers": [3]},
+    ]
+    model = {"name": "tiny", "dtype": "bfloat16", "page_tokens": 16, "layers": 4, "planes": planes, "groups": groups}
+    parts = {
+        pack: pool_parts(Config.from_dict({"model": model | {"pack": pack}, "cpu": {}}))
+        for pack in ("off", "auto", "on")
+    }
+    assert [part.config.model.pack for part in parts["on"]] == ["on", "on", "off", "off"]
+    assert [part.config.model.layout().packed for part in parts["on"]] == [True, True, False, False]
+    assert [part.config.model.pack for part in parts["auto"]] == ["auto"] * 4
+    for pack in ("auto", "on"):
+        same = [
+            namespace_digest(one.config.model.namespace_fields())
+            == namespace_digest(off.config.model.namespace_fields())
+            for one, off in zip(parts[pack], parts["off"], strict=True)
+        ]
+        assert same == ([True] * 4 if pack == "auto" else [False, False, True, True])
+
+
 def test_planes_hold_what_a_prompt_leaves_however_small_a_state_is() -> None:
     planes = [{"name": "k", "shape": [64], "layers": [0]}, {"name": "conv", "shape": [48, 3], "layers": [1]}]
     groups = [{"name": "full", "layers": [0]}, {"name": "state", "state": True, "layers": [1]}]

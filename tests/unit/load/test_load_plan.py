@@ -97,12 +97,12 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     assert [row for row in rows if plan.sources[row] is not None] == objects
     assert all(plan.sources[row] is tiers[row].index.find(plan.pages[row].key) for row in objects)
     for row in rows:
-        brings = filling.get(plan.slots[row]) if tiers[row].name == "cpu" else None
+        brings = filling.get(plan.sources[row]) if tiers[row].name == "cpu" else None
         assert shared.get(row) == (None if brings is None else (brings, brings.targets.index(plan.sources[row])))
     placed = {row: target for row, target in enumerate(plan.targets) if target is not None}
     targets = set(placed.values())
     assert all(target is manager.cpu_index.find(plan.pages[row].key) for row, target in placed.items())
-    assert planner._filling == {**filling, **{target.slot: plan for target in targets}}
+    assert planner._filling == {**filling, **dict.fromkeys(targets, plan)}
     assert all(plan.row_of(target) == row for row, target in placed.items())
     assert len({target.slot for target in targets}) == len(targets) == free - manager.cpu_index.free_slots
     assert {entry for _, entry in plan.leases[0]} == {*plan.entries(objects), *targets}
