@@ -84,11 +84,11 @@ class Player:
         self.draw = draw = random.Random(seed)
         model = draw.choice([MHA, MLA, EVEN, PACKED])
         self.config = make_config(
-            directory / str(layout_of(model).extent_bytes),
+            directory / f"{layout_of(model).extent_bytes}-{model.get('pack')}",  # `auto` would be as that directory is
             device=device,
             model=model,
             cpu=draw.choice([None, 3, 8, 20]),
-            ssd=32 if model is not PACKED else 256,  # a sixteenth, and eight at most, for pages that do not fit
+            ssd=32 if model is not PACKED else 4096,  # a 128th is for pages that do not fit
             bounce=draw.choice([4, 16]),
             transport=draw.choice(["tests.support.faulty:FaultyTransport", "tests.support.faulty:FaultyMerging"]),
             load={"verify": draw.choice(["once", "always"])},
