@@ -88,10 +88,9 @@ class CacheDirectory:
     def closed(self) -> bool:
         return not self._watch.locks
 
-    def hold_slab(self, number: int, slab: int = 0, shard: int = 0) -> None:
-        """Lock the file of a slab's shard too, if it exists; this directory is number `number`. Raises
-        `DirectoryInUseError`, `NotARegularFileError`, ..."""
-        lock = lock_slab(self.path, number, slab, shard, held=[lock.path for lock in self._watch.locks])
+    def hold_slab(self, number: int, shard: int) -> None:
+        """Lock a shard's slab file too, if it exists; this directory is number `number`. Raises as `open`."""
+        lock = lock_slab(self.path, number, shard, held=[lock.path for lock in self._watch.locks])
         if lock is not None:
             self._watch.locks.append(lock)
 
@@ -131,12 +130,12 @@ class CacheDirectories:
             undo.pop_all()
         return cls(owned)
 
-    def hold_slabs(self, slab: int = 0, shards: Iterable[int] = (0,)) -> None:
-        """Lock the existing files of a slab's shards. Call it before they are opened, and again after missing ones are
+    def hold_slabs(self, shards: Iterable[int] = (0,)) -> None:
+        """Lock the existing slab files of shards. Call it before they are opened, and again after missing ones are
         made."""
         for shard in shards:
             for number, directory in enumerate(self._owned):
-                directory.hold_slab(number, slab, shard)
+                directory.hold_slab(number, shard)
 
     def watch_catalog(self) -> None:
         self._owned[0].watch_catalog()
@@ -155,15 +154,13 @@ class CacheDirectories:
         self.close()
 
 
-def lock_slab(
-    directory: Path, number: int, slab: int = 0, shard: int = 0, *, held: Collection[Path] = ()
-) -> FileLock | None:
+def lock_slab(directory: Path, number: int, shard: int, *, held: Collection[Path]) -> FileLock | None:
     """A lock on a shard's slab file in directory `number`; None if it is held or missing. Raises as
     `CacheDirectory.open`."""
-    path = directory / slab_name(number, slab, shard)
-    return (
-        None if path in held or not os.path.lexists(path) else _lock(directory, path.name, create=False, patient=False)
-    )
+    path = directory / slab_name(number, shard)
+    if path in held or not os.path.lexists(path):
+        return None
+    return _lock(directory, path.name, create=False, patient=False)
 
 
 def _make_directory(path: Path) -> None:
@@ -297,18 +294,14 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
 
 def _owner(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(_content(path / LOCK_NAME))
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            owner = json.loads(os.pread(fd, LOCK_LIMIT, 0))
+        finally:
+            os.close(fd)
     except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _content(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.pread(fd, LOCK_LIMIT, 0)
-    finally:
-        os.close(fd)
 
 
 def _refusal(path: Path, error: OSError) -> StorageError:

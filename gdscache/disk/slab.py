@@ -61,22 +61,20 @@ class Slab:
         slots: int,
         stripes: Sequence[Path] = (),
         *,
-        slab: int = 0,
         shards: int = 1,
         shard: int | None = None,
     ) -> Slab:
-        """Open slab number `slab` of `directory` and the further `stripes`: its shard number `shard` of `shards`, or
-        all of them (None), each preallocated to exactly `slots * extent_bytes` bytes.
+        """Open slab 0 of `directory` and the further `stripes`: its shard number `shard` of `shards`, or all of them
+        (None), each preallocated to exactly `slots * extent_bytes` bytes.
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
         slots that existed keep their bytes. Raises `NoSpaceError` before writing if a file system has too little room,
         `CapacityError` for less than one slot (a file) or more than a place can name, `InvalidValueError`,
         `NotARegularFileError`, `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as before.
         """
-        if slab < 0 or shards < 1 or (shard is not None and not 0 <= shard < shards):
-            raise InvalidValueError(
-                f"slab {slab}, shard {shard} of {shards}: there is none", "a bug: please report it, with this message"
-            )
+        if shards < 1 or (shard is not None and not 0 <= shard < shards):
+            message = f"shard {shard} of {shards}: there is none"
+            raise InvalidValueError(message, "a bug: please report it, with this message")
         opened = range(shards) if shard is None else (shard,)
         directories = (directory, *stripes)
         stretch = stretch_slots(extent_bytes)
@@ -90,7 +88,7 @@ class Slab:
         if slots > SLAB_SLOTS:
             most = SLAB_SLOTS * extent_bytes * shards
             raise CapacityError(f"a slab has at most {SLAB_SLOTS:,} slots", f"set ssd.capacity to at most {most}")
-        files = slab_files(directories, opened, slab)
+        files = slab_files(directories, opened)
         valid, count = slots, len(directories)
         with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as undo:
             made = []
@@ -193,12 +191,12 @@ class Slab:
                 ) from error
 
 
-def slab_name(number: int, slab: int = 0, shard: int = 0) -> str:
-    return f"slab-{number}.bin" if slab == shard == 0 else f"slab-{number}.{slab}.{shard}.bin"
+def slab_name(number: int, shard: int = 0) -> str:
+    return f"slab-{number}.0.{shard}.bin" if shard else f"slab-{number}.bin"
 
 
-def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,), slab: int = 0) -> tuple[Path, ...]:
-    return tuple(where / slab_name(number, slab, part) for part in shards for number, where in enumerate(directories))
+def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,)) -> tuple[Path, ...]:
+    return tuple(where / slab_name(number, part) for part in shards for number, where in enumerate(directories))
 
 
 def stretch_slots(extent_bytes: int) -> int:

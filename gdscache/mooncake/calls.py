@@ -14,38 +14,54 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from gdscache.errors import GdsCacheError, IOFailedError
-from gdscache.mooncake.breaker import Breaker
 from gdscache.mooncake.client import CODES, NO_MASTER, Client
+from gdscache.mooncake.link import MooncakeLink
 from gdscache.runtime.threads import Flag, log_failure, start
 
 PROBE_S, PROBES_S = 0.2, 5.0  # seconds between the first two probes; they double up to the second
+State = Literal["connecting", "closed", "open", "ended"]
 _T = TypeVar("_T")
 _log = logging.getLogger("gdscache.mooncake")
 
 
-class Connection(Protocol):
-    """The pool, and the way to connect to it. Threads of `Lines` call these, one at a time."""
+class Breaker:
+    """Calls may begin while it is `closed`. Thread-safe; counts how often it opened."""
 
-    master: str
+    def __init__(self, name: str) -> None:
+        self.changed = threading.Condition()
+        self.opened = 0
+        self.state: State = "connecting"
+        self._name = name
 
-    def reachable(self) -> bool:
-        """Whether connecting is worth trying; answers soon."""
-        ...
+    @property
+    def closed(self) -> bool:
+        return self.state == "closed"
 
-    def connect(self) -> Client:
-        """The client of all calls. It may take minutes. Raises `GdsCacheError`."""
-        ...
+    def open(self, why: str) -> None:
+        """No call may begin. May be called again."""
+        with self.changed:
+            if self.state != "closed":
+                return
+            self.state = "open"
+            self.opened += 1
+            self.changed.notify_all()
+        _log.warning("the shared pool %s is left alone until it answers again: %s", self._name, why)
 
-    def alive(self) -> bool: ...
+    def close(self) -> None:
+        with self.changed:
+            if self.state not in ("connecting", "open"):
+                return
+            was, self.state = self.state, "closed"
+            self.changed.notify_all()
+        _log.info("the shared pool %s %s", self._name, "is connected" if was == "connecting" else "answers again")
 
-    def come_back(self, client: Client) -> bool:
-        """The pool answers (again). Called before the breaker closes; False keeps it open."""
-        ...
-
-    def leave(self, client: Client) -> None: ...
+    def end(self) -> None:
+        with self.changed:
+            self.state = "ended"
+            self.changed.notify_all()
 
 
 class Lines:
@@ -56,7 +72,7 @@ class Lines:
     """
 
     def __init__(
-        self, pool: Connection, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
+        self, pool: MooncakeLink, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.breaker = Breaker(pool.master)
         self.client: Client | None = None

@@ -21,18 +21,20 @@ def mooncake(address: MooncakeAddress) -> tuple[Client, Client]:
 
 
 class MooncakeLink:
-    """See `calls.Connection`. `probe`: a name to ask for, to see whether the pool answers. `back(client)` is called
-    when it answers (again), and returns whether the tier is ready.
+    """`probe`: a name to ask for, to see whether the pool answers. `come_back(client)` is called when it answers
+    (again), before calls begin; False keeps them back. Threads of `Lines` call these, one at a time.
 
     Memory is registered once: when it is announced, or when the connection is made.
     """
 
-    def __init__(self, address: MooncakeAddress, connect: Connect, probe: str, back: Callable[[Client], bool]) -> None:
+    def __init__(
+        self, address: MooncakeAddress, connect: Connect, probe: str, come_back: Callable[[Client], bool]
+    ) -> None:
         self.address = address
         self.master = address.master
         self._connect = connect
         self._probe = probe
-        self._back = back
+        self.come_back = come_back
         self._memory: dict[int, int] = {}  # address -> bytes
         self._registering = threading.Lock()
         self._client: Client | None = None
@@ -48,6 +50,7 @@ class MooncakeLink:
         return True
 
     def connect(self) -> Client:
+        """The client of all calls. It may take minutes. Raises `GdsCacheError`."""
         client, queries = self._connect(self.address)
         with self._registering, contextlib.ExitStack() as undo:
             undo.callback(queries.close)
@@ -72,9 +75,6 @@ class MooncakeLink:
     def exist(self, names: Sequence[str]) -> list[int]:
         assert self._queries is not None, "not connected"
         return self._queries.exist(names)
-
-    def come_back(self, client: Client) -> bool:
-        return self._back(client)
 
     def leave(self, client: Client) -> None:
         with self._registering:
