@@ -29,6 +29,7 @@ from gdscache.errors import (
     NotARegularFileError,
     SlotRangeError,
 )
+from gdscache.runtime.files import flush_directory
 from gdscache.sizes import MIB, about, format_size
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
@@ -281,11 +282,7 @@ def _allocate(path: Path, fd: int, total: int) -> None:
 
 def _flush_directory(directory: Path) -> None:
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        flush_directory(directory)
     except OSError as error:
         hint = "raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "see the system log for the device"
         raise IOFailedError(f"{directory} cannot be flushed: {error.strerror}", hint, error.errno) from error

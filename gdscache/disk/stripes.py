@@ -16,6 +16,7 @@ from pathlib import Path
 
 from gdscache.disk.catalog_file import CATALOG_NAME, STRIPE_NAME
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError, StripeError
+from gdscache.runtime.files import flush_directory
 
 STRIPE_FORMAT = 1
 FILE_MODE = 0o600
@@ -117,11 +118,7 @@ def write(directory: Path, stripe: Stripe) -> None:
             file.flush()
             os.fsync(fd)
         new.replace(directory / STRIPE_NAME)
-        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        flush_directory(directory)
     except OSError as error:
         raise DirectoryNotWritableError(
             f"{directory / STRIPE_NAME} cannot be written: {error.strerror}", "free space there, or write as its owner"

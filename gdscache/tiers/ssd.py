@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gdscache.arrays import integers
 from gdscache.config import SsdConfig
@@ -231,12 +230,9 @@ class SsdTier(DurableTier):
             self._touched_slots()  # before slots change hands: uses are of the pages that are present now
             fresh = [p for p in pages if p.key not in self.index]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
-            return self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept, leases=1)
-
-    def _neighbours(self, pages: Sequence[Page]) -> list[int]:
-        """Free slots for the first of `pages`: in one run, behind the page that they follow if possible, so that
-        reading the prefix takes few long stretches."""
-        return self.index.take_free(len(pages), self.index.slot(pages[0].parent)) if pages else []
+            # Behind the page that they follow if possible: reading the prefix then takes few long stretches.
+            slots = self.index.take_free(len(fresh), self.index.slot(fresh[0].parent)) if fresh else []
+            return self.index.insert_all(fresh, slots, PageState.PENDING, kept, leases=1)
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make written pages durable and visible, and free retired slots. True for each page that is visible now.
@@ -258,7 +254,8 @@ class SsdTier(DurableTier):
                 touched, self._touched = self._touched_slots(), {}
                 retained, self._retained = self._retained, {}
                 descriptions, self._descriptions = self._descriptions, {}
-                wanted = {s: self._retention(key) for s, key in retained.items() if self.index.slot(key) == s}
+                still = {slot: key for slot, key in retained.items() if self.index.slot(key) == slot}
+                wanted = {slot: self.index.retention(key) or DEFAULT for slot, key in still.items()}
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
@@ -334,9 +331,7 @@ class SsdTier(DurableTier):
             self._learn_checksums([entry.slot for entry in entries if not self._known[entry.slot]])
 
     def at_hand(self, entries: Sequence[Entry]) -> bool:
-        return self._all_known(integers([entry.slot for entry in entries]))
-
-    def _all_known(self, slots: npt.NDArray[np.int64]) -> bool:
+        slots = integers([entry.slot for entry in entries])
         return 0 not in take_rows(np.frombuffer(self._known, np.uint8), slots).tobytes()
 
     def _learn_checksums(self, slots: Sequence[int]) -> None:
@@ -381,9 +376,6 @@ class SsdTier(DurableTier):
             self._retained = {**retained, **self._retained}
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed | dict.fromkeys(written)
             self._deleting = set()
-
-    def _retention(self, key: bytes) -> Retention:
-        return self.index.retention(key) or DEFAULT
 
     def namespaces(self) -> dict[bytes, dict[str, object]]:
         return self._catalog.namespaces()
