@@ -296,10 +296,14 @@ def _exists(path: Path) -> bool:
     return True
 
 
+def irregular(path: Path) -> NotARegularFileError:
+    return NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
+
+
 def own_file(path: Path, found: os.stat_result) -> None:
     """Refuse anything but a regular file with one name. Raises `NotARegularFileError`."""
     if not stat.S_ISREG(found.st_mode):
-        raise NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
+        raise irregular(path)
     if found.st_nlink > 1:
         raise NotARegularFileError(
             f"{path} is a hard link: {found.st_nlink} names lead to its bytes, and they would all be overwritten",

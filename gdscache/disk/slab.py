@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.disk.catalog_file import FILE_MODE, irregular
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
     InvalidValueError,
     IOFailedError,
     NoSpaceError,
-    NotARegularFileError,
     SlotRangeError,
 )
 from gdscache.runtime.files import flush_directory
@@ -34,7 +34,6 @@ from gdscache.sizes import MIB, about, format_size
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
-FILE_MODE = 0o600
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise _irregular(path)
+        raise irregular(path)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
     _check_space(path, total, status)
@@ -240,16 +239,12 @@ def _open_file(path: Path) -> tuple[int, bool]:
             return os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _irregular(path) from error
+            raise irregular(path) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
         raise DirectoryNotWritableError(
             f"{path} cannot be opened: {error.strerror}", "set ssd.path to a directory that this user may write"
         ) from error
-
-
-def _irregular(path: Path) -> NotARegularFileError:
-    return NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
 
 
 def _check_space(path: Path, total: int, status: os.stat_result) -> None:

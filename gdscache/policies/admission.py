@@ -42,9 +42,10 @@ class AdmissionPolicy(Protocol):
     """Whether a page is worth its write. Knows keys only. `asks_victim`: the answer depends on the victim."""
 
     name: str
-    asks_victim: bool
+    asks_victim: bool = False
 
-    def use(self, keys: Sequence[bytes]) -> None: ...
+    def use(self, keys: Sequence[bytes]) -> None:
+        return
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         """True when the page may go in, in place of `victim` (None: there is room)."""
@@ -59,17 +60,13 @@ class AdmissionPolicy(Protocol):
         ...
 
 
-class AdmitAll:
+class AdmitAll(AdmissionPolicy):
     """Admits every page."""
 
     name = "all"
-    asks_victim = False
 
     def __init__(self, slots: int, offers: int) -> None:
         """As every row: for an SSD of `slots` pages; `second_offer` admits a page at its `offers`th offer."""
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        pass
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         return True
@@ -81,7 +78,7 @@ class AdmitAll:
         return {"memory_bytes": 0}
 
 
-class SecondOffer:
+class SecondOffer(AdmissionPolicy):
     """Admits a page that was offered lately, `offers` - 1 times at least.
 
     Remembers an offer for four to eight offers a slot of the SSD, in 16 to 32 bytes a slot for every offer before the
@@ -89,14 +86,10 @@ class SecondOffer:
     """
 
     name = "second_offer"
-    asks_victim = False
 
     def __init__(self, slots: int, offers: int) -> None:
         self._offers = offers
         self._counter = RecentCounter(REMEMBERED * slots, offers - 1)
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        pass
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         return self._counter.add(key) >= self._offers - 1

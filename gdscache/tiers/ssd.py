@@ -25,7 +25,7 @@ from gdscache.config import SsdConfig
 from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.catalog_file import lacking_room
-from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabFiles, SlabIO
 from gdscache.errors import IOFailedError, LockLostError, StorageError
@@ -95,7 +95,7 @@ class SsdTier(DurableTier):
         self.lost: Counter[str] = Counter()  # pages that recovery dropped, by cause
         slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
-            self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
+            self._directory = undo.enter_context(CacheDirectory.open(path, *config.stripes))
             stripes.claim((path, *config.stripes))
             if open_slab is None:
                 open_slab = self._slab_here(config, device, undo)
@@ -214,11 +214,8 @@ class SsdTier(DurableTier):
     # -- writing --------------------------------------------------------------------------------------------------
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
-        """Reserve and lease slots for the first of `pages`, until no slot is left. May commit deletions first.
-
-        `retentions`: by key, where they are not the default. Only pages that continue a prefix of this tier may evict
-        others: after a restart no lookup reaches the rest. Raises `IOFailedError`; `LockLostError` when another process
-        may use the directory.
+        """May commit deletions first. Only pages that continue a prefix of this tier may evict others: after a restart
+        no lookup reaches the rest. Raises `IOFailedError`; `LockLostError` when another process may use the directory.
         """
         self._keep_out()
         with self.lock:
@@ -393,7 +390,6 @@ class SsdTier(DurableTier):
                 self._said.say(_log, logging.WARNING, "namespaces unwritten", text, self.path, error)
 
     def lock_lost(self, *, thorough: bool = False) -> str:
-        """Why another process may use the directory; "" while none may. Costs an `os.stat`; `thorough` costs more."""
         if not self._lost:
             self._lost = self._directory.lost(thorough=thorough)
         return self._lost
@@ -468,11 +464,7 @@ class SsdTier(DurableTier):
             self._directory.close()
 
     def close_unfinished(self, *, writing: bool) -> Callable[[], None]:
-        """Close all parts that hanging I/O does not need, in bounded time. The result closes the rest, after that I/O
-        has ended.
-
-        `writing`: writes hang. The directory stays locked then, so that they cannot reach the slots of another owner.
-        """
+        """While writes hang the directory stays locked, so that they cannot reach the slots of another owner."""
         self._closed = True
         closing = threading.Thread(target=self._close_catalog, name="gdscache-close", daemon=True)
         closing.start()  # the catalogue may be on the device that hangs

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from gdscache import errors
 from gdscache.disk import slab as slab_module
-from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.sizes import about
@@ -344,7 +344,7 @@ def test_a_shard_is_read_and_written_by_itself(tmp_path: Path) -> None:
 
 def test_the_files_of_each_shard_are_locked(tmp_path: Path) -> None:
     Slab.open(tmp_path, EXTENT, 4, shards=2)
-    with CacheDirectories.open([tmp_path]) as owner:
+    with CacheDirectory.open(tmp_path) as owner:
         owner.hold_slabs(shards=(1,))
         for name, held in (("slab-0.bin", False), ("slab-0.0.1.bin", True)):
             with (tmp_path / name).open("rb") as file, contextlib.ExitStack() as expected:
