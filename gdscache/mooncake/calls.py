@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 from gdscache.errors import GdsCacheError, IOFailedError
-from gdscache.mooncake.client import CODES, NO_MASTER, Client
-from gdscache.mooncake.link import MooncakeLink
+from gdscache.mooncake.client import CODES, NO_MASTER, Client, MooncakeLink
 from gdscache.runtime.threads import Flag, log_failure, start
 
 PROBE_S, PROBES_S = 0.2, 5.0  # seconds between the first two probes; they double up to the second
