@@ -10,7 +10,7 @@ import json
 import logging
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,10 @@ class History:
 class HistoryFile:
     """The file of one engine. `evicted` and `bad` are the engine's, and grow; no lock of the engine is taken here."""
 
-    def __init__(
-        self,
-        directory: Path,
-        evicted: RecentCounter,
-        bad: dict[bytes, BadPage],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, directory: Path, evicted: RecentCounter, bad: dict[bytes, BadPage]) -> None:
         self._file = kept_file.KeptFile(directory / HISTORY_NAME, _log)
         self._evicted, self._bad = evicted, bad
-        self._clock = clock
-        self._saved = clock()
+        self._saved = time.monotonic()
         self._written = evicted.added, len(bad)
         self._hurry = False
 
@@ -85,7 +78,7 @@ class HistoryFile:
 
     def save(self) -> None:
         """Write the file if it has news, and not too often. Never raises an error of the disk."""
-        now, new = self._clock(), (self._evicted.added, len(self._bad))
+        now, new = time.monotonic(), (self._evicted.added, len(self._bad))
         if new == self._written or not (
             self._hurry or now - self._saved >= max(_LEAST_S, self._evicted.nbytes / _PACE)
         ):

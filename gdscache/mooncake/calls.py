@@ -70,9 +70,7 @@ class Lines:
     `deadline`: seconds of a call.
     """
 
-    def __init__(
-        self, pool: MooncakeLink, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pool: MooncakeLink, *, deadline: float, most: int) -> None:
         self.breaker = Breaker(pool.master)
         self.client: Client | None = None
         self.counts: Counter[str] = Counter()
@@ -80,7 +78,6 @@ class Lines:
         self._pool = pool
         self._deadline = deadline
         self._most = most
-        self._clock = clock
         self._waiting: deque[Callable[[], object]] = deque()
         self._running: list[tuple[str, float]] = []  # kind and begin of each call
         self._probing: threading.Thread | None = None
@@ -101,7 +98,7 @@ class Lines:
             if client is None:
                 self.counts["refused"] += 1
                 raise IOFailedError(f"the shared pool: {CODES[NO_MASTER]}", "see the master's log", errno.EHOSTUNREACH)
-            running = kind, self._clock()
+            running = kind, time.monotonic()
             self._running.append(running)
             changed.notify_all()  # the watching thread has a new deadline to wait for
         try:
@@ -110,7 +107,7 @@ class Lines:
             with changed:
                 self._running.remove(running)
                 self.counts[kind] += 1
-                self.longest = max(self.longest, self._clock() - running[1])
+                self.longest = max(self.longest, time.monotonic() - running[1])
                 changed.notify_all()
 
     def _under_way(self, kind: str) -> int:
@@ -190,7 +187,7 @@ class Lines:
     def _overdue(self) -> tuple[bool, float | None]:
         if not self._running:
             return False, None
-        left = min(since for _, since in self._running) + self._deadline - self._clock()
+        left = min(since for _, since in self._running) + self._deadline - time.monotonic()
         return left <= 0, left
 
     def _probe(self) -> None:
@@ -206,8 +203,8 @@ class Lines:
                     self.breaker.close()
                     return
             pause, self._pause = self._pause, min(2 * self._pause, PROBES_S)
-        if not busy and self._clock() >= self._next_probe:
-            self._next_probe = self._clock() + pause
+        if not busy and time.monotonic() >= self._next_probe:
+            self._next_probe = time.monotonic() + pause
             self._probing = threading.Thread(target=self._look, name="gdscache-pool-probe", daemon=True)
             self._probing.start()
         with self.breaker.changed:
