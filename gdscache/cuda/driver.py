@@ -95,7 +95,7 @@ class Driver:
         return status.value != _CAPTURE_NONE
 
     def create_stream(self) -> torch.cuda.ExternalStream:
-        """A non-blocking stream of our own (torch's few streams are shared by all users); see `destroy_stream`."""
+        """A non-blocking stream of our own (torch's few streams are shared by all users), for the process's life."""
         pointer = ctypes.c_void_p()
         with self.entered():
             self.call("cuStreamCreate", ctypes.byref(pointer), _NON_BLOCKING)
@@ -112,10 +112,6 @@ class Driver:
             code = self._quick.cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, None, ctypes.byref(extra))
         if code:
             self.check("cuLaunchKernel", code)
-
-    def destroy_stream(self, stream: torch.cuda.Stream) -> None:
-        with self.entered():
-            self.call("cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
 
     def page_lock(self, address: int, nbytes: int) -> None:
         with self.entered():

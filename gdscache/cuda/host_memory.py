@@ -180,11 +180,8 @@ def _memory_file(nbytes: int) -> int:
 
 
 def _advise_huge_pages(region: mmap.mmap) -> None:
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return
     try:
-        region.madvise(advice)
+        region.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
         _log.debug("the kernel gives no huge pages: %s", error)
 

@@ -152,18 +152,15 @@ class Catalog:
     def _count_lifetimes(self, slots: Int64Array, now: float) -> None:
         """Count lifetimes from `now` on, in transactions of bounded size. A kill leaves the rest to the next open. So
         does a disk that takes no write: the pages are usable all the same."""
-        try:
-            with catalog_file.sqlite_errors(self.path, "written"):
-                self._count_all_lifetimes(slots, now)
-        except IOFailedError as error:
-            log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
-
-    def _count_all_lifetimes(self, slots: Int64Array, now: float) -> None:
         said = time.monotonic()
         for first in range(0, len(slots), conversion.STEP_ROWS):
             some = slots[first : first + conversion.STEP_ROWS]
-            with self._transaction() as writer:
-                conversion.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
+            try:
+                with catalog_file.sqlite_errors(self.path, "written"), self._transaction() as writer:
+                    conversion.count_lifetimes(writer, int(some[0]), int(some[-1]), milliseconds(now))
+            except IOFailedError as error:
+                log.warning("%s: ends wait for the next open to be counted from then on: %s", self.path, error.message)
+                return
             done = first + len(some)
             if done == len(slots) or time.monotonic() - said >= PROGRESS_S:
                 said = time.monotonic()

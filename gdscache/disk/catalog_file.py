@@ -24,6 +24,7 @@ from gdscache.errors import (
     ShardsError,
     StripeError,
 )
+from gdscache.runtime.files import flush_directory
 
 log = logging.getLogger("gdscache.disk.catalog")
 
@@ -197,8 +198,7 @@ def last_written(directory: Path) -> float:
 def slab_extent(directory: Path) -> int | None:
     """`extent_bytes` of slab 0 there, as it was when the catalogue was made; None without one. Takes no lock."""
     try:
-        uri = f"{(directory / CATALOG_NAME).absolute().as_uri()}?mode=ro&immutable=1"
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+        with _glance(directory / CATALOG_NAME) as connection:
             found = connection.execute("SELECT extent_bytes FROM slabs WHERE id = 0").fetchone()
             return found[0] if found and isinstance(found[0], int) else None
     except sqlite3.Error:
@@ -212,11 +212,14 @@ def format_version(directory: Path) -> int | None:
     if not path.is_file() or os.path.lexists(f"{path}{catalog_image.LOG_SUFFIX}"):
         return None
     try:
-        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+        with _glance(path) as connection:
             return integers(connection).get("format_version")
     except (sqlite3.Error, CorruptCatalogError):
         return None
+
+
+def _glance(path: Path) -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True))
 
 
 def bound_log(writer: sqlite3.Connection, path: Path) -> None:
@@ -293,10 +296,14 @@ def _exists(path: Path) -> bool:
     return True
 
 
+def irregular(path: Path) -> NotARegularFileError:
+    return NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
+
+
 def own_file(path: Path, found: os.stat_result) -> None:
     """Refuse anything but a regular file with one name. Raises `NotARegularFileError`."""
     if not stat.S_ISREG(found.st_mode):
-        raise NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
+        raise irregular(path)
     if found.st_nlink > 1:
         raise NotARegularFileError(
             f"{path} is a hard link: {found.st_nlink} names lead to its bytes, and they would all be overwritten",
@@ -353,11 +360,7 @@ def _create(path: Path, slab: SlabShape) -> None:
         for leftover in (*(Path(f"{path}{suffix}") for suffix in SIDECARS), path.with_name(SUSPECT_NAME)):
             leftover.unlink(missing_ok=True)  # of a catalogue that is gone: SQLite would replay its log into this one
         new.replace(path)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        flush_directory(path.parent)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

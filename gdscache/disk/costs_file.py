@@ -1,17 +1,18 @@
 """Keeps the measured costs beside the catalogue, so that the gate decides after a restart as before.
 
-`costs.json` is rewritten whole, under another name first. Only the gate depends on it: figures that cannot be read, or
-are of another model, device or disk, are ignored, and a failed write is logged once.
+Only the gate depends on `costs.json`: figures that cannot be read, or are of another model, device or disk, are left
+out.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gdscache.disk import json_file
+from gdscache.disk.kept_file import KeptFile, read_json
 from gdscache.errors import StorageError
 from gdscache.gate.costs import Costs, Observations
 from gdscache.limits import MAX_SECONDS
@@ -26,15 +27,14 @@ class CostsFile:
     """The file of one engine. `about`: model and device, which prefills depend on."""
 
     def __init__(self, directory: Path, costs: Costs, about: Mapping[str, str]) -> None:
-        self._path = directory / COSTS_NAME
+        self._file = KeptFile(directory / COSTS_NAME, _log)
+        self._path = self._file.path
         self._costs = costs
         self._about = dict(about)
         self._written: Any = None
-        self._failed = False
 
     def restore(self) -> None:
         """Take the figures of an earlier engine, as far as they hold for this one."""
-        json_file.forget_torn(self._path)
         found = self._read()
         if found is None:
             return
@@ -52,19 +52,12 @@ class CostsFile:
         if now == self._written or not (prefills or tiers):
             return
         content = {"version": _VERSION, "about": self._about, "prefills": prefills, "tiers": tiers}
-        try:
-            content["disk"] = self._disk()
-            json_file.write(self._path, content)
-        except OSError as error:
-            if not self._failed:
-                _log.warning("%s cannot be written: %s", self._path, error.strerror)
-            self._failed = True
-        else:
+        if self._file.write(lambda: json.dumps({**content, "disk": self._disk()}).encode()):
             self._written = now
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            found = json_file.read(self._path)
+            found = read_json(self._path)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError, StorageError) as error:

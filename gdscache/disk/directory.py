@@ -46,15 +46,16 @@ _AGAIN_S = 0.01
 
 
 class CacheDirectory:
-    """A cache directory that this object owns until `close()`. Use `CacheDirectory.open`."""
+    """A cache directory, and the further ones that its slab is striped over, owned by this object until `close()`. Use
+    `CacheDirectory.open`."""
 
-    def __init__(self, path: Path, watch: DirectoryWatch) -> None:
-        self.path = path
-        self._watch = watch
+    def __init__(self, watches: Sequence[DirectoryWatch]) -> None:
+        self.path = watches[0].path
+        self._watches = watches
 
     @classmethod
-    def open(cls, path: Path, *, engine: bool = True) -> CacheDirectory:
-        """Make the directory if it is missing (mode 0700) and take ownership of it.
+    def open(cls, *paths: Path, engine: bool = True) -> CacheDirectory:
+        """Take ownership of all of `paths`, or of none. A missing directory is made, with mode 0700.
 
         An existing directory keeps its mode. `engine`: for an engine, which removes a killed owner's probe files, and
         waits some seconds for a verification to give way.
@@ -63,52 +64,42 @@ class CacheDirectory:
         engine of this one), `DirectoryPermissionsError` (others may write there), `NotARegularFileError` (the lock is a
         link, also a hard one, or a directory) or `NoSpaceError`.
         """
-        path = Path(os.path.abspath(path))
-        _make_directory(path)
         with contextlib.ExitStack() as undo:
-            try:
-                watch = DirectoryWatch(path)
-                _refuse_foreign_writers(path)
-            except OSError as error:
-                raise _refusal(path, error) from error
-            lock = _lock(path, LOCK_NAME, create=True, patient=engine)
-            watch.locks.append(lock)
-            undo.callback(watch.close)
-            if engine:
-                _sweep(path)
-            try:
-                os.ftruncate(lock.descriptor, 0)
-                os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
-            except OSError as error:
-                raise _refusal(path, error) from error
+            watches = []
+            for path in paths:
+                watches.append(_own(Path(os.path.abspath(path)), engine=engine))
+                undo.callback(watches[-1].close)
             undo.pop_all()
-        return cls(path, watch)
+        return cls(watches)
 
     @property
     def closed(self) -> bool:
-        return not self._watch.locks
+        return not self._watches[0].locks
 
-    def hold_slab(self, number: int, slab: int = 0, shard: int = 0) -> None:
-        """Lock the file of a slab's shard too, if it exists; this directory is number `number`. Raises
-        `DirectoryInUseError`, `NotARegularFileError`, ..."""
-        lock = lock_slab(self.path, number, slab, shard, held=[lock.path for lock in self._watch.locks])
-        if lock is not None:
-            self._watch.locks.append(lock)
+    def hold_slabs(self, shards: Iterable[int] = (0,)) -> None:
+        """Lock the existing slab files of shards. Call it before they are opened, and again after missing ones are
+        made. Raises as `open`."""
+        for shard in shards:
+            for number, watch in enumerate(self._watches):
+                lock = lock_slab(watch.path, number, shard, held=[lock.path for lock in watch.locks])
+                if lock is not None:
+                    watch.locks.append(lock)
 
     def watch_catalog(self) -> None:
         """The catalogue and its log must keep their names from now on. Raises `DirectoryNotWritableError`."""
         try:
             for name in (CATALOG_NAME, CATALOG_NAME + LOG_SUFFIX):
-                self._watch.add(self.path / name)
+                self._watches[0].add(self.path / name)
         except OSError as error:
             raise _refusal(self.path, error) from error
 
     def lost(self, *, thorough: bool = False) -> str:
-        """Why another process may use the directory; "" while none may, and after `close`: `DirectoryWatch.lost`."""
-        return "" if self.closed else self._watch.lost(thorough=thorough)
+        """Why another process may use a directory; "" while none may, and after `close`: `DirectoryWatch.lost`."""
+        return "" if self.closed else next(filter(None, (w.lost(thorough=thorough) for w in self._watches)), "")
 
     def close(self) -> None:
-        self._watch.close()
+        for watch in reversed(self._watches):
+            watch.close()
 
     def __enter__(self) -> CacheDirectory:
         return self
@@ -117,53 +108,35 @@ class CacheDirectory:
         self.close()
 
 
-class CacheDirectories:
-    """Several directories that are owned together. Use `CacheDirectories.open`."""
-
-    def __init__(self, owned: Sequence[CacheDirectory]) -> None:
-        self._owned = tuple(owned)
-
-    @classmethod
-    def open(cls, paths: Sequence[Path], *, engine: bool = True) -> CacheDirectories:
-        """Take ownership of all of `paths`, or of none. Raises as `CacheDirectory.open`."""
-        with contextlib.ExitStack() as undo:
-            owned = [undo.enter_context(CacheDirectory.open(path, engine=engine)) for path in paths]
-            undo.pop_all()
-        return cls(owned)
-
-    def hold_slabs(self, slab: int = 0, shards: Iterable[int] = (0,)) -> None:
-        """Lock the existing files of a slab's shards. Call it before they are opened, and again after missing ones are
-        made."""
-        for shard in shards:
-            for number, directory in enumerate(self._owned):
-                directory.hold_slab(number, slab, shard)
-
-    def watch_catalog(self) -> None:
-        self._owned[0].watch_catalog()
-
-    def lost(self, *, thorough: bool = False) -> str:
-        return next(filter(None, (d.lost(thorough=thorough) for d in self._owned)), "")
-
-    def close(self) -> None:
-        for directory in reversed(self._owned):
-            directory.close()
-
-    def __enter__(self) -> CacheDirectories:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def _own(path: Path, *, engine: bool) -> DirectoryWatch:
+    _make_directory(path)
+    with contextlib.ExitStack() as undo:
+        try:
+            watch = DirectoryWatch(path)
+            _refuse_foreign_writers(path)
+        except OSError as error:
+            raise _refusal(path, error) from error
+        lock = _lock(path, LOCK_NAME, create=True, patient=engine)
+        watch.locks.append(lock)
+        undo.callback(watch.close)
+        if engine:
+            _sweep(path)
+        try:
+            os.ftruncate(lock.descriptor, 0)
+            os.pwrite(lock.descriptor, _describe_owner("engine" if engine else "verification"), 0)
+        except OSError as error:
+            raise _refusal(path, error) from error
+        undo.pop_all()
+    return watch
 
 
-def lock_slab(
-    directory: Path, number: int, slab: int = 0, shard: int = 0, *, held: Collection[Path] = ()
-) -> FileLock | None:
+def lock_slab(directory: Path, number: int, shard: int, *, held: Collection[Path]) -> FileLock | None:
     """A lock on a shard's slab file in directory `number`; None if it is held or missing. Raises as
     `CacheDirectory.open`."""
-    path = directory / slab_name(number, slab, shard)
-    return (
-        None if path in held or not os.path.lexists(path) else _lock(directory, path.name, create=False, patient=False)
-    )
+    path = directory / slab_name(number, shard)
+    if path in held or not os.path.lexists(path):
+        return None
+    return _lock(directory, path.name, create=False, patient=False)
 
 
 def _make_directory(path: Path) -> None:
@@ -297,18 +270,14 @@ def _owner_message(path: Path, name: str) -> tuple[str, str]:
 
 def _owner(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(_content(path / LOCK_NAME))
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            owner = json.loads(os.pread(fd, LOCK_LIMIT, 0))
+        finally:
+            os.close(fd)
     except (OSError, ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _content(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return os.pread(fd, LOCK_LIMIT, 0)
-    finally:
-        os.close(fd)
 
 
 def _refusal(path: Path, error: OSError) -> StorageError:

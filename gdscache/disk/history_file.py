@@ -8,17 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from gdscache.disk import json_file
-from gdscache.disk.catalog_file import own_file
+from gdscache.disk import kept_file
 from gdscache.errors import StorageError
 from gdscache.limits import KEY_BYTES
 from gdscache.policies.sketch import RecentCounter
@@ -59,24 +57,16 @@ class History:
 class HistoryFile:
     """The file of one engine. `evicted` and `bad` are the engine's, and grow; no lock of the engine is taken here."""
 
-    def __init__(
-        self,
-        directory: Path,
-        evicted: RecentCounter,
-        bad: dict[bytes, BadPage],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._path = directory / HISTORY_NAME
+    def __init__(self, directory: Path, evicted: RecentCounter, bad: dict[bytes, BadPage]) -> None:
+        self._file = kept_file.KeptFile(directory / HISTORY_NAME, _log)
         self._evicted, self._bad = evicted, bad
-        self._clock = clock
-        self._saved = clock()
+        self._saved = time.monotonic()
         self._written = evicted.added, len(bad)
-        self._failed = self._hurry = False
+        self._hurry = False
 
     def restore(self) -> None:
         """Go on from an earlier engine's file, if its filter has the same size."""
-        json_file.forget_torn(self._path)
-        found = read(self._path.parent)
+        found = read(self._file.path.parent)
         if found is None:
             return
         self._bad.update(found.bad)
@@ -88,18 +78,12 @@ class HistoryFile:
 
     def save(self) -> None:
         """Write the file if it has news, and not too often. Never raises an error of the disk."""
-        now, new = self._clock(), (self._evicted.added, len(self._bad))
+        now, new = time.monotonic(), (self._evicted.added, len(self._bad))
         if new == self._written or not (
             self._hurry or now - self._saved >= max(_LEAST_S, self._evicted.nbytes / _PACE)
         ):
             return
-        try:
-            _write(self._path, pack(History(self._evicted, dict(self._bad), time.time())))
-        except OSError as error:
-            if not self._failed:
-                _log.warning("%s cannot be written: %s", self._path, error.strerror)
-            self._failed = True
-        else:
+        if self._file.write(lambda: pack(History(self._evicted, dict(self._bad), time.time()))):
             self._saved, self._written = now, new
 
 
@@ -138,20 +122,7 @@ def unpack(data: bytes) -> History:
 
 
 def read(directory: Path) -> History | None:
-    path = directory / HISTORY_NAME
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            own_file(path, found)
-            return unpack(file.read()) if found.st_size <= MOST_BYTES else None
+        return unpack(kept_file.read(directory / HISTORY_NAME, MOST_BYTES))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, OverflowError, StorageError):
         return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    new = json_file.new_name(path)
-    new.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
-        file.write(data)
-    new.replace(path)

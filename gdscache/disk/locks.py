@@ -14,10 +14,9 @@ import os
 import time
 from pathlib import Path
 
-from gdscache.disk.catalog_file import own_file
-from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
+from gdscache.disk.catalog_file import FILE_MODE, irregular, own_file
+from gdscache.errors import DirectoryNotWritableError
 
-FILE_MODE = 0o600
 QUIET_NS = 100_000_000  # a directory that changed less than this ago may change again with the same time stamp
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -41,9 +40,7 @@ class FileLock:
             descriptor = os.open(path, flags, FILE_MODE)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                raise NotARegularFileError(
-                    f"{path} is not a regular file", "remove it, or set another ssd.path"
-                ) from error
+                raise irregular(path) from error
             raise
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)

@@ -6,12 +6,13 @@ fields.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gdscache.disk import json_file
+from gdscache.disk.kept_file import KeptFile, read_json
 from gdscache.errors import StorageError
 from gdscache.pages.keys import namespace_digest
 
@@ -27,12 +28,10 @@ class NamespacesFile:
     """The file of one engine. `own`: the fields of the engine's namespace without a request's salt."""
 
     def __init__(self, directory: Path, own: Fields) -> None:
-        self._path = directory / NAMES_NAME
-        json_file.forget_torn(self._path)
+        self._file = KeptFile(directory / NAMES_NAME, _log)
         self._own = own
         self._before = read(directory)
         self._written = -1
-        self._failed = False
 
     def save(self, described: dict[bytes, dict[str, object]]) -> None:
         """Write the engine's own namespace and those `described` so far, if any are new. Never raises an error of the
@@ -41,20 +40,14 @@ class NamespacesFile:
             return
         found: dict[bytes, Fields] = {**self._before, namespace_digest(self._own): self._own, **described.copy()}
         last = [fields for _, fields in list(found.items())[-_KEPT:]]
-        try:
-            json_file.write(self._path, {"version": _VERSION, "namespaces": last})
-        except OSError as error:
-            if not self._failed:
-                _log.warning("%s cannot be written: %s", self._path, error.strerror)
-            self._failed = True
-        else:
+        if self._file.write(lambda: json.dumps({"version": _VERSION, "namespaces": last}).encode()):
             self._written = len(described)
 
 
 def read(directory: Path) -> dict[bytes, Fields]:
     """Digest → fields of each namespace; empty if the file is missing, or of another version."""
     try:
-        found: Any = json_file.read(directory / NAMES_NAME)
+        found: Any = read_json(directory / NAMES_NAME)
         if found["version"] != _VERSION:
             return {}
         return {namespace_digest(fields): fields for fields in found["namespaces"] if isinstance(fields, dict)}

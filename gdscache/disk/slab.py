@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.disk.catalog_file import FILE_MODE, irregular
 from gdscache.errors import (
     CapacityError,
     DirectoryNotWritableError,
     InvalidValueError,
     IOFailedError,
     NoSpaceError,
-    NotARegularFileError,
     SlotRangeError,
 )
+from gdscache.runtime.files import flush_directory
 from gdscache.sizes import MIB, about, format_size
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
-FILE_MODE = 0o600
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,22 +61,20 @@ class Slab:
         slots: int,
         stripes: Sequence[Path] = (),
         *,
-        slab: int = 0,
         shards: int = 1,
         shard: int | None = None,
     ) -> Slab:
-        """Open slab number `slab` of `directory` and the further `stripes`: its shard number `shard` of `shards`, or
-        all of them (None), each preallocated to exactly `slots * extent_bytes` bytes.
+        """Open slab 0 of `directory` and the further `stripes`: its shard number `shard` of `shards`, or all of them
+        (None), each preallocated to exactly `slots * extent_bytes` bytes.
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
         slots that existed keep their bytes. Raises `NoSpaceError` before writing if a file system has too little room,
         `CapacityError` for less than one slot (a file) or more than a place can name, `InvalidValueError`,
         `NotARegularFileError`, `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as before.
         """
-        if slab < 0 or shards < 1 or (shard is not None and not 0 <= shard < shards):
-            raise InvalidValueError(
-                f"slab {slab}, shard {shard} of {shards}: there is none", "a bug: please report it, with this message"
-            )
+        if shards < 1 or (shard is not None and not 0 <= shard < shards):
+            message = f"shard {shard} of {shards}: there is none"
+            raise InvalidValueError(message, "a bug: please report it, with this message")
         opened = range(shards) if shard is None else (shard,)
         directories = (directory, *stripes)
         stretch = stretch_slots(extent_bytes)
@@ -90,7 +88,7 @@ class Slab:
         if slots > SLAB_SLOTS:
             most = SLAB_SLOTS * extent_bytes * shards
             raise CapacityError(f"a slab has at most {SLAB_SLOTS:,} slots", f"set ssd.capacity to at most {most}")
-        files = slab_files(directories, opened, slab)
+        files = slab_files(directories, opened)
         valid, count = slots, len(directories)
         with contextlib.ExitStack() as descriptors, contextlib.ExitStack() as undo:
             made = []
@@ -193,12 +191,12 @@ class Slab:
                 ) from error
 
 
-def slab_name(number: int, slab: int = 0, shard: int = 0) -> str:
-    return f"slab-{number}.bin" if slab == shard == 0 else f"slab-{number}.{slab}.{shard}.bin"
+def slab_name(number: int, shard: int = 0) -> str:
+    return f"slab-{number}.0.{shard}.bin" if shard else f"slab-{number}.bin"
 
 
-def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,), slab: int = 0) -> tuple[Path, ...]:
-    return tuple(where / slab_name(number, slab, part) for part in shards for number, where in enumerate(directories))
+def slab_files(directories: Sequence[Path], shards: Iterable[int] = (0,)) -> tuple[Path, ...]:
+    return tuple(where / slab_name(number, part) for part in shards for number, where in enumerate(directories))
 
 
 def stretch_slots(extent_bytes: int) -> int:
@@ -224,7 +222,7 @@ def _prepare(path: Path, total: int, descriptors: contextlib.ExitStack, undo: co
     descriptors.callback(os.close, fd)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise _irregular(path)
+        raise irregular(path)
     before = 0 if created else status.st_size
     undo.callback(_restore, path, fd, created, before)
     _check_space(path, total, status)
@@ -241,16 +239,12 @@ def _open_file(path: Path) -> tuple[int, bool]:
             return os.open(path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _irregular(path) from error
+            raise irregular(path) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
         raise DirectoryNotWritableError(
             f"{path} cannot be opened: {error.strerror}", "set ssd.path to a directory that this user may write"
         ) from error
-
-
-def _irregular(path: Path) -> NotARegularFileError:
-    return NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path")
 
 
 def _check_space(path: Path, total: int, status: os.stat_result) -> None:
@@ -283,11 +277,7 @@ def _allocate(path: Path, fd: int, total: int) -> None:
 
 def _flush_directory(directory: Path) -> None:
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        flush_directory(directory)
     except OSError as error:
         hint = "raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else "see the system log for the device"
         raise IOFailedError(f"{directory} cannot be flushed: {error.strerror}", hint, error.errno) from error

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from gdscache.disk.catalog_file import MOST_SHARDS, own_file
+from gdscache.disk.catalog_file import FILE_MODE, MOST_SHARDS, own_file
 from gdscache.errors import DirectoryNotWritableError, NotARegularFileError
 from gdscache.runtime.latencies import NOTHING, SlowLoad, Summary
 from gdscache.runtime.threads import start
@@ -32,7 +32,6 @@ PAGE_BYTES = 4096
 PERIOD_S = 1.0
 _SAVED_EVERY = 60  # pages
 FRESH_S = 5.0  # a page written within this time has a living owner
-FILE_MODE = 0o600
 MAGIC = b"gdscstat"
 PAGE_FORMAT = 3
 _READ = (2, PAGE_FORMAT)  # the fields that format 3 added are 0 in a page of format 2

@@ -14,11 +14,11 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from gdscache.disk.catalog_file import CATALOG_NAME, STRIPE_NAME
-from gdscache.errors import DirectoryNotWritableError, NotARegularFileError, StripeError
+from gdscache.disk.catalog_file import CATALOG_NAME, FILE_MODE, STRIPE_NAME, irregular
+from gdscache.errors import DirectoryNotWritableError, StripeError
+from gdscache.runtime.files import flush_directory
 
 STRIPE_FORMAT = 1
-FILE_MODE = 0o600
 LIMIT = 1 << 20  # most bytes of an identity
 
 
@@ -85,7 +85,7 @@ def read(directory: Path) -> Stripe | None:
         return None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise NotARegularFileError(f"{path} is not a regular file", "remove it, or set another ssd.path") from error
+            raise irregular(path) from error
         raise DirectoryNotWritableError(f"{path} cannot be read: {error.strerror}", "read it as its owner") from error
     try:
         data = json.loads(os.read(fd, LIMIT))
@@ -117,11 +117,7 @@ def write(directory: Path, stripe: Stripe) -> None:
             file.flush()
             os.fsync(fd)
         new.replace(directory / STRIPE_NAME)
-        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+        flush_directory(directory)
     except OSError as error:
         raise DirectoryNotWritableError(
             f"{directory / STRIPE_NAME} cannot be written: {error.strerror}", "free space there, or write as its owner"

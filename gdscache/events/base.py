@@ -8,7 +8,9 @@ tier's name, and `locality` is `LOCAL`, or `REMOTE` for a tier beyond this machi
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -232,17 +234,8 @@ class KVEventHub:
             self._publisher.serve()
 
     def _events(self, noted: Sequence[tuple[str, Place, Sequence[Any]]]) -> Iterator[KVEvent]:
-        last: tuple[str, Place] | None = None
-        gathered: list[Any] = []
-        for what, place, some in noted:
-            this = what, place
-            if this != last and last is not None:
-                yield from self._events_of(*last, gathered)
-                gathered = []
-            last = this
-            gathered += some
-        if last is not None:
-            yield from self._events_of(*last, gathered)
+        for (what, place), alike in itertools.groupby(noted, operator.itemgetter(0, 1)):
+            yield from self._events_of(what, place, [*itertools.chain.from_iterable(some for _, _, some in alike)])
 
     def _events_of(self, what: str, place: Place, some: Sequence[Any]) -> Iterator[KVEvent]:
         if what == "cleared":

@@ -20,8 +20,7 @@ from gdscache.errors import CaptureUnsupportedError
 
 Api = Literal["batch_13", "batch_12_8", "single"]
 
-APIS: tuple[Api, ...] = ("batch_13", "batch_12_8", "single")
-_VERSIONS = {"batch_13": 13000, "batch_12_8": 12080}
+_VERSIONS: dict[Api, int] = {"batch_13": 13000, "batch_12_8": 12080}  # the newest first
 _LEGACY_STREAM = 0
 _SOURCE_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
@@ -59,15 +58,15 @@ def merge(
 class CopyEngine:
     """Copies between host and device memory of one GPU, many at a time, without an SM.
 
-    `api`: the form of the driver's call; by default the newest that the driver has. The attribute `api` names it.
+    `api`: the form of the driver's call, the newest that the driver has.
     """
 
-    def __init__(self, driver: Driver, api: Api | None = None) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.api: Api = "single"
         self._function: Any = None
-        for name in APIS if api is None else (api,):
-            pointer = driver.lookup("cuMemcpyBatchAsync", _VERSIONS[name]) if name != "single" else None
+        for name, version in _VERSIONS.items():
+            pointer = driver.lookup("cuMemcpyBatchAsync", version)
             if pointer is not None:
                 self.api, self._function = name, _prototype(name)(pointer)
                 break
@@ -120,11 +119,6 @@ class CopyEngine:
         code = self._function(*arguments, stream)
         if code:
             self.driver.check("cuMemcpyBatchAsync", code)
-
-    def close(self) -> None:
-        if self._hop is not None:
-            self.driver.destroy_stream(self._hop)
-            self._hop = None
 
 
 def _prototype(api: Api) -> Any:

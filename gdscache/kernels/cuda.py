@@ -66,6 +66,17 @@ def plane_runs(planes: PagedPlanes) -> list[list[PlaneRuns]]:
     return result
 
 
+def uploaded(planes: PagedPlanes, runs: list[list[PlaneRuns]]) -> torch.Tensor:
+    """The layers, then their planes, as the kernels read them: int64, in GPU memory."""
+    layers: list[int] = []
+    rows: list[int] = []
+    for records, (start, end) in zip(runs, planes.layout.layer_bounds, strict=True):
+        layers += [len(rows) // 6, len(records), start, end - start]
+        for r in records:
+            rows += [r.base, r.block_stride, r.run_stride, r.run_bytes, r.runs_per_block, r.end]
+    return torch.tensor(layers + rows, dtype=torch.int64, device=planes.device)
+
+
 class PageKernels:
     """The kernels for one set of planes, launched by the native library. Raises `KernelUnavailableError` if they cannot
     be built.
@@ -81,7 +92,7 @@ class PageKernels:
         self.has_sums = all(end - start >= SHORTEST for start, end in self.layout.layer_bounds)
         self.can_look = can_look(self.layout)
         self.runs = plane_runs(planes)
-        self._table = self._upload()
+        self._table = uploaded(planes, self.runs)
         self._vector = self._widest()
         self._built: dict[int, dict[str, jit.Kernel]] = {} if like is None else like._built
         self.build(self._vector)
@@ -124,16 +135,6 @@ class PageKernels:
         table = self._table.data_ptr()
         memory = [table, table + self.layout.n_layers * 32, 0, 0, 0, 0, 0, 0, self.planes.blocks]
         return [*memory, 0, 0, 0, 0, 1, self.planes.blocks_per_page, 0, 0, b""]
-
-    def _upload(self) -> torch.Tensor:
-        """The layers, then the planes, as the kernels read them."""
-        layers: list[int] = []
-        planes: list[int] = []
-        for records, (start, end) in zip(self.runs, self.layout.layer_bounds, strict=True):
-            layers += [len(planes) // 6, len(records), start, end - start]
-            for r in records:
-                planes += [r.base, r.block_stride, r.run_stride, r.run_bytes, r.runs_per_block, r.end]
-        return torch.tensor(layers + planes, dtype=torch.int64, device=self.device)
 
     def _widest(self) -> int:
         steps = [start for start, _ in self.layout.layer_bounds]

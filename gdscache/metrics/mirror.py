@@ -7,7 +7,8 @@ process takes them from `Differences`, and gives them to a `Mirror`, as plain da
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from gdscache.histograms import AGES, ERRORS, Buckets, Histogram
@@ -55,7 +56,7 @@ class Differences:
                     continue
                 name = _BETWEEN.join((family.name, *labels))
                 if family.kind == "histogram":
-                    news["histograms"][name] = _less(value, last)
+                    news["histograms"][name] = value if last is None else _combined(operator.sub, value, last)
                 elif family.kind == "counter":
                     news["counters"][name] = value - (last or 0)
                 else:
@@ -69,7 +70,7 @@ def merged(news: News, later: News) -> News:
     for name, grown in later["counters"].items():
         counters[name] = counters.get(name, 0) + grown
     for name, came in later["histograms"].items():
-        histograms[name] = _more(histograms[name], came) if name in histograms else came
+        histograms[name] = _combined(operator.add, histograms[name], came) if name in histograms else came
     return {"counters": counters, "gauges": {**news["gauges"], **later["gauges"]}, "histograms": histograms}
 
 
@@ -155,18 +156,5 @@ def unborn(tiers: Mapping[str, str]) -> Stats:
     }
 
 
-def _less(now: Buckets, before: Buckets | None) -> Buckets:
-    if before is None:
-        return now
-    return {
-        "counts": [n - m for n, m in zip(now["counts"], before["counts"], strict=True)],
-        "sums": [n - m for n, m in zip(now["sums"], before["sums"], strict=True)],
-    }
-
-
-def _more(one: Buckets, other: Buckets) -> Buckets:
-    return {"counts": _sum(one["counts"], other["counts"]), "sums": _sum(one["sums"], other["sums"])}
-
-
-def _sum(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
-    return [n + m for n, m in zip(one, other, strict=True)]
+def _combined(by: Callable[[Any, Any], Any], one: Buckets, other: Buckets) -> Buckets:
+    return {"counts": [*map(by, one["counts"], other["counts"])], "sums": [*map(by, one["sums"], other["sums"])]}

@@ -14,38 +14,53 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from gdscache.errors import GdsCacheError, IOFailedError
-from gdscache.mooncake.breaker import Breaker
-from gdscache.mooncake.client import CODES, NO_MASTER, Client
+from gdscache.mooncake.client import CODES, NO_MASTER, Client, MooncakeLink
 from gdscache.runtime.threads import Flag, log_failure, start
 
 PROBE_S, PROBES_S = 0.2, 5.0  # seconds between the first two probes; they double up to the second
+State = Literal["connecting", "closed", "open", "ended"]
 _T = TypeVar("_T")
 _log = logging.getLogger("gdscache.mooncake")
 
 
-class Connection(Protocol):
-    """The pool, and the way to connect to it. Threads of `Lines` call these, one at a time."""
+class Breaker:
+    """Calls may begin while it is `closed`. Thread-safe; counts how often it opened."""
 
-    master: str
+    def __init__(self, name: str) -> None:
+        self.changed = threading.Condition()
+        self.opened = 0
+        self.state: State = "connecting"
+        self._name = name
 
-    def reachable(self) -> bool:
-        """Whether connecting is worth trying; answers soon."""
-        ...
+    @property
+    def closed(self) -> bool:
+        return self.state == "closed"
 
-    def connect(self) -> Client:
-        """The client of all calls. It may take minutes. Raises `GdsCacheError`."""
-        ...
+    def open(self, why: str) -> None:
+        """No call may begin. May be called again."""
+        with self.changed:
+            if self.state != "closed":
+                return
+            self.state = "open"
+            self.opened += 1
+            self.changed.notify_all()
+        _log.warning("the shared pool %s is left alone until it answers again: %s", self._name, why)
 
-    def alive(self) -> bool: ...
+    def close(self) -> None:
+        with self.changed:
+            if self.state not in ("connecting", "open"):
+                return
+            was, self.state = self.state, "closed"
+            self.changed.notify_all()
+        _log.info("the shared pool %s %s", self._name, "is connected" if was == "connecting" else "answers again")
 
-    def come_back(self, client: Client) -> bool:
-        """The pool answers (again). Called before the breaker closes; False keeps it open."""
-        ...
-
-    def leave(self, client: Client) -> None: ...
+    def end(self) -> None:
+        with self.changed:
+            self.state = "ended"
+            self.changed.notify_all()
 
 
 class Lines:
@@ -55,9 +70,7 @@ class Lines:
     `deadline`: seconds of a call.
     """
 
-    def __init__(
-        self, pool: Connection, *, deadline: float, most: int = 1, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, pool: MooncakeLink, *, deadline: float, most: int) -> None:
         self.breaker = Breaker(pool.master)
         self.client: Client | None = None
         self.counts: Counter[str] = Counter()
@@ -65,7 +78,6 @@ class Lines:
         self._pool = pool
         self._deadline = deadline
         self._most = most
-        self._clock = clock
         self._waiting: deque[Callable[[], object]] = deque()
         self._running: list[tuple[str, float]] = []  # kind and begin of each call
         self._probing: threading.Thread | None = None
@@ -86,7 +98,7 @@ class Lines:
             if client is None:
                 self.counts["refused"] += 1
                 raise IOFailedError(f"the shared pool: {CODES[NO_MASTER]}", "see the master's log", errno.EHOSTUNREACH)
-            running = kind, self._clock()
+            running = kind, time.monotonic()
             self._running.append(running)
             changed.notify_all()  # the watching thread has a new deadline to wait for
         try:
@@ -95,7 +107,7 @@ class Lines:
             with changed:
                 self._running.remove(running)
                 self.counts[kind] += 1
-                self.longest = max(self.longest, self._clock() - running[1])
+                self.longest = max(self.longest, time.monotonic() - running[1])
                 changed.notify_all()
 
     def _under_way(self, kind: str) -> int:
@@ -175,7 +187,7 @@ class Lines:
     def _overdue(self) -> tuple[bool, float | None]:
         if not self._running:
             return False, None
-        left = min(since for _, since in self._running) + self._deadline - self._clock()
+        left = min(since for _, since in self._running) + self._deadline - time.monotonic()
         return left <= 0, left
 
     def _probe(self) -> None:
@@ -191,8 +203,8 @@ class Lines:
                     self.breaker.close()
                     return
             pause, self._pause = self._pause, min(2 * self._pause, PROBES_S)
-        if not busy and self._clock() >= self._next_probe:
-            self._next_probe = self._clock() + pause
+        if not busy and time.monotonic() >= self._next_probe:
+            self._next_probe = time.monotonic() + pause
             self._probing = threading.Thread(target=self._look, name="gdscache-pool-probe", daemon=True)
             self._probing.start()
         with self.breaker.changed:

@@ -19,9 +19,16 @@ from gdscache.index.retention import DEFAULT, Retention
 from gdscache.index.table import PENDING, Entry, PageState
 from gdscache.limits import MAX_SECONDS
 from gdscache.mooncake.calls import Lines
-from gdscache.mooncake.client import Client, MooncakeAddress, load_package, size_of
+from gdscache.mooncake.client import (
+    Client,
+    Connect,
+    MooncakeAddress,
+    MooncakeLink,
+    load_package,
+    mooncake,
+    size_of,
+)
 from gdscache.mooncake.io import BATCH_PAGES, MOST_LAYERS, SIDE_BY_SIDE, MooncakeFiles
-from gdscache.mooncake.link import Connect, MooncakeLink, mooncake
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
 from gdscache.pages.layout import PageLayout

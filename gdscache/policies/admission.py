@@ -21,8 +21,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gdscache.errors import CapacityError
 from gdscache.limits import LIMITS
-from gdscache.policies.endurance import EnduranceBudget
 from gdscache.policies.sketch import FrequencySketch, RecentCounter
 from gdscache.runtime.limited_log import LimitedLog
 from gdscache.sizes import about
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 REMEMBERED = 4  # `second_offer` remembers an offer for this many offers a slot of the SSD, up to twice as many
 REFUSED_KEPT = 4096  # refused pages, not used since, that are remembered
+BURST = 8  # one part in 8 of a day's budget may be written at once
+_NS = 1_000_000_000
+_DAY = 86_400 * _NS
 _log = logging.getLogger("gdscache.store")
 
 
@@ -39,9 +42,10 @@ class AdmissionPolicy(Protocol):
     """Whether a page is worth its write. Knows keys only. `asks_victim`: the answer depends on the victim."""
 
     name: str
-    asks_victim: bool
+    asks_victim: bool = False
 
-    def use(self, keys: Sequence[bytes]) -> None: ...
+    def use(self, keys: Sequence[bytes]) -> None:
+        return
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         """True when the page may go in, in place of `victim` (None: there is room)."""
@@ -56,17 +60,13 @@ class AdmissionPolicy(Protocol):
         ...
 
 
-class AdmitAll:
+class AdmitAll(AdmissionPolicy):
     """Admits every page."""
 
     name = "all"
-    asks_victim = False
 
     def __init__(self, slots: int, offers: int) -> None:
         """As every row: for an SSD of `slots` pages; `second_offer` admits a page at its `offers`th offer."""
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        pass
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         return True
@@ -78,7 +78,7 @@ class AdmitAll:
         return {"memory_bytes": 0}
 
 
-class SecondOffer:
+class SecondOffer(AdmissionPolicy):
     """Admits a page that was offered lately, `offers` - 1 times at least.
 
     Remembers an offer for four to eight offers a slot of the SSD, in 16 to 32 bytes a slot for every offer before the
@@ -86,14 +86,10 @@ class SecondOffer:
     """
 
     name = "second_offer"
-    asks_victim = False
 
     def __init__(self, slots: int, offers: int) -> None:
         self._offers = offers
         self._counter = RecentCounter(REMEMBERED * slots, offers - 1)
-
-    def use(self, keys: Sequence[bytes]) -> None:
-        pass
 
     def offer(self, key: bytes, victim: bytes | None) -> bool:
         return self._counter.add(key) >= self._offers - 1
@@ -143,6 +139,59 @@ ADMISSIONS: dict[str, type[AdmitAll] | type[SecondOffer] | type[TinyLFU]] = {
     "second_offer": SecondOffer,
     "tinylfu": TinyLFU,
 }
+
+
+class EnduranceBudget:
+    """A token bucket. It holds an eighth of `bytes_per_day`, which it begins with; the other seven come back evenly
+    over a day.
+
+    The bytes taken (and not given back) in any period of t days are at most (1 + 7 t) / 8 of `bytes_per_day`. So no 24
+    hours have more than `bytes_per_day`; a night without a write allows a burst of an eighth, not of all that was
+    saved; and constant load writes 7/8, evenly.
+
+    The state is not kept: n opens in a day allow up to n / 8 of `bytes_per_day` more.
+    """
+
+    def __init__(self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` counts seconds and does not go back. Raises `CapacityError` for less than 8 bytes."""
+        if bytes_per_day < BURST:
+            raise CapacityError(f"ssd.endurance is {bytes_per_day} bytes a day", "raise it, or set it to null")
+        self.bytes_per_day = bytes_per_day
+        self.burst = bytes_per_day // BURST
+        self._rate = bytes_per_day - self.burst  # bytes a day
+        self._clock = clock
+        self._now = int(clock() * _NS)
+        self._level = self.burst * _DAY  # integers, in bytes / _DAY: sums of small floats would lose some
+
+    def left(self) -> int:
+        self._refill()
+        return self._level // _DAY
+
+    def take(self, nbytes: int) -> bool:
+        """Use up `nbytes`; False, and nothing used, if fewer are left."""
+        self._refill()
+        wanted = nbytes * _DAY
+        if wanted > self._level:
+            return False
+        self._level -= wanted
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        self._refill()
+        self._level = min(self.burst * _DAY, self._level + nbytes * _DAY)
+
+    def describe(self) -> dict[str, Any]:
+        return {"bytes_per_day": self.bytes_per_day, "burst_bytes": self.burst, "left_bytes": self.left()}
+
+    def __str__(self) -> str:
+        left, rate = about(self.left()), about(self._rate // 24)
+        return f"{left} left of {about(self.bytes_per_day)} a day, {rate} more each hour"
+
+    def _refill(self) -> None:
+        now = int(self._clock() * _NS)
+        if now > self._now:
+            self._level = min(self.burst * _DAY, self._level + self._rate * (now - self._now))
+            self._now = now
 
 
 class Admission:

@@ -17,7 +17,13 @@ WARMED = 8  # restored keys that enter the order with each page that comes or go
 
 
 class EvictionPolicy(Protocol):
-    """The order in which a tier evicts its pages. Knows keys only; the index decides whether a page may go."""
+    """The order in which a tier evicts its pages. Knows keys only; the index decides whether a page may go.
+
+    By default pages are taken one by one, eviction is removal, and pages that are passed over stay: they were stored
+    together, and soon go together.
+    """
+
+    __slots__ = ()
 
     def empty(self) -> EvictionPolicy:
         """Another order of this kind, without pages."""
@@ -29,11 +35,15 @@ class EvictionPolicy(Protocol):
     def restore(self, keys: Sequence[bytes], order: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Start over with the pages `keys[order[0]], keys[order[1]], ...`, the first to evict first."""
 
-    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None: ...
+    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        for key, parent in pages:
+            self.insert(key, parent)
 
     def touch(self, key: bytes) -> None: ...
 
-    def touch_all(self, keys: Sequence[bytes]) -> None: ...
+    def touch_all(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.touch(key)
 
     def remove(self, key: bytes) -> None: ...
 
@@ -42,6 +52,10 @@ class EvictionPolicy(Protocol):
 
         Each comes with the page that has no follower left without it, or None; that page is then `hasten`ed.
         """
+        for key, freed in gone:
+            self.remove(key)
+            if freed is not None:
+                self.hasten(freed)
 
     def defer_all(self, keys: Sequence[bytes]) -> None:
         """Present pages were passed over, since others follow them. They may come behind all others until `hasten` or
@@ -49,59 +63,22 @@ class EvictionPolicy(Protocol):
 
         For orders in which such pages gather in front; other orders do nothing.
         """
+        return
 
     def hasten(self, key: bytes) -> None:
         """A present page has no follower left. If it is deferred, it is the first of its rank again."""
+        return
 
     def deferring(self) -> Sequence[LifetimeOrder]:
         """The native orders that say which pages are deferred; none: no page is."""
-        ...
+        return ()
 
     def __iter__(self) -> Iterator[bytes]:
         """Keys, the first to evict first. The order must not change meanwhile."""
         ...
 
 
-class Undeferred:
-    """An order in which pages that are passed over stay: they were stored together, and soon go together.
-
-    Eviction and removal are the same to it. Methods for many pages take them one by one.
-    """
-
-    __slots__ = ()
-
-    def insert(self, key: bytes, parent: bytes = b"") -> None:
-        raise NotImplementedError
-
-    def touch(self, key: bytes) -> None:
-        raise NotImplementedError
-
-    def remove(self, key: bytes) -> None:
-        raise NotImplementedError
-
-    def insert_all(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
-        for key, parent in pages:
-            self.insert(key, parent)
-
-    def touch_all(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self.touch(key)
-
-    def evict_all(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
-        for key, freed in gone:
-            self.remove(key)
-            if freed is not None:
-                self.hasten(freed)
-
-    def defer_all(self, keys: Sequence[bytes]) -> None: ...
-
-    def hasten(self, key: bytes) -> None: ...
-
-    def deferring(self) -> Sequence[LifetimeOrder]:
-        return ()
-
-
-class LRU(Undeferred):
+class LRU(EvictionPolicy):
     """Least recently used first. Callers touch a prefix tail first, so that heads outlive tails.
 
     Restored keys enter the order little by little: a million at once take more than a second. Until then they are in

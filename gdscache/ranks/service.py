@@ -280,7 +280,7 @@ class Service:
 
     def _hold(self, directories: Sequence[Path]) -> None:
         for number, where in enumerate(directories):
-            lock = lock_slab(where, number, 0, self._shard, held=[lock.path for lock in self._locks])
+            lock = lock_slab(where, number, self._shard, held=[lock.path for lock in self._locks])
             self._locks += [] if lock is None else [lock]
 
     def _give_locks_back(self) -> None:

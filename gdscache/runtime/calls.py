@@ -73,10 +73,7 @@ class Direct(contextlib.nullcontext[None]):
 
 
 class Calls:
-    """The public calls of one engine, and the process that they belong to.
-
-    Many methods: each way in which a call begins, waits, breaks off or ends is one.
-    """
+    """The public calls of one engine, and the process that they belong to."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -182,15 +179,11 @@ class Calls:
                 raise errors.pop()
             return answers[0]
         except BaseException:
-            self._asked.put(self._close_opened)
+            self._asked.put(lambda: self.closing and self.closing())
             self._asked.put(None)
             if self._thread.is_alive():
                 self._over.wait(_UNDONE_S)
             raise
-
-    def _close_opened(self) -> None:
-        if self.closing is not None:
-            self.closing()
 
     def post(self, work: Callable[[], object]) -> None:
         """Run `work` after the requests so far, without waiting for it."""

@@ -16,6 +16,15 @@ def text_of(path: Path) -> str:
         return ""
 
 
+def flush_directory(directory: Path) -> None:
+    """Make the names in a directory survive a loss of power. Raises `OSError`."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def user_cache() -> str:
     """$GDSCACHE_CACHE_DIR, or `gdscache` below $XDG_CACHE_HOME or ~/.cache. Without a home it begins with `~`."""
     given, base = os.environ.get("GDSCACHE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -47,14 +47,13 @@ class _Cause:
 class LimitedLog:
     """Notes lines anywhere, also under a lock, and writes them in `flush`, which holds none. Thread-safe.
 
-    Of the lines of one cause that come within `period` seconds of a written one, the first is written at the end of
+    Of the lines of one cause that come within `PERIOD_S` of a written one, the first is written at the end of
     that time, with the count of the others. Causes are names from the code, and of tiers, so they are few. `clock`: in
     seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, period: float = PERIOD_S) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._period = period
         self._lock = threading.Lock()
         self._causes: dict[str, _Cause] = {}
 
@@ -98,6 +97,6 @@ class LimitedLog:
             for known in self._causes.values():
                 if known.line is not None and (last or known.due <= now):
                     ready.append((known.line, known.count - 1, now - known.since))
-                    known.line, known.count, known.due = None, 0, now + self._period
+                    known.line, known.count, known.due = None, 0, now + PERIOD_S
         for line, others, seconds in ready:
             line.write(others, seconds)

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from gdscache.errors import IOFailedError, TransportUnavailableError
-from gdscache.runtime.named_class import named_class
+from gdscache.runtime.named_object import named_object
 from gdscache.storage.base import GDS, DeviceMemory, Memory, Op, Switch, Transport
 from gdscache.storage.files import IN_MEMORY, mount_of
 
@@ -66,7 +66,9 @@ def choose_and_open(
 
         opened = NixlTransport(threads=threads, direct_io=direct_io, gds=compat == "off")
     else:
-        opened = _construct(choice, threads, direct_io)
+        opened = named_object(
+            choice, Transport, functools.partial(_bad_class, choice), threads=threads, direct_io=direct_io
+        )
     return opened, reason
 
 
@@ -96,13 +98,6 @@ def _choose(transport: str, directory: Path, device: str, gds: Switch) -> tuple[
         return transport, "auto", "configured"
     why = "gds is off" if on_gpu else f"the device is {device}"
     return ("posix", "auto", why) if transport == "auto" else (transport, "on", f"configured, for host memory: {why}")
-
-
-def _construct(target: str, threads: int, direct_io: Switch) -> Transport:
-    made: Transport = named_class(
-        target, Transport, functools.partial(_bad_class, target), threads=threads, direct_io=direct_io
-    )(threads=threads, direct_io=direct_io)
-    return made
 
 
 def _bad_class(target: str, cause: str) -> TransportUnavailableError:

@@ -176,11 +176,6 @@ class EitherWay(Transport):
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int: ...
 
 
-def refused(message: str, hint: str, code: int) -> IOFailedError:
-    """The error of a call that was not tried, with `errno` set as the system would."""
-    return IOFailedError(message, hint, code)
-
-
 def failed(op: str, path: str, offset: int, error: OSError | RuntimeError | ValueError | MemoryError) -> IOFailedError:
     """The error of a call that the system or a library refused."""
     code = error.errno if isinstance(error, OSError) else None
@@ -203,6 +198,4 @@ def address_of(memory: memoryview) -> int:
     """The address of a contiguous view of bytes."""
     if memory.readonly:
         return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-    return ctypes.addressof(
-        ctypes.c_char.from_buffer(memory)
-    )  # ten times as fast as numpy, but for writable memory only
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # ten times as fast as numpy, for writable memory only

@@ -37,9 +37,13 @@ def begin(name: str, work: Callable[[], _T]) -> Future[_T]:
     return done
 
 
-def within(seconds: float, name: str, work: Callable[[], _T]) -> _T:
-    """The result of `work()`, run as in `begin`. Raises `TimeoutError` after `seconds`, and the errors of `work`."""
-    return begin(name, work).result(seconds)
+def within(seconds: float, name: str, work: Callable[[], _T], late: str, hint: str) -> _T:
+    """The result of `work()`, run as in `begin`. Raises `DeadlineError` after `seconds`, which says `late` and `hint`,
+    and the errors of `work`."""
+    end = begin(name, work)
+    if not wait([end], seconds).done:
+        raise DeadlineError(f"{late} within {seconds:g} s", hint)
+    return end.result()
 
 
 def carry(

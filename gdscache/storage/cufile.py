@@ -98,13 +98,12 @@ class CufileTransport(NativeTransport):
 
     def _within(self, what: str, work: Callable[[], _T]) -> _T:
         """The result of `work()`. A call of cuFile can hang for ever."""
+        hint = "cuFile hangs: set gds to off, or transport to posix"
         try:
-            return within(CALL_S, "gdscache-cufile-call", work)
-        except TimeoutError:
+            return within(CALL_S, "gdscache-cufile-call", work, f"cuFile: {what}", hint)
+        except DeadlineError:
             self._hangs = True
-            raise DeadlineError(
-                f"cuFile: {what} within {CALL_S:g} s", "cuFile hangs: set gds to off, or transport to posix"
-            ) from None
+            raise
 
     def _adopt(self, file: int, path: Path) -> None:
         cufile = self.cufile

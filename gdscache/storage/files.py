@@ -13,7 +13,7 @@ from pathlib import Path
 from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.pages.layout import EXTENT_ALIGNMENT
 from gdscache.runtime.files import text_of
-from gdscache.storage.base import PROBE_PREFIX, EitherWay, Switch, failed, refused
+from gdscache.storage.base import PROBE_PREFIX, EitherWay, Switch, failed
 
 _log = logging.getLogger("gdscache.storage")
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are nothing but page cache
@@ -74,7 +74,7 @@ class DirectFiles(EitherWay):
         path = self._paths.get(file)
         if path is None:
             self.check_open()
-            raise refused(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
+            raise IOFailedError(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
         return path
 
     def flush(self, file: int) -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gdscache.errors import DeadlineError, EngineClosedError, InvalidValueError, TransportUnavailableError
+from gdscache.errors import EngineClosedError, InvalidValueError, IOFailedError, TransportUnavailableError
 from gdscache.sizes import about
-from gdscache.storage.base import EitherWay, Memory, Op, Switch, failed, refused
+from gdscache.storage.base import EitherWay, Memory, Op, Switch, failed
 from gdscache.storage.calls import within
 
 if TYPE_CHECKING:
@@ -101,12 +101,10 @@ class KvikioTransport(EitherWay):
         """kvikio's file. If cuFile is used, which may hang for ever, it is opened in a thread of its own."""
         if self._compat == "on":
             return self._kvikio.CuFile(path, "r+")
-        try:
-            return within(CALL_S, "gdscache-kvikio-open", lambda: self._kvikio.CuFile(path, "r+"))
-        except TimeoutError:
-            raise DeadlineError(
-                f"kvikio did not open {path} within {CALL_S:g} s", "cuFile hangs: set gds to off, or transport to posix"
-            ) from None
+        return within(
+            *(CALL_S, "gdscache-kvikio-open", lambda: self._kvikio.CuFile(path, "r+")),
+            *(f"kvikio did not open {path}", "cuFile hangs: set gds to off, or transport to posix"),
+        )
 
     def register(self, memory: memoryview | torch.Tensor) -> None:
         """Register the CUDA allocation that holds `memory` with cuFile; nothing in compatibility mode or for the host.
@@ -156,7 +154,7 @@ class KvikioTransport(EitherWay):
     def _file(self, file: int) -> Any:
         found = self._files.get(file)
         if found is None:
-            raise refused(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
+            raise IOFailedError(f"{file} is no open file of this transport", "pass a handle from open()", errno.EBADF)
         return found
 
     def close(self) -> None:

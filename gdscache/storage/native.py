@@ -7,7 +7,7 @@ import os
 
 from gdscache.errors import IOFailedError, RefusedDiskError, ThreadStartError, TransportUnavailableError
 from gdscache.native import CuFiles, Disk
-from gdscache.storage.base import Memory, Op, Switch, failed, refused
+from gdscache.storage.base import Memory, Op, Switch, failed
 from gdscache.storage.files import DirectFiles
 
 
@@ -51,7 +51,7 @@ class NativeTransport(DirectFiles):
     def _move(self, op: Op, file: int, offset: int, memory: Memory) -> int:
         path = self.path(file)
         if not isinstance(memory, memoryview):
-            raise refused(f"{self.name} cannot move GPU memory", "use a transport that does", errno.EINVAL)
+            raise IOFailedError(f"{self.name} cannot move GPU memory", "use a transport that does", errno.EINVAL)
         try:
             return (os.preadv if op is Op.READ else os.pwritev)(file, [memory], offset)
         except OSError as error:

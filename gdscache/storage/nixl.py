@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gdscache.errors import DeadlineError, IOFailedError, TransportUnavailableError
+from gdscache.errors import IOFailedError, TransportUnavailableError
 from gdscache.sizes import about
-from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, address_of, failed, memory_of, refused
+from gdscache.storage.base import DeviceMemory, Memory, Op, Switch, address_of, failed, memory_of
 from gdscache.storage.calls import within
 from gdscache.storage.files import DirectFiles
 
@@ -59,15 +59,10 @@ class NixlTransport(DirectFiles):
                 f"cuFile never answers on a kernel without {PROC_MODULES}", "set gds to auto or off"
             )
         self._module, self._version = _import_nixl()
-        errors = [value for value in vars(self._module._bindings).values() if _is_error(value)]
-        self._nixl_errors: tuple[type[Exception], ...] = (
-            *errors,
-            IOFailedError,
-            RuntimeError,
-            ValueError,
-            MemoryError,
-            OSError,
-        )
+        own = vars(self._module._bindings).values()
+        errors = [value for value in own if isinstance(value, type) and issubclass(value, Exception)]
+        others = IOFailedError, RuntimeError, ValueError, MemoryError, OSError
+        self._nixl_errors: tuple[type[Exception], ...] = (*errors, *others)
         self._call_errors: tuple[type[Exception], ...] = (*self._nixl_errors, ImportError)
         self.memory_kinds = frozenset({"host", "cuda"} if gds else {"host"})
         self._plugins = ["POSIX", "GDS_MT"] if gds else ["POSIX"]
@@ -168,7 +163,7 @@ class NixlTransport(DirectFiles):
         agent, host = self._agent, isinstance(memory, memoryview)
         place = DeviceMemory(address_of(memory), memory.nbytes, 0) if isinstance(memory, memoryview) else memory
         if not host and not self._holds(place):
-            raise refused(f"{place} is not registered", "call register() first", errno.EINVAL)
+            raise IOFailedError(f"{place} is not registered", "call register() first", errno.EINVAL)
         kind, plugin = ("DRAM", "POSIX") if host else ("VRAM", "GDS_MT")
         there = agent.get_xfer_descs([(place.address, place.nbytes, place.device)], kind)
         part = agent.get_xfer_descs([(offset, place.nbytes, file)], "FILE")
@@ -217,13 +212,13 @@ class NixlTransport(DirectFiles):
         for (index, start), end in self._regions.items():
             if index == new.device and new.address < end and start < new.address + new.nbytes:
                 message = f"GPU memory at {new.address:#x} is registered already"
-                raise refused(message, "register a buffer once", errno.EINVAL)
+                raise IOFailedError(message, "register a buffer once", errno.EINVAL)
         self._register((new.device, new.address), [(new.address, new.nbytes, new.device, "")], "VRAM")
         self._regions[new.device, new.address] = new.address + new.nbytes
 
     def _deregister_region(self, old: DeviceMemory) -> None:
         if self._regions.get((old.device, old.address)) != old.address + old.nbytes:
-            raise refused(f"{old} is not registered", "register it first", errno.EINVAL)
+            raise IOFailedError(f"{old} is not registered", "register it first", errno.EINVAL)
         del self._regions[old.device, old.address]
         descriptors = self._registered.pop(((old.device, old.address), "GDS_MT"))
         self._agent.deregister_memory(descriptors, backends=["GDS_MT"])
@@ -258,16 +253,8 @@ class NixlTransport(DirectFiles):
                 finally:
                     self._release_if_over()
 
-        try:
-            return within(CALL_S, "gdscache-nixl-call", locked)
-        except TimeoutError:
-            raise DeadlineError(
-                f"NIXL did not {what} within {CALL_S:g} s", "the device or cuFile hangs: set transport to posix"
-            ) from None
-
-
-def _is_error(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
+        hint = "the device or cuFile hangs: set transport to posix"
+        return within(CALL_S, "gdscache-nixl-call", locked, f"NIXL did not {what}", hint)
 
 
 def _said(error: Exception) -> str:

@@ -102,7 +102,16 @@ def probe_kvikio(
     if cause:
         return ProbeResult(False, "posix", cause)
     with _file(directory) as name:
-        return _probe_file(name, device_index, deadline_s)
+
+        def refusal(mode: str) -> str:
+            return run_child(_KVIKIO_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s).cause
+
+        found = _counted("cuFile", lambda: refusal("OFF"))
+        if found.ok:
+            return found
+        if cause := refusal("ON"):
+            return ProbeResult(False, "posix", f"{found.reason}; kvikio without cuFile: {cause}")
+        return ProbeResult(True, "compat", found.reason)
 
 
 def probe_cufile(directory: Path, device_index: int, deadline_s: float = 20.0) -> ProbeResult:
@@ -122,13 +131,16 @@ def probe_transport(opened: str, what: str, directory: Path, device_index: int, 
     `deadline_s` seconds. The answer is `gds` only if the nvidia-fs driver counted the I/O, else `compat` (the bytes are
     right) or `posix`. Raises `IOFailedError` if the directory takes no file.
     """
+    with _file(directory) as name:
+        arguments = [name, str(device_index), str(PROBE_BYTES), str(deadline_s)]
+        return _counted(what, lambda: run_child(opened + _TRANSPORT_CHILD, arguments, deadline_s).cause)
+
+
+def _counted(what: str, refused: Callable[[], str]) -> ProbeResult:
+    """`refused()` moves bytes by `what`, and returns why it failed, or ""."""
     if not PROC_MODULES.exists():
         return ProbeResult(False, "posix", f"the kernel has no {PROC_MODULES}, without which cuFile never answers")
-    with _file(directory) as name:
-        before = gds_operations()
-        arguments = [name, str(device_index), str(PROBE_BYTES), str(deadline_s)]
-        refusal = run_child(opened + _TRANSPORT_CHILD, arguments, deadline_s).cause
-        after = gds_operations()
+    before, refusal, after = gds_operations(), refused(), gds_operations()
     if refusal:
         return ProbeResult(False, "posix", f"{what}: {refusal}")
     if min(new - old for old, new in zip(before, after, strict=True)) > 0:
@@ -151,27 +163,6 @@ def _file(directory: Path) -> Iterator[str]:
     finally:
         os.close(file)
         os.unlink(name)
-
-
-def _probe_file(name: str, device_index: int, deadline_s: float) -> ProbeResult:
-    def child(mode: str) -> str:
-        return run_child(_KVIKIO_CHILD, [name, str(device_index), mode, str(PROBE_BYTES)], deadline_s).cause
-
-    if PROC_MODULES.exists():
-        before = gds_operations()
-        refusal = child("OFF")
-        after = gds_operations()
-        if not refusal and min(new - old for old, new in zip(before, after, strict=True)) > 0:
-            return ProbeResult(True, "gds", f"nvidia-fs counted {after[0] - before[0]} reads of the probe")
-        if not refusal:
-            return ProbeResult(True, "compat", "cuFile works, but nvidia-fs counted no I/O of the probe")
-        cause = f"cuFile: {refusal}"
-    else:
-        cause = f"the kernel has no {PROC_MODULES}, without which cuFile never answers"
-    refusal = child("ON")
-    if refusal:
-        return ProbeResult(False, "posix", f"{cause}; kvikio without cuFile: {refusal}")
-    return ProbeResult(True, "compat", cause)
 
 
 def gds_operations() -> tuple[int, int]:

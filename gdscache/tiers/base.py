@@ -31,7 +31,7 @@ from gdscache.index.retention import Retention
 from gdscache.index.table import Entry
 from gdscache.pages.checksum import Checksums
 from gdscache.pages.keys import Page
-from gdscache.runtime.named_class import named_class
+from gdscache.runtime.named_object import named_object
 
 if TYPE_CHECKING:
     import torch
@@ -262,9 +262,8 @@ def open_tier(config: TierConfig, layout: PageLayout, lock: threading.RLock) -> 
     Raises `TierUnavailableError` if the class is missing or does not take these arguments; and the class's own
     exceptions.
     """
-    given, options = (layout, config.capacity, lock), config.options or {}
-    refuse = functools.partial(_bad_class, config.tier)
-    tier: DurableTier = named_class(config.tier, DurableTier, refuse, *given, **options)(*given, **options)
+    refuse, options = functools.partial(_bad_class, config.tier), config.options or {}
+    tier: DurableTier = named_object(config.tier, DurableTier, refuse, layout, config.capacity, lock, **options)
     if tier.name in _TAKEN:
         tier.close()
         raise _bad_class(config.tier, f"its name is {tier.name!r}, which another tier or memory has")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.gate.costs import Costs
-from gdscache.index.index import PageIndex
 from gdscache.index.retention import DEFAULT, Retention
 from gdscache.pages.keys import Page
 from gdscache.pages.reasons import CACHED, Reason, Told, joined
@@ -332,12 +331,6 @@ class TierManager:
         with self.lock:
             lease.end()
             self._leases.discard(lease)
-
-    @property
-    def cpu_index(self) -> PageIndex:
-        """The landing tier's."""
-        assert self.landing is not None, "no tier in memory"
-        return self.landing.index
 
     # -- behind the work ------------------------------------------------------------------------------------------
 

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gdscache.arrays import integers
 from gdscache.config import SsdConfig
 from gdscache.disk import stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.catalog_file import lacking_room
-from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabFiles, SlabIO
 from gdscache.errors import IOFailedError, LockLostError, StorageError
@@ -96,7 +95,7 @@ class SsdTier(DurableTier):
         self.lost: Counter[str] = Counter()  # pages that recovery dropped, by cause
         slots = config.capacity // (layout.extent_bytes * layout.shards)
         with contextlib.ExitStack() as undo:
-            self._directory = undo.enter_context(CacheDirectories.open((path, *config.stripes)))
+            self._directory = undo.enter_context(CacheDirectory.open(path, *config.stripes))
             stripes.claim((path, *config.stripes))
             if open_slab is None:
                 open_slab = self._slab_here(config, device, undo)
@@ -215,11 +214,8 @@ class SsdTier(DurableTier):
     # -- writing --------------------------------------------------------------------------------------------------
 
     def reserve(self, pages: Sequence[Page], retentions: Mapping[bytes, Retention] = NO_RETENTIONS) -> list[Entry]:
-        """Reserve and lease slots for the first of `pages`, until no slot is left. May commit deletions first.
-
-        `retentions`: by key, where they are not the default. Only pages that continue a prefix of this tier may evict
-        others: after a restart no lookup reaches the rest. Raises `IOFailedError`; `LockLostError` when another process
-        may use the directory.
+        """May commit deletions first. Only pages that continue a prefix of this tier may evict others: after a restart
+        no lookup reaches the rest. Raises `IOFailedError`; `LockLostError` when another process may use the directory.
         """
         self._keep_out()
         with self.lock:
@@ -231,12 +227,9 @@ class SsdTier(DurableTier):
             self._touched_slots()  # before slots change hands: uses are of the pages that are present now
             fresh = [p for p in pages if p.key not in self.index]
             kept = [retentions.get(page.key, DEFAULT) for page in fresh]
-            return self.index.insert_all(fresh, self._neighbours(fresh), PageState.PENDING, kept, leases=1)
-
-    def _neighbours(self, pages: Sequence[Page]) -> list[int]:
-        """Free slots for the first of `pages`: in one run, behind the page that they follow if possible, so that
-        reading the prefix takes few long stretches."""
-        return self.index.take_free(len(pages), self.index.slot(pages[0].parent)) if pages else []
+            # Behind the page that they follow if possible: reading the prefix then takes few long stretches.
+            slots = self.index.take_free(len(fresh), self.index.slot(fresh[0].parent)) if fresh else []
+            return self.index.insert_all(fresh, slots, PageState.PENDING, kept, leases=1)
 
     def commit(self, entries: Sequence[Entry], sums: Checksums) -> list[bool]:
         """Make written pages durable and visible, and free retired slots. True for each page that is visible now.
@@ -258,7 +251,8 @@ class SsdTier(DurableTier):
                 touched, self._touched = self._touched_slots(), {}
                 retained, self._retained = self._retained, {}
                 descriptions, self._descriptions = self._descriptions, {}
-                wanted = {s: self._retention(key) for s, key in retained.items() if self.index.slot(key) == s}
+                still = {slot: key for slot, key in retained.items() if self.index.slot(key) == slot}
+                wanted = {slot: self.index.retention(key) or DEFAULT for slot, key in still.items()}
                 leased = [slot for slot in self._deleting - self._returned if not self._known[slot]]
                 clock = self._clock
                 self._clock += len(live)
@@ -334,9 +328,7 @@ class SsdTier(DurableTier):
             self._learn_checksums([entry.slot for entry in entries if not self._known[entry.slot]])
 
     def at_hand(self, entries: Sequence[Entry]) -> bool:
-        return self._all_known(integers([entry.slot for entry in entries]))
-
-    def _all_known(self, slots: npt.NDArray[np.int64]) -> bool:
+        slots = integers([entry.slot for entry in entries])
         return 0 not in take_rows(np.frombuffer(self._known, np.uint8), slots).tobytes()
 
     def _learn_checksums(self, slots: Sequence[int]) -> None:
@@ -382,9 +374,6 @@ class SsdTier(DurableTier):
             self._doomed = dict.fromkeys(sorted(self._deleting)) | self._doomed | dict.fromkeys(written)
             self._deleting = set()
 
-    def _retention(self, key: bytes) -> Retention:
-        return self.index.retention(key) or DEFAULT
-
     def namespaces(self) -> dict[bytes, dict[str, object]]:
         return self._catalog.namespaces()
 
@@ -401,7 +390,6 @@ class SsdTier(DurableTier):
                 self._said.say(_log, logging.WARNING, "namespaces unwritten", text, self.path, error)
 
     def lock_lost(self, *, thorough: bool = False) -> str:
-        """Why another process may use the directory; "" while none may. Costs an `os.stat`; `thorough` costs more."""
         if not self._lost:
             self._lost = self._directory.lost(thorough=thorough)
         return self._lost
@@ -476,11 +464,7 @@ class SsdTier(DurableTier):
             self._directory.close()
 
     def close_unfinished(self, *, writing: bool) -> Callable[[], None]:
-        """Close all parts that hanging I/O does not need, in bounded time. The result closes the rest, after that I/O
-        has ended.
-
-        `writing`: writes hang. The directory stays locked then, so that they cannot reach the slots of another owner.
-        """
+        """While writes hang the directory stays locked, so that they cannot reach the slots of another owner."""
         self._closed = True
         closing = threading.Thread(target=self._close_catalog, name="gdscache-close", daemon=True)
         closing.start()  # the catalogue may be on the device that hangs

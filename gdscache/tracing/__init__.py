@@ -1,8 +1,7 @@
 """Timelines of an engine: reads, copies, kernels, waits and layers, for Perfetto, OpenTelemetry or NVIDIA's profilers.
 
 base.py      Timeline: the contract; by itself it keeps nothing
-trace.py     TraceTimeline: kept, and written as trace-event JSON
-tracks.py    the names and the order of tracks
+trace.py     TraceTimeline: kept, and written as trace-event JSON, on named tracks
 streams.py   times on CUDA streams, on the host's clock
 nvtx.py      NvtxTimeline: passed on as NVTX ranges
 otel.py      OtelTimeline: loads as spans of OpenTelemetry

@@ -473,7 +473,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_engine_is_whole(open_host: OpenHost,
     host.keep(tokens)
     if wait == "prefetch":
         with engine.manager.lock:
-            engine.manager.cpu_index.evict(6)
+            engine.manager.landing.index.evict(6)
     with PLAN.rule(Op.READ if loads or wait == "prefetch" else Op.WRITE, Fault.DELAY, seconds=1.0):
         if loads:
             load, blocks, keys = host.begin(tokens)

@@ -26,7 +26,7 @@ from gdscache.pages.layout import GroupSizes
 from gdscache.storage.base import Op
 from gdscache.tracing import OFF, NvtxTimeline, Timeline, TraceTimeline, timeline_from_environment
 from gdscache.tracing.streams import StreamTimes
-from gdscache.tracing.tracks import lanes
+from gdscache.tracing.trace import lanes
 from tests.support import fake_gpu
 from tests.support.faulty import PLAN, Fault
 from tests.support.helpers import MHA, WAIT, Host, OpenHost, drop_from, prompt, settle, until

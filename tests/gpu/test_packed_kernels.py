@@ -8,7 +8,7 @@ import torch
 
 from gdscache.arrays import address
 from gdscache.errors import NativeCallError
-from gdscache.kernels.packed import PackedKernels
+from gdscache.kernels.packed import THREADS, PackedKernels
 from gdscache.moves.library import NativePlanes
 from gdscache.pages.layout import PageLayout, Plane
 from gdscache.pages.planes import PagedPlanes
@@ -59,7 +59,14 @@ class Rig:
         digests = torch.zeros((self.pages, self.layout.n_layers), dtype=torch.int64, device="cuda")
         unfit = torch.zeros(self.pages, dtype=torch.int32, device="cuda")
         blocks = torch.from_numpy(self.blocks).cuda()
-        self.kernels.launch(name, self.there, None, blocks, digests, unfit, grid, torch.cuda.current_stream())
+        kernels, layers = self.kernels, self.layout.n_layers
+        table, count = kernels.table.data_ptr(), sum(map(len, kernels.runs))
+        memory = [table, table + layers * 32, blocks.data_ptr(), 0]
+        places = [self.there.data_ptr(), self.there.stride(0), 0, len(self.there), kernels.planes.blocks]
+        counts = [self.pages, layers, 0, count, 0, kernels.planes.blocks_per_page, 1, 0, b""]
+        arguments = [*memory, *places, *counts, 1, digests.data_ptr(), unfit.data_ptr()]
+        blocks_of_threads, stream = min(grid, self.pages * layers), torch.cuda.current_stream()
+        kernels.kernels[name].launch(blocks_of_threads, THREADS, arguments, stream)
         torch.cuda.synchronize()
         return digests.cpu().numpy().view(np.uint64), unfit.tolist()
 

@@ -9,8 +9,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from gdscache.mooncake.client import DONE, GONE, MISFIT, NO_MASTER, NO_SPACE, TRANSFER_FAILED, Client, MooncakeAddress
-from gdscache.mooncake.link import Connect
+from gdscache.mooncake.client import (
+    DONE,
+    GONE,
+    MISFIT,
+    NO_MASTER,
+    NO_SPACE,
+    TRANSFER_FAILED,
+    Client,
+    Connect,
+    MooncakeAddress,
+)
 from gdscache.mooncake.tier import MooncakeTier
 from tests.support.helpers import MHA, layout_of
 

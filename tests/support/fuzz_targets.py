@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from gdscache.commands.inspect.owner import find_owner
-from gdscache.disk import catalog_file, directory, history_file, json_file, namespaces_file, status_page, stripes
+from gdscache.disk import catalog_file, directory, history_file, kept_file, namespaces_file, status_page, stripes
 from gdscache.disk.catalog import Catalog, PageRecord, Recovered
 from gdscache.disk.costs_file import COSTS_NAME, CostsFile
 from gdscache.disk.directory import CacheDirectory
@@ -118,7 +118,7 @@ def _costs(data: bytes, folder: Path) -> None:
     prices = Prices(costs, priced, 0, 64, 16, EXTENT, {})
     require(0 <= prices.best() <= len(priced), "so many pages there are not")
     CostsFile(folder, costs, ABOUT).save()
-    json.dumps(json_file.read(folder / COSTS_NAME), allow_nan=False)
+    json.dumps(kept_file.read_json(folder / COSTS_NAME), allow_nan=False)
 
 
 def _costs_seeds(folder: Path) -> Seeds:

@@ -18,7 +18,6 @@ from gdscache.index.retention import DEFAULT, PRIORITIES, Retention
 from gdscache.index.table import Entry, PageState
 from gdscache.pages.columns import KEY
 from gdscache.pages.keys import Page
-from gdscache.policies import base
 from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.lifetime import Lifetime
 from tests.support.policy_models import MODELS, Model, Undeferred
@@ -71,7 +70,7 @@ class Known:
     pending: bool = False
 
 
-class Snapshot(base.Undeferred):
+class Snapshot(EvictionPolicy):
     """The order of a policy as it is now: a native one cannot be copied. What was deferred stays so."""
 
     def __init__(self, policy: EvictionPolicy) -> None:

@@ -369,7 +369,7 @@ def test_free_space_counts_the_slab_that_is_there(tmp_path: Path) -> None:
     assert storage.find_space(tmp_path, tmp_path).slab >= MIB
     assert storage.find_space(tmp_path, tmp_path, 1).slab == 0
     assert storage.find_space(tmp_path, tmp_path, 2).slab >= 3 * MIB
-    with (tmp_path / slab_name(2, 0, 1)).open("wb") as file:
+    with (tmp_path / slab_name(2, 1)).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 4 * MIB)
     assert storage.find_space(tmp_path, tmp_path, 2).slab >= 7 * MIB
     assert storage.find_space(tmp_path, tmp_path, 0).slab < 4 * MIB

@@ -167,13 +167,11 @@ T* at(uint64_t address) {
 
 // The parts of the module, a file each.
 void bind_pages(nb::module_& module);
-void bind_names(nb::module_& module);
 void bind_tables(nb::module_& module);
 void bind_policies(nb::module_& module);
 void bind_index(nb::module_& module);
 void bind_disk(nb::module_& module);
 void bind_gpu(nb::module_& module);
-void bind_cufile(nb::module_& module);
 void bind_executor(nb::module_& module);
 
 class Disk;

@@ -58,12 +58,10 @@ NB_MODULE(_native, module) {
     nb::set_leak_warnings(false);  // objects alive at the process's end stay
     nb::register_exception_translator(gdscache::translate);
     gdscache::bind_pages(module);
-    gdscache::bind_names(module);
     gdscache::bind_tables(module);
     gdscache::bind_policies(module);
     gdscache::bind_index(module);
     gdscache::bind_disk(module);
-    gdscache::bind_cufile(module);
     gdscache::bind_gpu(module);
     gdscache::bind_executor(module);
     if (gdscache::bind_hooks) gdscache::bind_hooks(module);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "base/error.h"
 #include "hash/xxh3.h"
@@ -45,17 +46,39 @@ size_t values_of(const HostPlanes& pool, const PlaneMemory& plane) {
     return static_cast<size_t>(plane.row_bytes / 2 * pool.block_tokens * pool.page_blocks);
 }
 
+std::span<const PlaneMemory> planes_of(const HostPlanes& pool, int64_t layer) {
+    const int32_t first = pool.first_plane[layer], last = pool.first_plane[layer + 1];
+    return std::span(pool.planes).subspan(static_cast<size_t>(first), static_cast<size_t>(last - first));
+}
+
+// Copies bytes, and takes the checksum of all of them if it is wanted.
+class Copier {
+public:
+    uint64_t digest() const { return hash.digest(); }
+
+protected:
+    Copier(bool sums, Store store) : hash(best_arm()), summed(sums), streamed(store == Store::kStreamed) {}
+
+    void move(uint8_t* to, const uint8_t* from, size_t size, bool stream) {
+        if (summed) hash.update_copy(to, from, size, stream);
+        else std::memcpy(to, from, size);
+    }
+
+    Xxh3 hash;
+    const bool summed, streamed;
+};
+
 // A layer's bytes on their way out of the planes, or into them. Short runs pass through a buffer in the nearest cache:
 // the hash and stores past the caches want long ones.
-class Mover {
+class Mover : public Copier {
 public:
-    Mover(const Arm& arm, bool sums, Store store) : hash_(arm), sums_(sums), stream_(store == Store::kStreamed) {}
+    Mover(bool sums, Store store) : Copier(sums, store) {}
 
     // Append the next run of the planes at `part`. `finish` writes the buffered rest.
     void gather(const uint8_t* run, size_t size, uint8_t*& part) {
         if (size >= kLongRun) {
             finish(part);
-            move(part, run, size, stream_);
+            move(part, run, size, streamed);
             part += size;
             return;
         }
@@ -65,7 +88,7 @@ public:
     }
 
     void finish(uint8_t*& part) {
-        move(part, buffer_, held_, stream_);
+        move(part, buffer_, held_, streamed);
         part += held_;
         held_ = 0;
     }
@@ -73,7 +96,7 @@ public:
     // Fill the next run of the planes from `part`. `left`: bytes of the layer that are in no plane yet.
     void scatter(uint8_t* run, size_t size, const uint8_t*& part, size_t left) {
         if (size >= kLongRun && taken_ == held_) {
-            move(run, part, size, stream_);
+            move(run, part, size, streamed);
             part += size;
             return;
         }
@@ -93,34 +116,25 @@ public:
         }
     }
 
-    uint64_t digest() const { return hash_.digest(); }
-
 private:
-    void move(uint8_t* to, const uint8_t* from, size_t size, bool stream) {
-        if (sums_) hash_.update_copy(to, from, size, stream);
-        else std::memcpy(to, from, size);
-    }
-
     static constexpr size_t kLongRun = 4096, kBuffer = 8192;
 
-    Xxh3 hash_;
-    bool sums_, stream_;
     size_t held_ = 0, taken_ = 0;  // bytes in the buffer, and bytes taken out of it
     alignas(64) uint8_t buffer_[kBuffer];
 };
 
 // Moves a page's values between a plane and its packed part. Sums are of the part's bytes.
-class Packer {
+class Packer : public Copier {
 public:
     Packer(const HostPlanes& pool, const int64_t* blocks, bool sums, Store store)
-        : pool_(pool), blocks_(blocks), hash_(best_arm()), sums_(sums), stream_(store == Store::kStreamed) {}
+        : Copier(sums, store), pool_(pool), blocks_(blocks) {}
 
     // `part`: the begin of the plane's part, then of the next one. False: the plane does not fit.
     bool gather(const PlaneMemory& plane, uint8_t*& part) {
-        const Xxh3 before = hash_;
+        const Xxh3 before = hash;
         uint8_t* const begin = part;
         if (gather(plane, part, kSampled)) return true;
-        hash_ = before;
+        hash = before;
         part = begin;
         return gather(plane, part, 1);
     }
@@ -166,8 +180,6 @@ public:
         part += list_bytes(values);
     }
 
-    uint64_t digest() const { return hash_.digest(); }
-
 private:
     // With the base that every `step`-th value asks for.
     bool gather(const PlaneMemory& plane, uint8_t*& part, size_t step) {
@@ -182,7 +194,7 @@ private:
         const auto put = [&](const uint8_t* in, size_t some) {
             encode_tile(in, some, base, tile_);
             fits = fits && exceptions.add(in, tile_, some, first);
-            move(part, tile_, tiles_bytes(some), stream_);
+            move(part, tile_, tiles_bytes(some), streamed);
             part += tiles_bytes(some);
             first += some;
         };
@@ -204,7 +216,7 @@ private:
         exceptions.end(base);
         each_piece(list_bytes(values), [&](size_t at, size_t size) {
             std::memcpy(tile_, list + at, size);
-            move(list + at, tile_, size, stream_);
+            move(list + at, tile_, size, streamed);
         });
         part += list_bytes(values);
         return fits;
@@ -215,17 +227,10 @@ private:
         for (size_t at = 0; at < bytes; at += kTileBytes) visit(at, std::min(kTileBytes, bytes - at));
     }
 
-    void move(uint8_t* to, const uint8_t* from, size_t size, bool stream) {
-        if (sums_) hash_.update_copy(to, from, size, stream);
-        else std::memcpy(to, from, size);
-    }
-
     static constexpr size_t kSampled = 17;  // prime to the widths of rows: all channels have their turn
 
     const HostPlanes& pool_;
     const int64_t* blocks_;
-    Xxh3 hash_;
-    bool sums_, stream_;
     alignas(64) uint8_t tile_[kTileBytes], values_[2 * kTile];
 };
 
@@ -262,9 +267,8 @@ void check(const HostPlanes& pool) {
 
 int64_t layer_bytes(const HostPlanes& pool, int64_t layer) {
     int64_t bytes = 0;
-    for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
-        const PlaneMemory& plane = pool.planes[n];
-        const int64_t rows = pool.block_tokens * pool.page_blocks;
+    const int64_t rows = pool.block_tokens * pool.page_blocks;
+    for (const PlaneMemory& plane : planes_of(pool, layer)) {
         bytes += pool.packed ? static_cast<int64_t>(packed_bytes(values_of(pool, plane))) : rows * plane.row_bytes;
     }
     return bytes;
@@ -272,19 +276,18 @@ int64_t layer_bytes(const HostPlanes& pool, int64_t layer) {
 
 bool gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, uint8_t* part, uint64_t* sums,
             Store store) {
-    const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
         if (pool.packed) {
             Packer packer(pool, blocks, sums, store);
-            for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
-                if (!packer.gather(pool.planes[n], part)) return false;
+            for (const PlaneMemory& plane : planes_of(pool, layer)) {
+                if (!packer.gather(plane, part)) return false;
             }
             if (sums) *sums++ = packer.digest();
             continue;
         }
-        Mover mover(arm, sums, store);
-        for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
-            each_run<true>(pool.planes[n], pool, blocks,
+        Mover mover(sums, store);
+        for (const PlaneMemory& plane : planes_of(pool, layer)) {
+            each_run<true>(plane, pool, blocks,
                            [&](const uint8_t* run, size_t size) { mover.gather(run, size, part); });
         }
         mover.finish(part);
@@ -295,20 +298,17 @@ bool gather(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_
 
 void scatter(const HostPlanes& pool, const int64_t* blocks, int64_t first, int64_t last, const uint8_t* part,
              uint64_t* sums, Store store) {
-    const Arm& arm = best_arm();
     for (int64_t layer = first; layer < last; layer++) {
         if (pool.packed) {
             Packer packer(pool, blocks, sums, store);
-            for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
-                packer.scatter(pool.planes[n], part);
-            }
+            for (const PlaneMemory& plane : planes_of(pool, layer)) packer.scatter(plane, part);
             if (sums) *sums++ = packer.digest();
             continue;
         }
-        Mover mover(arm, sums, store);
+        Mover mover(sums, store);
         size_t left = static_cast<size_t>(layer_bytes(pool, layer));
-        for (int32_t n = pool.first_plane[layer]; n < pool.first_plane[layer + 1]; n++) {
-            each_run<false>(pool.planes[n], pool, blocks, [&](uint8_t* run, size_t size) {
+        for (const PlaneMemory& plane : planes_of(pool, layer)) {
+            each_run<false>(plane, pool, blocks, [&](uint8_t* run, size_t size) {
                 mover.scatter(run, size, part, left);
                 left -= size;
             });

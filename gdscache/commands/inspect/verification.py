@@ -28,7 +28,7 @@ from gdscache.commands.inspect.reading import (
 from gdscache.disk.catalog import WHOLE_SUMS
 from gdscache.disk.catalog_file import CATALOG_NAME, CorruptCatalogError, sqlite_errors
 from gdscache.disk.catalog_image import Progress
-from gdscache.disk.directory import CacheDirectories, wanted
+from gdscache.disk.directory import CacheDirectory, wanted
 from gdscache.disk.namespaces import NAMED
 from gdscache.disk.recovery import WHOLE_ROW
 from gdscache.errors import DirectoryInUseError, IOFailedError
@@ -103,12 +103,12 @@ def verify(directory: Path, progress: Progress = lambda done, total, text: None)
     }
 
 
-def _own(directories: Sequence[Path]) -> CacheDirectories:
+def _own(directories: Sequence[Path]) -> CacheDirectory:
     if wanted(directories[0]):
         raise DirectoryInUseError(f"an engine waits for {directories[0]}", _LATER)
     try:
         with contextlib.ExitStack() as undo:
-            owned = undo.enter_context(CacheDirectories.open(directories, engine=False))
+            owned = undo.enter_context(CacheDirectory.open(*directories, engine=False))
             owned.hold_slabs()  # an engine that has lost its lock file still holds these locks
             undo.pop_all()
             return owned

@@ -144,7 +144,7 @@ def test_tiers_that_each_of_them_needs() -> None:
 
 def test_a_shared_pool_needs_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POOLS, "127.0.0.1:1", FakePool())
-    monkeypatch.setattr("gdscache.mooncake.link.MooncakeLink.reachable", lambda link: True)
+    monkeypatch.setattr("gdscache.mooncake.client.MooncakeLink.reachable", lambda link: True)
     config = opened({**SECTIONS, "ssd": None, "tiers": [pool_entry("127.0.0.1:1")]}, cpu=True)
     with CacheEngine.from_config(config, planes=device_planes(mha(), PAGE).tensors) as engine:
         report = engine.store(PageHashes([b"a" * 32, b"b" * 32]), [0, 1]).result(60)

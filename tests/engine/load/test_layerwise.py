@@ -325,13 +325,15 @@ def test_one_hung_read_of_a_group_costs_its_page_and_keeps_its_slot(open_host: O
         host.finish(load, blocks, keys)  # every layer is ready, the verdict tells
         assert tokens_of(host.engine, tokens) == 4
         with host.engine.manager.lock:
-            held = set(host.engine.manager.cpu_index._leaving)
+            held = set(host.engine.manager.landing.index._leaving)
         assert len(held) == 1
         for seed in range(10, 18):  # more than the CPU tier holds
             host.keep(prompt(seed, 3))
             assert host.load(prompt(seed, 3)).tokens == 12
             with host.engine.manager.lock:
-                assert not held & {entry.slot for entry in host.engine.manager.cpu_index}, "a late read's slot is used"
+                assert not held & {entry.slot for entry in host.engine.manager.landing.index}, (
+                    "a late read's slot is used"
+                )
     rested(host)
     assert host.load(tokens).tokens == 4 * PAGES, "late is not bad"
 

@@ -20,7 +20,7 @@ from gdscache.integrations.sglang.loads import LoadTable
 from gdscache.integrations.sglang.pages import PageLinks
 from gdscache.integrations.vllm.requests import RequestTable
 from gdscache.mooncake import calls as pool_calls
-from gdscache.mooncake import link as pool_link
+from gdscache.mooncake import client as pool_link
 from gdscache.mooncake.io import SIDE_BY_SIDE, TRAILER_BYTES
 from gdscache.mooncake.tier import MooncakeTier
 from gdscache.moves import PrefetchEnd

@@ -19,8 +19,15 @@ from hypothesis import strategies as st
 from gdscache.config import Config, StoreConfig
 from gdscache.errors import CapacityError, InvalidValueError
 from gdscache.pages.keys import Page
-from gdscache.policies.admission import ADMISSIONS, REMEMBERED, Admission, SecondOffer, TinyLFU, open_admission
-from gdscache.policies.endurance import EnduranceBudget
+from gdscache.policies.admission import (
+    ADMISSIONS,
+    REMEMBERED,
+    Admission,
+    EnduranceBudget,
+    SecondOffer,
+    TinyLFU,
+    open_admission,
+)
 from gdscache.policies.sketch import BloomFilter, FrequencySketch, RecentCounter
 from gdscache.runtime.limited_log import LimitedLog
 from tests.support.admission_models import DAY, ExactAdmission, ExactBudget, ExactFrequency, ExactRecent

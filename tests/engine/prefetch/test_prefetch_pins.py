@@ -133,7 +133,7 @@ def test_pages_found_in_memory_are_held_at_once(open_host: OpenHost) -> None:
     host, tokens = stocked(open_host, 6)
     host.load(tokens)
     with host.engine.manager.lock:
-        index = host.engine.manager.cpu_index
+        index = host.engine.manager.landing.index
         index.drop(index.get(host.engine.pages(tokens)[2].key))  # type: ignore[arg-type]
     with PLAN.rule(Op.READ, Fault.HANG) as only:
         prefetch = host.engine.prefetch(tokens, pin=60.0)
@@ -280,7 +280,7 @@ def test_a_bad_page_ends_it_and_what_lies_behind_is_given_up(open_host: OpenHost
     host, tokens = stocked(open_host, 6)
     host.load(tokens)
     with host.engine.manager.lock:
-        index = host.engine.manager.cpu_index
+        index = host.engine.manager.landing.index
         for page in (1, 2):
             index.drop(index.get(host.engine.pages(tokens)[page].key))  # type: ignore[arg-type]
     with PLAN.rule(Op.READ, Fault.FLIP, skip=1):
@@ -345,7 +345,7 @@ def test_it_takes_a_page_of_memory_alone(open_host: OpenHost) -> None:
     hit = prefetch.hit()
     prefetch.release()
     with host.engine.manager.lock:
-        index = host.engine.manager.cpu_index
+        index = host.engine.manager.landing.index
         index.drop(index.get(host.engine.pages(tokens)[3].key))  # type: ignore[arg-type]
     before = len(PLAN.moved[Op.READ])
     assert load(host, hit) == 12
@@ -397,7 +397,7 @@ def test_many_requests_are_one_load(open_host: OpenHost) -> None:
     with host.engine.prefetch(one, pin=60.0) as a, host.engine.prefetch(two, pin=60.0) as b:
         a.result(WAIT), b.result(WAIT)
         with host.engine.manager.lock:
-            index = host.engine.manager.cpu_index
+            index = host.engine.manager.landing.index
             index.drop(index.get(host.engine.pages(two)[1].key))  # type: ignore[arg-type]
         hits = [a.hit(start=8), a.hit(), b.hit()]
         assert [hit.tokens for hit in hits] == [8, 16, 4]
@@ -527,7 +527,7 @@ class ClaimsMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.manager = bare_manager(SLOTS, self.clock)
-        self.index = self.manager.cpu_index
+        self.index = self.manager.landing.index
         self.there: dict[int, int] = {}  # pages, and their ages
         self.ages = 0
         self.owed: set[int] = set()  # pages that are expected, and for which no page that is held has taken room
@@ -696,7 +696,7 @@ TestClaims.settings = settings(max_examples=max(40, settings.default.max_example
 def test_room_of_a_page_is_theirs_who_expect_it_when_it_is_let_go() -> None:
     """Steps that the machine draws too rarely to miss a check of them; and those of the next test."""
     manager, pages = bare_manager(SLOTS, Clock()), [page_of(number) for number in range(SLOTS // 2)]
-    pins, index = manager.pins, manager.cpu_index
+    pins, index = manager.pins, manager.landing.index
     with manager.lock:
         one, two, three = (pins.claim(some, 60.0, 1, ["cpu"] * len(some)) for some in (pages, pages[:1], pages[:1]))
         index.insert(pages[0], index.take_free(1)[0], PageState.VERIFIED)
@@ -712,7 +712,7 @@ def test_room_of_a_page_is_theirs_who_expect_it_when_it_is_let_go() -> None:
 
 def test_a_page_that_was_dropped_while_it_was_held_has_no_room_for_what_comes_in_its_place() -> None:
     manager, page = bare_manager(SLOTS, Clock()), page_of(0)
-    pins, index = manager.pins, manager.cpu_index
+    pins, index = manager.pins, manager.landing.index
     with manager.lock:
         claim = pins.claim([page], 60.0, 1, ["cpu"])
         for _ in range(2):

@@ -165,7 +165,7 @@ def test_the_planner_keeps_both_bounds_and_is_its_model(limit: int, operations: 
             cause: model.refused[cause] for cause in ("queue_full", "no_prefix")
         }
         assert counts["dropped", "queue_full"] == model.dropped
-        assert [p for pages in PROMPTS for p in pages if real.manager.cpu_index.has(p.key)] == sorted(model.cpu)
+        assert [p for pages in PROMPTS for p in pages if real.manager.landing.index.has(p.key)] == sorted(model.cpu)
 
     for what, n, pages in operations:
         if what == "store":

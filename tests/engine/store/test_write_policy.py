@@ -96,14 +96,14 @@ def test_dirty_pages_are_not_evicted_and_others_pass_by(policy_host: OpenHost) -
     kept, clean, other = prompt(1, 3), prompt(2, 1), prompt(3, 3)
     stored(host, kept)  # three dirty pages of four
     with host.engine.manager.lock:
-        [held] = host.engine.manager.cpu_index.take_free(1)  # as if it were pinned
+        [held] = host.engine.manager.landing.index.take_free(1)  # as if it were pinned
     report = stored(host, other)  # no slot is free and no page may go: by the bounce reserve to the SSD
     assert report.tiers == (("ssd",),) * 3
     assert on(host, "cpu", kept) == [0, 1, 2]
     assert host.load(other).bytes_by_tier.keys() == {"ssd"}
     assert on(host, "cpu", kept) == [0, 1, 2], "a load pushed out a page that is nowhere else"
     with host.engine.manager.lock:
-        host.engine.manager.cpu_index.free([held])
+        host.engine.manager.landing.index.free([held])
     host.engine.flush(WAIT)
     stored(host, clean)
     assert host.load(other).tokens == 12

@@ -42,7 +42,7 @@ def test_a_pin_ends_by_itself_when_its_time_is_up(open_host: OpenHost, what: str
     host.keep(tokens)
     hit = engine.lookup(tokens)
     pin = engine.pin(tokens, 60)
-    entry = engine.manager.cpu_index.get(engine.pages(tokens)[0].key)
+    entry = engine.manager.landing.index.get(engine.pages(tokens)[0].key)
     assert entry.leases == 1
     clock.now += 60
     assert entry.leases == 1  # nobody has looked

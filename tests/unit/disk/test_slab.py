@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from gdscache import errors
 from gdscache.disk import slab as slab_module
-from gdscache.disk.directory import CacheDirectories
+from gdscache.disk.directory import CacheDirectory
 from gdscache.disk.slab import Slab
 from gdscache.disk.slab_io import SlabIO
 from gdscache.sizes import about
@@ -317,15 +317,10 @@ def test_shards_have_files_of_their_own_with_the_same_slots(tmp_path: Path) -> N
     assert slab.check() == ([], {})
 
 
-def test_further_slabs_have_files_of_their_own(tmp_path: Path) -> None:
-    assert Slab.open(tmp_path, EXTENT, 2, slab=7).files == (tmp_path / "slab-0.7.0.bin",)
-    assert Slab.open(tmp_path, EXTENT, 2).files == (tmp_path / "slab-0.bin",)
-
-
-@pytest.mark.parametrize(("slab", "shards", "shard"), [(-1, 1, None), (0, 0, None), (0, 2, 2), (0, 2, -1)])
-def test_shards_that_there_are_not(tmp_path: Path, slab: int, shards: int, shard: int | None) -> None:
+@pytest.mark.parametrize(("shards", "shard"), [(0, None), (2, 2), (2, -1)])
+def test_shards_that_there_are_not(tmp_path: Path, shards: int, shard: int | None) -> None:
     with pytest.raises(errors.InvalidValueError):
-        Slab.open(tmp_path, EXTENT, 2, slab=slab, shards=shards, shard=shard)
+        Slab.open(tmp_path, EXTENT, 2, shards=shards, shard=shard)
     assert not list(tmp_path.iterdir())
 
 
@@ -349,11 +344,9 @@ def test_a_shard_is_read_and_written_by_itself(tmp_path: Path) -> None:
 
 def test_the_files_of_each_shard_are_locked(tmp_path: Path) -> None:
     Slab.open(tmp_path, EXTENT, 4, shards=2)
-    Slab.open(tmp_path, EXTENT, 4, slab=3)
-    with CacheDirectories.open([tmp_path]) as owner:
+    with CacheDirectory.open(tmp_path) as owner:
         owner.hold_slabs(shards=(1,))
-        owner.hold_slabs(3)
-        for name, held in (("slab-0.bin", False), ("slab-0.0.1.bin", True), ("slab-0.3.0.bin", True)):
+        for name, held in (("slab-0.bin", False), ("slab-0.0.1.bin", True)):
             with (tmp_path / name).open("rb") as file, contextlib.ExitStack() as expected:
                 if held:
                     expected.enter_context(pytest.raises(BlockingIOError))

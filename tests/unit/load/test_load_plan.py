@@ -47,7 +47,7 @@ def prepare(pages: list[Page], kinds: list[tuple[str, str]]) -> tuple[TierManage
                 manager.quarantine._reading["ssd", entry.slot] += 1
                 manager.quarantine._late["read"] += 1
         if copy not in ("absent", "of a load"):
-            put(manager.cpu_index, page, copy)
+            put(manager.landing.index, page, copy)
     return manager, planner
 
 
@@ -78,7 +78,7 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
     pages = chain(1, len(kinds))
     (manager, planner), decided = prepare(pages, kinds), decide(kinds)
     had, under_way, filling = leases(manager), Counter(planner.under_way), dict(planner._filling)
-    free = manager.cpu_index.free_slots
+    free = manager.landing.index.free_slots
     plan = planner.plan([pages], "load", keep=keep, most=part)
     while not plan.whole:
         lengths = {len(some) for some in (plan, plan.statuses, plan.slots, plan.sources, plan.targets)}
@@ -101,10 +101,10 @@ def test_a_plan_is_what_page_by_page_decisions_make(kinds: list[tuple[str, str]]
         assert shared.get(row) == (None if brings is None else (brings, brings.targets.index(plan.sources[row])))
     placed = {row: target for row, target in enumerate(plan.targets) if target is not None}
     targets = set(placed.values())
-    assert all(target is manager.cpu_index.find(plan.pages[row].key) for row, target in placed.items())
+    assert all(target is manager.landing.index.find(plan.pages[row].key) for row, target in placed.items())
     assert planner._filling == {**filling, **dict.fromkeys(targets, plan)}
     assert all(plan.row_of(target) == row for row, target in placed.items())
-    assert len({target.slot for target in targets}) == len(targets) == free - manager.cpu_index.free_slots
+    assert len({target.slot for target in targets}) == len(targets) == free - manager.landing.index.free_slots
     assert {entry for _, entry in plan.leases[0]} == {*plan.entries(objects), *targets}
     assert len(plan.leases[0]) == len(plan) + len(targets)
     more = Counter((tier.name, page) for tier, page in zip(tiers, plan.pages, strict=True))
@@ -150,8 +150,8 @@ def test_what_a_part_brings_pushes_no_later_page_out() -> None:
     pages, others = chain(1, 6), chain(2, SLOTS - 3)
     manager, planner = prepare(pages, [("absent", "at rest")] * 3 + [("at rest", "at rest")] * 3)
     for page in others:
-        put(manager.cpu_index, page, "at rest")
-    assert not manager.cpu_index.free_slots
+        put(manager.landing.index, page, "at rest")
+    assert not manager.landing.index.free_slots
     plan = planner.plan([pages], "load", most=3)
     planner.go_on(plan)
     assert [plan.tier_of(row).name for row in range(6)] == ["ssd"] * 3 + ["cpu"] * 3
@@ -168,7 +168,7 @@ def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
         raise KeyError("injected")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager.cpu_index, "allocate_some", fail)
+        patch.setattr(manager.landing.index, "allocate_some", fail)
         with pytest.raises(KeyError):
             planner.go_on(plan, 2)
     assert plan.whole
@@ -177,4 +177,4 @@ def test_a_part_that_breaks_off_leaves_what_was_planned() -> None:
     planner.abandon(plan)
     assert not any(leases(manager).values())
     assert not planner._filling
-    assert len(manager.cpu_index) == 0
+    assert len(manager.landing.index) == 0

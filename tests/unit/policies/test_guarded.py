@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gdscache.commands.replay.trace import Request
 from gdscache.commands.replay.workload import Prompt, Workload, expand
 from gdscache.native import LruShadow
-from gdscache.policies.base import LRU, Undeferred
+from gdscache.policies.base import LRU, EvictionPolicy
 from gdscache.policies.guarded import Bets, Guarded
 from gdscache.policies.lifetime import Lifetime
 from tests.support.one_tier import simulate
@@ -159,7 +159,7 @@ class Foresight(list[Prompt]):
         return needs[after] if after < len(needs) else len(self)
 
 
-class Adversary(Undeferred):
+class Adversary(EvictionPolicy):
     """The optimum upside down: gives up what is wanted soonest. `future` belongs to the trace that is replayed."""
 
     future: Foresight

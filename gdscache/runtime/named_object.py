@@ -1,4 +1,4 @@
-"""Classes that a configuration names as `package.module:Class`."""
+"""Objects of classes that a configuration names as `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def named_class(target: str, base: type, refuse: Callable[[str], Exception], *given: Any, **keywords: Any) -> Any:
-    """The subclass of `base` that `target` names, checked to accept the given arguments.
+def named_object(target: str, base: type, refuse: Callable[[str], Exception], *given: Any, **keywords: Any) -> Any:
+    """A new object of the subclass of `base` that `target` names.
 
     `refuse(cause)`: the error to raise if there is no such class, it is abstract, or does not take the arguments.
     """
@@ -27,4 +27,4 @@ def named_class(target: str, base: type, refuse: Callable[[str], Exception], *gi
         inspect.signature(found).bind(*given, **keywords)
     except TypeError as error:
         raise refuse(f"it does not take the keywords {', '.join(sorted(keywords))}: {error}") from error
-    return found
+    return found(*given, **keywords)
