@@ -69,10 +69,10 @@ class HybridRig(sglang_rig.Linked):
             self.rows = _rows_with_states()
         self.windowed = "SWA" in COMPONENTS[kind]
         if self.windowed:
-            self.pool: Any = _windowed_pool(2 // ranks)
+            self.pool: Any = _windowed_pool(max(1, 2 // ranks))
             self.slots: Any = SWATokenToKVPoolAllocator(TOKENS, TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
         else:
-            self.pool = _linear_pool(self.rows.mamba_pool, 2 // ranks)
+            self.pool = _linear_pool(self.rows.mamba_pool, max(1, 2 // ranks))
             self.slots = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.bfloat16, "cpu", self.pool, False)
         self.params = CacheInitParams(
             disable=False,
@@ -139,7 +139,11 @@ class HybridRig(sglang_rig.Linked):
         self.tree.linker.release_request(request.rid)
         self.slots.free(tail)
         self.tree.unlock(request.lock)
-        if request.kv.holds_mamba:
+        self.leave(request)
+
+    def leave(self, request: Req) -> None:
+        """It goes before its turn has come."""
+        if self.states is not None and request.kv.holds_mamba:
             self.rows.mamba_allocator.free(request.kv.mamba_pool_idx.unsqueeze(0))
 
     def room(self) -> list[int]:
@@ -152,6 +156,8 @@ class HybridRig(sglang_rig.Linked):
         """A forward pass over tokens `prefix_len ... extend_end-1`."""
         begin, end = request.prefix_len, request.extend_end
         path = self.tree.prefix_device_indices(request) if not request.kv.holds_kv else None
+        if self.states is not None:
+            until(self._make_room_for_states, "states of the device can be evicted")
         self.rows.alloc([request])
         row = self.rows.req_to_token[request.kv.req_pool_idx]
         if path is not None:
@@ -235,6 +241,14 @@ class HybridRig(sglang_rig.Linked):
             self.poll()  # pages that were being read
             self.tree.evict(EvictParams(num_tokens=max(0, tokens - full), swa_num_tokens=max(0, tokens - own)))
         return bool(full >= tokens and own >= tokens)
+
+    def _make_room_for_states(self) -> bool:
+        """A request has a state of its own, and two that SGLang tracks."""
+        states = self.rows.mamba_allocator
+        if (short := 3 - states.available_size()) > 0:
+            self.poll()  # states that were being read
+            self.tree.evict(EvictParams(num_tokens=0, mamba_num=short))
+        return bool(states.available_size() >= 3)
 
     def flush(self) -> None:
         """`flush_cache`: the device's pages are gone."""

@@ -64,97 +64,6 @@ def _come_back(ranks: Ranks, kind: str, shards: int) -> None:
 
 
 @case
-def windows_come_back(ranks: Ranks) -> None:
-    _hybrids_come_back(ranks, "swa")
-
-
-@case
-def states_come_back(ranks: Ranks) -> None:
-    _hybrids_come_back(ranks, "mamba")
-
-
-@case
-def windows_and_states_come_back(ranks: Ranks) -> None:
-    _hybrids_come_back(ranks, "all")
-
-
-def _hybrids_come_back(ranks: Ranks, kind: str) -> None:
-    """From the CPU tier after a flush, from the SSD after a restart; and where prompts part, the third one hits."""
-    found, long = ranks.hybrid(kind), rig.prompt(1, 100)
-    assert found.serve(long) == (0, 0)
-    assert found.serve(long) == (96, 0), "the tree has it"
-    found.settle()
-    found.flush()
-    assert found.serve(long) == (0, 96)
-    found.settle()
-    found.close()
-    found, head = ranks.hybrid(kind), rig.prompt(1, 57)
-    assert found.serve(long) == (0, 96), "a lone request waits for the SSD"
-    for flushed in (False, True):  # where SGLang's tree has the first one, and where our tiers alone have
-        found.settle()
-        found.flush()
-        if found.linker.engine is not None:
-            found.linker.engine.clear()
-        found.serve(rig.prompt(2, 100, head))
-        found.settle()
-        if flushed:
-            found.flush()
-        assert sum(found.serve(rig.prompt(3, 110, head))) in (32, 52)
-        found.settle()
-        found.flush()
-        assert found.serve(rig.prompt(4, 90, head)) == (0, 56), (kind, flushed)
-    found.settle()
-    found.close()
-
-
-@case
-def hybrids_at_random(ranks: Ranks) -> None:
-    """As `random_traffic`, for each kind of hybrid model."""
-    for kind in ("swa", "mamba", "all"):
-        source, loaded = random.Random(7), 0
-        room = {"cpu": {"capacity": "2MiB"}, "ssd": {"capacity": "4MiB"}}
-        found = ranks.hybrid(kind, **room)
-        for number in range(int(os.environ.get("GDSCACHE_SGLANG_OPERATIONS", "60"))):
-            head = rig.prompt(source.randrange(4), source.randrange(4, 150))
-            tokens = rig.prompt(source.randrange(3, 9), len(head) + source.randrange(1, 90), head)
-            what = source.random()
-            if what < 0.1:
-                found.settle()
-                found.flush()
-            elif what < 0.14:
-                found.close()
-                found = ranks.hybrid(kind, **room)
-            elif what < 0.2:
-                found.request(tokens, f"gone{number}")  # it is looked up, and never heard of again
-            loaded += found.serve(tokens, source.choice([16, 32, 256]))[1]
-        assert loaded > 500, (kind, loaded)
-        assert found.linker.counts["failed_loads"] == 0
-        found.settle()
-        if found.linker.engine is not None:
-            assert found.linker.engine.check().ok
-        found.close()
-
-
-@case
-def a_state_that_is_bad_on_one_rank(ranks: Ranks) -> None:
-    """Bytes of one pool on one rank: all is computed, on all ranks, and stored anew."""
-    last, long = ranks.rank == ranks.ranks - 1, rig.prompt(1, 100)
-    found = ranks.hybrid("all", ssd=FAULTY["ssd"])
-    found.serve(long)
-    found.settle()
-    found.close()
-    found = ranks.hybrid("all", ssd=FAULTY["ssd"])
-    bad = PLAN.rule(Op.READ, Fault.FLIP, rate=1.0, bit=7) if last else contextlib.nullcontext()
-    with bad:
-        assert found.serve(long) == (0, 0)
-        found.settle()
-    found.flush()
-    assert found.serve(long) == (0, 96), "computed and stored anew"
-    found.settle()
-    found.close()
-
-
-@case
 def random_traffic(ranks: Ranks) -> None:
     """Prompts with common beginnings, flushes, aborts and restarts, in a pool and tiers that are too small: no wrong
     byte on any rank, and no batch fails."""
@@ -162,7 +71,7 @@ def random_traffic(ranks: Ranks) -> None:
         source = random.Random(5)
         more = {"cpu": {"capacity": "384KiB"}, "ssd": {"path": str(ranks.folder / kind), "capacity": "768KiB"}}
         found, loaded = ranks.rig(kind, **more), 0
-        for number in range(int(os.environ.get("GDSCACHE_SGLANG_OPERATIONS", "120"))):
+        for number in range(int(os.environ.get("GDSCACHE_OPERATIONS", "120"))):
             head = rig.prompt(source.randrange(4), source.randrange(4, 100))
             tokens = rig.prompt(source.randrange(3, 9), len(head) + source.randrange(1, 60), head)
             what = source.random()

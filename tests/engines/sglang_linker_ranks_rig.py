@@ -159,7 +159,10 @@ class HybridRankRig(InStep, hybrids.HybridRig):
         self.shuffle()
 
     def content(self, tokens: Sequence[int], layer: int, part: int) -> float:
-        return float(int(super().content(tokens, layer, part)) ^ (37 * self.ranks.rank))
+        own = self.ranks.rank
+        if layer in hybrids.LAYERS["kv"]:  # which has two heads; a window's or a state's parts are each rank's own
+            own //= max(1, self.ranks.ranks // 2)
+        return float(int(super().content(tokens, layer, part)) ^ (37 * own))
 
     def shuffle(self) -> None:
         own = [self.slots.full_attn_allocator, self.slots.swa_attn_allocator] if self.windowed else [self.slots]

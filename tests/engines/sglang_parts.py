@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import subprocess
@@ -39,3 +40,13 @@ def start(*arguments: str | Path, log: Path | None = None) -> subprocess.Popen[s
             env=settings,
             text=True,
         )
+
+
+def cases_of(*files: Path) -> dict[str, Path]:
+    """The names of the cases in these files, with the file of each."""
+    return {
+        node.name: file
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
+    }

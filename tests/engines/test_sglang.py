@@ -6,7 +6,6 @@ model runs.
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -16,22 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.engines.sglang_parts import HERE, start
+from tests.engines.sglang_parts import HERE, cases_of, start
 from tests.engines.vllm_parts import changes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 LIMIT_S = 120.0
 WRITTEN_FOR: dict[str, Any] = json.loads((HERE / "sglang_contract.json").read_text())
-FILES = [
-    HERE / f"sglang_{name}_cases.py"
-    for name in ("linker", "hybrid", "storage", "ranks", "pools", "namespace", "metrics")
-]
-CASES = {  # the file of each
-    node.name: file
-    for file in FILES
-    for node in ast.parse(file.read_text()).body
-    if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "case" for d in node.decorator_list)
-}
+FILES = [HERE / f"sglang_{name}_cases.py" for name in ("linker", "storage", "ranks", "pools", "namespace", "metrics")]
+CASES = cases_of(*FILES)
 PAIRED = {"killed", "after_the_kill"}
 
 

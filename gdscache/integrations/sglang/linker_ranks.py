@@ -407,7 +407,7 @@ class Agreement:
         self._numbers = itertools.count(1)
 
     def of(self, find: Callable[[], int]) -> int:
-        """The leader's `find()`. 0 if that fails, or if there is no leader any more."""
+        """The leader's `find()`. 0 if that fails, or, on every rank, if there is no leader any more."""
         number, found = next(self._numbers), 0
         if self._ranks is not None and self._leading is None:
             return int.from_bytes(self._ranks.ranks[-1].told(number, ORDER_S), "little")
@@ -416,7 +416,9 @@ class Agreement:
         except GdsCacheError as error:
             log_failure(error)
         if self._ranks is not None and self._leading is not None:
-            with contextlib.suppress(EngineClosedError):
+            try:
                 # The last pool's channel: loads' orders have the numbers of the first one's.
                 self._leading.tell_ranks(len(self._ranks.ranks) - 1, number, found.to_bytes(8, "little"))
+            except EngineClosedError:
+                return 0  # as on the other ranks, which hear nothing
         return found
