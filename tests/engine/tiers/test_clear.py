@@ -140,7 +140,12 @@ def test_the_lock_is_held_for_a_piece_at_a_time(cleared: str) -> None:
             index.commit(entry)
             index.release(entry)
         tiers[name] = SimpleNamespace(
-            name=name, kind=KINDS[name], index=index, served=True, commit_all_deletions=lambda namespace: None
+            name=name,
+            kind=KINDS[name],
+            index=index,
+            served=True,
+            plain=False,
+            commit_all_deletions=lambda namespace: None,
         )
     hold.work, hold.holds = 0, []
     manager = TierManager(hold, list(tiers.values()))
