@@ -18,7 +18,7 @@ GROWTH = 8 << 20  # bytes that an allocator may add while its arenas settle
 @pytest.mark.suite
 @pytest.mark.parametrize("model", [MHA, PACKED])
 def test_some_time_under_faults(slab: Path, model: dict[str, Any], record_property: Any) -> None:
-    _soak(slab, model, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")) / 6, 15, record_property)
+    _soak(slab, model, float(os.environ.get("GDSCACHE_SOAK_SECONDS", "30")) / 3, 15, record_property)
 
 
 @pytest.mark.soak
