@@ -207,7 +207,7 @@ def build(
                 undo.callback(copies[-1].close)
         executor = _executor(both, copies, manager)
         undo.callback(executor.close)
-        executors = [executor, (isinstance(executor, NativeExecutor) and executor.plain) or executor][: len(both)]
+        executors = [executor] if executor.plain is None or plain is None else [executor, executor.plain]
         planner = storer = None
         for one, some, mine, moves in reversed([*zip(both, outlets, earned, executors, strict=True)]):
             extent, writers = one.top.layout.extent_bytes, dict[str, TierWriter]()
@@ -578,7 +578,7 @@ def _native_executor(
     files = {tier.name: tier.io for tier in below.files}
     slots = {tier.name: tier.index.slots for tier in below.files}
     executor = NativeExecutor(Machine(copies, memories, files, slots, reserve, refusal, manager.timeline), plain)
-    only = below.files[0].name if below.top.plain and below.files else ""
+    only = "" if bounce is None else bounce.only
     if bounce is not None:
         manager.quarantine.add_memory(f"{bounce.name}_loads", len(bounce.loads), executor.held_slots, only)
     if below.cpu is not None:

@@ -139,18 +139,21 @@ class LoadRun:
         plan = self.plan
         runs, self._begun = plan.runs[self._begun :], len(plan.runs)
         self._shared += [run for run in runs if run.filling is not None]
-        apart = not self._by_ranks  # ranks move all pages of a load in one move
-        self._unpacked += [run for run in runs if run.filling is None and run.tier.plain and apart]
+        brought = [run for run in runs if run.filling is None]
+        self._unpacked += [run for run in brought if self._apart(run)]
         with self._manager.timeline.span("begin", load=self._load.number, pages=sum(len(run.rows) for run in runs)):
             ways: list[Way] = []
             order: list[Int64Array] = []
-            here = [run for run in runs if run.filling is None and not (run.tier.plain and apart)]
-            for part, way in self._all_ways(here):
+            for part, way in self._all_ways([run for run in brought if not self._apart(run)]):
                 order.append(part)
                 ways.append(way)
             self._hand_over(ways, order)
             if self._blocks is not None and self._moving is not None and self._manager.measured:
                 self._time()
+
+    def _apart(self, run: TierRun) -> bool:
+        """Whether another move brings a run. Ranks move all pages of a load in one."""
+        return run.tier.plain and not self._by_ranks
 
     def _all_ways(self, runs: Sequence[TierRun]) -> Iterator[tuple[Int64Array, Way]]:
         for tier in self._manager.tiers.values():  # the fastest first

@@ -131,8 +131,9 @@ class Lender:
             if fields["do"] == "hello":
                 told = self._greet(fields)
             elif fields["do"] == "find":
-                told = {"found": len(self._lendable(self._pages(fields, arrays)))}
-            elif pages := self._lendable(self._pages(fields, arrays)):
+                tiers = self._planner.manager.peek(self._pages(fields, arrays))
+                told = {"found": next((n for n, name in enumerate(tiers) if name != self._tier.name), len(tiers))}
+            elif pages := self._pages(fields, arrays):
                 told, given = self._lend(one, pages)
         except Exception as error:  # noqa: BLE001 - a borrower waits for the answer
             log_failure(error)
@@ -154,16 +155,12 @@ class Lender:
         parent = hashes.pop(0) if fields["parent"] else None
         return self._named(hashes, parent, fields["epoch"]) if hashes else ()
 
-    def _lendable(self, pages: Sequence[Page]) -> Sequence[Page]:
-        """The leading pages of the slab; of packed pages, those that do not fit are elsewhere."""
-        tiers = self._planner.manager.peek(pages)
-        return pages[: next((n for n, name in enumerate(tiers) if name != self._tier.name), len(tiers))]
-
     def _lend(self, one: _Served, pages: Sequence[Page]) -> tuple[dict[str, Any], list[wire.Array]]:
         planner, tier = self._planner, self._tier
         plan = planner.plan([pages], f"rank {one.rank}", keep=False)
         try:
-            entries = plan.entries(range(len(plan)))
+            # of packed pages, those that do not fit lie in another slab
+            entries = plan.entries(range(next((r.rows.start for r in plan.runs if r.tier is not tier), len(plan))))
             if not tier.at_hand(entries):
                 tier.learn(entries)
             there = next((n for n, entry in enumerate(entries) if not tier.at_hand([entry])), len(entries))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def plain_rows(move: Move) -> Int64Array:
     """The rows of a move whose pages lie in spaces of plain pages."""
-    plain = [way.source.endswith(PLAIN) or way.target.endswith(PLAIN) for way in move.ways]
+    plain = [_is_plain(way) for way in move.ways]
     return np.flatnonzero(np.repeat(plain, [len(way) for way in move.ways]))
 
 
@@ -61,8 +62,8 @@ class MixedMoving:
         self._move = Move(move.priority, _ways(move, plain=False), move.seconds, move.groups, move.number)
         self._cancelled = Flag()
         first = Move(move.priority, _ways(move, plain=True), move.seconds, number=move.number)
-        self._moving: list[tuple[Moving, Int64Array]] = []
-        self._moving.append((plain.begin(first, after, _Some(listener, rows, layers=False)), rows))
+        begun: Moving = plain.begin(first, after, _Some(listener, rows, layers=False))
+        self._moving = [(begun, rows)]
 
     def extend(self, ways: Sequence[Way], *, last: bool) -> None:
         raise AssertionError("a rank's moves come whole")
@@ -87,11 +88,19 @@ class MixedMoving:
     def on_end(self, callback: Callable[[int], None]) -> None:
         """Behind `end`: have `callback(row)` called when nothing touches the row's slots any more."""
         for moving, rows in self._moving:
-            moving.on_end(lambda row, rows=rows: callback(int(rows[row])))  # type: ignore[misc]
+            moving.on_end(functools.partial(_told, callback, rows))
+
+
+def _told(callback: Callable[[int], None], rows: Int64Array, row: int) -> None:
+    callback(int(rows[row]))
 
 
 def _ways(move: Move, *, plain: bool) -> tuple[Way, ...]:
-    return tuple(way for way in move.ways if (way.source.endswith(PLAIN) or way.target.endswith(PLAIN)) == plain)
+    return tuple(way for way in move.ways if _is_plain(way) == plain)
+
+
+def _is_plain(way: Way) -> bool:
+    return way.source.endswith(PLAIN) or way.target.endswith(PLAIN)
 
 
 def _joined(ends: Sequence[tuple[End, Int64Array]]) -> End:

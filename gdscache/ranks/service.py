@@ -30,7 +30,7 @@ from gdscache.errors import GdsCacheError, LockLostError, RankMismatchError, Sho
 from gdscache.extents.host import HostExtents
 from gdscache.kernels.copies import PageCopies, open_copies
 from gdscache.load.plan import CODES
-from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent
+from gdscache.moves import PLANES, Move, Moving, PageStatus, Priority, Spent, Way
 from gdscache.moves.machine import Machine, Reserve
 from gdscache.moves.native import NativeExecutor
 from gdscache.native import SHORT, take_rows
@@ -124,7 +124,7 @@ class Service:
         self._files: dict[str, SlabIO] = {}
         self._copies: list[PageCopies] = []
         self._executor: NativeExecutor | None = None
-        self._moving: dict[int, Moving | MixedMoving | None] = {}  # None: its begin is in progress
+        self._moving: dict[int, Moving | None] = {}  # None: its begin is in progress
         self._refused: set[int] = set()  # moves cancelled before they were begun here
         self._marks: dict[int, _Mark] = {}
         self._told: dict[int, _Told] = {}
@@ -290,14 +290,12 @@ class Service:
 
     def _start(self, fields: dict[str, Any], given: _Given) -> Mapping[str, Any]:
         plain = None
-        if self._plain is not None:
-            plain = self._executor_of(self._plain, fields["loads"], PLAIN)
-        try:
+        with contextlib.ExitStack() as undo:
+            if self._plain is not None:
+                plain = self._executor_of(self._plain, fields["loads"], PLAIN)
+                undo.callback(plain.close)
             self._executor = self._executor_of(self._planes, fields["loads"], "", plain)
-        except BaseException:
-            if plain is not None:
-                plain.close()
-            raise
+            undo.pop_all()
         return {}
 
     def _executor_of(
@@ -424,7 +422,7 @@ class Service:
         heard = None if move.priority >= Priority.STORE else _Verdicts(len(move), load, last=last, waited=waited)
         ended = functools.partial(self._ended, number, move, heard, load, rows)
         try:
-            lost = self._lock_lost() if any({way.source, way.target} & {*self._files} for way in move.ways) else ""
+            lost = self._lock_lost() if any(self._on_files(way) for way in move.ways) else ""
             if lost:
                 self._channel.send(wire.pack({"lock_lost": lost}))
                 raise LockLostError(lost)
@@ -444,9 +442,10 @@ class Service:
             load.handle.carried_by(moving, last=last)
         self._workers.submit(functools.partial(ended, moving, ""))
 
-    def _begun(
-        self, executor: NativeExecutor, move: Move, after: Sequence[Event], heard: _Verdicts | None
-    ) -> Moving | MixedMoving:
+    def _on_files(self, way: Way) -> bool:
+        return way.source in self._files or way.target in self._files
+
+    def _begun(self, executor: NativeExecutor, move: Move, after: Sequence[Event], heard: _Verdicts | None) -> Moving:
         """Begin a move by the executor of its pages: packed ones, plain ones, or some of each."""
         plain = executor.plain
         rows = np.empty(0, np.int64) if plain is None else plain_rows(move)
@@ -472,7 +471,7 @@ class Service:
         heard: _Verdicts | None,
         load: RankLoad | None,
         rows: Int64Array | None,
-        moving: Moving | MixedMoving | None,
+        moving: Moving | None,
         why: str,
     ) -> None:
         failed: list[tuple[int, int]] = []

@@ -66,7 +66,7 @@ class Bounce:
     pages these are; "": of all."""
 
     def __init__(self, extents: SlotMemory, quarantine: Quarantine, *, plain: bool = False, only: str = "") -> None:
-        self.name = "bounce" + PLAIN * plain
+        self.name, self.only = "bounce" + PLAIN * plain, only
         self.extents = extents
         half = extents.slots // 2
         self.stores = SlotShare(range(half))

@@ -191,6 +191,11 @@ class RanksHost:
     def open(self) -> CacheEngine:
         return CacheEngine.from_config(self.config, ranks=self.addresses)
 
+    def restart(self) -> None:
+        self.engine.close()
+        self.start_ranks()
+        self.engine = self.open()
+
     def every(self, *what: Any, seconds: float = WAIT) -> list[Any]:
         """Tell all ranks, and hear from all."""
         for rank in self.ranks:

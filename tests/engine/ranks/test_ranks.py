@@ -47,9 +47,7 @@ def test_what_is_stored_comes_back_on_every_rank_also_behind_a_restart(ranks_hos
     drop_from(host.engine, "cpu")
     report, _ = host.load(tokens)
     assert (report.pages, report.bytes_by_tier) == ((GOOD,) * 5, {"ssd": 5 * host.layout.page_bytes})
-    host.engine.close()
-    host.start_ranks()
-    host.engine = host.open()
+    host.restart()
     with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
         prefetch.result(WAIT)
         hit = prefetch.hit()
@@ -77,9 +75,7 @@ def test_packed_pages_come_back_on_every_rank(ranks_host: Open, shards: list[int
     drop_from(host.engine, "cpu_plain")
     for tokens in some:
         assert host.load(tokens)[0].pages == (GOOD,) * 5
-    host.engine.close()
-    host.start_ranks()
-    host.engine = host.open()
+    host.restart()
     for tokens in some:
         with host.engine.prefetch(tokens, pin=WAIT) as prefetch:
             prefetch.result(WAIT)
@@ -162,9 +158,7 @@ def test_ranks_on_gpus(ranks_host: Open, shards: list[int]) -> None:
         drop_from(host.engine, "cpu")
         for tokens in some:
             assert host.load(tokens)[0].pages == (GOOD,) * 5
-    host.engine.close()
-    host.start_ranks()
-    host.engine = host.open()
+    host.restart()
     for tokens in some:
         assert host.load(tokens)[0].pages == (GOOD,) * 5
     assert not host.engine.check().problems
@@ -229,9 +223,7 @@ def test_a_rank_that_ends_or_hangs_costs_pages_and_no_more(
         assert host.load_all(kept)
         until(lambda: not host.store(fresh).dropped, "stores are taken again")
         assert host.load_all(fresh)
-    host.engine.close()
-    host.start_ranks()
-    host.engine = host.open()
+    host.restart()
     assert host.load_all(kept)
 
 
@@ -279,9 +271,7 @@ def test_a_rank_that_is_closed_first_finishes_what_it_has(ranks_host: Open, capl
     assert [record.levelname for record in told] == ["WARNING"] * 2
     assert all("was closed" in record.getMessage() for record in told)
     stored = 4 - len(handle.result(WAIT).dropped)
-    host.engine.close()
-    host.start_ranks()
-    host.engine = host.open()
+    host.restart()
     assert host.engine.lookup(tokens).tokens == stored * host.layout.page_tokens
 
 
