@@ -13,15 +13,21 @@
 #define VECTOR 16
 #endif
 
+#ifndef THREADS
 #define THREADS 256
+#endif
+#ifndef BLOCKS
+#define BLOCKS 4
+#endif
 #define WARPS (THREADS / 32)
 #define TILE_VALUES 2048u
 #define TILE_BYTES (TILE_VALUES / 2 * 3)
 #define STEP_VALUES 256  // of a warp, and what parts are filled up to
 #define STEPS (TILE_VALUES / STEP_VALUES)
-#define SAMPLED 17  // of so many values, one is counted for the base
+#define HALF_STEPS (STEPS / 2)
+#define SAMPLED 17  // of so many eights of values, one is counted for the base
 #define WINDOW 14
-#define RING 64  // blocks of XXH3 whose sums are in shared memory: more than two rounds of all warps have
+#define RING (8 * WARPS)  // blocks of XXH3 whose sums are in shared memory: more than two rounds of all warps have
 
 // A plane's part of a page, by the numbers of its layer.
 struct Part {
@@ -103,31 +109,59 @@ __device__ __forceinline__ void store_eight(const Places& places, u32 place, con
 
 __device__ __forceinline__ u32 exponent_of(u32 value) { return (value >> 7) & 0xFF; }
 
-// Signs and mantissas of eight values, and their codes; how many of them are exceptions.
-__device__ __forceinline__ u32 encode_eight(const Eight& values, u32 base, u64& marks, u32& codes) {
-    u32 others = 0;
-    marks = 0, codes = 0;
+// Four bytes at a time.
+
+constexpr u32 EACH = 0x01010101u, TOPS = 0x80808080u, RESTS = 0x7F7F7F7Fu;
+
+// 0xFF for each byte of `x` that has its top bit, else 0.
+__device__ __forceinline__ u32 bytes_with_top(u32 x) {
+    u32 mask;
+    asm("prmt.b32 %0, %1, 0, 0xBA98;" : "=r"(mask) : "r"(x));
+    return mask;
+}
+
+// Top bits of the bytes that are not 0.
+__device__ __forceinline__ u32 filled(u32 x) { return ((x & RESTS) + RESTS) | x; }
+
+// Differences and sums modulo 256.
+__device__ __forceinline__ u32 minus(u32 x, u32 y) { return ((x | TOPS) - (y & RESTS)) ^ ((x ^ ~y) & TOPS); }
+__device__ __forceinline__ u32 plus(u32 x, u32 y) { return ((x & RESTS) + (y & RESTS)) ^ ((x ^ y) & TOPS); }
+
+// Signs and mantissas of eight values, and their codes, four bits each: those of values 0, 4, 1, 5, 2, 6, 3, 7.
+__device__ __forceinline__ void encode_eight(const Eight& values, u32 base, u64& marks, u32& codes) {
+    u32 mark[2], code[2];
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-        const u32 value = (values.pairs[i / 2] >> (16 * (i & 1))) & 0xFFFF, exponent = exponent_of(value);
-        const u32 above = exponent - base;  // 1 to WINDOW in the window
-        const u32 code = exponent == 0 ? 0 : above - 1 < WINDOW ? above : 15;
-        others += code == 15;
-        marks |= (u64)((value >> 8 & 0x80) | (value & 0x7F)) << (8 * i);
-        codes |= code << (8 * (i & 3) + (i & 4));
+    for (u32 half = 0; half < 2; ++half) {
+        const u32 low = __byte_perm(values.pairs[2 * half], values.pairs[2 * half + 1], 0x6420);
+        const u32 high = __byte_perm(values.pairs[2 * half], values.pairs[2 * half + 1], 0x7531);
+        mark[half] = (high & TOPS) | (low & RESTS);
+        const u32 exponents = ((high << 1) & ~EACH) | ((low >> 7) & EACH);
+        const u32 above = minus(exponents, base * EACH);  // 1 to WINDOW in the window
+        const u32 outside = ((above & RESTS) + (0x7F - WINDOW) * EACH) | above;
+        const u32 inside = bytes_with_top(filled(above) & ~outside);
+        code[half] = ((above & inside) | (15 * EACH & ~inside)) & bytes_with_top(filled(exponents));
     }
-    return others;
+    marks = (u64)mark[1] << 32 | mark[0];
+    codes = code[1] << 4 | code[0];
 }
 
 __device__ __forceinline__ Eight decode_eight(u64 marks, u32 codes, u32 base) {
-    Eight values = {{0, 0, 0, 0}};
+    Eight values;
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-        const u32 code = (codes >> (8 * (i & 3) + (i & 4))) & 15, mark = (u32)(marks >> (8 * i)) & 0xFF;
-        const u32 exponent = code ? (code + base) & 0xFF : 0;
-        values.pairs[i / 2] |= ((mark & 0x80) << 8 | exponent << 7 | (mark & 0x7F)) << (16 * (i & 1));
+    for (u32 half = 0; half < 2; ++half) {
+        const u32 code = (codes >> 4 * half) & 15 * EACH, mark = (u32)(marks >> 32 * half);
+        const u32 exponents = plus(code, base * EACH) & bytes_with_top(code + RESTS);
+        const u32 low = (mark & RESTS) | ((exponents << 7) & TOPS), high = (mark & TOPS) | ((exponents >> 1) & RESTS);
+        values.pairs[2 * half] = __byte_perm(low, high, 0x5140);
+        values.pairs[2 * half + 1] = __byte_perm(low, high, 0x7362);
     }
     return values;
+}
+
+// The lowest bit of each code that is an exception's.
+__device__ __forceinline__ u32 exceptions_of(u32 codes) {
+    const u32 pairs = codes & (codes >> 1);
+    return pairs & (pairs >> 2) & 0x11111111u;
 }
 
 // --- checksums
@@ -137,43 +171,42 @@ struct Shared {
     u64 ring[RING * 8];  // the sums of XXH3's blocks, by their numbers modulo RING; 0 where nothing was added
     u64 last[8];  // what the layer's last stripe adds
     u64 secret[24];
-    u64 saved[8], value[8];
+    u64 saved[8];
     u32 times[256];
-    u32 best, count, fits, counts[WARPS];
+    u32 best, counts[2][WARPS];
 };
 
-// What a lane adds to the sums of two neighbouring blocks: words that lie as far from the begin of a stripe in each step.
+// What a lane adds to the sums of two neighbouring blocks: words at one position of their stripes.
 struct Adds {
     u64 products[2], plain[2];
-    u32 block;
+    u32 block, stripe, position;
 
-    __device__ explicit Adds(u32 begin) : products{0, 0}, plain{0, 0}, block(begin / XXH_BLOCK) {}
+    // `begin`: of the bytes in the layer, a multiple of 128; the lane's words are `at` bytes behind it, and further.
+    __device__ __forceinline__ Adds(u32 begin, u32 at)
+        : products{0, 0},
+          plain{0, 0},
+          block(begin / XXH_BLOCK),
+          stripe(begin / XXH_STRIPE % 16 + at / XXH_STRIPE),
+          position(at / 8 % 8) {}
 
-    // The word at byte `at` of a layer of `bytes`.
-    __device__ __forceinline__ void add(u64 word, u32 at, u32 bytes, const u64* secret, u64* last) {
-        const u32 position = (at >> 3) & 7;
-        if (at >= bytes - XXH_STRIPE) {  // a stripe of its own
-            const u64 mixed = word ^ xxh_secret_at(121 + 8 * position);
-            atomicAdd((unsigned long long*)last + position, (mixed & 0xffffffffULL) * (mixed >> 32));
-            atomicAdd((unsigned long long*)last + (position ^ 1), word);
-            return;
-        }
-        const u64 mixed = word ^ secret[((at >> 6) & 15) + position];
-        const u64 product = (mixed & 0xffffffffULL) * (mixed >> 32);
-        const bool second = at / XXH_BLOCK != block;
-        products[0] += second ? 0 : product, plain[0] += second ? 0 : word;
-        products[1] += second ? product : 0, plain[1] += second ? word : 0;
+    // The word so many stripes further.
+    __device__ __forceinline__ void add(u64 word, u32 further, const u64* secret) {
+        const u32 place = stripe + further;
+        const u64 mixed = word ^ secret[place % 16 + position], product = (mixed & 0xffffffffULL) * (mixed >> 32);
+        if (place < 16) products[0] += product, plain[0] += word;
+        else products[1] += product, plain[1] += word;
     }
 
     // All lanes of a warp: to the ring. `WIDTH` neighbouring lanes have words of the same position.
     template <u32 WIDTH>
     __device__ __forceinline__ void to_ring(u32 begin, u64* ring, u32 lane) const {
-        for (u32 n = 0; n < (begin % XXH_BLOCK ? 2 : 1); ++n) {
+#pragma unroll
+        for (u32 n = 0; n < 2; ++n) {
+            if (n == 1 && begin % XXH_BLOCK == 0) break;  // the bytes are one block's
             u64 sum = products[n] + __shfl_xor_sync(0xffffffffu, plain[n], WIDTH);
             if (WIDTH == 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             if (WIDTH == 1) sum += __shfl_xor_sync(0xffffffffu, sum, 8);
             sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-            const u32 position = lane / WIDTH & 7;
             if (lane / WIDTH < 8 && lane % WIDTH == 0 && sum) {
                 atomicAdd((unsigned long long*)ring + (block + n) % RING * 8 + position, sum);
             }
@@ -181,55 +214,62 @@ struct Adds {
     }
 };
 
-// A tile's bytes in a warp's lanes: `marks[s]` and `codes[s]` of step `s`. `begin`: of the tile in the layer.
-__device__ __forceinline__ void sum_tile(const u64* marks, const u32* codes, u32 steps, u32 begin, u32 bytes, u32 lane,
-                                         Shared& shared) {
+// A tile's signs and mantissas, 1,024 bytes at most: `marks[s]` of step `s`. `begin`: of the first in the layer.
+__device__ __forceinline__ void sum_marks(const u64* marks, u32 steps, u32 begin, u32 lane, Shared& shared) {
+    Adds adds(begin, lane * 8);
 #pragma unroll
-    for (u32 half = 0; half < 2; ++half) {  // of the signs and mantissas: 1,024 bytes each
-        const u32 at = begin + half * 1024;
-        Adds adds(at);
-#pragma unroll
-        for (u32 s = 0; s < 4; ++s) {
-            if (4 * half + s < steps) {
-                adds.add(marks[4 * half + s], at + s * 256 + lane * 8, bytes, shared.secret, shared.last);
-            }
-        }
-        if (4 * half < steps) adds.to_ring<1>(at, shared.ring, lane);
+    for (u32 s = 0; s < HALF_STEPS; ++s) {
+        if (s < steps) adds.add(marks[s], s * 4, shared.secret);
     }
-    const u32 at = begin + steps * STEP_VALUES;
-    Adds adds(at);
-#pragma unroll
-    for (u32 s = 0; s < STEPS; s += 2) {  // an even lane has a word of this step, an odd one of the next
-        const u32 mine = lane & 1 ? codes[s] : codes[s + 1], other = __shfl_xor_sync(0xffffffffu, mine, 1);
-        const u64 word = lane & 1 ? (u64)codes[s + 1] << 32 | other : (u64)other << 32 | codes[s];
-        if (s + (lane & 1) < steps) {
-            adds.add(word, at + (s + (lane & 1)) * 128 + lane / 2 * 8, bytes, shared.secret, shared.last);
-        }
-    }
-    adds.to_ring<2>(at, shared.ring, lane);
+    adds.to_ring<1>(begin, shared.ring, lane);
 }
 
-// The list of a part, by all warps.
+// Codes of two steps: an even lane adds a word of the first one, an odd one of the second. `number`: of the first step.
+__device__ __forceinline__ void add_codes(Adds& adds, u32 first, u32 second, u32 number, u32 steps, u32 lane,
+                                          const Shared& shared) {
+    const u32 mine = lane & 1 ? first : second, other = __shfl_xor_sync(0xffffffffu, mine, 1);
+    const u64 word = lane & 1 ? (u64)second << 32 | other : (u64)other << 32 | first;
+    if (number + (lane & 1) < steps) adds.add(word, number * 2, shared.secret);
+}
+
+// The list of a part, by all warps. The last stripe of a layer, which is added apart, lies in its last list.
 __device__ __forceinline__ void sum_list(const char* extent, const Part& part, u32 bytes, u32 warp, u32 lane,
                                          Shared& shared) {
     for (u32 at = part.list() + warp * 256; at < part.end(); at += WARPS * 256) {
-        Adds adds(at);
+        Adds adds(at, lane * 8);
         const u32 mine = at + lane * 8;
-        if (mine < part.end()) adds.add(*(const u64*)(extent + mine), mine, bytes, shared.secret, shared.last);
+        if (mine < part.end()) {
+            const u64 word = *(const u64*)(extent + mine);
+            if (mine < bytes - XXH_STRIPE) {
+                adds.add(word, 0, shared.secret);
+            } else {
+                const u64 mixed = word ^ xxh_secret_at(121 + 8 * adds.position);
+                atomicAdd((unsigned long long*)shared.last + adds.position, (mixed & 0xffffffffULL) * (mixed >> 32));
+                atomicAdd((unsigned long long*)shared.last + (adds.position ^ 1), word);
+            }
+        }
         adds.to_ring<1>(at, shared.ring, lane);
     }
 }
 
-// The first warp: fold the blocks [from, to), and leave their places empty. Lane `l` has accumulator `l & 7`.
+// The first warp: fold the blocks [from, to), and leave their places empty. Lane `l` has accumulator `l & 7`, and fetches
+// that of every fourth block.
 __device__ __forceinline__ void fold(u32 from, u32 to, Shared& shared, u32 lane, u64& value) {
     const u64 key = shared.secret[16 + (lane & 7)];
-    for (u32 block = from; block < to; ++block) {
-        u64* const place = shared.ring + block % RING * 8 + (lane & 7);
-        const u64 sum = *place;
-        __syncwarp();
-        if (lane < 8) *place = 0;
-        value = xxh_scramble(value + sum, key);
+    for (u32 block = from; block < to; block += 4) {
+        u64 sum = 0;
+        if (block + lane / 8 < to) {
+            u64* const place = shared.ring + (block + lane / 8) % RING * 8 + (lane & 7);
+            sum = *place;
+            *place = 0;
+        }
+#pragma unroll
+        for (u32 n = 0; n < 4; ++n) {
+            const u64 one = __shfl_sync(0xffffffffu, sum, n * 8 + (lane & 7));
+            if (block + n < to) value = xxh_scramble(value + one, key);
+        }
     }
+    __syncwarp();
 }
 
 // The first warp: the digest of a layer whose whole blocks were folded.
@@ -276,22 +316,35 @@ __device__ __forceinline__ void scatter_part(Piece& piece, const Part& part) {
     for (u32 round = 0; round < tiles; round += WARPS) {
         const u32 first = (round + piece.warp) * TILE_VALUES, begin = part.begin + (round + piece.warp) * TILE_BYTES;
         if (first < part.filled) {
-            const u32 steps = min(TILE_VALUES, part.filled - first) / STEP_VALUES;
-            u64 marks[STEPS];
-            u32 codes[STEPS];
+            const u32 steps = min(TILE_VALUES, part.filled - first) / STEP_VALUES, split = steps * STEP_VALUES;
             const char* const tile = piece.extent + begin;
-#pragma unroll
-            for (u32 s = 0; s < STEPS; ++s) {
-                marks[s] = s < steps ? *(const u64*)(tile + s * 256 + lane * 8) : 0;
-                codes[s] = s < steps ? *(const u32*)(tile + steps * STEP_VALUES + s * 128 + lane * 4) : 0;
-            }
             const Places places(piece.c, part, piece.page, first);
+            Adds of_codes(begin + split, (lane & 1) * 128 + lane / 2 * 8);
 #pragma unroll
-            for (u32 s = 0; s < STEPS; ++s) {
-                if (s >= steps) break;
-                store_eight(places, first + s * STEP_VALUES + lane * 8, decode_eight(marks[s], codes[s], base));
+            for (u32 half = 0; half < 2; ++half) {
+                u64 marks[HALF_STEPS];
+                u32 codes[HALF_STEPS];
+#pragma unroll
+                for (u32 n = 0; n < HALF_STEPS; ++n) {
+                    const u32 s = half * HALF_STEPS + n;
+                    marks[n] = s < steps ? *(const u64*)(tile + s * STEP_VALUES + lane * 8) : 0;
+                    codes[n] = s < steps ? *(const u32*)(tile + split + s * (STEP_VALUES / 2) + lane * 4) : 0;
+                }
+#pragma unroll
+                for (u32 n = 0; n < HALF_STEPS; ++n) {
+                    const u32 s = half * HALF_STEPS + n;
+                    if (s < steps) {
+                        store_eight(places, first + s * STEP_VALUES + lane * 8, decode_eight(marks[n], codes[n], base));
+                    }
+                }
+                if (half * HALF_STEPS >= steps) break;
+                sum_marks(marks, steps - half * HALF_STEPS, begin + half * 1024, lane, piece.shared);
+#pragma unroll
+                for (u32 n = 0; n < HALF_STEPS; n += 2) {
+                    add_codes(of_codes, codes[n], codes[n + 1], half * HALF_STEPS + n, steps, lane, piece.shared);
+                }
             }
-            sum_tile(marks, codes, steps, begin, piece.bytes, lane, piece.shared);
+            of_codes.to_ring<2>(begin + split, piece.shared.ring, lane);
         }
         __syncthreads();
         piece.passed(min(part.list(), part.begin + (round + WARPS) * TILE_BYTES));
@@ -318,9 +371,15 @@ __device__ __forceinline__ u32 best_base(Piece& piece, const Part& part, u32 ste
     for (u32 i = threadIdx.x; i < 256; i += THREADS) shared.times[i] = 0;
     if (threadIdx.x == 0) shared.best = 0;
     __syncthreads();
-    for (u32 place = threadIdx.x * step; place < part.values; place += THREADS * step) {
-        const char* const p = value_address(piece.c, part.plane, piece.page, place);
-        if (p) atomicAdd(shared.times + exponent_of(*(const unsigned short*)p), 1u);
+    const u32 eights = (part.values + 7) / 8;
+    for (u32 n = threadIdx.x * step; n < eights; n += THREADS * step) {
+        const Places places(piece.c, part, piece.page, n * 8);
+        const Eight found = load_eight(places, n * 8);
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            if (n * 8 + i < part.values)
+                atomicAdd(shared.times + exponent_of(found.pairs[i / 2] >> (16 * (i & 1))), 1u);
+        }
     }
     __syncthreads();
     if (threadIdx.x + WINDOW < 256) {
@@ -334,14 +393,11 @@ __device__ __forceinline__ u32 best_base(Piece& piece, const Part& part, u32 ste
 }
 
 // Put the exceptions of a warp's tile into the list, in the order of their places, from number `at` on.
-__device__ __forceinline__ void list_others(const Places& places, const u32* codes, u32 steps, u32 at, const Part& part,
-                                            char* list, u32 lane) {
+__device__ __forceinline__ void list_exceptions(const Places& places, const u32* codes, u32 at, const Part& part,
+                                                char* list, u32 lane) {
 #pragma unroll
     for (u32 s = 0; s < STEPS; ++s) {
-        if (s >= steps) break;
-        u32 mine = 0;
-#pragma unroll
-        for (u32 i = 0; i < 8; ++i) mine += ((codes[s] >> (4 * i)) & 15) == 15;
+        const u32 found = exceptions_of(codes[s]), mine = __popc(found);
         if (!__any_sync(0xffffffffu, mine)) continue;
         u32 before = mine;  // of the lanes up to this one
         for (u32 step = 1; step < 32; step *= 2) {
@@ -351,7 +407,7 @@ __device__ __forceinline__ void list_others(const Places& places, const u32* cod
         u32 number = at + before - mine;
         at += __shfl_sync(0xffffffffu, before, 31);
         for (u32 i = 0; i < 8 && mine; ++i) {
-            if (((codes[s] >> (8 * (i & 3) + (i & 4))) & 15) != 15) continue;
+            if (!(found >> (8 * (i & 3) + (i & 4)) & 1)) continue;
             const u32 place = places.first + s * STEP_VALUES + lane * 8 + i;
             const char* const p = places.of(place);
             if (++number < part.words && p) {
@@ -372,34 +428,48 @@ __device__ __forceinline__ bool gather_part(Piece& piece, const Part& part, u32 
         const u32 first = (round + piece.warp) * TILE_VALUES, begin = part.begin + (round + piece.warp) * TILE_BYTES;
         const u32 steps = first < part.filled ? min(TILE_VALUES, part.filled - first) / STEP_VALUES : 0;
         const Places places(piece.c, part, piece.page, min(first, part.values - 1));
-        u64 marks[STEPS];
-        u32 codes[STEPS], others = 0;
-        Eight values[STEPS];
+        const u32 split = steps * STEP_VALUES, parity = round / WARPS & 1;
+        char* const tile = piece.extent + begin;
+        u32 codes[STEPS] = {}, exceptions = 0;
+        Adds of_codes(begin + split, (lane & 1) * 128 + lane / 2 * 8);
 #pragma unroll
-        for (u32 s = 0; s < STEPS; ++s) {
-            values[s] = {{0, 0, 0, 0}};
-            if (s < steps) values[s] = load_eight(places, first + s * STEP_VALUES + lane * 8);
+        for (u32 half = 0; half < 2; ++half) {
+            Eight values[HALF_STEPS];
+            u64 marks[HALF_STEPS];
+#pragma unroll
+            for (u32 n = 0; n < HALF_STEPS; ++n) {
+                const u32 s = half * HALF_STEPS + n;
+                values[n] = {{0, 0, 0, 0}};
+                if (s < steps) values[n] = load_eight(places, first + s * STEP_VALUES + lane * 8);
+            }
+#pragma unroll
+            for (u32 n = 0; n < HALF_STEPS; ++n) {
+                const u32 s = half * HALF_STEPS + n;
+                encode_eight(values[n], base, marks[n], codes[s]);
+                exceptions += __popc(exceptions_of(codes[s]));
+                if (s >= steps) continue;
+                *(u64*)(tile + s * STEP_VALUES + lane * 8) = marks[n];
+                *(u32*)(tile + split + s * (STEP_VALUES / 2) + lane * 4) = codes[s];
+            }
+            if (half * HALF_STEPS >= steps) break;
+            sum_marks(marks, steps - half * HALF_STEPS, begin + half * 1024, lane, shared);
+#pragma unroll
+            for (u32 n = 0; n < HALF_STEPS; n += 2) {
+                const u32 s = half * HALF_STEPS + n;
+                add_codes(of_codes, codes[s], codes[s + 1], s, steps, lane, shared);
+            }
         }
-#pragma unroll
-        for (u32 s = 0; s < STEPS; ++s) {
-            others += encode_eight(values[s], base, marks[s], codes[s]);
-            if (s >= steps) continue;
-            *(u64*)(piece.extent + begin + s * 256 + lane * 8) = marks[s];
-            *(u32*)(piece.extent + begin + steps * STEP_VALUES + s * 128 + lane * 4) = codes[s];
-        }
-        if (steps) sum_tile(marks, codes, steps, begin, piece.bytes, lane, shared);
-#pragma unroll
-        for (u32 n = 16; n; n /= 2) others += __shfl_xor_sync(0xffffffffu, others, n);
-        if (lane == 0) shared.counts[piece.warp] = others;
+        if (steps) of_codes.to_ring<2>(begin + split, shared.ring, lane);
+        exceptions = __reduce_add_sync(0xffffffffu, exceptions);
+        if (lane == 0) shared.counts[parity][piece.warp] = exceptions;
         __syncthreads();
         u32 at = count;
         for (u32 w = 0; w < WARPS; ++w) {
-            at += w < piece.warp ? shared.counts[w] : 0;
-            count += shared.counts[w];
+            at += w < piece.warp ? shared.counts[parity][w] : 0;
+            count += shared.counts[parity][w];
         }
-        if (others && at + 1 < part.words) list_others(places, codes, steps, at, part, list, lane);
+        if (exceptions && at + 1 < part.words) list_exceptions(places, codes, at, part, list, lane);
         piece.passed(min(part.list(), part.begin + (round + WARPS) * TILE_BYTES));
-        __syncthreads();  // the counts are taken
     }
     if (count >= part.words) return false;
     if (threadIdx.x == 0) *(u32*)list = count << 8 | base;
@@ -465,12 +535,12 @@ __device__ __forceinline__ void move_packed(Call c, u64* digests, u32* unfit) {
 
 // The unnamed argument is the team of the kernels of pages.cu. `unfit`: uint32 (pages,), zeros; 1 for each page that does
 // not fit.
-extern "C" __global__ void __launch_bounds__(THREADS) gather_packed(ARGUMENTS, u32, u64* digests, u32* unfit) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gather_packed(ARGUMENTS, u32, u64* digests, u32* unfit) {
     const Call call = CALL;
     move_packed<true>(call, digests, unfit);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) scatter_packed(ARGUMENTS, u32, u64* digests, u32* unfit) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scatter_packed(ARGUMENTS, u32, u64* digests, u32* unfit) {
     const Call call = CALL;
     move_packed<false>(call, digests, unfit);
 }

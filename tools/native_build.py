@@ -56,7 +56,9 @@ _PROBE = """
 #include <atomic>
 #include <span>
 struct Aggregate { int first, second; };
+using Pair = int __attribute__((vector_size(8)));
 int f(std::span<const int> s) { return std::atomic<int>(Aggregate(s[0], 1).first); }
+Pair turned(Pair pair) { return __builtin_shufflevector(pair, pair, 1, 0); }
 """
 
 

@@ -119,7 +119,7 @@ class ModelConfig(ConfigSection):
         default="auto",
         description="keep bfloat16 pages in 12 bits a value, without loss: `on`, `off`, or `auto`, as the directory of "
         "`ssd.path` has them; a new one is not packed. Of groups, those whose pages can be packed are; "
-        "states are not. A 128th of cpu.capacity, "
+        "states are not. A 256th of cpu.capacity, "
         "ssd.capacity and ssd.endurance, of small ones up to a 16th, and a 16th of host_buffer are for pages that do "
         "not fit",
     )

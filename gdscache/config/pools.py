@@ -20,7 +20,7 @@ from gdscache.sizes import format_size
 
 POOL_PREFIX = "groups-"  # of a pool's directory below `ssd.path` and `status.path`; the numbers of its groups follow
 PLAIN_DIRECTORY = "plain"  # below `ssd.path`: of pages that do not fit into packed extents
-PLAIN_PARTS = 128  # such pages have one part of each size of `_PLAIN`, of small sizes more: see `plain_parts`
+PLAIN_PARTS = 256  # such pages have one part of each size of `_PLAIN`, of small sizes more: see `plain_parts`
 _PLAIN = (("cpu", "capacity"), ("ssd", "capacity"), ("ssd", "endurance"), ("host_buffer",))
 
 # Sizes that pools share, and the number of pages that a pool's share must hold.
@@ -95,7 +95,7 @@ def pool_parts(config: Config) -> list[PoolPart]:
 
 def plain_parts(config: Config, shards: int = 1) -> tuple[Config, Config]:
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
-    the rest: of each size a 128th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
+    the rest: of each size a 256th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
     late I/O takes its slots. `shards`: of a page, each with an extent. Raises `CapacityError` if a size has no room for
     both."""
     extent = config.model.layout().packed_as(packed=False).extent_bytes * shards

@@ -59,19 +59,19 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
     const bool on_gpu = summed || planes_.packed;
     Transfer transfer(copies, queued, origin, span, up(span, 16) * 16, wide, on_gpu, kMostStep / copies.extents.stride,
                       least > 0 ? kMostStep / largest : 0);
+    const bool launched = !alone || transfer.on_gpu;
     Lane& lane = copies.load ? loads_ : stores_;
     const std::lock_guard held(lane.lock);
     const bool traced = traced_;
-    ++lane.turn;
+    lane.begin_turn();
     try {
         const size_t layers = static_cast<size_t>(copies.last - copies.first);
         const size_t pages = static_cast<size_t>(copies.pages), unfit = planes_.packed ? pages * 4 : 0;
         if (transfer.on_gpu) queued.digests = buffers_.take(pages * layers * 8 + unfit);
         if (unfit) std::memset(static_cast<uint8_t*>(queued.digests.memory) + pages * layers * 8, 0, unfit);
-        for (const uint64_t one : copies.after) {
-            const auto event = reinterpret_cast<CudaEvent>(one);
-            if (!alone || transfer.on_gpu) cuda_.follow(lane.kernels, event);
-            if (alone) cuda_.follow(lane.copies, event);
+        if (launched) lane.next_kernels(copies.after);
+        for (const uint64_t event : copies.after) {
+            if (alone) cuda_.follow(lane.copies, reinterpret_cast<CudaEvent>(event));
         }
         if (copies.sums && !transfer.on_gpu) {
             for (int64_t page = 0; page < copies.pages; ++page) queued.parts.push_back(transfer.part(page));
@@ -79,12 +79,12 @@ QueuedCopies Gpu::queue(const PageCopies& asked) {
         if (traced) mark(transfer, lane, 0);
         run(lane, transfer);
         if (traced) mark(transfer, lane, 1);
-        if (!alone) queued.read = lane.read.record(lane.kernels, lane.turn);
-        queued.point = lane.join(!alone || transfer.on_gpu);
+        if (!alone) queued.read = lane.read.record(lane.used(), lane.turn);
+        queued.point = lane.join(launched, copies.load || alone || copies.route == Route::kStaged);
         if (alone) queued.read = queued.point;
     } catch (...) {
         try {
-            queued.point = lane.join(true);
+            queued.point = lane.join(true, true);
             lane.done.await(queued.point);
         } catch (const CudaError&) {  // nothing runs in a broken context
         }

@@ -15,7 +15,8 @@ constexpr int64_t kListedBytes = 3520;  // of block indices that fit among a ker
 constexpr int64_t kLaunchTiles = 1 << 30;
 constexpr int64_t kLayerWords = 4;  // of the table
 
-constexpr int64_t kFirstStore = 4;  // a store's first chunk is smaller by this factor: its copies wait for its kernel
+// The first chunk of a store that finds no other under way is smaller by this factor: its copies wait for its kernel.
+constexpr int64_t kFirstStore = 4;
 
 constexpr int32_t kStagedThreads = 256;
 constexpr int32_t kZeroCopyThreads = 1024;
@@ -25,7 +26,7 @@ constexpr int32_t kProcessorThreads = 512;
 constexpr int64_t kSumsLeast = 64 << 10;
 
 constexpr uint32_t kPackedThreads = 256;
-constexpr int64_t kPackedBlocks = 2;  // a processor
+constexpr int64_t kPackedBlocks = 4;  // a processor
 
 // The arguments of the kernels in pages.cu; the last two only for checksums.
 struct KernelArguments {
@@ -50,6 +51,7 @@ void Gpu::run(Lane& lane, Transfer& transfer) {
         return;
     }
     for (Chunk chunk; cut(lane, transfer, &chunk);) {
+        if (chunk.first > 0) lane.next_kernels(transfer.copies.after);
         transfer.copies.load ? load_chunk(lane, transfer, chunk) : store_chunk(lane, transfer, chunk);
     }
 }
@@ -67,7 +69,8 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
     const bool listable = (staged || alone) && listed > 0;
     if (listable && listed >= std::min(copies.pages, most / 2)) most = std::min(most, listed);
     const int64_t even = up(left, up(left, most));  // the rest of the transfer in equal chunks
-    int64_t pages = !transfer.begun && !copies.load ? std::min(left, up(most, kFirstStore)) : even;
+    const bool first = transfer.at == 0 && !copies.load && lane.done.reached(lane.done.last());
+    int64_t pages = first ? std::min(left, up(most, kFirstStore)) : even;
     const int64_t last = std::max<int64_t>(1, sizes_.looked_last / transfer.stride);
     if (alone && last < pages && pages == left) pages -= last;
     const int64_t data = staged ? pages * transfer.stride : 0;
@@ -81,7 +84,6 @@ bool Gpu::cut(Lane& lane, Transfer& transfer, Chunk* chunk) {
         chunk->rows = chunk->segment->table + static_cast<uint64_t>(pages * planes_.page_blocks * transfer.item());
     }
     transfer.at += pages;
-    transfer.begun = true;
     return true;
 }
 
@@ -91,7 +93,7 @@ void Gpu::load_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) c
     const Route route = transfer.copies.route;
     const Segment& segment = *chunk.segment;
     cuda_.follow(lane.copies, segment.done);
-    if (segment.before) cuda_.follow(lane.copies, segment.before->done);
+    for (const Segment* const before : segment.before) cuda_.follow(lane.copies, before->done);
     if (route == Route::kStaged) stage(lane, transfer, chunk);
     else bring_table(chunk, lane.copies);
     if (route == Route::kCopyEngine) copy_pieces(lane, transfer, chunk.first, chunk.first + chunk.pages);
@@ -105,7 +107,7 @@ void Gpu::store_chunk(Lane& lane, const Transfer& transfer, const Chunk& chunk) 
     const Route route = transfer.copies.route;
     const Segment& segment = *chunk.segment;
     cuda_.follow(lane.kernels, segment.copied);
-    if (segment.before) cuda_.follow(lane.kernels, segment.before->copied);
+    for (const Segment* const before : segment.before) cuda_.follow(lane.kernels, before->copied);
     bring_table(chunk, lane.kernels);
     launch(lane, transfer, chunk);
     cuda_.record(segment.done, lane.kernels);

@@ -26,7 +26,6 @@ struct Gpu::Transfer {
     bool wide, on_gpu;                // indices of 64 bits; checksums by a kernel
     int64_t most_slots, most_blocks;  // from a row of one copy to the next
     int64_t at = 0;                   // the next page
-    bool begun = false;
 
     int64_t item() const { return wide ? 8 : 4; }
     uint64_t part(int64_t page) const {

@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kAlignment = 4096;
 constexpr size_t kSegments = 8;
-constexpr size_t kChunks = 3;  // of the largest size in the ring
+constexpr size_t kChunks = 4;  // of the largest size in the ring: one more than kernels may wait in streams
 constexpr size_t kSmallest = 4096;  // bytes of a host buffer
 
 constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -18,66 +18,76 @@ constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlig
 
 // --- points
 
-int64_t Points::record(CudaStream stream, int64_t turn) {
+int64_t Points::record(std::span<const CudaStream> streams, int64_t turn) {
     const std::lock_guard held(lock_);
     look();
-    if (free_.empty()) {
-        events_.push_back(own_event(cuda_, EventUse::kSleep));
-        free_.push_back(events_.back().get());
-    }
-    cuda_.record(free_.back(), stream);
     last_ = turn * kStep + which_;
-    marks_.push_back({last_, free_.back(), 0});
-    free_.pop_back();
+    for (const CudaStream stream : streams) {
+        if (free_.empty()) {
+            events_.push_back(own_event(cuda_, EventUse::kSleep));
+            free_.push_back(events_.back().get());
+        }
+        cuda_.record(free_.back(), stream);
+        marks_.push_back({last_, stream, free_.back(), 0});
+        free_.pop_back();
+    }
     return last_;
 }
 
 void Points::look() {
     while (!marks_.empty() && marks_.front().waiting == 0 && cuda_.happened(marks_.front().event)) {
-        reached_ = marks_.front().number;
         free_.push_back(marks_.front().event);
         marks_.pop_front();
     }
+    reached_ = marks_.empty() ? last_ : marks_.front().number - 1;
 }
 
-Points::Mark* Points::find(int64_t point) {
-    const auto mark = std::ranges::lower_bound(marks_, point, {}, &Mark::number);
-    return point <= reached_ || mark == marks_.end() ? nullptr : &*mark;
+std::vector<Points::Mark*> Points::pending(int64_t point) {
+    std::vector<Mark*> found;
+    for (Mark& mark : marks_) {
+        if (mark.number > point) break;
+        const auto same = std::ranges::find(found, mark.stream, &Mark::stream);
+        if (same == found.end()) found.push_back(&mark);
+        else *same = &mark;
+    }
+    return found;
 }
 
 bool Points::reached(int64_t point) {
     const std::lock_guard held(lock_);
-    const Mark* const mark = find(point);
-    if (!mark) return true;
+    const std::vector<Mark*> marks = pending(point);
+    if (marks.empty()) return true;
     const Cuda::Entered entered(cuda_);
-    return cuda_.happened(mark->event);
+    return std::ranges::all_of(marks, [&](const Mark* mark) { return cuda_.happened(mark->event); });
 }
 
 void Points::await(int64_t point) {
     std::unique_lock held(lock_);
-    Mark* const mark = find(point);
-    if (!mark) return;
+    const std::vector<Mark*> marks = pending(point);
+    if (marks.empty()) return;
     const Cuda::Entered entered(cuda_);
-    ++mark->waiting;  // keeps the event; changes at a deque's ends leave the other marks in place
+    for (Mark* const mark : marks) ++mark->waiting;  // keeps the event; a deque's ends leave the other marks in place
     held.unlock();
-    try {
-        cuda_.await(mark->event);
-    } catch (...) {
+    const auto give_back = [&] {
         held.lock();
-        --mark->waiting;
+        for (Mark* const mark : marks) --mark->waiting;
+    };
+    try {
+        for (const Mark* const mark : marks) cuda_.await(mark->event);
+    } catch (...) {
+        give_back();
         throw;
     }
-    held.lock();
-    --mark->waiting;
+    give_back();
     look();
 }
 
 void Points::follow(CudaStream stream, int64_t point) {
     const std::lock_guard held(lock_);
-    const Mark* const mark = find(point);
-    if (!mark) return;
+    const std::vector<Mark*> marks = pending(point);
+    if (marks.empty()) return;
     const Cuda::Entered entered(cuda_);
-    cuda_.follow(stream, mark->event);
+    for (const Mark* const mark : marks) cuda_.follow(stream, mark->event);
 }
 
 // --- host memory
@@ -116,9 +126,9 @@ Lane::Lane(const Cuda& cuda, const LaneSizes& sizes, bool for_loads)
       done(cuda, for_loads ? 0 : 1),
       read(cuda, for_loads ? 2 : 3),
       cuda_(cuda),
-      streams_{own_stream(cuda, false), own_stream(cuda, false), own_stream(cuda, for_loads)},
+      streams_{own_stream(cuda, false), own_stream(cuda, false), own_stream(cuda, for_loads),
+               own_stream(cuda, for_loads), own_stream(cuda, for_loads)},
       resting_(streams_[1].get()),
-      joint_(event()),
       turned_(event()),
       share_(std::max(most, sizes.share / kAlignment * kAlignment)) {
     copies = streams_[0].get(), kernels = streams_[2].get();
@@ -146,15 +156,14 @@ CudaEvent Lane::event() {
 
 Segment& Lane::take(size_t bytes) {
     Segment& next = segments_[static_cast<size_t>(++chunks_) % kSegments];
-    next = {next.data, next.table, next.copied, next.done, nullptr, 0, 0, chunks_};
+    next = {next.data, next.table, next.copied, next.done, {}, 0, 0};
     if (bytes == 0) return next;
     const size_t size = aligned(bytes);
     next.begin = at_ + size <= share_ ? at_ : 0;
     next.end = at_ = next.begin + size;
     next.data = memory_.get() + next.begin;
     for (const Segment& one : segments_) {
-        const bool shared = &one != &next && one.begin < next.end && next.begin < one.end;
-        if (shared && (!next.before || one.number > next.before->number)) next.before = &one;
+        if (&one != &next && one.begin < next.end && next.begin < one.end) next.before.push_back(&one);
     }
     return next;
 }
@@ -169,14 +178,17 @@ void Lane::make_way(size_t bytes) {
     gone_ += bytes;
 }
 
-int64_t Lane::join(bool launched) {
-    kernels_behind_ |= launched;
-    const bool by_kernels = loads && launched;
-    const CudaStream last = by_kernels ? kernels : copies, other = by_kernels ? copies : kernels;
-    if (by_kernels || std::exchange(kernels_behind_, false)) {
-        cuda_.record(joint_, other);
-        cuda_.follow(last, joint_);
-    }
+void Lane::next_kernels(std::span<const uint64_t> after) {
+    kernels = streams_[2 + kernels_at_++ % kKernelStreams].get();
+    if (std::ranges::find(used_, kernels) != used_.end()) return;
+    used_.push_back(kernels);
+    for (const uint64_t event : after) cuda_.follow(kernels, reinterpret_cast<CudaEvent>(event));
+}
+
+int64_t Lane::join(bool by_kernels, bool by_copies) {
+    std::vector<CudaStream> last;
+    if (by_kernels) last = used_;
+    if (by_copies) last.push_back(copies);
     return done.record(last, turn);
 }
 

@@ -6,14 +6,15 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "cuda/cuda.h"
 
 namespace gdscache {
 
-// Points in a stream's queue, numbered by turns in steps of `kStep`. A point needs no release, and stays reached.
-// Thread-safe; a recording thread has entered.
+// Points behind the work of some streams, numbered by turns in steps of `kStep`. A point needs no release, and stays
+// reached. Thread-safe; a recording thread has entered.
 class Points {
 public:
     // Several `Points` have different `which`, below kStep, and so different numbers.
@@ -22,9 +23,9 @@ public:
     Points(const Cuda& cuda, int which) : cuda_(cuda), which_(which) {}
     Points(Points&&) = delete;
 
-    // A point behind all work of the stream so far, in a turn after those before it. Later work has greater points, in
-    // all `Points` that count the same turns.
-    int64_t record(CudaStream stream, int64_t turn);
+    // A point behind all work of the streams so far and all points before, in a turn after theirs. Later work has
+    // greater points, in all `Points` that count the same turns.
+    int64_t record(std::span<const CudaStream> streams, int64_t turn);
     // The last point; 0: none.
     int64_t last() const {
         const std::lock_guard held(lock_);
@@ -43,18 +44,19 @@ public:
 private:
     struct Mark {
         int64_t number;
+        CudaStream stream;
         CudaEvent event;
         int waiting;  // threads
     };
-    // With the lock held. `find`: null for a point that is known to be reached.
+    // With the lock held. `pending`: the last mark of each stream up to a point that is not known to be reached.
     void look();
-    Mark* find(int64_t point);
+    std::vector<Mark*> pending(int64_t point);
 
     const Cuda& cuda_;
     const int which_;
     mutable std::mutex lock_;
     std::vector<OwnEvent> events_;
-    std::deque<Mark> marks_;  // points not known to be reached
+    std::deque<Mark> marks_;  // not known to be passed, or behind such a one
     std::vector<CudaEvent> free_;
     int64_t last_ = 0, reached_ = 0;
 };
@@ -81,12 +83,12 @@ private:
 };
 
 // The place of one chunk of a transfer at a time: bytes of the ring, and a table. Addresses are of the GPU's. `copied` is
-// behind the last copies, `done` behind the last kernel. `before`: the last chunk with some of the same bytes; null
-// without one.
+// behind the last copies, `done` behind the last kernel. `before`: the last chunks of other segments with some of the
+// same bytes.
 struct Segment {
     uint64_t data = 0, table = 0;
     CudaEvent copied = nullptr, done = nullptr;
-    const Segment* before = nullptr;
+    std::vector<const Segment*> before;
     size_t begin = 0, end = 0;  // in the ring
     int64_t number = 0;         // of the chunk
 };
@@ -97,6 +99,10 @@ struct LaneSizes {
 };
 
 // `copies` runs the copy engine, `kernels` the kernels; events order them, segment by segment.
+//
+// A model's matrix products hold every processor until they end. Then each stream has one kernel begin, and the next one
+// waits for another product: so the kernels of chunks take several streams in turns, and no stream of kernels waits for
+// another. More streams than these share the queues of the GPU's front end with the model's, and wait for its whole work.
 //
 // The copy engine finishes the queue of one stream before it turns to another. So a model that copies the tokens of a
 // step to the host would wait for every queued store: 77 ms behind 4 GiB. `make_way` lets it pass: two streams copy in
@@ -117,33 +123,44 @@ public:
     Segment& take(size_t bytes);
     // Before `bytes` of copies: let others' copies pass if more than `unbroken` bytes would go since they last could.
     void make_way(size_t bytes);
-    // A point behind all work of this turn, and of those before. `launched`: the turn has kernels. A load without any ends
-    // on the copies' stream: beside matrix products, which hold every processor, the other one passes a point 1 ms later.
-    int64_t join(bool launched);
+    // Kernels of this turn are in other streams now, which follow these events.
+    void next_kernels(std::span<const uint64_t> after);
+    // The streams that had kernels in this turn.
+    std::span<const CudaStream> used() const { return used_; }
+    // A point behind this turn's work in the streams of kernels, of copies, or in both. A load without kernels ends on the
+    // copies' stream alone: beside matrix products, which hold every processor, the other one passes a point 1 ms later.
+    int64_t join(bool by_kernels, bool by_copies);
 
     const bool loads;
     const size_t unbroken;
     std::mutex lock;
-    CudaStream copies = nullptr, kernels = nullptr;  // `make_way` changes `copies`
+    CudaStream copies = nullptr, kernels = nullptr;  // `make_way` and `next_kernels` change them
     const size_t most, table_bytes;  // of a chunk
     int64_t turn = 0;  // of the queueing thread
     Points done;  // of the whole lane
     Points read;  // of its kernels: behind a store's last read of its source
+    void begin_turn() {
+        ++turn;
+        used_.clear();
+    }
 
 private:
+    static constexpr size_t kKernelStreams = 3;
+
     CudaEvent event();
 
     const Cuda& cuda_;
-    const OwnStream streams_[3];
+    const OwnStream streams_[2 + kKernelStreams];  // of copies, and of kernels
     CudaStream resting_;  // the next `copies`
     std::vector<OwnEvent> events_;
-    const CudaEvent joint_, turned_;
+    const CudaEvent turned_;
     size_t gone_ = 0;  // bytes of copies since others could pass
     const size_t share_;
     size_t at_ = 0;  // the end of the last chunk in the ring
     std::vector<Segment> segments_;
     int64_t chunks_ = 0;
-    bool kernels_behind_ = false;  // kernels that the copies' streams have not waited for
+    std::vector<CudaStream> used_;
+    size_t kernels_at_ = 0;
     OwnMemory memory_;
 };
 

@@ -24,7 +24,7 @@ void decode_tile(const uint8_t* in, size_t values, uint8_t base, uint8_t* out);
 // A histogram of exponents, and the best base.
 class Exponents {
 public:
-    // Counts every `step`-th value of a part, the first one included.
+    // Counts every `step`-th eight values of a part, the first ones included.
     explicit Exponents(size_t step) : step_(step) {}
 
     void count(const uint8_t* values, size_t bytes);
@@ -33,7 +33,8 @@ public:
     uint8_t base() const;
 
 private:
-    size_t step_, skip_ = 0;
+    size_t step_;
+    size_t seen_ = 0, next_ = 0;  // values of the part: those that were given, and the next to count
     uint32_t times_[256]{};
 };
 

@@ -1,5 +1,6 @@
 // Copies of a GPU against those of pages.h: pools, extents and routes at random, many at once, through small rings.
 
+#include <array>
 #include <optional>
 #include <thread>
 
@@ -255,11 +256,12 @@ void check_points(const Driver& driver) {
         Points points(cuda, 2);
         const CudaStream stream = cuda.open_stream(false), other = cuda.open_stream(true);
         const CudaEvent event = cuda.open_event(EventUse::kOrder);
+        const auto record = [&](int64_t turn, std::vector<CudaStream> streams) { return points.record(streams, turn); };
         CHECK(points.last() == 0 && points.reached(0));
         points.await(0);
         std::vector<int64_t> given;
         driver.hold(1);
-        for (int n = 0; n < 5; n++) given.push_back(points.record(stream, 2 + 3 * n));
+        for (int n = 0; n < 5; n++) given.push_back(record(2 + 3 * n, {stream}));
         for (size_t n = 0; n < given.size(); n++) {
             CHECK(given[n] % Points::kStep == 2 && (n == 0 || given[n] > given[n - 1]) && !points.reached(given[n]));
         }
@@ -279,7 +281,7 @@ void check_points(const Driver& driver) {
         for (std::thread& thread : waiting) thread.join();
         cuda.await(event);
         CHECK(points.reached(given.back()));
-        for (int n = 0; n < 100; n++) points.await(points.record(stream, 20 + n));
+        for (int n = 0; n < 100; n++) points.await(record(20 + n, {stream, other}));
         CHECK(driver.living(kEvents) <= 8);
         points.follow(other, given[0]);
         cuda.close_event(event);
@@ -300,11 +302,11 @@ void check_ways(const Driver& driver) {
             const CudaStream one = lane.copies;
             lane.make_way(200);  // the first go in any case
             CHECK(lane.copies == one);
-            const int64_t before = lane.done.record(lane.copies, 1);
+            const int64_t before = lane.done.record(std::array{lane.copies}, 1);
             lane.make_way(1);
             const CudaStream other = lane.copies;
             CHECK(other != one);
-            lane.done.await(lane.done.record(other, 2));
+            lane.done.await(lane.done.record(std::array{other}, 2));
             CHECK(lane.done.reached(before));
             lane.make_way(99);  // up to the last byte
             CHECK(lane.copies == other);

@@ -68,7 +68,8 @@ uint8_t best_base(const Values& values, size_t step, Random& random) {
     size_t most = 0, best = 0;
     for (size_t base = 0; base <= 241; base++) {
         size_t inside = 0;
-        for (size_t n = 0; n < values.size(); n += step) {
+        for (size_t n = 0; n < values.size(); n++) {
+            if (n / 8 % step != 0) continue;
             const size_t exponent = values[n] >> 7 & 0xFF;
             inside += exponent > base && exponent <= base + 14;
         }

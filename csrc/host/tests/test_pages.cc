@@ -125,9 +125,9 @@ void check_packed_page(Random& random) {
             byte = static_cast<uint8_t>(drawn);
             low = !low;
             if (!low || !fits) return;
-            // The high byte of a value, whose low one has the last bit of the exponent. Each 17th, of which the base is
-            // first made, has the lowest ones.
-            const bool lowest = values++ % 17 == 0 && sampled;
+            // The high byte of a value, whose low one has the last bit of the exponent. Each 17th eight, of which the base
+            // is first made, has the lowest ones.
+            const bool lowest = values++ / 8 % 17 == 0 && sampled;
             const int64_t half = (base + 2) / 2 + (lowest ? 0 : static_cast<int64_t>(drawn >> 8 & 0xFF) % 6);
             byte = static_cast<uint8_t>((drawn & 0x80) | static_cast<uint64_t>(half));
         });

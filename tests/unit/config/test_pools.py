@@ -158,7 +158,7 @@ def test_large_states_are_kept_seldom_and_have_room_for_one_a_prompt(page: int, 
     assert shares(groups, pools, [page, 64], every, 8192)[1] == pytest.approx(0.01, rel=0.02)
 
 
-@pytest.mark.parametrize(("pages", "plain"), [(10, 1), (100, 6), (1000, 8), (12_800, 100)])
+@pytest.mark.parametrize(("pages", "plain"), [(10, 1), (100, 6), (1000, 8), (25_600, 100)])
 def test_pages_that_cannot_be_packed_have_a_small_part(pages: int, plain: int) -> None:
     model = {"name": "m", "layers": 2, "kv_heads": 8, "head_dim": 128, "page_tokens": 64, "pack": "on"}
     page = 2 * 2 * 8 * 128 * 64 * 2  # bytes
