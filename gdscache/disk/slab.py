@@ -243,7 +243,7 @@ def _open_file(path: Path) -> tuple[int, bool]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
         raise DirectoryNotWritableError(
-            f"{path} cannot be opened: {error.strerror}", "set ssd.path to a directory that this user may write"
+            f"{path} cannot be opened: {error.strerror}", "make it writable for this user, or set another ssd.path"
         ) from error
 
 

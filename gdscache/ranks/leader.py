@@ -270,7 +270,8 @@ class RankSet:
 def _check(addresses: Sequence[RankAddress]) -> None:
     given = [*addresses]
     if not given or any(not isinstance(address, RankAddress) for address in given):
-        raise RankError("no addresses of ranks were given", "pass Rank.address of each process, as ranks=[...]")
+        kinds = ", ".join(sorted({type(address).__name__ for address in given})) or "nothing"
+        raise RankError(f"ranks holds {kinds}, not RankAddress", "pass Rank.address of each process, as ranks=[...]")
     numbers, shards = sorted(a.rank for a in given), [a.shard for a in given]
     if numbers != [*range(len(given))]:
         raise RankError(f"the ranks are {numbers}", "number them 0 to n - 1, each once")
