@@ -254,12 +254,15 @@ def test_the_directories_of_files_that_were_made_are_flushed(tmp_path: Path, mon
     assert flushed[3:] == others[:1]
 
 
-def test_a_directory_without_a_share_is_refused(tmp_path: Path) -> None:
+def test_a_small_slab_leaves_later_directories_empty(tmp_path: Path) -> None:
     first, *others = directories(tmp_path)
-    with pytest.raises(errors.CapacityError, match="directories") as caught:
-        Slab.open(first, MANY, 8, others)
-    assert str(9 * MANY) in caught.value.hint
-    assert Slab.open(first, MANY, 9, others).slots == 9
+    assert len(others) == 2
+    stretch = slab_module.stretch_slots(MANY)
+    for slots, shares in ((1, [1, 0, 0]), (stretch, [stretch, 0, 0]), (stretch + 1, [stretch, 1, 0])):
+        slab = Slab.open(first, MANY, slots, others)
+        assert [path.stat().st_size for path in slab.files] == [share * MANY for share in shares]
+        assert slab.check() == ([], {})
+        assert Slab.open(first, MANY, slots, others).valid_slots == slots
 
 
 def test_what_became_of_the_files_is_told_and_a_file_that_was_cut_is_lengthened(tmp_path: Path) -> None:
