@@ -30,7 +30,7 @@ from gdscache.errors import (
     SlotRangeError,
 )
 from gdscache.runtime.files import flush_directory
-from gdscache.sizes import MIB, about, format_size
+from gdscache.sizes import MIB, about
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
@@ -250,9 +250,10 @@ def _check_space(path: Path, total: int, status: os.stat_result) -> None:
     occupied = min(status.st_blocks * 512, total)
     needed, free = total - occupied, shutil.disk_usage(path.parent).free
     if needed > free:
+        short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",
-            f"set ssd.capacity to at most {format_size((occupied + free) // MIB * MIB)}, or free space there",
+            f"lower ssd.capacity, of which this file has a part, or free {about(short)} there",
         )
 
 
