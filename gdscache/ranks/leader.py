@@ -105,6 +105,11 @@ class RankSet:
         """The first rank of each shard, which has its files."""
         return [next(link for link in self.links if link.shard == shard) for shard in range(self.shards)]
 
+    @property
+    def replicas(self) -> int:
+        """The number of ranks with equal bytes."""
+        return len(self.links) // self.shards
+
     def of_shard(self, shard: int) -> list[Link]:
         return [link for link in self.links if link.shard == shard]
 

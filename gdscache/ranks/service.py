@@ -299,14 +299,18 @@ class Service:
         return {}
 
     def _executor_of(
-        self, planes: PagedPlanes, loads: Mapping[str, list[int]], ending: str, plain: NativeExecutor | None = None
+        self,
+        planes: PagedPlanes,
+        loads: Mapping[str, list[list[int]]],
+        ending: str,
+        plain: NativeExecutor | None = None,
     ) -> NativeExecutor:
         """Moves pages between these planes and the spaces of one layout."""
         memories = {name: one for name, one in self._memories.items() if name.endswith(PLAIN) == bool(ending)}
         files = {name: one for name, one in self._files.items() if name.endswith(PLAIN) == bool(ending)}
         name = f"bounce{ending}"
         bounce = memories.get(name)
-        reserve = None if bounce is None else Reserve(bounce, range(*loads[name]), name)
+        reserve = None if bounce is None else Reserve(bounce, range(*loads[name][self._rank]), name)
         if bounce is not None:
             for one in files.values():
                 one.register(bounce.buffer.view)

@@ -13,7 +13,7 @@ import torch
 
 import gdscache
 from gdscache import CacheEngine, PageStatus
-from gdscache.errors import InvalidValueError, PlanesError, RankError, RankMismatchError
+from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
@@ -82,6 +82,25 @@ def test_packed_pages_come_back_on_every_rank(ranks_host: Open, shards: list[int
             assert prefetch.hit().tokens == len(tokens)
         assert host.load(tokens)[0].pages == (GOOD,) * 5
     assert not host.engine.check().problems
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("shards", [[0, 0], pytest.param([0, 0, 1, 1], marks=pytest.mark.suite)])
+def test_ranks_with_equal_bytes_do_not_meet_in_the_bounce_reserve(
+    ranks_host: Open, shards: list[int], pack: bool
+) -> None:
+    """They map one memory, and each reads pages through it at a time of its own, some slots again and again."""
+    parts, model = 1 + max(shards), MHA if max(shards) else MLA
+    host = ranks_host(shards, model=model | {"pack": "on" if pack else "off"}, cpu=None, ssd=600, bounce=8 * parts)
+    tokens = prompt(1, 14 if pack else 40)  # packed, half of them are plain pages
+    assert not host.store(tokens).dropped
+    for _ in range(10 if pack else 3):
+        assert host.load(tokens)[0].pages == (GOOD,) * (len(tokens) // host.layout.page_tokens)
+    host.engine.close()
+    few = host.config | {"host_buffer": 2 * parts * host.layout.extent_bytes}
+    with pytest.raises(CapacityError, match="host_buffer") as caught:
+        CacheEngine.from_config(few, ranks=host.addresses)
+    assert "raise host_buffer" in caught.value.hint
 
 
 def test_each_rank_has_blocks_of_its_own(ranks_host: Open) -> None:
