@@ -523,9 +523,10 @@ class Service:
         unfit: Sequence[int] = (),
         why: str = "",
         spent: Spent | None = None,
+        begun: bool = True,
     ) -> None:
         told = {"ended": number, "failed": failed, "late": late, "unfit": unfit, "why": why, "spent": spent}
-        self._channel.send(wire.pack(told, arrays))
+        self._channel.send(wire.pack({**told, "begun": begun}, arrays))
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -535,7 +536,7 @@ class Service:
         if moving is not None:
             moving.cancel()
         elif not begun:
-            self._tell(number, why="it was not begun here")
+            self._tell(number, begun=False)
 
     def _lock_lost(self) -> str:
         return next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "")
