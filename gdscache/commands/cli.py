@@ -267,12 +267,14 @@ def _table(meaning: dict[str, Any]) -> Table:
     table.add_row("model", f"{meaning['model']}: {meaning['layers']} layers, {meaning['kind']}")
     for plane in meaning["planes"]:
         table.add_row("plane", plane)
-    table.add_row("page", f"{meaning['page_tokens']} tokens, each of {meaning['token_bytes']:,} bytes")
-    table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
-    table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
+    apart = len({group["pool"] for group in meaning["groups"]}) > 1  # pages of several sizes: told with each group
+    if not apart:
+        table.add_row("page", f"{meaning['page_tokens']} tokens, each of {meaning['token_bytes']:,} bytes")
+        table.add_row("page bytes", f"{meaning['page_bytes']:,} ({about(meaning['page_bytes'])})")
+        table.add_row("extent bytes", f"{meaning['extent_bytes']:,} ({about(meaning['extent_bytes'])})")
     for name, tier in meaning["tiers"].items():
-        row = "none" if tier is None else _tier(tier["bytes"], tier["pages"], meaning["page_tokens"])
-        table.add_row(f"{name} tier", row)
+        held = "" if tier is None or apart else _held(tier["pages"], meaning["page_tokens"])
+        table.add_row(f"{name} tier", "none" if tier is None else about(tier["bytes"]) + held)
     if meaning["ssd_path"]:
         table.add_row("ssd path", meaning["ssd_path"])
     if not meaning["groups"]:
@@ -282,7 +284,10 @@ def _table(meaning: dict[str, Any]) -> Table:
 
     for group in meaning["groups"]:
         layers, size = len(group["layers"]), group["page_tokens"]
-        table.add_row("group", f"{kept_by(group)}; {layers} layers, pages of {size} tokens")
+        table.add_row(
+            "group",
+            f"{kept_by(group)}; {layers} layers, pages of {size} tokens, extents of {group['extent_bytes']:,} bytes",
+        )
         pages = ", ".join(f"{name} {count:,}" for name, count in group["pages"].items() if count is not None)
         shared = "" if group["pool"] == group["name"] else f" (with {group['pool']})"
         table.add_row("", f"{group['share']:.1%} of each size{shared}, in pages: {pages}")
@@ -290,5 +295,5 @@ def _table(meaning: dict[str, Any]) -> Table:
     return table
 
 
-def _tier(size: int, pages: int, page_tokens: int) -> str:
-    return f"{about(size)}: {pages:,} pages, {pages * page_tokens:,} tokens"
+def _held(pages: int, page_tokens: int) -> str:
+    return f": {pages:,} pages, {pages * page_tokens:,} tokens"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gdscache.commands.console import Progress, Table, silent
-from gdscache.commands.inspect.names import kept_by, made_of
+from gdscache.commands.inspect.names import facts_of, kept_by, made_of
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.commands.inspect.reading import ATTEMPTS, PAUSE, Contents, existing, has_log, read_beside
 from gdscache.config import Config
@@ -105,6 +105,7 @@ def explain(directory: Path, asked: Asked, config: Config | None = None, progres
         "asked": {"tokens": None if asked.tokens is None else len(asked.tokens), "digests": len(asked.digests)},
         "history": None if history is None else {"written": history.written, "bad_pages": len(history.bad)},
         "other_namespaces": len(found) - len(with_pages),
+        "shorter_than_page": min((one["page_tokens"] for one in found if one["pages"] == 0), default=None),
         "unnamed_namespaces": sum(one["pages"] is None for one in found),
         "namespaces": sorted(with_pages, key=lambda one: (-one["hit"], -one["found"])),
     }
@@ -224,6 +225,8 @@ def _base(fields: Mapping[str, Any], config: Config | None) -> tuple[bytes, int 
         salt = fields.get("request_salt")
         base = namespace_digest(config.model.base_fields(salt if isinstance(salt, str) else ""))
         return base, math.gcd(*(group.page_tokens for group in groups)) if groups else None
+    if "model_groups" in (facts_of(fields.get("salt")) or {}):
+        return b"", None  # of several pools: the fields have the planes of one
     whole = {name: value for name, value in fields.items() if name not in ("group", "packed")} | {"head_groups": 1}
     try:
         whole["planes"] = [[plane[:3] for plane in layer] for layer in fields["planes"]]  # as unpacked ones are told
@@ -279,8 +282,11 @@ def explain_tables(report: Mapping[str, Any]) -> list[Table]:
     if report["unnamed_namespaces"]:
         why = "their pages of these tokens cannot be named: pass digests, or --config"
         head.add_row("left out", f"{report['unnamed_namespaces']:,} namespaces: {why}")
-    if not report["namespaces"]:
-        head.add_row("found", f"nothing, in {report['other_namespaces']:,} namespaces")
+    if report["shorter_than_page"]:
+        head.add_row("too short", f"a page has {report['shorter_than_page']:,} tokens, and only full pages are stored")
+    elif not report["namespaces"] and report["other_namespaces"] > report["unnamed_namespaces"]:
+        looked = report["other_namespaces"] - report["unnamed_namespaces"]
+        head.add_row("found", f"nothing, in {looked:,} namespaces")
     return [head, *itertools.chain.from_iterable(map(_tables, report["namespaces"]))]
 
 
@@ -295,7 +301,9 @@ def _tables(namespace: Mapping[str, Any]) -> Iterator[Table]:
         pages = f"{run['first']:,} to {run['stop']:,}"
         table.add_row(pages, tokens, _state(run), _where(run), _used(run), _about(run), color=_COLORS[run["state"]])
     more = len(namespace["runs"]) - RUNS_SHOWN
-    whole = f"{namespace['hit']:,} of {namespace['pages']:,} pages from the first on are stored"
+    prefix = fields.get("group", {}).get("keeps", "all") == "all"  # others are stored where prompts end
+    stored = namespace["hit"] if prefix else namespace["states"].get("stored", 0)
+    whole = f"{stored:,} of {namespace['pages']:,} pages{' from the first on' if prefix else ''} are stored"
     table.caption = whole if more <= 0 else f"{whole}; and {more:,} runs more: --json has all"
     yield table
 

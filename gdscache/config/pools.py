@@ -93,22 +93,24 @@ def pool_parts(config: Config) -> list[PoolPart]:
     ]
 
 
-def plain_parts(config: Config, shards: int = 1) -> tuple[Config, Config]:
+def plain_parts(config: Config, shards: int = 1, replicas: int = 1) -> tuple[Config, Config]:
     """The part of a configuration for packed pages, and that for pages that do not fit into packed extents, which has
     the rest: of each size a 256th, or eight pages if these are at most a sixteenth; a sixteenth of `host_buffer`, since
-    late I/O takes its slots. `shards`: of a page, each with an extent. Raises `CapacityError` if a size has no room for
-    both."""
+    late I/O takes its slots. `shards`: of a page, each with an extent. `replicas`: ranks with equal bytes, each with
+    slots of `host_buffer` of its own. Raises `CapacityError` if a size has no room for both."""
     extent = config.model.layout().packed_as(packed=False).extent_bytes * shards
     packed, plain = config.dump(), config.dump()
     for path, size in shared_sizes(config):
         if path not in _PLAIN:
             continue
-        few = size // 16 if path == ("host_buffer",) else min(size // 16, 8 * extent)
-        share = max(size // PLAIN_PARTS, few, _SHARED[path] * extent)
-        if size - share < _SHARED[path] * extent:
+        buffer = path == ("host_buffer",)
+        few = size // 16 if buffer else min(size // 16, 8 * extent)
+        least = _SHARED[path] * extent * (replicas if buffer else 1)
+        share = max(size // PLAIN_PARTS, few, least)
+        if size - share < least:
             raise CapacityError(
                 f"{'.'.join(path)} is {format_size(size)}, of which {format_size(share)} are for pages that cannot be "
-                f"packed: {format_size(size - share)} are left, and {format_size(_SHARED[path] * extent)} are needed",
+                f"packed: {format_size(size - share)} are left, and {format_size(least)} are needed",
                 f"raise {'.'.join(path)}, or set model.pack to off",
             )
         for data, part in ((packed, size - share), (plain, share)):

@@ -433,7 +433,7 @@ def _refuse_others(path: Path, found: SlabShape, wanted: SlabShape) -> None:
         raise ExtentSizeError(
             f"{path.parent} holds extents of {found.extent_bytes:,} bytes, and the model's pages need "
             f"{wanted.extent_bytes:,}",
-            f"set another ssd.path for this model or page_tokens, or start empty: rm -r {path.parent}",
+            f"set another ssd.path for this model, page_tokens or pack, or start empty: rm -r {path.parent}",
         )
     if found.shards != wanted.shards:
         raise ShardsError(

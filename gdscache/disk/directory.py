@@ -293,5 +293,5 @@ def _refusal(path: Path, error: OSError) -> StorageError:
             "raise the limit of open files (ulimit -n), or lower ssd.threads",
         )
     return DirectoryNotWritableError(
-        f"{path} cannot be made or written: {error.strerror}", "set ssd.path to a directory that this user may write"
+        f"{path} cannot be made or written: {error.strerror}", "make it writable for this user, or set another ssd.path"
     )

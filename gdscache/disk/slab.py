@@ -30,7 +30,7 @@ from gdscache.errors import (
     SlotRangeError,
 )
 from gdscache.runtime.files import flush_directory
-from gdscache.sizes import MIB, about, format_size
+from gdscache.sizes import MIB, about
 
 STRETCH_BYTES = 4 << 20  # least bytes of neighbouring extents on one device: the most of one read
 SLAB_SLOTS = 1 << 40  # slots of one slab: a place is slab x SLAB_SLOTS + slot
@@ -68,9 +68,10 @@ class Slab:
         (None), each preallocated to exactly `slots * extent_bytes` bytes.
 
         Every block is allocated here (mode 0600), so that no later write can find the disk full. A larger file is cut;
-        slots that existed keep their bytes. Raises `NoSpaceError` before writing if a file system has too little room,
-        `CapacityError` for less than one slot (a file) or more than a place can name, `InvalidValueError`,
-        `NotARegularFileError`, `DirectoryNotWritableError`, `IOFailedError`. After an error the files are as before.
+        slots that existed keep their bytes. Files to which no stretch of a small slab falls are empty. Raises
+        `NoSpaceError` before writing if a file system has too little room, `CapacityError` for less than one slot or
+        more than a place can name, `InvalidValueError`, `NotARegularFileError`, `DirectoryNotWritableError`,
+        `IOFailedError`. After an error the files are as before.
         """
         if shards < 1 or (shard is not None and not 0 <= shard < shards):
             message = f"shard {shard} of {shards}: there is none"
@@ -78,12 +79,10 @@ class Slab:
         opened = range(shards) if shard is None else (shard,)
         directories = (directory, *stripes)
         stretch = stretch_slots(extent_bytes)
-        if extent_bytes < 1 or slots <= len(stripes) * stretch:
-            least = max(extent_bytes, 1) * (len(stripes) * stretch + 1)
+        if extent_bytes < 1 or slots < 1:
             raise CapacityError(
-                f"a slab of {slots} extents of {extent_bytes} bytes holds nothing"
-                + (f" in one of {len(directories)} directories" if stripes else ""),
-                f"set ssd.capacity to at least {least}",
+                f"a slab of {slots} extents of {extent_bytes} bytes holds nothing",
+                f"set ssd.capacity to at least {max(extent_bytes, 1)}",
             )
         if slots > SLAB_SLOTS:
             most = SLAB_SLOTS * extent_bytes * shards
@@ -243,7 +242,7 @@ def _open_file(path: Path) -> tuple[int, bool]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpaceError(f"{path} cannot be made: {error.strerror}", "free space or inodes there") from error
         raise DirectoryNotWritableError(
-            f"{path} cannot be opened: {error.strerror}", "set ssd.path to a directory that this user may write"
+            f"{path} cannot be opened: {error.strerror}", "make it writable for this user, or set another ssd.path"
         ) from error
 
 
@@ -251,15 +250,17 @@ def _check_space(path: Path, total: int, status: os.stat_result) -> None:
     occupied = min(status.st_blocks * 512, total)
     needed, free = total - occupied, shutil.disk_usage(path.parent).free
     if needed > free:
+        short = -(-(needed - free) // MIB) * MIB
         raise NoSpaceError(
             f"{path} needs {about(needed)} more ({about(total)} in all), and the file system has {about(free)} free",
-            f"set ssd.capacity to at most {format_size((occupied + free) // MIB * MIB)}, or free space there",
+            f"lower ssd.capacity, of which this file has a part, or free {about(short)} there",
         )
 
 
 def _allocate(path: Path, fd: int, total: int) -> None:
     try:
-        os.posix_fallocate(fd, 0, total)
+        if total:  # else EINVAL
+            os.posix_fallocate(fd, 0, total)
         os.ftruncate(fd, total)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

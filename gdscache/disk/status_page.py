@@ -300,7 +300,7 @@ class StatusWriter:
                     f"{path} is not a regular file: {error.strerror}", "remove it, or set another ssd.path"
                 ) from error
             raise DirectoryNotWritableError(
-                f"{path} cannot be made: {error.strerror}", "set ssd.path to a directory that this user may write"
+                f"{path} cannot be made: {error.strerror}", "make it writable for this user, or set another ssd.path"
             ) from error
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._descriptor)

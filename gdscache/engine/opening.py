@@ -30,7 +30,14 @@ from gdscache.disk.history_file import HistoryFile
 from gdscache.disk.namespaces_file import NamespacesFile
 from gdscache.disk.slab_io import SlabIO
 from gdscache.disk.status_page import LATENCIES, RANKS, SLOWEST, Figures, Queues, RankState, StatusWriter, TierState
-from gdscache.errors import GeometryError, InvalidValueError, IOFailedError, StorageError, TierUnavailableError
+from gdscache.errors import (
+    CapacityError,
+    GeometryError,
+    InvalidValueError,
+    IOFailedError,
+    StorageError,
+    TierUnavailableError,
+)
 from gdscache.events.base import GroupFacts, KVEventHub
 from gdscache.extents.base import Extents, SlotMemory
 from gdscache.extents.device import DeviceExtents
@@ -175,7 +182,7 @@ def build(
         )
         plain = None
         if layout.packed:
-            config, rest = plain_parts(config, layout.shards)
+            config, rest = plain_parts(config, layout.shards, 1 if top.ranks is None else top.ranks.replicas)
             below, plain = opened(config, top), opened(rest, _plain_top(top))
         else:
             below = opened(config, top)
@@ -603,9 +610,23 @@ def _ranks_executor(ranks: RankSet, both: Sequence[_Below], manager: TierManager
     memories: dict[str, SlotMemory] = {one.cpu.name: one.cpu.extents for one in both if one.cpu is not None}
     bounces = [one.bounce for one in both if one.bounce is not None]
     memories |= {bounce.name: bounce.extents for bounce in bounces}
-    ranks.call("start", {"loads": {bounce.name: [bounce.loads.start, bounce.loads.stop] for bounce in bounces}})
+    ranks.call("start", {"loads": {bounce.name: _loads_by_rank(bounce, ranks) for bounce in bounces}})
     manager.quarantine.absent = lambda: ranks.absent
     return RanksExecutor(ranks, memories, both[0].top.layout.n_layers, manager.quarantine.stop)
+
+
+def _loads_by_rank(bounce: Bounce, ranks: RankSet) -> list[list[int]]:
+    """The slots that each rank gives out to its loads: ranks with equal bytes have one memory, and do not meet in it.
+    Raises `CapacityError` where there are fewer slots than such ranks."""
+    slots, same = bounce.loads, ranks.replicas
+    each = len(slots) // same
+    if not each:
+        raise CapacityError(
+            f"{len(slots)} pages of host_buffer are for loads ({bounce.name}), and {same} ranks have equal bytes",
+            "raise host_buffer",
+        )
+    starts = [slots.start + each * ranks.of_shard(link.shard).index(link) for link in ranks.links]
+    return [[start, start + each] for start in starts]
 
 
 def _memory(top: _Top, space: str, capacity: int) -> HostExtents | RemoteMemory:

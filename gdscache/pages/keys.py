@@ -68,7 +68,8 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
             return np.frombuffer(array("I", tokens), dtype="<u4")
         except (TypeError, OverflowError, ValueError, RuntimeError) as error:  # RuntimeError: tensors without data
             raise TokensError(
-                f"token ids must be integers in [0, 2**32): {_first_line(error)}", "pass token ids, not text"
+                f"token ids must be integers in [0, 2**32): {_first_line(error)}",
+                "pass one flat list of the tokenizer's ids, not text",
             ) from None
     if isinstance(tokens, np.ma.MaskedArray):
         raise TokensError("token ids are a masked array", "pass .compressed(), or the ids of one sequence")
@@ -80,7 +81,8 @@ def as_tokens(tokens: Any) -> npt.NDArray[np.uint32]:
             "pass a dense tensor of integers in host memory (.detach().cpu()), a numpy array or a list",
         ) from None
     if values.ndim != 1:
-        raise TokensError(f"token ids have shape {values.shape}", "pass one sequence at a time, of shape (tokens,)")
+        what = f"have shape {values.shape}" if values.ndim else f"are {_kind(tokens)}"
+        raise TokensError(f"token ids {what}", "pass one sequence of token ids at a time, of shape (tokens,)")
     if values.size == 0:
         return np.empty(0, dtype="<u4")
     if values.dtype.kind not in "iu":

@@ -197,14 +197,17 @@ class RanksMoving:
     ) -> None:
         """Join a rank's statuses of its rows with the others': a page is good if it is good on all of them."""
         mine = self._statuses[rows]
-        if fields["why"]:
+        if not fields.get("begun", True):  # its order came behind the cancel, or does not come
+            self._statuses[rows] = _worse(mine, CODES[PageStatus.ABORTED])
+            self._why = self._why or f"rank {part.link.rank} has not begun it"
+        elif fields["why"]:
             self._why = self._why or str(fields["why"])
-            self._statuses[rows] = np.where(mine == LOADED, CODES[PageStatus.IO_ERROR], mine)
+            self._statuses[rows] = _worse(mine, CODES[PageStatus.IO_ERROR])
         elif self.move.priority is Priority.STORE:
             self._executor.keep_sums(self._ways, rows, part.link.shard, arrays[0])
             self._unfit.update(rows[fields["unfit"]].tolist())
         elif self.listener is not None:
-            self._statuses[rows] = np.where(mine == LOADED, arrays[0], mine)
+            self._statuses[rows] = _worse(mine, arrays[0])
         if spent := fields.get("spent"):
             its, before = Spent(*spent), self._spent or Spent(0.0, waited=False)
             self._spent = Spent(max(its.seconds, before.seconds), its.waited or before.waited)
@@ -241,7 +244,7 @@ class RanksMoving:
                 self._why = self._why or f"rank {rank} has not answered in time"
             touched = self._touched()
             late, over = sorted(touched), not touched and not self._waiting
-            statuses[late] = np.where(statuses[late] == LOADED, CODES[PageStatus.DEADLINE], statuses[late])
+            statuses[late] = _worse(statuses[late], CODES[PageStatus.DEADLINE])
             failed = {row: code for row, code in self._failed.items() if row not in touched}
             if self._why and self.move.priority is Priority.DEMOTION:
                 failed = {row: failed.get(row, errno.EIO) for row in range(len(self)) if row not in touched}
@@ -462,6 +465,13 @@ class RanksExecutor(ThreadDriver):
     def close(self) -> None:
         self.stop()
         self.ranks.close()
+
+
+def _worse(statuses: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8] | int) -> npt.NDArray[np.uint8]:
+    """The first cause against each page. `CANCELLED` is none: that rank has read the page, and it is good."""
+    good = (statuses == LOADED) | (statuses == CODES[PageStatus.CANCELLED])
+    worse: npt.NDArray[np.uint8] = np.where(good & (others != LOADED), others, statuses).astype(np.uint8)
+    return worse
 
 
 def _share_of(move: Move, rows: Int64Array | None, shard: int, layers: int) -> Move:

@@ -105,6 +105,11 @@ class RankSet:
         """The first rank of each shard, which has its files."""
         return [next(link for link in self.links if link.shard == shard) for shard in range(self.shards)]
 
+    @property
+    def replicas(self) -> int:
+        """The number of ranks with equal bytes."""
+        return len(self.links) // self.shards
+
     def of_shard(self, shard: int) -> list[Link]:
         return [link for link in self.links if link.shard == shard]
 
@@ -270,7 +275,8 @@ class RankSet:
 def _check(addresses: Sequence[RankAddress]) -> None:
     given = [*addresses]
     if not given or any(not isinstance(address, RankAddress) for address in given):
-        raise RankError("no addresses of ranks were given", "pass Rank.address of each process, as ranks=[...]")
+        kinds = ", ".join(sorted({type(address).__name__ for address in given})) or "nothing"
+        raise RankError(f"ranks holds {kinds}, not RankAddress", "pass Rank.address of each process, as ranks=[...]")
     numbers, shards = sorted(a.rank for a in given), [a.shard for a in given]
     if numbers != [*range(len(given))]:
         raise RankError(f"the ranks are {numbers}", "number them 0 to n - 1, each once")

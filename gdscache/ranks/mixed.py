@@ -75,13 +75,10 @@ class MixedMoving:
 
     def end(self) -> Steps[End]:
         plain = yield from self._moving[0][0].end()
-        if self._cancelled.is_set():
-            self._listener.judged(self._rest, PageStatus.CANCELLED)
-            return _joined([(plain, self._moving[0][1])])
         self._move.seconds = max(0.0, self._until - time.monotonic())
         moving = self._packed.begin(self._move, self._after, _Some(self._listener, self._rest, layers=True))
         self._moving.append((moving, self._rest))
-        if self._cancelled.is_set():  # meanwhile
+        if self._cancelled.is_set():  # it still reads what is to stay in memory
             moving.cancel()
         return _joined([(plain, self._moving[0][1]), ((yield from moving.end()), self._rest)])
 

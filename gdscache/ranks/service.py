@@ -299,14 +299,18 @@ class Service:
         return {}
 
     def _executor_of(
-        self, planes: PagedPlanes, loads: Mapping[str, list[int]], ending: str, plain: NativeExecutor | None = None
+        self,
+        planes: PagedPlanes,
+        loads: Mapping[str, list[list[int]]],
+        ending: str,
+        plain: NativeExecutor | None = None,
     ) -> NativeExecutor:
         """Moves pages between these planes and the spaces of one layout."""
         memories = {name: one for name, one in self._memories.items() if name.endswith(PLAIN) == bool(ending)}
         files = {name: one for name, one in self._files.items() if name.endswith(PLAIN) == bool(ending)}
         name = f"bounce{ending}"
         bounce = memories.get(name)
-        reserve = None if bounce is None else Reserve(bounce, range(*loads[name]), name)
+        reserve = None if bounce is None else Reserve(bounce, range(*loads[name][self._rank]), name)
         if bounce is not None:
             for one in files.values():
                 one.register(bounce.buffer.view)
@@ -519,9 +523,10 @@ class Service:
         unfit: Sequence[int] = (),
         why: str = "",
         spent: Spent | None = None,
+        begun: bool = True,
     ) -> None:
         told = {"ended": number, "failed": failed, "late": late, "unfit": unfit, "why": why, "spent": spent}
-        self._channel.send(wire.pack(told, arrays))
+        self._channel.send(wire.pack({**told, "begun": begun}, arrays))
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -531,7 +536,7 @@ class Service:
         if moving is not None:
             moving.cancel()
         elif not begun:
-            self._tell(number, why="it was not begun here")
+            self._tell(number, begun=False)
 
     def _lock_lost(self) -> str:
         return next(filter(None, (lock.lost(thorough=False) for lock in self._locks)), "")

@@ -169,7 +169,11 @@ class SsdTier(DurableTier):
         if found.dropped:
             expected = found.dropped.keys() <= {"expired"}
             log = _log.info if expected else _log.warning
-            log("%s: recovery gave up pages: %s", self.path, dict(found.dropped))
+            log(
+                "%s: recovery gave up pages: %s",
+                self.path,
+                ", ".join(f"{n:,} ({cause})" for cause, n in found.dropped.items()),
+            )
         _log.info("%s: %d pages of %d bytes recovered", self.path, len(found.slots), self.layout.extent_bytes)
 
     @property

@@ -279,3 +279,24 @@ def test_io_of_plain_pages_that_hangs_costs_these_pages_alone(tmp_path: Path, op
         assert not store(engine)
         assert load(engine, range(16, 26)) == len(TOKENS)
         assert rows(pool, range(16, 26)) == wanted
+
+
+def test_a_plain_part_that_is_small_beside_its_directories(tmp_path: Path) -> None:
+    """Stretches of 4 MiB lie over directories in turn, and the pages that do not fit have a part of few pages."""
+    pool = planes()
+    bits(pool[1][0])[2] = drawn("random", pool[1][0][2].numel(), np.random.default_rng(3)).reshape(pool[1][0][2].shape)
+    wanted = rows(pool, range(10))
+    extent = ModelConfig(**MODEL, pack="off").layout().extent_bytes
+    capacity = 9 << 20  # two whole stretches, and a part of a third
+    where = ssd(tmp_path / "0", capacity) | {"stripes": [str(tmp_path / "1"), str(tmp_path / "2")]}
+    with CacheEngine(config(None, "on", ssd=where), pool) as engine:
+        assert not store(engine)
+        assert 0 < engine.stats()["tiers"]["ssd_plain"]["slots"] * extent < 4 << 20
+    pool = planes(seed=2)
+    with CacheEngine(config(None, "auto", ssd=where), pool) as engine:
+        assert engine.lookup(TOKENS).tiers == ("ssd", "ssd_plain", "ssd", "ssd", "ssd")
+        assert load(engine, range(10)) == len(TOKENS)
+        assert rows(pool, range(10)) == wanted
+        assert engine.check().ok
+    found = CliRunner().invoke(app, ["verify", str(tmp_path / "0"), "--json"])
+    assert [report["good_pages"] for report in json.loads(found.stdout)] == [PAGES - 1, 1]

@@ -20,6 +20,8 @@ from gdscache.commands import cli
 from gdscache.commands.main import main
 from gdscache.config import config_schema, load_config
 from gdscache.pages.keys import namespace_digest
+from gdscache.sizes import about
+from tests.support.hybrid import MODELS, hybrid_config
 from tests.support.places import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -67,6 +69,17 @@ def test_check_shows_the_same_figures_as_a_table(gdscache, file: Path) -> None:
         row = rows[f"{name} tier"]
         assert row == "none" if tier is None else f": {tier['pages']:,} pages" in row
     assert (rows.get("ssd path") or None) == said["ssd_path"]
+
+
+def test_sizes_of_groups_in_several_pools_are_told_with_each_group(gdscache, tmp_path: Path) -> None:
+    config = hybrid_config(tmp_path / "c", MODELS["state"])
+    (file := tmp_path / "c.yaml").write_text(json.dumps(config), encoding="utf-8")
+    _, out, _ = gdscache("config", "check", file)
+    said = json.loads(gdscache("config", "check", file, "--json")[1])
+    assert f"cpu tier {about(config['cpu']['capacity'])}\n" in re.sub(r" +", " ", out)
+    for group in said["groups"]:
+        assert f"extents of {group['extent_bytes']:,} bytes" in out
+        assert f"cpu {group['pages']['cpu']:,}" in out
 
 
 def test_pages_are_counted_whole_and_an_extent_is_rounded_up(gdscache, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gdscache import PageHashes
-from gdscache.commands.explain import Asked, explain, read_ids
+from gdscache.commands.explain import Asked, explain, explain_tables, read_ids
 from gdscache.commands.inspect import reading
 from gdscache.config import Config
 from gdscache.disk import history_file
@@ -218,6 +218,8 @@ def test_pages_of_groups_are_named(tmp_path: Path, model: str, pack: str) -> Non
     alone = [explain(one, asked(tokens)) for one in reading.directories_of(tmp_path / "c")]
     if model == "apart":
         assert not any(report["namespaces"] for report in alone), "a pool's names follow from the whole model"
+        told = [" ".join(" ".join(explain_tables(report)[0].lines()).split()) for report in alone]
+        assert all("left out 1 namespaces" in one and "--config" in one and "nothing" not in one for one in told), told
     else:
         assert [report["namespaces"] for report in alone] == [report["namespaces"] for report in reports]
 
@@ -317,6 +319,9 @@ def test_the_command_says_it_in_a_table(tmp_path: Path, gdscache: Gdscache) -> N
     status, out, _ = gdscache("explain", path, json.dumps(prompt(77, 3)))
     assert status == 0
     assert "nothing, in 1 namespaces" in out
+    status, out, _ = gdscache("explain", path, "7")
+    assert f"a page has {host.layout.page_tokens} tokens" in out
+    assert "nothing" not in out
     status, _, err = gdscache("explain", tmp_path / "no", "1 2 3")
     assert status == 2
     assert "does not exist" in err

@@ -21,7 +21,7 @@ def made_of(fields: Mapping[str, Any]) -> dict[str, str]:
             lines[name] = _planes(value)
         elif name == "group" and isinstance(value, dict):
             lines |= {f"group.{fact}": _text(one) for fact, one in value.items()}
-        elif name in ("salt", "request_salt") and (facts := _facts(value)) is not None:
+        elif name in ("salt", "request_salt") and (facts := facts_of(value)) is not None:
             lines |= {f"{name}.{fact}": _text(one) for fact, one in facts.items()}
         else:
             lines[name] = _text(value)
@@ -65,7 +65,7 @@ def _named(namespaces: Sequence[Mapping[str, Any]], digits: str, path: str) -> M
     return found[0]
 
 
-def _facts(salt: object) -> dict[str, Any] | None:
+def facts_of(salt: object) -> dict[str, Any] | None:
     try:
         found = json.loads(salt) if isinstance(salt, str) else None
     except (ValueError, RecursionError):

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import gdscache
-from gdscache import CacheEngine, PageStatus
-from gdscache.errors import InvalidValueError, PlanesError, RankError, RankMismatchError
+from gdscache import CacheEngine, PageStatus, Rank
+from gdscache.errors import CapacityError, InvalidValueError, PlanesError, RankError, RankMismatchError
 from gdscache.gate.busy_periods import BusyPeriods
 from gdscache.ranks import executor, wire
 from gdscache.ranks.address import StoreMark
-from tests.support.helpers import MHA, MLA, PACKED, WAIT, drop_from, flip_file, prompt, until
+from gdscache.ranks.mixed import MixedMoving
+from gdscache.ranks.service import Service
+from gdscache.storage.base import Op
+from tests.support.faults import Fault, FaultPlan, FaultRule
+from tests.support.faulty import PLAN as FAULTS
+from tests.support.helpers import (
+    MHA,
+    MLA,
+    PACKED,
+    WAIT,
+    drop_from,
+    flip_file,
+    layout_of,
+    make_config,
+    new_planes,
+    prompt,
+    read_page,
+    until,
+    write_page,
+)
 from tests.support.pairs import pairs
-from tests.support.ranks import RanksHost, fits
+from tests.support.ranks import RanksHost, bytes_of, fits
 
 Open = Callable[..., RanksHost]
 GOOD = PageStatus.LOADED
@@ -82,6 +105,25 @@ def test_packed_pages_come_back_on_every_rank(ranks_host: Open, shards: list[int
             assert prefetch.hit().tokens == len(tokens)
         assert host.load(tokens)[0].pages == (GOOD,) * 5
     assert not host.engine.check().problems
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("shards", [[0, 0], pytest.param([0, 0, 1, 1], marks=pytest.mark.suite)])
+def test_ranks_with_equal_bytes_do_not_meet_in_the_bounce_reserve(
+    ranks_host: Open, shards: list[int], pack: bool
+) -> None:
+    """They map one memory, and each reads pages through it at a time of its own, some slots again and again."""
+    parts, model = 1 + max(shards), MHA if max(shards) else MLA
+    host = ranks_host(shards, model=model | {"pack": "on" if pack else "off"}, cpu=None, ssd=600, bounce=8 * parts)
+    tokens = prompt(1, 14 if pack else 40)  # packed, half of them are plain pages
+    assert not host.store(tokens).dropped
+    for _ in range(10 if pack else 3):
+        assert host.load(tokens)[0].pages == (GOOD,) * (len(tokens) // host.layout.page_tokens)
+    host.engine.close()
+    few = host.config | {"host_buffer": 2 * parts * host.layout.extent_bytes}
+    with pytest.raises(CapacityError, match="host_buffer") as caught:
+        CacheEngine.from_config(few, ranks=host.addresses)
+    assert "raise host_buffer" in caught.value.hint
 
 
 def test_each_rank_has_blocks_of_its_own(ranks_host: Open) -> None:
@@ -349,7 +391,7 @@ def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Pat
     some = host.addresses
     with pytest.raises(RankError, match="number them 0 to n - 1"):
         CacheEngine.from_config(host.config, ranks=[some[0], some[0]])
-    with pytest.raises(RankError, match="no addresses"):
+    with pytest.raises(RankError, match="ranks holds nothing, not RankAddress"):
         CacheEngine.from_config(host.config, ranks=[])
     with pytest.raises(InvalidValueError, match="gds is on"):
         CacheEngine.from_config(host.config | {"ssd": host.config["ssd"] | {"gds": "on"}}, ranks=some)
@@ -360,3 +402,98 @@ def test_what_ranks_cannot_do_is_refused_by_name(ranks_host: Open, tmp_path: Pat
         CacheEngine.from_config(host.config | {"model": MHA | {"kv_heads": 2}}, ranks=some)
     host.engine = host.open()  # the ranks are as they were
     assert host.store(prompt(1, 2)).tiers == (("cpu", "ssd"),) * 2
+
+
+def test_pages_that_a_cancel_left_unread_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load's plain pages are read first. It is cancelled meanwhile, and has slots of the CPU tier for the others."""
+    cancelled, cancel = threading.Event(), MixedMoving.cancel
+    monkeypatch.setattr(MixedMoving, "cancel", lambda moving: (cancel(moving), cancelled.set()))
+    layout, tokens = layout_of(PACKED), prompt(1, 6)
+    planes = new_planes(layout, 12, layout.page_tokens)
+    config = make_config(
+        tmp_path / "cache",
+        model=PACKED,
+        cpu=256,
+        ssd=512,
+        bounce=64,
+        transport="tests.support.faulty:FaultyTransport",
+        load={"verify": "once"},
+    )
+    with Rank(planes) as rank, CacheEngine.from_config(config, ranks=[rank.address]) as engine:
+        keys = [page.key for page in engine.pages(tokens)]
+        assert {fits(key, 0) for key in keys} == {True, False}
+        for block, key in enumerate(keys):
+            write_page(planes, layout, [block], bytes_of(layout, key, 0))
+        handle = engine.store(tokens, [*range(6)])
+        rank.store(handle.order)
+        assert not handle.result(WAIT).dropped
+    with Rank(planes) as rank, CacheEngine.from_config(config, ranks=[rank.address]) as engine:
+        with FAULTS.rule(Op.READ, Fault.HANG):
+            load = engine.load(engine.lookup(tokens), [*range(6, 12)])
+            rank.load(load.order)
+            until(lambda: FAULTS.held, "plain pages are read")
+            load.cancel()
+            assert cancelled.wait(WAIT)
+        load.release_event.synchronize(WAIT)
+        load = engine.load(engine.lookup(tokens), [*range(6, 12)])
+        assert rank.load(load.order).result(WAIT).pages == load.result(WAIT).pages == (GOOD,) * 6
+        for block, key in enumerate(keys, 6):
+            assert np.array_equal(read_page(planes, layout, [block]), bytes_of(layout, key, 0))
+        assert not engine.check().problems
+
+
+def test_a_load_that_is_cancelled_before_a_rank_begins_it_is_no_error_of_a_disk(tmp_path: Path) -> None:
+    layout, tokens = layout_of(MHA), prompt(1, 3)
+    planes = new_planes(layout, 6, layout.page_tokens)
+    with Rank(planes) as rank, CacheEngine.from_config(make_config(tmp_path, cpu=None), ranks=[rank.address]) as engine:
+        handle = engine.store(tokens, [0, 1, 2])
+        rank.store(handle.order)
+        assert not handle.result(WAIT).dropped
+        load = engine.load(engine.lookup(tokens), [3, 4, 5])
+        order = load.order
+        load.cancel()
+        assert load.result(WAIT).pages == (PageStatus.ABORTED,) * 3
+        assert not engine.manager.quarantine.failed_reads.watching
+        assert rank.load(order).result(WAIT).tokens == 0
+        load = engine.load(engine.lookup(tokens), [3, 4, 5])
+        assert rank.load(load.order).result(WAIT).pages == (GOOD,) * 3
+
+
+def test_a_page_that_is_bad_on_one_rank_is_bad_behind_a_cancel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has read its part on into the CPU tier, and says so first."""
+    told, cancel = threading.Semaphore(0), Service._cancel
+    monkeypatch.setattr(Service, "_cancel", lambda service, number: (cancel(service, number), told.release()))
+    layout, tokens = layout_of(MHA), prompt(1, 3)
+    pools = [new_planes(layout, 6, layout.page_tokens) for _ in range(2)]
+    options: dict[str, Any] = {"transport": "tests.support.faulty:FaultyTransport", "load": {"verify": "once"}}
+    config = make_config(tmp_path / "cache", ssd=64, cpu=32, **options)
+
+    def hang(name: str) -> contextlib.AbstractContextManager[FaultRule]:
+        return FaultPlan.rule(FAULTS, Fault.HANG, Op.READ, where=lambda path, offset: path.endswith(name))
+
+    def answered(engine: CacheEngine, rank: int) -> bool:
+        return all(rank not in moving._waiting for moving in engine.executor._under_way.values())  # type: ignore[union-attr]
+
+    for turn in ("store", "load"):
+        with contextlib.ExitStack() as stack:
+            ranks = [stack.enter_context(Rank(planes, rank)) for rank, planes in enumerate(pools)]
+            engine = stack.enter_context(CacheEngine.from_config(config, ranks=[rank.address for rank in ranks]))
+            if turn == "store":
+                handle = engine.store(tokens, [0, 1, 2])
+                for rank in ranks:
+                    rank.store(handle.order)
+                assert not handle.result(WAIT).dropped
+                continue
+            flip_file(tmp_path / "cache" / "slab-0.0.1.bin", 5)
+            with hang("slab-0.0.1.bin"):
+                with hang("slab-0.bin"):
+                    load = engine.load(engine.lookup(tokens), [3, 4, 5])
+                    loads = [rank.load(load.order) for rank in ranks]
+                    until(lambda: FAULTS.held >= 2, "both ranks read")
+                    load.cancel()
+                    assert all(told.acquire(timeout=WAIT) for _ in ranks)
+                loads[0].result(WAIT)
+                until(functools.partial(answered, engine, 0), "the first one says so")
+            assert load.result(WAIT).pages[0] is PageStatus.CHECKSUM
+            assert engine.lookup(tokens).tokens == 0
+            assert not engine.check().problems
