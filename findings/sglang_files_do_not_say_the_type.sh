@@ -4,7 +4,7 @@
 # type, and the file has no header. A file is long enough where both types have one size, as bfloat16 and float16 or the
 # two float8 types, and where the stored one is larger. So a server that is started again with another `--dtype` or
 # `--kv-cache-dtype` on the same folder finds all pages, and computes on numbers that were never stored. Nothing is
-# raised or warned of; a TODO in the source names it. `/` in the model's path becomes `-`, so `org/a-b` and `org-a/b` are
+# raised or warned of; a TODO in the source names it. `/` in a model's path becomes `-`: `org/a-b` and `org-a/b` are
 # one model there.
 #
 # Seen with sglang 0.5.23 and torch 2.13.0 on a CPU: the page [1, -0.5, 3, 0.25] written as bfloat16 is there for
@@ -17,7 +17,8 @@ trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
 "$folder/env/bin/python" -m pip install -q --no-compile "torch==2.13.0" "numpy==2.4.6"
 "$folder/env/bin/python" -m pip install -q --no-compile --no-deps "sglang==0.5.23" "orjson==3.13.0" "psutil==7.2.2" \
-    "pybase64==1.5.1" "requests==2.34.2" "urllib3==2.8.0" "idna==3.20" "certifi" "charset-normalizer==3.5.3" "triton==3.9.0" "packaging==26.4" \
+    "pybase64==1.5.1" "requests==2.34.2" "urllib3==2.8.0" "idna==3.20" "certifi" "charset-normalizer==3.5.3" \
+    "triton==3.9.0" "packaging==26.4" \
     "pillow==13.0.0" "starlette==1.10.0" "anyio==4.16.0" "msgspec==0.22.0" "pydantic_core==2.50.5"
 cd "$folder"
 "$folder/env/bin/python" - <<'PY'
