@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SGLang 0.5.23 and vLLM 0.32.0 publish KV events under the same names, as msgpack maps of the same fields. SGLang's
 # source says that a consumer decodes both with one code path, but vLLM's own classes do not decode SGLang's. SGLang
-# leaves out what is None, and vLLM requires `lora_name` of a stored block, so each block without an adapter is an error.
+# leaves out what is None, and vLLM requires `lora_name` of a stored block: each block without an adapter is an error.
 # What does decode loses in silence what keeps tenants apart. The salt of a request is `cache_salt` to SGLang and an
 # entry of `extra_keys` to vLLM, and either class drops the other's field: a salted block looks like one that all may
 # share. Host memory is `CPU_PINNED` to one and `CPU` to the other, a disk `DISK` and `STORAGE`.
