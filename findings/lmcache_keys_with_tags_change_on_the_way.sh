@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # LMCache 0.5.6: a key with tags is another key behind its own text. A request may carry tags
 # (`"lmcache.tag.user": 3` in its JSON), which are part of the name of its pages. `CacheEngineKey.to_string` writes each
-# value as text, and `from_string` reads text: a number or a truth value does not come back. `to_dict` and `from_dict` do
+# value as text, and `from_string` reads text: a number or a truth value does not come back. `to_dict`, `from_dict` do
 # the same. Keys go as text from process to process (peer to peer, prefill to decode). There the key that was read is
 # not the one that a request asks for, so its pages are missed, each time and without an error. The order counts, too:
 # two requests with the same tags in another order have other keys and other files, though JSON gives its members no
