@@ -25,11 +25,11 @@ def seconds(value: Any, name: str = "seconds") -> float | None:
     return max(0.0, number)
 
 
-def span(value: Any, name: str, most: int, least: float = 0.0) -> float:
-    """A duration: more than `least` seconds, and at most `most`. Raises `InvalidValueError`."""
+def span(value: Any, name: str, most: int, least: float = 0.0, *, zero: bool = False) -> float:
+    """A duration: more than `least` seconds, and at most `most`; with `zero`, or 0. Raises `InvalidValueError`."""
     number = _number(value)
-    if number is None or not least < number <= most:
-        hint = f"pass a number of seconds, more than {least:g}, at most {most:,}"
+    if number is None or not (least < number <= most or (zero and number == 0)):
+        hint = f"pass a number of seconds, {'0, or ' if zero else ''}more than {least:g}, at most {most:,}"
         raise InvalidValueError(f"{name} is {shown(value)}", hint)
     return number
 

@@ -370,7 +370,9 @@ class CacheEngine:
             costs.observe_load(tier, moved, took)
 
     def observe_wait(self, seconds: float) -> None:
-        self.manager.measures.waited("pages", seconds)
+        """Tell the metrics how long a request waited for its pages. Raises `InvalidValueError` for impossible numbers:
+        one NaN would be in the histogram's sum for good."""
+        self.manager.measures.waited("pages", arguments.span(seconds, "seconds", MAX_SECONDS, zero=True))
 
     def load_seconds(self, tier: str, pages: int) -> float | None:
         """Expected seconds of a load of `pages` pages from a tier; None before one was measured."""

@@ -143,6 +143,7 @@ def calls_of_an_attached(engine: CacheEngine) -> dict[str, Call]:
         "observe_load.tier": lambda v: engine.observe_load(v, 1, 1.0),
         "observe_load.nbytes": lambda v: engine.observe_load("cpu", v, 1.0),
         "observe_load.seconds": lambda v: engine.observe_load("cpu", 1, v),
+        "observe_wait.seconds": lambda v: engine.observe_wait(v),
         "load.hit": lambda v: engine.load(v, [0]).result(WAIT),
         "load.slots": lambda v: engine.load(hit, v).result(WAIT),
         "load.after": lambda v: engine.load(hit, [0], v).result(WAIT),

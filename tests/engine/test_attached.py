@@ -362,4 +362,6 @@ def test_what_is_asked_counts_as_no_use(open_host: OpenHost) -> None:
     engine.observe_load("ssd", 1 << 20, 0.5)
     assert engine.load_seconds("ssd", 3) is not None
     engine.observe_wait(0.5)
+    engine.observe_wait(0.0)
+    assert sum(engine.stats()["measured"]["wait_seconds"]["pages"]["counts"]) == 2
     assert sum(engine.stats()["measured"]["wait_seconds"]["pages"]["sums"]) == 0.5

@@ -66,7 +66,7 @@ class LinkerOptions:
         if not isinstance(untried, bool):
             raise InvalidValueError(f"untried is {arguments.shown(untried)}", "pass true or false")
         wait = given.get("ssd_wait", cls.ssd_wait)
-        wait = 0.0 if wait in (0, 0.0) else arguments.span(wait, "ssd_wait", _LONGEST)  # 0: no wait
+        wait = arguments.span(wait, "ssd_wait", _LONGEST, zero=True)  # 0: no wait
         pins = arguments.span(given.get("pin_seconds", cls.pin_seconds), "pin_seconds", 2 * _LONGEST, LOOKED_S + wait)
         return cls(config=config, ssd_wait=wait, pin_seconds=pins, untried=untried)
 
