@@ -72,7 +72,7 @@ def test_an_allocation_that_fails_is_an_error_or_a_miss(
 
 HALF_DONE = """
 import contextlib, ctypes, logging, sys
-from tests.engine.tiers.test_half_done import index_life
+from tests.support.half_done import index_life
 from tests.support.memory_child import aim
 logging.disable(logging.CRITICAL)
 shim = ctypes.CDLL(sys.argv[1])

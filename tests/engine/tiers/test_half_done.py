@@ -21,26 +21,22 @@ from gdscache.disk.slab_io import SlabIO
 from gdscache.errors import IOFailedError, NativeCallError
 from gdscache.index import eviction as eviction_module
 from gdscache.index import index as index_module
-from gdscache.index.index import PageIndex
-from gdscache.index.retention import DEFAULT, Retention
-from gdscache.index.table import PENDING
+from gdscache.index.retention import Retention
 from gdscache.native import LruShadow, Victims
 from gdscache.pages.keys import Page
-from gdscache.policies import POLICIES, guarded, new_policy
+from gdscache.policies import POLICIES, guarded
 from gdscache.policies.lifetime import Lifetime
 from gdscache.tiers import ssd as ssd_module
 from gdscache.tiers.clear import Clearing
 from gdscache.tiers.ssd import SsdTier
+from tests.support.half_done import SLOTS, drop, index_life, tries
 from tests.support.helpers import MHA, layout_of
 from tests.support.index_machine import chain
 
-SLOTS = 8
 LAYOUT = layout_of(MHA)
 NO_MEMORY = NativeCallError("as ordered", "free memory", errno.ENOMEM)
 NO_DISK = IOFailedError("as ordered", "wait", 5)
 CHANGES = ("insert_all", "touch_all", "touch", "remove", "evict_all", "hasten", "defer_all", "walk", "begin")
-Quiet = Callable[[], contextlib.AbstractContextManager[None]]
-Tried = Callable[[Callable[[], object], int], None]
 
 
 class Failing:
@@ -110,73 +106,6 @@ SHADOW = ("insert", "touch", "evict", "drop", "first", "walk")
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
     return Failing(monkeypatch)
-
-
-def tries(quiet: Quiet, index: PageIndex, problems: Callable[[], Sequence[str]]) -> Tried:
-    """`tried(call, most)`: the call may fail, and at most `most` pages go."""
-
-    def tried(call: Callable[[], object], most: int = 0) -> None:
-        before = {entry.key for entry in index if entry.state is not PENDING}
-        with contextlib.suppress(MemoryError, NativeCallError, IOFailedError):
-            call()
-        with quiet():
-            assert not problems()
-            assert len(before - {entry.key for entry in index}) <= most
-            assert not [entry for entry in index if entry.state is PENDING]
-
-    return tried
-
-
-def put(index: PageIndex, pages: Sequence[Page], retention: Retention = DEFAULT) -> None:
-    slots = index.allocate_some(len(pages), pages=pages)
-    entries = index.insert_all(pages, slots, PENDING, [retention] * len(slots), leases=1)
-    index.commit_all(entries)
-    index.release_all(entries)
-
-
-def drop(index: PageIndex, page: Page) -> None:
-    if (entry := index.get(page.key)) is not None:
-        index.drop(entry)
-
-
-def drop_held(index: PageIndex, pages: Sequence[Page]) -> None:
-    held = index.hold_run(pages, 0, len(pages))
-    try:
-        drop(index, pages[len(held) - 1])
-    finally:
-        index.let_go(pages[: len(held)], held)
-
-
-def index_life(policy: str, quiet: Quiet) -> None:
-    """An index in use. `quiet()`: a context in which nothing fails."""
-    first, second, third, fourth = (chain(number, pages) for number, pages in enumerate((4, 3, 4, 2)))
-    with quiet():
-        index = PageIndex(SLOTS, new_policy(policy))
-        index._orders.changes_kept = 3
-    tried = tries(quiet, index, index.check)
-    tried(lambda: put(index, first))
-    tried(lambda: put(index, second))
-    tried(lambda: index.touch([page.key for page in reversed(first)]))
-    tried(lambda: put(index, third), 4)
-    tried(lambda: index.retain(second[0].key, Retention(1, 5.0)))
-    tried(lambda: put(index, fourth, Retention(-1, 3.0)), 2)
-    tried(lambda: drop_held(index, first), 1)
-    tried(lambda: drop(index, third[0]), 1)
-    tried(lambda: index.retain(fourth[0].key, Retention(2, 3.0)))
-    tried(lambda: index.expire_among(fourth[:1], 4.0), 1)
-    tried(lambda: index.expire(4.0, 8), 2)
-    tried(lambda: index.make_room(third[:3], 3), SLOTS)
-    tried(lambda: index.free(index.allocate(2) or ()), 2)
-    tried(lambda: index.evict(2), 2)
-    tried(lambda: put(index, first), 4)
-    tried(lambda: index.retire(index.detach().slots), SLOTS)
-    with quiet():
-        index.evict(SLOTS)
-        assert index.free_slots == SLOTS
-        put(index, first)
-        put(index, second)
-        assert index.evict(SLOTS) == 7
-        assert not index.check()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
