@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import ParamSpec, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from gdscache.errors import NativeCallError
 from gdscache.index.retention import DEFAULT, LOWEST, PRIORITIES, Expiries, Retention
 from gdscache.native import LifetimeOrder
 from gdscache.pages.keys import Page
 from gdscache.policies.base import EvictionPolicy
 
+_log = logging.getLogger("gdscache")
 _named = operator.itemgetter(0, 1)  # a page's key and parent
+_P = ParamSpec("_P")
 NO_RETENTIONS: Mapping[int, Retention] = {}
 
 
@@ -26,16 +31,26 @@ class Orders:
     New pages and uses are only noted. They enter the orders when these are read, when a page is taken out, or by
     `bring_in`: neither a request that finds its pages nor one that brings pages waits for that.
 
+    A change that finds no memory halfway costs the orders, and never a page: they take no changes until they are read
+    again, and then begin anew with the pages that are present.
+
     Many methods: those of an `EvictionPolicy`, for all priorities, and those of retentions.
     """
 
     changes_kept = 8192  # most changes that may wait
 
-    def __init__(self, policy: EvictionPolicy, present: Callable[[Sequence[bytes]], Sequence[bytes]]) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        present: Callable[[Sequence[bytes]], Sequence[bytes]],
+        everything: Callable[[], Sequence[bytes]],
+    ) -> None:
         """`policy`: of priority 0, without pages; the other priorities get its kind. `present(keys)`: the keys whose
-        pages are present."""
+        pages are present. `everything()`: the keys of all pages."""
         self.policy = policy
         self._present = present
+        self._everything = everything
+        self._lost = False  # the policies have other pages than the tier, until they begin anew
         self.retained: dict[bytes, Retention] = {}  # of pages whose retention is not the default; read only
         self._of_priority = [policy if priority == 0 else policy.empty() for priority in PRIORITIES]
         self._expiries = Expiries()
@@ -44,7 +59,7 @@ class Orders:
         self._uses: list[bytes] = []  # later uses, perhaps of absent pages
 
     def empty(self) -> Orders:
-        return Orders(self.policy.empty(), self._present)
+        return Orders(self.policy.empty(), self._present, self._everything)
 
     def restore(
         self,
@@ -76,7 +91,7 @@ class Orders:
             else:
                 self.bring_in()
                 self._keep(page.key, retention)
-                self._of(page.key).insert(page.key, page.parent)
+                self._change(self._of(page.key).insert, page.key, page.parent)
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses of present pages; whether a page is present is checked before the next page comes."""
@@ -92,17 +107,17 @@ class Orders:
 
     def remove(self, key: bytes) -> None:
         self.bring_in()
-        self._of(key).remove(key)
+        self._change(self._of(key).remove, key)
         if key in self.retained:
             self._forget(key)
 
     def evict(self, gone: Sequence[tuple[bytes, bytes | None]]) -> None:
         self.bring_in()
         if not self.retained:
-            self.policy.evict_all(gone)
+            self._change(self.policy.evict_all, gone)
             return
         for key, freed in gone:
-            self._of(key).evict_all(((key, None),))
+            self._change(self._of(key).evict_all, ((key, None),))
             if key in self.retained:
                 self._forget(key)
             if freed is not None:
@@ -116,7 +131,9 @@ class Orders:
     def bring_in(self, most: int | None = None) -> None:
         """Let the `most` oldest changes enter the orders, or all."""
         self.sift()
-        left = self._changed if most is None else min(most, self._changed)
+        self._change(self._enter, self._changed if most is None else min(most, self._changed))
+
+    def _enter(self, left: int) -> None:
         while left:
             some = self._changes.popleft()
             if len(some) > left:
@@ -135,28 +152,59 @@ class Orders:
                 self.policy.touch_all(keys)
 
     def _note(self, some: Sequence[Page] | Sequence[bytes]) -> None:
-        if some:
+        if some and not self._lost:
             self._changes.append(some)
             self._changed += len(some)
             if self._changed > self.changes_kept:
                 self.bring_in(self._changed - self.changes_kept)
 
+    def _change(self, change: Callable[_P, object], *args: _P.args, **more: _P.kwargs) -> None:
+        if self._lost:
+            return
+        try:
+            change(*args, **more)
+        except (MemoryError, NativeCallError) as error:
+            self._lose(error)
+
+    def _lose(self, error: MemoryError | NativeCallError) -> None:
+        if isinstance(error, NativeCallError) and error.errno != errno.ENOMEM:
+            raise error
+        _log.warning("no memory for a change of an eviction order: it begins anew, and forgets which pages were used")
+        self._lost, self._changed = True, 0
+        self._changes.clear()
+
+    def _begin_anew(self) -> None:
+        """May find no memory, and can be called again."""
+        keys, levels = self._everything(), dict[int, list[int]]()
+        for at, key in enumerate(keys):
+            levels.setdefault(self.retained.get(key, DEFAULT).priority - LOWEST, []).append(at)
+        for level, policy in enumerate(self._of_priority):
+            policy.restore(keys, np.array(levels.get(level, ()), np.int64))
+        self._lost = False
+
     # -- for eviction -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[bytes]:
+        """May find no memory, and can be called again."""
         self.bring_in()
-        return itertools.chain.from_iterable(self._of_priority)
+        if self._lost:
+            self._begin_anew()
+        try:  # all at once, since to begin changes some orders
+            return itertools.chain.from_iterable([iter(policy) for policy in self._of_priority])
+        except (MemoryError, NativeCallError) as error:
+            self._lose(error)
+            raise
 
     def defer_all(self, keys: Sequence[bytes]) -> None:
         """As `EvictionPolicy.defer_all`. This and the next two need orders that are up to date."""
         if not self.retained:
-            self.policy.defer_all(keys)
+            self._change(self.policy.defer_all, keys)
             return
         for key in keys:
-            self._of(key).defer_all((key,))
+            self._change(self._of(key).defer_all, (key,))
 
     def hasten(self, key: bytes) -> None:
-        (self._of(key) if self.retained else self.policy).hasten(key)
+        self._change((self._of(key) if self.retained else self.policy).hasten, key)
 
     def deferring(self) -> Sequence[LifetimeOrder]:
         return [order for policy in self._of_priority for order in policy.deferring()]
@@ -175,8 +223,8 @@ class Orders:
         if retention != DEFAULT:
             self._keep(key, retention)
         if self._of(key) is not before:
-            before.remove(key)
-            self._of(key).insert(key, page.parent)
+            self._change(before.remove, key)
+            self._change(self._of(key).insert, key, page.parent)
 
     @property
     def next_expiry(self) -> float:
@@ -185,6 +233,11 @@ class Orders:
     def expired(self, now: float, most: int) -> list[bytes]:
         """Up to `most` keys that have expired by `now`, each once; the caller removes their pages."""
         return self._expiries.take(now, most)
+
+    def not_yet_expired(self, keys: Iterable[bytes]) -> None:
+        """Those of the keys that `expired` has told whose pages are still there."""
+        for key in self.retained.keys() & keys:
+            self._keep(key, self.retained[key])
 
     def expired_among(self, keys: Iterable[bytes], now: float) -> list[bytes]:
         """The keys that have expired by `now`, each once."""
@@ -205,10 +258,11 @@ class Orders:
     def check(self, pages: Mapping[bytes, Retention]) -> list[str]:
         """Contradictions with `pages`, all pages of the tier. Changes nothing."""
         problems = []
-        new = {change.key for some in self._changes for change in some if isinstance(change, Page)}
-        found = [{*order, *(new if order is self.policy else ())} for order in self._of_priority]
-        if found != [{key for key, kept in pages.items() if kept.priority == priority} for priority in PRIORITIES]:
-            problems.append("the eviction order and the index name different pages")
+        if not self._lost:
+            new = {change.key for some in self._changes for change in some if isinstance(change, Page)}
+            found = [{*order, *(new if order is self.policy else ())} for order in self._of_priority]
+            if found != [{key for key, kept in pages.items() if kept.priority == level} for level in PRIORITIES]:
+                problems.append("the eviction order and the index name different pages")
         if self.retained != {key: kept for key, kept in pages.items() if kept != DEFAULT}:
             problems.append("pages with a retention of their own differ from the index")
         if self._expiries.items() != {key: kept.expires for key, kept in pages.items() if kept.expires is not None}:

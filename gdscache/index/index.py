@@ -163,29 +163,33 @@ class PageIndex(EvictablePages):
         `evicted`: to make room for others."""
         if entry.dropped:
             return
-        entry.dropped = True
+        key, slot, visible = entry.key, entry.slot, entry.state is not PENDING
         self._orders.sift()  # its uses count only while it is present
-        del self._entries[entry.key]
-        self._dirty.discard(entry.slot)
-        self._resting[entry.key] = entry.slot
-        ((_, freed),), _ = take_out(self._columns, (entry.key,))
-        if evicted:
-            self._orders.evict(((entry.key, freed),))
-        else:
-            self.ages.gone(entry.key)
-            self._orders.remove(entry.key)
-            if freed is not None:
-                self._orders.hasten(freed)
-        if entry.state is not PENDING:
-            if self._forget is not None:
-                self._forget((entry.slot,))
-            if self._watcher is not None:
-                self._watcher.removed((entry.key,))
+        self._resting[key] = slot
+        try:
+            gone, _ = take_out(self._columns, (key,))
+        except BaseException:
+            del self._resting[key]
+            raise
+        entry.dropped = True
+        del self._entries[key]
+        self._dirty.discard(slot)
+        if visible and self._forget is not None:
+            self._forget((slot,))
         if entry.leases:
             self.torn += 1
-            self._leaving[entry.slot] = entry
+            self._leaving[slot] = entry
         else:
-            self._recycle((entry.slot,))
+            self._recycle((slot,))
+        if evicted:
+            self._evicted((key,), gone)
+            return
+        self.ages.gone(key)
+        self._orders.remove(key)
+        if (freed := gone[0][1]) is not None:
+            self._orders.hasten(freed)
+        if visible and self._watcher is not None:
+            self._watcher.removed((key,))
 
     def lease(self, entry: Entry) -> None:
         entry.leases += 1
@@ -218,7 +222,12 @@ class PageIndex(EvictablePages):
 
     def expire(self, now: float, most: int) -> list[bytes]:
         """Drop up to `most` pages that have expired by `now`; returns the keys of the visible ones."""
-        return self._drop_expired(self._orders.expired(now, most))
+        keys = self._orders.expired(now, most)
+        try:
+            return self._drop_expired(keys)
+        except BaseException:
+            self._orders.not_yet_expired(keys)
+            raise
 
     def expire_among(self, pages: Iterable[Page], now: float) -> list[bytes]:
         return self._drop_expired(self._orders.expired_among((page.key for page in pages), now))
@@ -254,16 +263,17 @@ class PageIndex(EvictablePages):
             self.find(key)
         in_use = list(self._entries.values())
         visible = len(self._resting) + sum(entry.state is not PENDING for entry in in_use)
+        orders, children = self._orders.empty(), array("i", bytes(4 * self.slots))
         for entry in in_use:
             self.drop(entry)
-        held = (self._resting, self._orders, self._orphans)
-        if self._watcher is not None:
-            self._watcher.cleared()
-        detached = Detached(visible, list(self._resting.values()), held)
-        self._resting, self._orders, self._orphans = {}, self._orders.empty(), {}
+        detached = Detached(
+            visible, list(self._resting.values()), (self._resting, self._orders, self._orphans, self._children)
+        )
+        self._resting, self._orders, self._orphans, self._children = {}, orders, {}, children
         self._dirty = set()
         self.ages.clear()
-        self._children = array("i", bytes(4 * self.slots))
+        if self._watcher is not None:
+            self._watcher.cleared()
         return detached
 
     def retire(self, slots: Iterable[int]) -> None:
@@ -275,18 +285,22 @@ class PageIndex(EvictablePages):
 
     def _evict(self, keys: Sequence[bytes]) -> None:
         """Drop victims, which are neither leased nor dirty. Their slots are given back in this order."""
+        while keys:
+            gone, slots = take_out(self._columns, keys)
+            self.retire(slots)
+            self._evicted(keys[: len(gone)], gone)
+            if len(gone) < len(keys):  # the next is a page in use
+                self.drop(self._entries[keys[len(gone)]], evicted=True)
+            keys = keys[len(gone) + 1 :]
+
+    def _evicted(self, keys: Sequence[bytes], gone: Sequence[tuple[bytes, bytes | None]]) -> None:
+        """Visible pages have gone. `gone`: as of `take_out`."""
+        self._orders.evict(gone)
         self.evictions += len(keys)
         self.ages.evicted(keys)
         self.on_evict(keys)
         if self._watcher is not None:
-            self._watcher.removed([key for key in keys if key in self._resting])
-        while keys:
-            gone, slots = take_out(self._columns, keys)
-            self._orders.evict(gone)
-            self.retire(slots)
-            if len(gone) < len(keys):  # the next is a page in use
-                self.drop(self._entries[keys[len(gone)]], evicted=True)
-            keys = keys[len(gone) + 1 :]
+            self._watcher.removed(keys)
 
     # -- all invariants -----------------------------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ class PageTable:
         self._held: Counter[int] = Counter()  # leases on pages at rest, by slot: see `hold_run`
         self._children = array("i", bytes(4 * slots))  # number of pages that follow the page in the slot
         self._orphans: dict[bytes, int] = {}  # number of pages that follow an absent page, by its key
-        self._orders = Orders(policy, self.present)
+        self._orders = Orders(policy, self.present, self.select)
 
     def __len__(self) -> int:
         return len(self._resting) + len(self._entries)
@@ -142,13 +142,13 @@ class PageTable:
     def retention(self, key: bytes) -> Retention | None:
         return self._orders.retained.get(key, DEFAULT) if key in self else None
 
-    def select(self, namespace: bytes | None) -> list[bytes]:
+    def select(self, namespace: bytes | None = None) -> list[bytes]:
         """Keys of all pages (of a namespace, if one is given), reserved ones included."""
         if namespace is None:
-            return [*self._entries, *self._resting]
+            return [*self._resting, *self._entries]
         of = self._namespaces
         resting = [key for key, slot in self._resting.items() if of[slot] == namespace]
-        return [key for key, entry in self._entries.items() if entry.namespace == namespace] + resting
+        return resting + [key for key, entry in self._entries.items() if entry.namespace == namespace]
 
     # -- pages to work with -------------------------------------------------------------------------------------------
 

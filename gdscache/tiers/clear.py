@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from gdscache.index.index import Detached
 from gdscache.tiers.base import DurableTier, Tier
 
 _NAMESPACE_EPOCHS_KEPT = 4096
@@ -61,15 +62,16 @@ class Clearing:
 
     def _drop_everything(self) -> dict[str, int]:
         """Make all pages invisible at once. The slots of files, each of which costs work, follow in pieces."""
-        with self._lock:
-            self._epoch += 1
-            detached = {name: tier.index.detach() for name, tier in self._tiers.items()}
-            slots = {name: iter(some.slots) for name, some in detached.items()}
-            for name, tier in self._tiers.items():  # first slots at once, for stores that need some now
-                tier.index.retire(itertools.islice(slots[name], self.piece) if tier in self._files else slots[name])
+        detached, slots = dict[str, Detached](), dict[str, Iterator[int]]()
         with contextlib.ExitStack() as ends:
-            for tier in self._files:
-                ends.callback(self._retire, tier, slots[tier.name])  # the slots that are left if the loop below raises
+            with self._lock:
+                self._epoch += 1
+                for name, tier in self._tiers.items():
+                    detached[name] = tier.index.detach()
+                    slots[name] = iter(detached[name].slots)
+                    ends.callback(self._retire, tier, slots[name])  # the slots that are left if anything below raises
+                for name, tier in self._tiers.items():  # first slots at once, for stores that need some now
+                    tier.index.retire(itertools.islice(slots[name], self.piece) if tier in self._files else slots[name])
             for tier in self._files:
                 for piece in self._pieces(slots[tier.name]):
                     self._retire(tier, piece)

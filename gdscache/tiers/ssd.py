@@ -241,7 +241,7 @@ class SsdTier(DurableTier):
         Raises `IOFailedError` when the catalogue cannot be written, `LockLostError` when another process may use the
         directory; then nothing was committed.
         """
-        with self._commit_lock:
+        with self._commit_lock, contextlib.ExitStack() as on_failure:
             self._keep_out()
             if self._power and entries:
                 self.io.flush()
@@ -249,11 +249,14 @@ class SsdTier(DurableTier):
             with self.lock:
                 alive = [i for i, entry in enumerate(entries) if not entry.dropped]
                 live, stored = [entries[i] for i in alive], take_rows(stored, alive)
+                written = [entry.slot for entry in live]
+                put_rows(self._checksums, written, stored)  # known from the commit on
+                touched, retained = self._touched_slots(), self._retained
+                on_failure.callback(self._undo, retained, written)
                 self._deleting = set(itertools.islice(self._doomed, _DELETIONS))
                 for slot in self._deleting:
                     del self._doomed[slot]
-                touched, self._touched = self._touched_slots(), {}
-                retained, self._retained = self._retained, {}
+                self._touched, self._retained = {}, {}
                 descriptions, self._descriptions = self._descriptions, {}
                 still = {slot: key for slot, key in retained.items() if self.index.slot(key) == slot}
                 wanted = {slot: self.index.retention(key) or DEFAULT for slot, key in still.items()}
@@ -267,12 +270,9 @@ class SsdTier(DurableTier):
                 ]
             self._learn_checksums(leased)  # a load that still reads them needs the checksums
             self._describe(descriptions)
-            with contextlib.ExitStack() as on_failure:
-                on_failure.callback(self._undo, retained, [record.slot for record in records])
-                self._catalog.commit(records, sorted(self._deleting), touched, wanted)
-                on_failure.pop_all()
+            self._catalog.commit(records, sorted(self._deleting), touched, wanted)
             with self.lock:
-                put_rows(self._checksums, [entry.slot for entry in live], stored)
+                on_failure.pop_all()
                 for entry in live:
                     self._known[entry.slot] = 1
                     if not self.index.commit(entry):  # dropped meanwhile: its row must be deleted

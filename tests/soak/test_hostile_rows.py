@@ -16,7 +16,7 @@ import pytest
 
 from gdscache.commands.inspect import inspect, verify
 from gdscache.errors import GdsCacheError
-from tests.support.disk_parts import SLOTS, opened, raw, served, store
+from tests.support.disk_parts import PACK, SLOTS, opened, raw, served, store
 
 SINGLE = range(200, 226)  # documents of one page each
 NEW = range(300, 303)
@@ -37,10 +37,10 @@ COLUMNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=PACK)
+def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("filled") / "cache"
-    with opened(path) as host:
+    with opened(path, pack=request.param) as host:
         store(host, SINGLE, 1)
     return path
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.helpers import make_config
-from tests.support.kill_check import verify
+from tests.support.disk_parts import PACK
+from tests.support.helpers import PACKED, make_config
+from tests.support.kill_check import LAYOUT, verify
 from tests.support.kill_points import FIRST, ONLY_NEW, OPENING, SECOND, STORED, run, run_opening
-from tests.support.kill_record import Name, name
+from tests.support.kill_record import Name, content, name
 from tests.support.processes import Child
 
 HEAD = {name("", FIRST, page) for page in range(2)}  # what is left when the second document takes the room
@@ -25,11 +26,19 @@ LEFT: dict[str, set[Name]] = {
 }  # fmt: skip
 
 
-def _config(tmp_path: Path) -> dict[str, Any]:
-    """Eight pages on the SSD: the first document of six, and two of the second."""
-    return make_config(
-        tmp_path / "cache", cpu=None, ssd=8, bounce=16, transport="tests.support.kill_points:DyingTransport"
-    )
+FITS = {page for page in ALL if content(page, LAYOUT.plane_bytes)[0] & 1}
+# Packed, with room for both documents. The kill is of the tier of packed pages; the other one is before or behind it.
+PACKED_LEFT: dict[str, tuple[set[Name], set[Name]]] = dict.fromkeys(list(LEFT)[:4], (ALL, NEXT)) | {
+    "clear_in_transaction": (FITS, ALL)
+}
+TRANSPORT = "tests.support.kill_points:DyingTransport"
+
+
+def _config(tmp_path: Path, *, pack: bool = False) -> dict[str, Any]:
+    """Eight pages on the SSD: the first document of six, and two of the second. With `pack`, room for all."""
+    if pack:
+        return make_config(tmp_path / "cache", model=PACKED, cpu=None, ssd=256, bounce=256, transport=TRANSPORT)
+    return make_config(tmp_path / "cache", cpu=None, ssd=8, bounce=16, transport=TRANSPORT)
 
 
 @pytest.mark.parametrize(
@@ -38,18 +47,31 @@ def _config(tmp_path: Path) -> dict[str, Any]:
     ids=lambda point: point.__name__,
 )
 def test_a_kill_while_storing_and_clearing(tmp_path: Path, point: Callable[..., None]) -> None:
-    config, left = _config(tmp_path), LEFT[point.__name__]
+    left = LEFT[point.__name__]
+    assert _kill(_config(tmp_path), point, left, left) == len(left)
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("point", [p for p in STORED if "delet" not in p.__name__], ids=lambda point: point.__name__)
+def test_a_kill_where_pages_are_packed(tmp_path: Path, point: Callable[..., None]) -> None:
+    left = LEFT[point.__name__]
+    required, more = PACKED_LEFT.get(point.__name__, (left, left))
+    assert _kill(_config(tmp_path, pack=True), point, required | more, required) >= len(required)
+
+
+def _kill(config: dict[str, Any], point: Callable[..., None], allowed: set[Name], required: set[Name]) -> int:
     with Child(run, config, point.__name__) as child:
         assert child.receive() == "stored"
         child.killed()
-    assert verify(config, left, left) == len(left)
+    return verify(config, allowed, required)
 
 
+@pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize(
     ("point", "stored"), [(p, stored) for p in OPENING for stored in (False, True) if not (stored and p in ONLY_NEW)]
 )
-def test_a_kill_while_opening(tmp_path: Path, point: str, stored: bool) -> None:
-    config, left = _config(tmp_path), ALL if stored else set()
+def test_a_kill_while_opening(tmp_path: Path, point: str, stored: bool, pack: bool) -> None:
+    config, left = _config(tmp_path, pack=pack), ALL if stored else set()
     if stored:
         with Child(run, config, "closed_catalogue") as child:
             child.receive()

@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +16,8 @@ import pytest
 
 from gdscache.commands.inspect import verify
 from gdscache.errors import GdsCacheError
-from tests.support.disk_parts import SALTS, SLOTS, document, opened, raw, served, store
+from tests.support.disk_parts import PACK, SALTS, SLOTS, document, opened, raw, served, store
+from tests.support.helpers import SEED
 
 BLOCK = 4096
 DOCUMENTS = range(30)
@@ -25,14 +25,14 @@ LONG, ROOM = 9, 135  # pages of a document, and slots: for 15 documents
 SINGLE = range(100, 124)  # documents of one page each
 
 
-@pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
+@pytest.fixture(scope="module", params=PACK)
+def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     """A directory after a life of stores, evictions, an invalidation and a clear; and its catalogue as it was at each
     moment."""
     path = tmp_path_factory.mktemp("life") / "cache"
     moments = []
     for turn in range(6):
-        with opened(path, ROOM) as host:
+        with opened(path, ROOM, pack=request.param) as host:
             if turn == 2:
                 host.engine.invalidate(host.engine.namespace("tenant"))
             if turn == 3:
@@ -108,9 +108,7 @@ def test_every_older_block_of_every_catalogue(life: tuple[Path, list[bytes]], tm
 
 @pytest.mark.soak
 def test_older_blocks_together(life: tuple[Path, list[bytes]], tmp_path: Path) -> None:
-    seed = time.time_ns()
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = random.Random(SEED)
     path, moments = life
     for number in range(300):
         catalogue = bytearray(moments[-1])
@@ -130,11 +128,11 @@ def _block(case: tuple[int, int, int]) -> int:
 # Rows and extents in each other's places.
 
 
-@pytest.fixture(scope="module")
-def singles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=PACK)
+def singles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with pages that follow none, one a document."""
     path = tmp_path_factory.mktemp("singles") / "cache"
-    with opened(path) as host:
+    with opened(path, pack=request.param) as host:
         store(host, SINGLE, 1)
         assert served(host, SINGLE, 1) == dict.fromkeys(SINGLE, 1)
     return path

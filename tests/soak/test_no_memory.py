@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gdscache.policies import POLICIES
 from tests.support.helpers import SEED
 from tests.support.places import ROOT, SUPPORT
 from tests.support.shims import shim
@@ -67,6 +68,44 @@ def test_an_allocation_that_fails_is_an_error_or_a_miss(
     for at in range(0, len(pairs), 40):
         for one in attempts(shim, tmp_path, transport, pack, pairs[at : at + 40]):
             assert not one["wrong"], one
+
+
+HALF_DONE = """
+import contextlib, ctypes, logging, sys
+from tests.support.half_done import index_life
+from tests.support.memory_child import aim
+logging.disable(logging.CRITICAL)
+shim = ctypes.CDLL(sys.argv[1])
+aim(shim)
+seen, first, failed = (ctypes.c_long.in_dll(shim, f"shim_{name}") for name in ("seen", "first", "failed"))
+ctypes.c_long.in_dll(shim, "shim_count").value = int(sys.argv[3])
+
+@contextlib.contextmanager
+def quiet():
+    begun, at, first.value = seen.value, first.value, 0
+    yield
+    first.value = at and at + seen.value - begun
+
+for number in range(1, 1 << 20):
+    before, first.value = failed.value, seen.value + number
+    index_life(sys.argv[2], quiet)
+    first.value = 0
+    if failed.value == before:
+        break
+print(number)
+"""
+
+
+@pytest.mark.suite
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_index_is_whole_behind_each_allocation_that_fails(shim: Path, policy: str, count: int) -> None:
+    """Each of the native library's, alone or with the next two."""
+    environment = os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", HALF_DONE, shim, policy, str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert int(done.stdout) > 20, "the shim does not reach the library"
 
 
 WORDS = """

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.helpers import WAIT, Host, make_config, prompt
+import pytest
+
+from gdscache.config.pools import PLAIN_DIRECTORY
+from tests.support.helpers import MHA, PACKED, WAIT, Host, expected, make_config, narrowed, prompt
 
 SLOTS = 48
 LAYERS = 3
@@ -16,14 +19,23 @@ SALTS = ("", "tenant")
 PAGES = 4  # of a document
 
 
-def ssd_config(path: Path, slots: int = SLOTS) -> dict[str, Any]:
-    return make_config(path, cpu=None, ssd=slots, bounce=8)
+PACK = [False, pytest.param(True, marks=pytest.mark.suite)]  # whether pages are packed, all of which then fit
+
+
+def ssd_config(path: Path, slots: int = SLOTS, *, pack: bool = False) -> dict[str, Any]:
+    """`slots` of the tier `ssd`; with `pack`, a sixteenth is for pages that do not fit."""
+    return make_config(
+        path, model=PACKED if pack else MHA, cpu=None, ssd=-(-slots * 16 // 15) if pack else slots, bounce=8
+    )
 
 
 @contextlib.contextmanager
-def opened(path: Path, slots: int = SLOTS) -> Iterator[Host]:
-    """A host whose pages lie on the SSD alone."""
-    host = Host(ssd_config(path, slots), blocks=16)
+def opened(path: Path, slots: int = SLOTS, *, pack: bool = False) -> Iterator[Host]:
+    """A host whose pages lie on the SSD alone. A directory of packed pages is opened as one."""
+    pack = pack or (path / PLAIN_DIRECTORY).exists()
+    host = Host(ssd_config(path, slots, pack=pack), blocks=16)
+    if pack:
+        host.data = lambda key: narrowed(expected(host.layout, key))  # type: ignore[method-assign]
     try:
         yield host
     finally:

@@ -4,6 +4,7 @@ those without a cache, in every place where a prefix may end, and a state that i
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ def qwen(models: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
 @contextlib.contextmanager
 def opened(model: PreTrainedModel, path: Path, **more: Any) -> Iterator[HybridEngine]:
     """An engine that has all of its blocks, and nothing else than sound pages, at the end."""
-    with HybridEngine.from_config({**hybrid_options(model, path, cpu="64MiB"), **more}) as engine:
+    with HybridEngine.from_config({**hybrid_options(model, path), **more}) as engine:
         yield engine
         engine.drain(20)
         for part, free in zip(engine.engines, engine._free, strict=True):
@@ -112,12 +113,22 @@ def opened(model: PreTrainedModel, path: Path, **more: Any) -> Iterator[HybridEn
         assert engine.check().problems == ()
 
 
+@functools.cache
+def _uncached(model: PreTrainedModel, ids: tuple[int, ...], new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return generate(model, torch.tensor([ids]), None, new)
+
+
+def uncached(model: PreTrainedModel, ids: torch.Tensor, new: int = NEW) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `generate` says of one row without a cache; computed once."""
+    return _uncached(model, tuple(ids[0].tolist()), new)
+
+
 def same(got: tuple[torch.Tensor, torch.Tensor], model: PreTrainedModel, ids: torch.Tensor) -> None:
     """The greedy tokens are those without a cache, and the logits differ by rounding alone: by 2e-5 of the largest at
     most, which is seen, of the 1e-4 that is allowed. A state of zeros makes 7e-3 and more: see below. A near tie may be
     decided by rounding."""
     new = got[1].shape[1]
-    sequences, logits = generate(model, ids, None, new)
+    sequences, logits = uncached(model, ids, new)
     tolerance = 1e-4 * float(logits.abs().max())
     best = logits.topk(2, -1).values
     ties = ((best[..., 0] - best[..., 1]) <= 2 * tolerance).nonzero()[:, 1]
@@ -248,7 +259,7 @@ def test_packed_pages_give_the_same_bits(kind: str, tmp_path: Path) -> None:
     model, ids, found = build(kind, dtype="bfloat16"), tokens(), dict[str, list[tuple[torch.Tensor, ...]]]()
     for pack in ("off", "on"):
         found[pack] = []
-        for cpu in ("64MiB", None):
+        for cpu in ("16MiB", None):
             options = hybrid_options(model, tmp_path / pack, cpu=cpu, pack=pack)
             with HybridEngine.from_config(options) as engine:
                 packed = {names: one.layout.packed for names, one in engine.by_groups.items()}
@@ -319,25 +330,26 @@ def test_where_the_calls_are_the_same_the_bits_are(kind: str, dtype: str, tmp_pa
 
 @pytest.mark.parametrize("kind", MAIN)
 def test_prompts_of_any_length_are_found_up_to_their_last_token(model: PreTrainedModel, tmp_path: Path) -> None:
-    for length in (1, PAGE, PAGE + 1, WINDOW - 1, WINDOW, 5 * PAGE):
-        with opened(model, tmp_path / str(length)) as engine:
-            ids = tokens(length)
-            assert answer(engine, model, ids).found == 0
-            assert answer(engine, model, ids).found == (length - 1) // PAGE * PAGE
+    with opened(model, tmp_path) as engine:
+        for length in (1, PAGE, PAGE + 1, WINDOW - 1, WINDOW, 5 * PAGE):
+            ids, salt = tokens(length), str(length)
+            assert answer(engine, model, ids, salt=salt).found == 0
+            assert answer(engine, model, ids, salt=salt).found == (length - 1) // PAGE * PAGE
             longer = torch.cat([ids, tokens(5, seed=3)], 1)  # without the answer, as where thoughts are left out
-            assert answer(engine, model, longer).found == length // PAGE * PAGE
+            assert answer(engine, model, longer, salt=salt).found == length // PAGE * PAGE
 
 
 @pytest.mark.parametrize("kind", MAIN)
 def test_where_prompts_part_the_third_one_begins(model: PreTrainedModel, tmp_path: Path, kind: str) -> None:
     """The second one finds that the full layers have more than the others, and keeps a window or a state there. Where
     no layer has all tokens, nothing says where they part."""
-    for at in (3, 2 * PAGE + 3, 3 * PAGE, WHOLE - 1, WHOLE, WHOLE + 2):
-        with opened(model, tmp_path / str(at)) as engine:
-            answer(engine, model, tokens())
-            assert answer(engine, model, parting(at, 1)).found == (WHOLE if at >= WHOLE else 0)
+    with opened(model, tmp_path) as engine:
+        for at in (3, 2 * PAGE + 3, 3 * PAGE, WHOLE - 1, WHOLE, WHOLE + 2):
+            salt = str(at)
+            answer(engine, model, tokens(), salt=salt)
+            assert answer(engine, model, parting(at, 1), salt=salt).found == (WHOLE if at >= WHOLE else 0)
             no_junction = kind == "mistral" and at < WHOLE
-            assert answer(engine, model, parting(at, 2)).found == (0 if no_junction else at // PAGE * PAGE)
+            assert answer(engine, model, parting(at, 2), salt=salt).found == (0 if no_junction else at // PAGE * PAGE)
 
 
 @pytest.mark.parametrize("kind", [*MAIN[:3], "qwen3_next"])
@@ -458,7 +470,7 @@ def test_rows_of_a_batch_start_from_what_all_of_them_have(model: PreTrainedModel
             with PrefixCache(engine, model).open(batch) as cache:
                 assert cache.cached_tokens == found
                 sequences, _ = generate(model, batch, cache)
-                assert torch.equal(sequences, torch.cat([generate(model, row, None)[0] for row in rows]))
+                assert torch.equal(sequences, torch.cat([uncached(model, row)[0] for row in rows]))
                 cache.commit(sequences)
             engine.drain(20)
 
@@ -472,7 +484,7 @@ def test_rows_share_what_the_shortest_of_them_has(model: PreTrainedModel, tmp_pa
         with PrefixCache(engine, model).open(torch.cat([one, three])) as cache:
             assert cache.cached_tokens == 3 * PAGE, "the first row has more, and all rows these"
             sequences, _ = generate(model, torch.cat([one, three]), cache)
-            assert torch.equal(sequences[1:], generate(model, three, None)[0])
+            assert torch.equal(sequences[1:], uncached(model, three)[0])
 
 
 # -- pages that are bad or gone, pools that are full -------------------------------------------------------------------
