@@ -36,7 +36,7 @@ SECTIONS = ["GPU", "Kernels", "GPU <-> CPU", "SSD", "Inference engines"]
 
 NO_COMPILER = changed(
     WHOLE,
-    compiler=lacking("neither cuda-core nor CuPy is installed", ""),
+    compiler=lacking("cuda-core is not installed", ""),
     nvrtc=None,
     built=lacking("cannot build pages.cu"),
     calibration=None,
