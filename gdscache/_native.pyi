@@ -69,15 +69,12 @@ def bare_loop(
     piece_bytes: int,
     threads: int,
     memory: int,
-    memory_bytes: int,
-    planes: int = 0,
-    sum_bytes: int = 0,
+    target: int = 0,
     driver: str | None = None,
     context: int = 0,
-    device: int = 0,
 ) -> float:
     """Seconds of a loop over the first `nbytes` of a file: see bare.h. `driver`: the name of CUDA's, and `context` its
-    primary context, where what is read goes on to `device`. Raises `DeviceError` too."""
+    primary context, if `target` is on a GPU. Raises `DeviceError` too."""
 
 def error_text(error: int) -> str:
     """What an error of I/O means: an errno, or one of cuFile's."""
@@ -309,9 +306,6 @@ class CuFiles:
     def remove_memory(self, address: int) -> None: ...
     def move(self, file: int, offset: int, address: int, nbytes: int, *, write: bool) -> int:
         """Bytes that one call has moved to or from known memory, or an error (`error_text`) below 0."""
-
-    def run_bare(self, file: int, address: int, nbytes: int, piece_bytes: int, threads: int, *, write: bool) -> float:
-        """Seconds of a loop over the first `nbytes` of a file and as much memory, both known: see disk/bare.h."""
 
     def close(self) -> None:
         """Nobody uses it any more but disks and executors that are open; again is fine."""

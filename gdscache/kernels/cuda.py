@@ -26,12 +26,7 @@ FORMS = {
 }
 VARIANTS = tuple({"VECTOR": width} for width in (16, 8, 4, 2, 1))
 
-TILE = 1024
 SHORTEST = 241  # bytes: XXH3 has other forms for shorter inputs, which the host takes
-STAGED_THREADS = 256
-ZERO_COPY_THREADS = 1024
-ZERO_COPY_BLOCKS = 6
-_SM_THREADS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,17 +102,6 @@ class PageKernels:
         """Bytes of the widest access, processors of the GPU, and whether there are checksums, also from the planes
         alone."""
         return self._vector, self.processors, self.has_sums, self.can_look
-
-    def zero_copy_blocks(self, layers: range) -> int:
-        """Blocks of `ZERO_COPY_THREADS` threads that keep the bus busy: more for layers that leave warps half empty."""
-        bounds = self.layout.layer_bounds[layers.start : layers.stop]
-        filled = sum(min(end - start, 2 * TILE) for start, end in bounds) / (2 * TILE * max(1, len(bounds)))
-        return min(4 * ZERO_COPY_BLOCKS, math.ceil(ZERO_COPY_BLOCKS / max(filled, 0.25)))
-
-    @property
-    def most_blocks(self) -> int:
-        """Most thread blocks of a launch without checksums."""
-        return self.processors * (_SM_THREADS // STAGED_THREADS)
 
     def build(self, vector: int) -> dict[str, jit.Kernel]:
         """The kernels for accesses of `vector` bytes; compiled, loaded and run once without pages."""

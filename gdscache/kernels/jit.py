@@ -1,4 +1,4 @@
-"""Kernels of csrc/, compiled when an engine opens by the compiler that `compilers` finds."""
+"""Kernels of csrc/, compiled when an engine opens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from gdscache.cuda.driver import Driver
 from gdscache.errors import GdsCacheError, KernelUnavailableError
-from gdscache.kernels.compilers import INSTALL, Function, find_compiler
+from gdscache.kernels.compiler import INSTALL, Function, find_compiler
 
 
 def _find_sources() -> Path:
@@ -47,7 +47,7 @@ def defines(sources: Path = SOURCES, **macros: int | str) -> dict[str, str]:
 class Kernel:
     """One compiled kernel. `form`: the C types of its arguments, in `struct`'s letters.
 
-    Launched by the driver with packed arguments: the compilers' own launches take three times as long.
+    Launched by the driver with packed arguments: cuda-core's own launches take three times as long.
     """
 
     def __init__(self, function: Function, driver: Driver, form: str) -> None:

@@ -61,7 +61,7 @@ __all__ = [
 def build(device: torch.device | str | int) -> None:
     """Build the kernels for a GPU now instead of at their first use; waits for its current stream.
 
-    Raises `KernelUnavailableError` (no cupy, no driver, no NVRTC), and `CaptureUnsupportedError` while a CUDA graph is
+    Raises `KernelUnavailableError` (no cuda-core, driver or NVRTC), and `CaptureUnsupportedError` while a CUDA graph is
     recorded on the current stream: a graph needs the kernels built before. Repeated calls are fine.
     """
     launch.kernels_of(_device(device))

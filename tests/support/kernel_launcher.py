@@ -9,9 +9,10 @@ import math
 import torch
 
 from gdscache.errors import SlotRangeError, UnsupportedRequestError
-from gdscache.kernels.cuda import _SM_THREADS, SHORTEST, STAGED_THREADS, TILE, PageKernels
+from gdscache.kernels.cuda import SHORTEST, PageKernels
 from gdscache.pages.planes import PagedPlanes
 
+TILE, STAGED_THREADS, _SM_THREADS = 1024, 256, 512
 SUMS_THREADS = (256, 512, 1024)
 SUMS_LEAST = 128 * 512  # threads of a launch: fewer do not keep memory busy, larger blocks find no place beside a model
 _LAUNCH_TILES = 1 << 30

@@ -156,7 +156,7 @@ def _request(engine: CacheEngine, workload: Workload, i: int, planes: PlanesUnde
             )
         outcome.verified_bytes += got.nbytes
     tiers = Counter(hit.tiers)
-    outcome.found.append(Found(tiers["gpu"], tiers["cpu"], tiers["ssd"], loaded))
+    outcome.found.append(Found(tiers["cpu"], tiers["ssd"], loaded))
     if loaded < len(pages):
         planes.write(loaded, expected[loaded:])
         handle = engine.store(tokens, list(range(loaded, len(pages))), start=loaded * page_tokens)

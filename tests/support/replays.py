@@ -18,14 +18,14 @@ PAGE = 4096  # bytes; 512 tokens of 8
 INSTANT = MachineModel()
 
 
-def make(cpu: int | None = 4, ssd: int | None = 8, gpu: int = 1, row: int = 8, **sections: Any) -> Config:
+def make(cpu: int | None = 4, ssd: int | None = 8, row: int = 8, **sections: Any) -> Config:
     """A config of so many pages a tier."""
     extent = row * 512
     plane = {"name": "rows", "shape": [row], "dtype": "uint8"}
     parts = {name: sections.pop(f"{name}_", {}) for name in ("gpu", "cpu", "ssd")}
     fields: dict[str, Any] = {
         "model": {"name": "tiny", "layers": 1, "page_tokens": 512, "planes": [plane]},
-        "gpu": {"device": "cpu", "capacity": gpu * extent} | parts["gpu"],
+        "gpu": {"device": "cpu", "capacity": extent} | parts["gpu"],
         "cpu": None if cpu is None else {"capacity": cpu * extent} | parts["cpu"],
         "ssd": None if ssd is None else {"path": "none", "capacity": ssd * extent} | parts["ssd"],
     }
@@ -43,9 +43,8 @@ def run(
     times: list[float] | None = None,
     *,
     serial: bool = True,
-    own_pool: bool = False,
     limits: EngineLimits = SMALL,
 ) -> tuple[Hierarchy, Outcome]:
-    tiers = Hierarchy(config, machine, Clock(), own_pool=own_pool, limits=limits)
+    tiers = Hierarchy(config, machine, Clock(), limits=limits)
     at = [0.0] * len(work.prompts) if times is None else times
     return tiers, Traffic(work, tiers, machine, at, serial=serial).run()

@@ -191,8 +191,8 @@ def test_quick_prints_no_verdict(tmp_path: Path, profile: str, capsys: pytest.Ca
 def test_a_line_has_the_figures_of_its_row() -> None:
     assert (LINE.ours, LINE.against, LINE.at_least) == ("2.00 GB/s", "another: 4.00 GB/s", True)
     assert (LINE.ratio, LINE.low, LINE.high, LINE.limit, LINE.met) == (0.5, 0.25, 1.0, 0.75, False)
-    slow = rows.Line.of("w", rows.compared("w", SERIES, "x", SERIES, 1.5, "s", page_bytes=7), unit="s")
-    assert (slow.ours, slow.relation, slow.met) == ("2.00 s", "at most", True)
+    slow = rows.Line.of("w", rows.compared("w", SERIES, "x", SERIES, page_bytes=7), unit="s")
+    assert (slow.ours, slow.relation, slow.met) == ("2.00 s", "at most", None)
 
 
 def read(file: Path) -> dict[str, Any]:

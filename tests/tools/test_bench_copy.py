@@ -92,9 +92,6 @@ class Stand(Gpu):
         event: Any = self.take(direction, nbytes, RATE * (0.99 if sums else 1.0), after)
         return Moved(event, lambda: np.zeros((len(slots), len(layers)), dtype=np.uint64))
 
-    def thread_blocks(self, copies: Any, route: str) -> int:
-        return {"copy_engine": 0, "zero_copy": 4}.get(route, 132)
-
     def describe(self, copies: Any) -> dict[str, Any]:
         return {"driver": 13000, "copy_engine": "batch_13", "calibration": None}
 
@@ -221,8 +218,7 @@ def test_a_run_is_timed_from_before_the_call_to_the_last_byte(gpu: Stand) -> Non
 
     gpu.mark = lambda after=(): max(gpu.clock, *(e for e in after if e is not None), 0.0)  # type: ignore[method-assign]
     run = timed(gpu, way)
-    assert (run.seconds, run.submit_seconds, run.event_seconds) == (10.0, 2.0, 9.0)
-    assert (run.first, run.end) == (3.0, 10.0)
+    assert (run.seconds, run.first, run.end) == (10.0, 3.0, 10.0)
 
 
 @pytest.mark.parametrize("direction", ["load", "store", "both"])
@@ -265,15 +261,6 @@ def test_plain_copies_keep_to_halves_of_their_own(pool: BenchPlanes) -> None:
         assert [len(end) for end in ends] == [nbytes, nbytes]
         addresses = sorted(end.data_ptr() for end in ends)
         assert addresses[1] >= addresses[0] + nbytes
-
-
-@pytest.mark.parametrize(
-    ("route", "part", "entries"),
-    [("staged", "all", 4), ("zero_copy", "one", 32), ("copy_engine", "all", 64), ("copy_engine", "one", 64)],
-)
-def test_entries_are_what_the_copy_engine_gets(pool: BenchPlanes, route: str, part: str, entries: int) -> None:
-    """Of pages of 512 KiB in 8 layers, with K and V."""
-    assert Copies(pool, cell_of(part, "load")).entries(route) == entries
 
 
 @pytest.mark.parametrize("direction", ["load", "store", "both"])
@@ -433,7 +420,6 @@ def test_work_counts_when_it_ran_wholly_beside_the_copy() -> None:
     assert run.pieces == 7
     assert run.work_seconds == 1.0
     assert run.copy.seconds == 8.5
-    assert run.copy.submit_seconds == 0.5
 
 
 def test_work_that_is_over_before_the_copy_is_queued_again_and_longer() -> None:
@@ -470,7 +456,7 @@ def test_copy_and_work_have_targets_of_their_own() -> None:
         return Beside.run(beside, way)
 
     beside.run = run  # type: ignore[method-assign]
-    found = beside.compare(ours, gpu.way, 10**9, 6, 0.97, 1.02)
+    found = beside.compare(ours, gpu.way, 10**9, 6)
     assert (found["beside"], found["size"], found["bytes"]) == ("work", 7, 10**9)
     assert found["copy"]["ratio"] == pytest.approx(20.5 / 25.5)
     assert found["copy"]["gb_per_second"]["median"] == pytest.approx(1 / 25.5)
@@ -522,7 +508,7 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def report(found: dict[str, Any]) -> dict[str, Any]:
-    head = {"schema": "gdscache.bench.copy/4", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
+    head = {"schema": "gdscache.bench.copy/5", "machine": {"gpus": ["A GPU"]}, "settings": {"profile": "default"}}
     return {**head, **found}
 
 
@@ -530,8 +516,6 @@ def check_row(row: dict[str, Any], ratio: float) -> None:
     assert row["ratio"] == pytest.approx(ratio, rel=0.1)
     assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
     assert row["pairs"] == len(row["gb_per_second"]["values"]) == len(row["against_gb_per_second"]["values"])
-    assert row["gb_per_second"]["median"] > row["event_gb_per_second"] * 0.5 > 0
-    assert row["submit_seconds_per_entry"] * row["entries"] == pytest.approx(row["submit_seconds"])
     assert row["bytes"] > 0
 
 
@@ -547,10 +531,9 @@ def test_every_cell_has_its_row(found: dict[str, Any]) -> None:
         assert row.get("target") == cell.target
         assert row["pairs"] == 2
         assert row["against"] == "cudaMemcpyAsync"
-        assert set(row["routes"]) == set(row["thread_blocks"]) == set(cell.directions)
+        assert set(row["routes"]) == set(cell.directions)
         if cell.target:
             assert row["met"] == (row["ratio"] >= cell.target)
-    assert {tuple(row["thread_blocks"].values()) for row in found["copies"]} == {(132,), (132, 132)}
 
 
 def test_every_target_has_a_row_with_checksums(found: dict[str, Any]) -> None:
@@ -565,17 +548,13 @@ def test_every_target_has_a_row_with_checksums(found: dict[str, Any]) -> None:
 
 
 def test_a_load_runs_beside_both_kinds_of_work(found: dict[str, Any]) -> None:
-    rows = [(r["beside"], r["against"], r["sums"], r["copy"]["target"], r["work"]["target"]) for r in found["beside"]]
-    assert rows == [
-        (name, *rest, 1.02)
-        for name in ("matrix product", "attention")
-        for rest in (("cudaMemcpyAsync", False, 0.97), ("without checksums", True, 0.98))
-    ]
+    rows = [(r["beside"], r["against"], r["copy"]["target"], r["work"]["target"]) for r in found["beside"]]
+    assert rows == [(name, "cudaMemcpyAsync", 0.97, 1.02) for name in ("matrix product", "attention")]
     for row in found["beside"]:
         assert (row["geometry"], row["page_tokens"], row["parts"], row["direction"]) == ("gqa", 64, ["all"], "load")
         assert row["bytes"] >= 16 * MIB
         assert row["work"]["ratio"] == pytest.approx(1.0)
-        assert row["copy"]["ratio"] == pytest.approx(0.99 if row["sums"] else 0.98, abs=0.01)
+        assert row["copy"]["ratio"] == pytest.approx(0.98, abs=0.01)
 
 
 class Interrupted(Stand):
@@ -634,7 +613,7 @@ def test_what_was_measured_is_kept_when_no_copies_open() -> None:
 
 
 def printed(report: dict[str, Any], width: int) -> str:
-    lines = [line for table in copy.details(report) for line in table.lines(width)]
+    lines = [line for table in (*copy.details(report), copy.tables(report)[1]) for line in table.lines(width)]
     assert max(map(len, lines)) <= width
     return "\n".join(lines)
 
@@ -643,7 +622,7 @@ def printed(report: dict[str, Any], width: int) -> str:
 def test_tables_have_every_figure(report: dict[str, Any], width: int) -> None:
     text = printed(report, width)
     judged = measure.judged(report)
-    assert len(judged) == 2 * 44 + 8
+    assert len(judged) == 2 * 44 + 4
     assert text.count("MISSED") == len([r for r in judged if not r["met"]])
     assert text.count("met:") == len([r for r in judged if r["met"]])
     for row in (*report["copies"], *report["checksums"]):
@@ -677,22 +656,14 @@ def test_pages_of_64_tokens_are_measured_unasked() -> None:
     assert found["beside"]
 
 
-def test_bars_that_say_the_same_are_one(report: dict[str, Any], tmp_path: Path) -> None:
+def test_the_plot_has_a_bar_for_each_row_of_the_tables(report: dict[str, Any], tmp_path: Path) -> None:
     import matplotlib.figure
 
-    judged = [row for row in report["copies"] if "target" in row]
-    lines = copy.grouped(judged, judged=True)
-    assert len(lines) == 9  # bulk in three directions, one layer, tokens and packed pages in two
-    counts = [line.what.partition("\n")[2].split() for line in lines]
-    assert sum(int(count) for _, _, count, *_ in counts) == 44
-    assert sum(int(met) for met, *_ in counts) == sum(row["met"] for row in judged)
-    for line in lines:
-        assert line.low <= line.ratio <= line.high
     figure = matplotlib.figure.Figure()
     copy.plot(report, figure)
     figure.savefig(tmp_path / "r.svg")
     text = (tmp_path / "r.svg").read_text()
-    assert text.count("cells meet it") == 9
+    assert all(f"<!-- {direction}, gqa, 64 tokens, all (staged) -->" in text for direction in ("load", "store", "both"))
     assert "attention" in text
     copy.plot({**report, "copies": [], "beside": []}, matplotlib.figure.Figure())
 
@@ -747,8 +718,8 @@ def numbers(data: Any, path: str = "") -> Iterator[tuple[str, float]]:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
-    if not (find_spec("cupy") or find_spec("cuda.core")):
-        pytest.skip("neither cuda-core nor CuPy is installed")
+    if not find_spec("cuda.core"):
+        pytest.skip("cuda-core is not installed")
     command = [sys.executable, "-W", "error", "-m", "gdscache", "bench", "copy", "--quick", "--all"]
     command += ["--report", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -758,10 +729,10 @@ def test_the_quick_profile_on_a_gpu(tmp_path: Path) -> None:
     assert report["machine"]["gpus"]
     assert len(report["copies"]) == len(copy_cells.cells())
     assert len(report["checksums"]) == 44
-    assert len(report["beside"]) == 4
+    assert len(report["beside"]) == 2
     for section in ("copies", "checksums", "beside"):
         for path, number in numbers(report[section], section):
-            free = path.endswith((".coverage", ".thread_blocks.load", ".thread_blocks.store"))
+            free = path.endswith(".coverage")
             assert np.isfinite(number), path
             assert number > 0 or (free and number == 0), path
     assert report["mover"]["calibration"]

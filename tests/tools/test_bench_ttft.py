@@ -18,7 +18,7 @@ from gdscache.commands.bench import ttft, ttft_cells, ttft_report
 from gdscache.commands.bench.ttft import BENCH
 from gdscache.commands.bench.ttft_answers import Answer, compare, worst
 from gdscache.commands.bench.ttft_cells import CACHED, NOWHERE, Cell, Settings, cell_of, cells, chosen, transfer_seconds
-from gdscache.commands.bench.ttft_report import verdicts
+from gdscache.commands.bench.ttft_report import judge
 from gdscache.commands.bench.ttft_transformers import TransformersClient
 from gdscache.commands.console import duration
 from gdscache.errors import InvalidValueError, IOFailedError
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.suite
 SMALL = dataclasses.replace(Settings.of("quick", "cpu", everything=True), prompts=(96,), page_tokens=8, repeat=1)
 KEYS = [
     "schema", "machine", "settings", "complete", "interrupted", "left", "done", "cannot", "failed",
-    "model", "cells", "verdicts",
+    "model", "cells",
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_every_cell_has_a_figure_or_a_cause(quick: tuple[Path, dict[str, Any], str]) -> None:
     path, report, printed = quick
     assert list(report) == KEYS
-    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/6", True, [])
+    assert (report["schema"], report["complete"], report["left"]) == ("gdscache.bench.ttft/7", True, [])
     wanted = [cell.label for cell in cells(Settings.of("quick", "cpu"))]
     listed = [row["what"] for name in ("cannot", "failed") for row in report[name]]
     assert sorted([*(cell_of(row).label for row in report["cells"]), *listed]) == sorted(wanted)
@@ -116,8 +116,7 @@ def test_the_figures_are_what_they_say(quick: tuple[Path, dict[str, Any], str]) 
             assert (row["wait_seconds"] is not None) == overlaps
             if overlaps:
                 assert row["wait_seconds"]["count"] == 4  # one a layer
-    assert not any("met" in row for row in report["verdicts"])  # the targets are those of a GPU
-    assert {row["name"] for row in report["verdicts"]} >= {"ideal", "gate", "gate better", "wait", "miss"}
+    assert not any("met" in row for row in report["cells"])  # the targets are those of a GPU
 
 
 def test_the_bottom_line_is_what_a_user_has_of_it(quick: tuple[Path, dict[str, Any], str]) -> None:
@@ -388,68 +387,28 @@ def made_up(cell: Cell, ttft_seconds: float, c: float = 1.0, t: float = 0.5, pla
         "resident_seconds": {"median": c},
         "transfer_seconds": t,
         "ideal_ratio": max(c, t) / ttft_seconds,
-        "wait_seconds": {"median": 40e-6} if cell.overlap else None,
         "added": ttft_seconds / plain - 1,
     }
 
 
-def judged(rows: list[dict[str, Any]], name: str, **more: Any) -> list[tuple[float, Any]]:
-    found = verdicts(rows, **{"judged": True, "ram": True, **more})
-    return [(pytest.approx(row["value"]), row.get("met")) for row in found if row["name"] == name]
+def judged(row: dict[str, Any], *, ram: bool = True) -> bool | None:
+    """Whether the row's target is met; None without one."""
+    judge([row], ram=ram)
+    return row.get("met")
 
 
-def test_the_verdict_on_hits() -> None:
+def test_the_verdict_on_hits_and_misses() -> None:
     def row(where: str, seconds: float, prompt: int = 32768, cached: int = 50, **switches: bool) -> dict[str, Any]:
         return made_up(Cell(prompt, cached, where, **{"overlap": True, "gate": False, **switches}), seconds)
 
-    assert judged([row("cpu", 1 / 0.901)], "ideal") == [(0.901, True)]
-    assert judged([row("cpu", 1 / 0.89)], "ideal") == [(0.89, False)]
-    assert judged([row("ssd_via_cpu", 1 / 0.86)], "ideal") == [(0.86, True)]
-    assert judged([row("ssd_via_cpu", 1 / 0.84)], "ideal") == [(0.84, False)]
-    assert judged([row("ssd_via_cpu", 1 / 0.84)], "ideal", ram=False) == [(0.84, None)]
-    assert judged([row("cpu", 1 / 0.89)], "ideal", judged=False) == [(0.89, None)]
-    assert judged([row("cpu", 2.0, prompt=8192)], "ideal") == [(0.5, None)]
-    assert judged([row("cpu", 2.0, prompt=131072, cached=99)], "ideal") == [(0.5, False)]
+    assert (judged(row("cpu", 1 / 0.901)), judged(row("cpu", 1 / 0.89))) == (True, False)
+    assert (judged(row("ssd_via_cpu", 1 / 0.86)), judged(row("ssd_via_cpu", 1 / 0.84))) == (True, False)
+    assert judged(row("ssd_via_cpu", 1 / 0.84), ram=False) is None
+    assert judged(row("cpu", 2.0, prompt=8192)) is None
+    assert judged(row("cpu", 2.0, prompt=131072, cached=99)) is False
     for other in (row("ssd_direct", 2.0), row("cpu", 2.0, gate=True), row("cpu", 2.0, overlap=False)):
-        assert judged([other], "ideal") == []
-
-
-def test_the_verdict_on_overlap() -> None:
-    on, off = Cell(32768, 50, "cpu", overlap=True, gate=False), Cell(32768, 50, "cpu", overlap=False, gate=False)
-    for t, seconds, met in ((0.5, 1.5, True), (0.5, 1.34, False), (0.3, 1.18, True), (0.7, 1.7, True)):
-        share = seconds / (1 + t)
-        assert judged([made_up(on, 1.0, t=t), made_up(off, seconds, t=t)], "overlap") == [(share, met)]
-    for t in (0.29, 0.71, 2.0):
-        assert judged([made_up(on, 1.0, t=t), made_up(off, 1.0, t=t)], "overlap") == []
-    assert judged([made_up(on, 1.0)], "overlap") == []
-    gated = dataclasses.replace(off, gate=True)
-    assert judged([made_up(on, 1.0), made_up(gated, 1.5)], "overlap") == []
-
-
-def test_the_verdict_on_the_gate() -> None:
-    off = Cell(8192, 90, "cpu", overlap=False, gate=False)
-    on = dataclasses.replace(off, gate=True)
-    rows = [made_up(off, 1.0), made_up(on, 1.04)]
-    assert judged(rows, "gate") == [(0.52, True)]
-    assert judged(rows, "gate better") == [(1.04, True)]
-    assert judged([made_up(off, 1.0), made_up(on, 1.06)], "gate better") == [(1.06, False)]
-    assert judged([made_up(off, 9.0), made_up(on, 2.08)], "gate") == [(1.04, False)]
-    assert judged([made_up(off, 9.0), made_up(on, 2.08)], "gate better") == [(1.04, True)]
-    assert judged([made_up(on, 2.05)], "gate better") == []
-    overlapped = dataclasses.replace(off, overlap=True)
-    assert judged([made_up(overlapped, 1.0), made_up(on, 2.0)], "gate better") == []  # it runs otherwise
-
-
-def test_the_verdict_on_waits_and_misses() -> None:
-    row = made_up(Cell(32768, 50, "cpu", overlap=True, gate=False), 1.0)
-    assert judged([row], "wait") == [(40e-6, True)]
-    row["wait_seconds"] = {"median": 51e-6}
-    assert judged([row], "wait") == [(51e-6, False)]
-    row["wait_seconds"] = None
-    assert judged([row], "wait") == []
-    miss = Cell(32768, 0, NOWHERE, overlap=True, gate=False)
-    assert judged([made_up(miss, 2.03)], "miss") == [(0.015, True)]
-    assert judged([made_up(miss, 2.06)], "miss") == [(0.03, False)]
+        assert judged(other) is None
+    assert (judged(row(NOWHERE, 2.03, cached=0)), judged(row(NOWHERE, 2.06, cached=0))) == (True, False)
 
 
 def test_tokens_are_compared() -> None:

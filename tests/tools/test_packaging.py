@@ -30,7 +30,7 @@ def test_core_dependencies_are_the_promised_ones() -> None:
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) == {
-        "cuda12", "cuda13", "kernels", "cupy12", "cupy13", "hf", "plot", "mooncake", "events", "otel", "test", "dev",
+        "cuda12", "cuda13", "kernels", "hf", "plot", "mooncake", "events", "otel", "test", "dev",
     }  # fmt: skip
 
 

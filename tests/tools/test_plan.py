@@ -335,5 +335,5 @@ def test_packed_pages_fit_into_less(asked: Asked, more: float | None) -> None:
     found = packing(packed.config)
     assert found == (None if more is None else pytest.approx(more * (1 - 1 / PLAIN_PARTS), abs=0.03))
     if more is None:
-        pages = [reports.slots(one.config, own_pool=False) for one in (plain, packed)]
+        pages = [reports.slots(one.config) for one in (plain, packed)]
         assert pages[1] / pages[0] == pytest.approx(1.31, abs=0.02)

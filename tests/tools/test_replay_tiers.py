@@ -143,7 +143,7 @@ def test_pages_are_found_where_they_are() -> None:
     work = work_of([1, 2], [3, 4], [1, 2, 5], [1])
     tiers, outcome = run(work, make(cpu=2, ssd=8))
     # 3 and 4 push 1 and 2 out of the CPU tier; they come back from the SSD, and 5 finds no slot beside them
-    assert outcome.found == [Found(0, 0, 0, 0), Found(0, 0, 0, 0), Found(0, 0, 2, 2), Found(0, 1, 0, 1)]
+    assert outcome.found == [Found(0, 0, 0), Found(0, 0, 0), Found(0, 2, 2), Found(1, 0, 1)]
     assert outcome.misses == {"cold": 5}
     assert tiers.ledger.stored == {"cpu": 4, "ssd": 5}
     assert tiers.moved.promoted == 2
@@ -167,7 +167,7 @@ def test_a_hybrid_model_finds_lengths_at_which_all_its_groups_have_their_part() 
     assert tiers.cpu is not None
     assert getattr(tiers.cpu.index._orders.policy, "groups", 0) == 2
     # The third prompt parts where no window was kept, and computes all; it keeps one there, and the fourth finds it.
-    assert outcome.found == [Found(0, 0, 0, 0), Found(0, 6, 0, 6), Found(0, 0, 0, 0), Found(0, 5, 0, 5)]
+    assert outcome.found == [Found(0, 0, 0), Found(6, 0, 6), Found(0, 0, 0), Found(5, 0, 5)]
     assert outcome.hit_tokens == 2048 + 1536
     assert tiers.problems() == []
     _, often = run(work, hybrid(512, cpu=64, ssd=None))
@@ -237,8 +237,8 @@ def test_misses_have_their_cause() -> None:
     lost = work.names[0]
     inner = tiers.store
 
-    def store(pages: list[Page], sources: Any = None) -> None:
-        inner(pages, sources)
+    def store(pages: list[Page]) -> None:
+        inner(pages)
         if pages[0].key == work.names[2].key:
             tiers.clock.run()
             assert tiers.ssd is not None
@@ -296,7 +296,7 @@ def test_a_full_queue_drops_tails_and_counts_them() -> None:
     tiers, outcome = run(work_of([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), config, machine, [0.0, 100.0], serial=False)
     assert tiers.ledger.dropped == {"queue_full": 2}
     assert tiers.moved.most_queued == 3
-    assert outcome.found[1] == Found(0, 3, 0, 3)
+    assert outcome.found[1] == Found(3, 0, 3)
 
 
 def test_a_batch_that_misses_its_deadline_is_dropped() -> None:
@@ -320,25 +320,6 @@ def test_a_direct_route_leaves_the_cpu_tier_alone() -> None:
     tiers, outcome = run(work_of([1, 2], [3, 4], [1, 2]), make(cpu=2, ssd=8, ssd_={"route": "direct"}))
     assert outcome.hits("ssd") == 2
     assert tiers.moved.promoted == 0
-
-
-def test_a_pool_shares_pages_and_one_token_is_always_computed() -> None:
-    work = work_of([1, 2], [1, 2, 3], [1, 2])
-    tiers, outcome = run(work, make(gpu=4), own_pool=True)
-    assert outcome.found == [Found(0, 0, 0, 0), Found(2, 0, 0, 2), Found(1, 0, 0, 1)]
-    assert tiers.moved.written["gpu"] == 3
-    assert tiers.ledger.offered == 2 + 3 + 2
-    assert tiers.problems() == []
-
-
-def test_requests_wait_for_the_pool_in_line_and_too_long_ones_go_without() -> None:
-    machine = MachineModel(prefill=512.0)
-    work = work_of([1, 2], [3, 4], [5, 6], [7, 8, 9, 10])
-    tiers, outcome = run(work, make(gpu=3), machine, [0.0, 0.5, 0.6, 0.7], serial=False, own_pool=True)
-    assert outcome.first_token == pytest.approx([2.0, 3.5, 5.4, 4.0])
-    assert outcome.refused == 1
-    assert outcome.found[3] is None
-    assert tiers.problems() == []
 
 
 def test_the_write_policies_write_what_they_say() -> None:
@@ -376,7 +357,6 @@ def configs(draw: st.DrawFn) -> Config:
     return make(
         cpu,
         ssd,
-        draw(st.integers(1, 8)),
         draw(st.sampled_from([8, 16384])),  # with the latter a batch is four pages
         gpu_={"staging": "64MiB"},
         ssd_={"endurance": draw(st.sampled_from([None, "1GiB"]))},
@@ -412,7 +392,6 @@ machines = st.builds(
     machines,
     st.lists(st.floats(0, 10), min_size=24, max_size=24),
     st.booleans(),
-    st.booleans(),
 )
 def test_everything_adds_up(
     work: Workload,
@@ -421,31 +400,27 @@ def test_everything_adds_up(
     machine: MachineModel,
     gaps: list[float],
     serial: bool,
-    own_pool: bool,
 ) -> None:
     times = [sum(gaps[: i + 1]) for i in range(len(work.prompts))]
-    tiers, outcome = run(work, config, machine, times, serial=serial, own_pool=own_pool, limits=limits)
+    tiers, outcome = run(work, config, machine, times, serial=serial, limits=limits)
     assert tiers.problems() == []
     counts, ledger = tiers.manager.counts, tiers.ledger
     found = [found for found in outcome.found if found is not None]
-    assert len(found) + outcome.refused == len(work.prompts)
-    hits = sum(outcome.hits(name) for name in ("gpu", "cpu", "ssd"))
-    if not outcome.waited and not outcome.refused:
-        assert counts["lookups", "pages"] == hits + sum(outcome.misses.values())
-        for name in ("gpu", "cpu", "ssd"):
-            assert counts["hits", name] == outcome.hits(name)
-    loaded = counts["loaded", "cpu"] + counts["loaded", "ssd"]
-    assert loaded == sum(f.loaded for f in found) or own_pool
+    assert len(found) == len(work.prompts)
+    hits = sum(outcome.hits(name) for name in ("cpu", "ssd"))
+    assert counts["lookups", "pages"] == hits + sum(outcome.misses.values())
+    for name in ("cpu", "ssd"):
+        assert counts["hits", name] == outcome.hits(name)
+    assert counts["loaded", "cpu"] + counts["loaded", "ssd"] == sum(f.loaded for f in found)
     assert counts["loaded", "ssd"] == tiers.moved.read["ssd"]
     assert ledger.offered == ledger.finished
     assert counts["stores", "present"] + sum(ledger.dropped.values()) <= ledger.offered
     assert tiers.moved.most_queued <= config.store.queue // tiers.extent_bytes
     assert tiers.moved.most_to_ssd <= config.store.queue // tiers.extent_bytes
     assert tiers.moved.written["ssd"] == counts["stored", "ssd"] + tiers.moved.not_written["deadline"]
-    if not own_pool:
-        # A page on its way takes no slot yet: it may evict a page after the hit that would have been the price of it.
-        under_way = 0 if serial else config.store.queue // tiers.extent_bytes
-        assert hits <= optimum(work, reports.slots(config, own_pool=False) + under_way).hits
+    # A page on its way takes no slot yet: it may evict a page after the hit that would have been the price of it.
+    under_way = 0 if serial else config.store.queue // tiers.extent_bytes
+    assert hits <= optimum(work, reports.slots(config) + under_way).hits
     for name, tier in tiers.manager.tiers.items():
         assert len(tier.index) <= tier.index.slots, name
     assert all(seconds >= 0 for seconds in outcome.first_token)
@@ -464,12 +439,12 @@ def test_one_tier_in_series_is_the_index_without_time(work: Workload, capacity: 
 
 
 @settings(max_examples=50, deadline=None)
-@given(workloads(requests=20, depth=4), st.booleans())
-def test_tiers_that_hold_everything_find_everything(work: Workload, own_pool: bool) -> None:
+@given(workloads(requests=20, depth=4))
+def test_tiers_that_hold_everything_find_everything(work: Workload) -> None:
     work = expand([request(p.pages, 512 * len(p.pages) + 1) for p in work.prompts])
     unique = len(work.names)
-    _, outcome = run(work, make(cpu=unique, ssd=unique, gpu=2 * unique + 2), own_pool=own_pool)
-    assert sum(outcome.hits(name) for name in ("gpu", "cpu", "ssd")) == infinite(work).hits
+    _, outcome = run(work, make(cpu=unique, ssd=unique))
+    assert sum(outcome.hits(name) for name in ("cpu", "ssd")) == infinite(work).hits
 
 
 # -- what is asked for --------------------------------------------------------------------------------------------
@@ -510,7 +485,7 @@ def test_a_key_that_is_set_several_times_is_varied() -> None:
 
 def row_of(hits: int, written: int, pages: int = 10, order: str = "lru") -> dict[str, Any]:
     """What `mark_frontier` reads of a row."""
-    settings = {"eviction": order, "gpu": {}, "cpu": None, "ssd": {}}
+    settings = {"eviction": order, "cpu": None, "ssd": {}}
     return {"capacity_pages": pages, "hit_pages": hits, "settings": settings, "ssd": {"written_bytes": written}}
 
 
@@ -559,7 +534,7 @@ def test_the_report_as_json(gdscache, trace: Path) -> None:
     status, out, err = gdscache("replay", trace, *options, "--prefill-tokens-per-second", "5120")
     assert (status, err) == (0, "")
     report = json.loads(out)
-    assert report["schema"] == "gdscache.replay/4"
+    assert report["schema"] == "gdscache.replay/5"
     assert report["workload"] == {
         "requests": 5, "page_tokens": 512, "pages": 9, "unique_pages": 5, "tokens": 4608, "seconds": 4.0,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-// Disks for Python, the files and the GPU memory that cuFile knows, and the bare loops.
+// Disks for Python, the files and the GPU memory that cuFile knows, and the bare loop.
 
 #include "bind/disk.h"
 
@@ -54,23 +54,13 @@ int64_t move(const OpenCuFiles& self, int file, int64_t offset, uint64_t address
     return move_once(files, piece, {&one, 1, offset, nbytes});
 }
 
-double run_bare(const OpenCuFiles& self, int file, uint64_t address, int64_t nbytes, int64_t piece_bytes, int threads,
-                bool write) {
-    const auto files = self.shared();
-    require(nbytes > 0, "nothing to measure");
-    const nb::gil_scoped_release others;
-    return run(CuFileLoop{{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads}, files.get(), address});
-}
-
-double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory,
-            int64_t memory_bytes, uint64_t planes, int64_t sum_bytes, const Text& driver, uint64_t context,
-            uint64_t device) {
+double bare(int file, bool write, int64_t nbytes, int64_t piece_bytes, int threads, uint64_t memory, uint64_t target,
+            const Text& driver, uint64_t context) {
     const nb::gil_scoped_release others;
     std::optional<Cuda> cuda;
     if (driver) cuda.emplace(driver->c_str(), at<void>(context));
-    const LoopShape shape{file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads};
-    return run(BareLoop{shape, at<uint8_t>(memory), memory_bytes, at<uint8_t>(planes), sum_bytes,
-                        cuda ? &*cuda : nullptr, device});
+    return run({file, write ? Op::kWrite : Op::kRead, nbytes, piece_bytes, threads, at<uint8_t>(memory), target,
+                cuda ? &*cuda : nullptr});
 }
 
 }  // namespace
@@ -86,16 +76,13 @@ void bind_disk(nb::module_& module) {
         .def("add_memory", &add_memory, "address"_a, "nbytes"_a)
         .def("remove_memory", &ask<&CuFiles::remove_memory, uint64_t>, "address"_a)
         .def("move", &move, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(), "write"_a)
-        .def("run_bare", &run_bare, "file"_a, "address"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, nb::kw_only(),
-             "write"_a)
         .def("close", [](OpenCuFiles& self) {
         std::shared_ptr<CuFiles> ended = std::move(self.files);
         const nb::gil_scoped_release others;
         ended.reset();
     });
     module.def("bare_loop", &bare, "file"_a, "write"_a, "nbytes"_a, "piece_bytes"_a, "threads"_a, "memory"_a,
-               "memory_bytes"_a, "planes"_a = 0, "sum_bytes"_a = 0, "driver"_a.none() = nb::none(), "context"_a = 0,
-               "device"_a = 0);
+               "target"_a = 0, "driver"_a.none() = nb::none(), "context"_a = 0);
     nb::class_<OpenDisk>(module, "Disk")
         .def(nb::init<const Text&, int, int, const OpenCuFiles*, const nb::object&>(), "kind"_a.none(), "workers"_a,
              "depth"_a, "cufile"_a.none() = nb::none(), "transport"_a.none() = nb::none())

@@ -1,40 +1,28 @@
-// Bare loops: the rate of a device, or of cuFile, for plain reads or writes, with optional copies and checksums.
-// `gdscache bench` compares with them.
+// The bare loop: the rate of a device for plain reads or writes, optionally with a copy of reads to other memory.
+// `gdscache bench` compares with it.
 
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/cufile.h"
+#include "cuda/cuda.h"
 #include "disk/disk.h"
 
 namespace gdscache {
 
-struct LoopShape {
+struct BareLoop {
     int fd;
     Op op;
     int64_t bytes;        // from the file's first byte
     int64_t piece_bytes;  // of one call
     int threads;
-};
-
-struct BareLoop : LoopShape {
-    uint8_t* memory;       // the target of reads and the source of writes
-    int64_t memory_bytes;  // `bytes`, or fewer: each thread then uses its share again and again
-    uint8_t* planes;       // `bytes` that reads are copied to and writes come from, or null
-    int64_t sum_bytes;     // take XXH3 of reads and writes in parts of this size; 0: none
-    const Cuda* cuda = nullptr;  // copies reads on to GPU memory, a stream a thread; or null
-    uint64_t device = 0;         // the target in GPU memory, of `bytes`; `memory` is then page-locked
-};
-
-struct CuFileLoop : LoopShape {
-    const CuFiles* files;
-    uint64_t memory;  // `bytes` of a GPU that `files` knows
+    uint8_t* memory;  // `bytes`: the target of reads and the source of writes; page-locked with `cuda`
+    uint64_t target;  // `bytes` that reads are copied to, or 0
+    const Cuda* cuda = nullptr;  // `target` is on its GPU, and each thread has a stream; null: in host memory
 };
 
 // Move every piece once, by any free thread. Returns the seconds from the first call to the end of the last, copies
 // included. Throws `Error`, with ENODATA after a short call, and CudaError.
 double run(const BareLoop& loop);
-double run(const CuFileLoop& loop);
 
 }  // namespace gdscache

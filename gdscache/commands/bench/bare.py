@@ -1,4 +1,4 @@
-"""The SSD tier's ceiling: C++ threads that read or write the slab with `O_DIRECT`, and optionally copy its bytes on."""
+"""The SSD tier's ceiling: C++ threads that read or write the slab with `O_DIRECT`, and may copy reads to a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from gdscache.arrays import address
 from gdscache.commands.bench.measure import Closeable, Series, interleave, rate
@@ -44,19 +43,12 @@ class Way(NamedTuple):
 
 
 class Onward:
-    """The target of the loop's reads: `target`, uint8 (n,), on the host or a GPU.
+    """The target of the loop's reads: `target`, uint8 (n,), on the host or a GPU. The copy engine copies to a GPU, from
+    the loop's page-locked memory."""
 
-    `through`: bytes of loop memory that all reads share; without it each part has its own memory. With a GPU the loop's
-    memory must be page-locked, and the copy engine copies it.
-    """
-
-    def __init__(self, target: torch.Tensor, through: int | None = None) -> None:
-        self.target, self.through = target, through
+    def __init__(self, target: torch.Tensor) -> None:
+        self.target = target
         self.driver = Driver(target.device) if target.is_cuda else None
-
-    def ways(self, ways: Iterable[Way]) -> list[Way]:
-        """The ways that fit this memory, with two parts a thread."""
-        return [way for way in ways if self.through is None or way.threads * 2 * way.io_bytes <= self.through]
 
 
 class BareLoop(Closeable):
@@ -84,29 +76,15 @@ class BareLoop(Closeable):
             self._memory = np.frombuffer(self._buffer.view, np.uint8)
             undo.pop_all()
 
-    def run(
-        self,
-        op: Op,
-        way: Way,
-        planes: npt.NDArray[np.uint8] | None = None,
-        sum_bytes: int = 0,
-        onward: Onward | None = None,
-    ) -> float:
-        """GB/s of one pass. `planes`, of `total` bytes: target of reads, source of writes. `sum_bytes`: the bytes of
-        each XXH3 computed on the way."""
+    def run(self, op: Op, way: Way, onward: Onward | None = None) -> float:
+        """GB/s of one pass."""
         nbytes = self.total // way.io_bytes * way.io_bytes
-        copied = 0 if planes is None else address(planes)
-        onto: tuple[str | None, int, int] = (None, 0, 0)
-        if onward is not None and onward.driver is None:
-            copied = onward.target.data_ptr()
-        elif onward is not None and onward.driver is not None:
-            onto = onward.driver.library, onward.driver.context, onward.target.data_ptr()
-        through = len(self._memory) if onward is None or onward.through is None else onward.through
-        through = min(through, len(self._memory))
+        target, onto = 0 if onward is None else onward.target.data_ptr(), None if onward is None else onward.driver
+        driver = (None, 0) if onto is None else (onto.library, onto.context)
         try:
             elapsed = bare_loop(
-                *(self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads, address(self._memory), through),
-                *(copied, sum_bytes, *onto),
+                *(self._file, op is Op.WRITE, nbytes, way.io_bytes, way.threads, address(self._memory), target),
+                *driver,
             )
         except (NativeCallError, DeviceError) as error:
             few = getattr(error, "errno", None) == errno.ENODATA
@@ -121,15 +99,12 @@ class BareLoop(Closeable):
         ways = [
             way for way in itertools.starmap(Way, itertools.product(THREADS, IO_BYTES)) if way.io_bytes <= self.total
         ]
-        all_ways = {way.label: way for way in (ways if onward is None else onward.ways(ways))}
         whole, self.total = self.total, max(self.total // 4, min(self.total, max(IO_BYTES)))
         try:
-            runs = self.runs(op, list(all_ways.values()), onward)
-            found = interleave(runs, 2, progress, f"bare {op.value} loop, all ways")
+            found = interleave(self.runs(op, ways, onward), 2, progress, f"bare {op.value} loop, all ways")
         finally:
             self.total = whole
-        best = sorted(found, key=lambda label: max(found[label].values), reverse=True)
-        return [all_ways[label] for label in best[:KEPT]]
+        return sorted(ways, key=lambda way: max(found[way.label].values), reverse=True)[:KEPT]
 
     def runs(
         self, op: Op, ways: Iterable[Way] | Mapping[str, Way], onward: Onward | None = None

@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gdscache.commands.bench import kit
-from gdscache.commands.bench.copy_beside import COPY_TARGET, SUMS_TARGET, WORK_TARGET, Beside, attention, matrix_product
-from gdscache.commands.bench.copy_cells import GROUP_BYTES, PACKED, Cell, cells
+from gdscache.commands.bench.copy_beside import SUMS_TARGET, Beside, attention, matrix_product
+from gdscache.commands.bench.copy_cells import Cell, cells
 from gdscache.commands.bench.copy_gpu import Gpu, Timing, Way, timed
 from gdscache.commands.bench.copy_planes import BenchPlanes, Copies
 from gdscache.commands.bench.measure import Series, frozen_heap, paired, rate, target, turns
@@ -60,7 +59,7 @@ def bench(gpu: Gpu) -> kit.Bench:
     """The bench on one GPU."""
     sections: dict[str, Any] = {"mover": {}, "copies": [], "checksums": [], "beside": []}
     measured = functools.partial(measure, gpu=gpu)
-    return kit.Bench("copy", "gdscache.bench.copy/4", sections, measured, tables, plot, details, bottom)
+    return kit.Bench("copy", "gdscache.bench.copy/5", sections, measured, tables, plot, details, bottom)
 
 
 def measure(run: kit.Run, settings: Settings, directory: Path, *, gpu: Gpu) -> None:
@@ -124,23 +123,16 @@ def _row(
     for way in (ours, other):  # the first run warms up
         timed(gpu, way)
     mine, others = turns(lambda: timed(gpu, ours), lambda: timed(gpu, other), settings.pairs)
-    routes, nbytes = copies.routes(by, sums=sums), copies.moved_bytes
-    entries = sum(copies.entries(route) for route in routes.values())
-    submit = statistics.median(run.submit_seconds for run in mine)
+    nbytes = copies.moved_bytes
     found = paired([run.seconds for run in others], [run.seconds for run in mine])
     return {
         **cell.describe(),
         "sums": sums,
-        "routes": routes,
-        "thread_blocks": {d: gpu.thread_blocks(by, route) for d, route in routes.items()},
+        "routes": copies.routes(by, sums=sums),
         "pages": copies.pages,
         "calls": len(copies.calls),
         "bytes": nbytes,
-        "entries": entries,
         "gb_per_second": _rates(nbytes, mine),
-        "event_gb_per_second": statistics.median(rate(nbytes, run.event_seconds) for run in mine),
-        "submit_seconds": submit,
-        "submit_seconds_per_entry": submit / entries,
         "against": against,
         "against_gb_per_second": _rates(nbytes, others),
         **found,
@@ -153,19 +145,13 @@ def _rates(nbytes: int, runs: Iterable[Timing]) -> dict[str, Any]:
 
 
 def _beside(settings: Settings, gpu: Gpu, by: GpuCopies, cell: Cell, copies: Copies) -> list[dict[str, Any]]:
-    """A load beside matrix products and beside attention: against a plain copy, and with and without checksums."""
+    """A load beside matrix products and beside attention, against a plain copy there."""
     rows, least = [], max(1, settings.beside_total // copies.nbytes)
     for make, size in ((matrix_product, settings.product), (attention, settings.attention)):
         beside = Beside(gpu, make(gpu, size), lambda n: copies.ours(by, repeat=n), least)
         n, nbytes = beside.repeat, beside.repeat * copies.moved_bytes
-        plain, ours = copies.plain(repeat=n), copies.ours(by, repeat=n)
-        with_sums = copies.ours(by, sums=True, repeat=n)
-        compared = ((MEMCPY, False, ours, plain, COPY_TARGET), (NO_SUMS, True, with_sums, ours, SUMS_TARGET))
-        for against, sums, mine, other, limit in compared:
-            found = beside.compare(mine, other, nbytes, settings.pairs, limit, WORK_TARGET)
-            routes = copies.routes(by, sums=sums)
-            own = {"sums": sums, "routes": routes, "against": against}
-            rows.append({**cell.describe(), **own, **found})
+        found = beside.compare(copies.ours(by, repeat=n), copies.plain(repeat=n), nbytes, settings.pairs)
+        rows.append({**cell.describe(), "routes": copies.routes(by), "against": MEMCPY, **found})
     return rows
 
 
@@ -186,19 +172,16 @@ def what(row: Row) -> str:
 
 def tables(report: kit.Report) -> list[Table]:
     """Copies of all layers of pages, alone and beside a model's work; also of a partial report."""
-    whole = [row for row in report["copies"] if "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS]
-    beside = [row for row in report["beside"] if not row["sums"]]
-    worked = lines_table("Beside a model's work", _beside_lines(beside), judged=not kit.quick(report))
-    return [_lines(report, "Copies against cudaMemcpyAsync", whole), worked]
+    worked = lines_table("Beside a model's work", _beside_lines(report["beside"]), judged=not kit.quick(report))
+    return [lines_table("Copies against cudaMemcpyAsync", _lines(_whole(report)), judged=not kit.quick(report)), worked]
 
 
 def details(report: kit.Report) -> list[Table]:
     """Every page and layer, and checksums."""
     judged = not kit.quick(report)
     return [
-        _lines(report, "All copies against cudaMemcpyAsync", report["copies"]),
-        _lines(report, "Checksums on, against off", report["checksums"]),
-        lines_table("Beside a model's work, all", _beside_lines(report["beside"]), judged=judged),
+        lines_table("All copies against cudaMemcpyAsync", _lines(report["copies"]), judged=judged),
+        lines_table("Checksums on, against off", _lines(report["checksums"]), judged=judged),
     ]
 
 
@@ -212,62 +195,39 @@ def bottom(report: kit.Report) -> list[str]:
             moved = f"{said[row['direction']]} move {rate} GB/s, {figure(row['ratio'])} of"
             found.append(f"{moved} the {best} GB/s of a plain copy")
     text = [f"{', '.join(found)}."] if found else []
-    work = [row["work"]["ratio"] for row in report["beside"] if not row["sums"]]
+    work = [row["work"]["ratio"] for row in report["beside"]]
     if work:
         text.append(f"A model's work takes {figure(max(work))} times as long beside a load as beside a plain copy.")
     return [" ".join(text)] if text else []
 
 
-def _lines(report: kit.Report, title: str, rows: Sequence[Row]) -> Table:
+def _whole(report: kit.Report) -> list[Row]:
+    return [row for row in report["copies"] if "all" in row["parts"] and row["page_tokens"] == USUAL_TOKENS]
+
+
+def _lines(rows: Sequence[Row]) -> list[Line]:
     names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
-    lines = [Line.of(f"{what(row)} ({_routes(row)})", row, **names) for row in rows]
-    return lines_table(title, lines, judged=not kit.quick(report))
+    return [Line.of(f"{what(row)} ({'/'.join(dict.fromkeys(row['routes'].values()))})", row, **names) for row in rows]
 
 
 def _beside_lines(rows: Sequence[Row]) -> list[Line]:
     """Two lines a row: the copy, and the work beside it."""
     lines = []
     for r in rows:
-        sums = ", with checksums" if r["sums"] else ""
         of = {"against": r["against"]}
         names = {"ours": "gb_per_second", "other": "against_gb_per_second"}
-        lines.append(Line.of(f"copy beside {r['beside']}{sums}", {**of, **r["copy"]}, **names))
+        lines.append(Line.of(f"copy beside {r['beside']}", {**of, **r["copy"]}, **names))
         names = {"ours": "seconds", "other": "against_seconds"}
-        lines.append(Line.of(f"{r['beside']} beside it{sums}", {**of, **r["work"]}, unit="s", **names))
-    return lines
-
-
-def _routes(row: Row) -> str:
-    return "/".join(dict.fromkeys(row["routes"].values()))
-
-
-def grouped(rows: Sequence[Row], *, judged: bool) -> list[Line]:
-    """Rows with the same target and reason as one line: their median, and the least and largest of their intervals."""
-    groups: dict[str, list[Row]] = {}
-    for r in rows:
-        kind = "one layer of GQA pages of 64 tokens"
-        if r["geometry"] == PACKED.name:
-            kind = "packed pages, bytes as in the planes"
-        elif r["span_bytes"] >= GROUP_BYTES:
-            kind = "1 MiB a page or more a call"
-        elif r["page_tokens"] == 1:
-            kind = "pages of one token"
-        groups.setdefault(f"{r['direction']}: {kind}", []).append(r)
-    lines = []
-    for name, some in groups.items():
-        ratio, low = statistics.median(r["ratio"] for r in some), min(r["ratio_low"] for r in some)
-        high, met = max(r["ratio_high"] for r in some), sum(r["met"] for r in some)
-        name += f"\n{met} of {len(some)} cells meet it" if judged else f"\n{len(some)} cells"
-        lines.append(Line(name, "", MEMCPY, ratio, low, high, some[0]["target"], met == len(some), True))
+        lines.append(Line.of(f"{r['beside']} beside it", {**of, **r["work"]}, unit="s", **names))
     return lines
 
 
 def plot(report: kit.Report, drawn: Any) -> None:
-    """A bar for each target of a copy, and for each pair of a copy and the work beside it."""
+    """A bar for each copy of all layers of pages, and for each pair of a copy and the work beside it."""
     judged = not kit.quick(report)
     drawn.set_size_inches(13, 5)
     left, right = drawn.subplots(1, 2)
-    bars(left, grouped(report["copies"], judged=judged), judged=judged)
+    bars(left, _lines(_whole(report)), judged=judged)
     left.set_title("Copies: GB/s / GB/s of cudaMemcpyAsync")
     bars(right, _beside_lines(report["beside"]), judged=judged)
     right.set_title("Beside a model's work")

@@ -100,9 +100,7 @@ class Beside:
             "let nothing else use the GPU, or choose a larger --total",
         )
 
-    def compare(
-        self, ours: Way, other: Way, nbytes: int, pairs: int, copy_target: float, work_target: float
-    ) -> dict[str, Any]:
+    def compare(self, ours: Way, other: Way, nbytes: int, pairs: int) -> dict[str, Any]:
         """Two ways in turns, of `nbytes` each: figures of the copies and the work, as plain data."""
         for way in (ours, other):
             self.run(way)
@@ -118,7 +116,7 @@ class Beside:
                 "gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[0])).describe(),
                 "against_gb_per_second": Series(tuple(rate(nbytes, s) for s in seconds[1])).describe(),
                 **copy,
-                **target(copy["ratio"], copy_target, at_least=True),
+                **target(copy["ratio"], COPY_TARGET, at_least=True),
             },
             "work": {
                 "seconds": Series(tuple(run.work_seconds for run in mine)).describe(),
@@ -126,6 +124,6 @@ class Beside:
                 "alone_seconds": self.alone_seconds,
                 "pieces_beside": min(run.pieces for run in (*mine, *others)),
                 **work,
-                **target(work["ratio"], work_target, at_least=False),
+                **target(work["ratio"], WORK_TARGET, at_least=False),
             },
         }

@@ -62,13 +62,10 @@ Way = Callable[[Sequence[Event]], Queued]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """A run of a way. `seconds`: host time, from before the call to the end of the last copy. `submit_seconds`: its
-    part until the calls returned. `event_seconds`: GPU time. `first` and `end` mark the return of the first call and
-    the end."""
+    """A run of a way. `seconds`: host time, from before the call to the end of the last copy. `first` and `end` mark
+    the return of the first call and the end."""
 
     seconds: float
-    submit_seconds: float
-    event_seconds: float
     first: Mark
     end: Mark
 
@@ -108,14 +105,6 @@ class Gpu:
         route, load = copies.route(direction, layers, sums=sums), direction == "load"
         point, ticket = copies.gpu.copy(extents, slots, blocks, layers, after, route, load=load, sums=sums)
         return Moved(point, functools.partial(copies.gpu.finish, ticket))
-
-    def thread_blocks(self, copies: GpuCopies, route: str) -> int:
-        """The most thread blocks of a kernel of a route, without checksums."""
-        kernels = copies.kernels
-        if route == "copy_engine" or not isinstance(kernels, PageKernels):
-            return 0
-        every = range(copies.planes.layout.n_layers)
-        return kernels.zero_copy_blocks(every) if route == "zero_copy" else kernels.most_blocks
 
     def describe(self, copies: GpuCopies) -> dict[str, Any]:
         """The driver, the copy engine's interface, the calibration."""
@@ -193,11 +182,10 @@ def timed(gpu: Gpu, way: Way) -> Timing:
     begin = gpu.mark()
     start = gpu.now()
     queued = way((begin,))
-    submitted = gpu.now()
     end = gpu.mark(queued.events)
     gpu.wait(end)
     queued.finish()
-    return Timing(gpu.now() - start, submitted - start, gpu.seconds(begin, end), queued.first, end)
+    return Timing(gpu.now() - start, queued.first, end)
 
 
 def _timed(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -105,8 +105,7 @@ class BenchPlanes(Closeable):
 
 class Copies:
     """The copies of a cell's run: `pages` pages, call after call, other layers in each call, about `total` bytes
-    each way. `nbytes`: of one direction. `entries`: a run's copies for the copy engine or pages for a kernel, by
-    direction."""
+    each way. `nbytes`: of one direction."""
 
     def __init__(self, bench: BenchPlanes, cell: Cell) -> None:
         self.bench = bench
@@ -124,11 +123,6 @@ class Copies:
     def moved_bytes(self) -> int:
         """Bytes of all directions together."""
         return self.nbytes * len(self.directions)
-
-    def entries(self, route: str) -> int:
-        """Copies for the copy engine, or pages listed for a kernel, in one direction of a run."""
-        pieces = sum(len(self.bench.layout.layers[layer]) for layers in self.calls for layer in layers)
-        return self.pages * (pieces if route == "copy_engine" else len(self.calls))
 
     def routes(self, by: GpuCopies, *, sums: bool = False) -> dict[str, str]:
         """The routes by direction."""

@@ -148,7 +148,6 @@ def parts(settings: Settings, device: torch.device) -> list[Part]:
 
     sized("stores and loads", io_rows.stores_and_loads, tuple(io_rows.TARGETS))
     if settings.everything:
-        sized("loads from a RAM disk", io_rows.loads_from_memory, tuple(io_rows.ONWARD_TARGETS), ram=True)
         sized("packed loads from a RAM disk", io_packed.packed_loads, (io_packed.PAGE,), ram=True)
     if "cufile" in settings.ways:
         found.append(Part("direct reads", io_rows.direct_reads, way="cufile"))
@@ -226,7 +225,7 @@ def tables(report: kit.Report) -> list[Table]:
 
 
 def details(report: kit.Report) -> list[Table]:
-    """The other comparisons: CPU seconds, other loops; and the bare loop."""
+    """The other references of comparisons, and the bare loop."""
     usual = _usual(report)
     others = [_line(row) for row in report["comparisons"] if row not in usual]
     loops = Table("Ceilings: the bare loop", "what", "GB/s", "best way", "")
@@ -254,17 +253,16 @@ def bottom(report: kit.Report) -> list[str]:
 
 
 def _usual(report: kit.Report) -> list[kit.Report]:
-    """Comparisons of speeds, each with its first reference."""
+    """Comparisons, each with its first reference."""
     found: dict[str, kit.Report] = {}
     for row in report["comparisons"]:
-        if row["unit"] == "GB/s":
-            found.setdefault(row["what"], row)
+        found.setdefault(row["what"], row)
     return list(found.values())
 
 
 def _line(row: kit.Report) -> Line:
     cold = "" if row["cache"]["state"] != "kept" else f", page cache KEPT {about(row['cache']['resident_bytes'])}"
-    return Line.of(f"{row['what']}{cold}", row, unit=row["unit"])
+    return Line.of(f"{row['what']}{cold}", row)
 
 
 def _swept(report: kit.Report) -> Table:

@@ -21,7 +21,6 @@ from gdscache.pages.planes import PagedPlanes
 
 if TYPE_CHECKING:
     from gdscache.extents.host import HostExtents
-    from gdscache.moves.native import NativeExecutor
 
 
 class ColdEngine(Closeable):
@@ -97,13 +96,6 @@ class ColdEngine(Closeable):
         """Whether the transport bypasses the page cache."""
         return bool(self.transport["direct"])
 
-    @property
-    def reserve_bytes(self) -> int:
-        """Bytes of the bounce reserve for loads."""
-        bounce = cast("NativeExecutor", self.engine.executor).machine.bounce
-        assert bounce is not None, "no bounce reserve"
-        return len(bounce.loads) * self.engine.layout.extent_bytes
-
     def prepare(self) -> Hit:
         """Prepare a load: empty the CPU tier, and look up the prompt."""
         self._forget_cpu()
@@ -175,12 +167,6 @@ class ColdEngine(Closeable):
         self._flat.copy_(source, non_blocking=True)
         self._idle()
         return rate(self.nbytes, time.perf_counter() - start)
-
-    def flat(self) -> torch.Tensor:
-        """Device memory of the pages' size."""
-        if self._flat is None:
-            self._flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        return self._flat
 
     def check(self) -> None:
         """Compare the first and last layer with the stored bytes. Raises `IOFailedError`."""

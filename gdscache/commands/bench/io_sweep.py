@@ -98,6 +98,20 @@ def measure_way(
         return {**found, "cells": [swept.cell(op, size) for op in OPS for size in sizes]}
 
 
+def one_pass(way: OpenWay, op: Op, nbytes: int, io_bytes: int) -> None:
+    """Move each part of the file's first `nbytes` once, in random order, with `DEPTH` requests in flight."""
+    order = (np.random.default_rng(0).permutation(nbytes // io_bytes) * io_bytes).tolist()
+    waiting: deque[Batch] = deque()
+    for first in range(0, len(order), BATCH):
+        if len(waiting) == DEPTH // BATCH:
+            way.finish(waiting.popleft())
+        places = range(first % DEPTH * io_bytes, (first % DEPTH + BATCH) * io_bytes, io_bytes)
+        some = list(zip(order[first : first + BATCH], places, strict=False))
+        waiting.append(way.begin(op, some, io_bytes))
+    while waiting:
+        way.finish(waiting.popleft())
+
+
 class Sweep:
     """The cells of an open way."""
 
@@ -119,7 +133,7 @@ class Sweep:
 
         def ours() -> float:
             self._drop(direct)
-            return rate(nbytes, seconds(lambda: self.one_pass(op, nbytes, io_bytes)))
+            return rate(nbytes, seconds(lambda: one_pass(self.way, op, nbytes, io_bytes)))
 
         found = interleave({"ceiling": lambda: self._bare(op), "ours": ours}, self._settings["rounds"])
         reads, writes = (after - before for before, after in zip(counted, gds_operations(), strict=True))
@@ -139,19 +153,6 @@ class Sweep:
             **ratio(found["ours"], found["ceiling"]),
             "nvidia_fs": {"reads": reads, "writes": writes},
         }
-
-    def one_pass(self, op: Op, nbytes: int, io_bytes: int) -> None:
-        """Move each part of the first `nbytes` once, in random order, with `DEPTH` requests in flight."""
-        order = (np.random.default_rng(0).permutation(nbytes // io_bytes) * io_bytes).tolist()
-        waiting: deque[Batch] = deque()
-        for first in range(0, len(order), BATCH):
-            if len(waiting) == DEPTH // BATCH:
-                self.way.finish(waiting.popleft())
-            places = range(first % DEPTH * io_bytes, (first % DEPTH + BATCH) * io_bytes, io_bytes)
-            some = list(zip(order[first : first + BATCH], places, strict=False))
-            waiting.append(self.way.begin(op, some, io_bytes))
-        while waiting:
-            self.way.finish(waiting.popleft())
 
     def _bare(self, op: Op) -> float:
         self._drop(self.bare.direct)

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from gdscache.arrays import integers
-from gdscache.commands.bench.measure import Closeable, rate
+from gdscache.commands.bench.measure import Closeable
 from gdscache.cuda.host_memory import HostBuffer
-from gdscache.errors import DeviceError, IOFailedError, NativeCallError, ShortIOError, StorageError
+from gdscache.errors import ShortIOError, StorageError
 from gdscache.native import Disk, error_of
 from gdscache.sizes import KIB, MIB
 from gdscache.storage.base import Op, Transport, address_of, failed, memory_of, part
@@ -123,17 +123,6 @@ class OpenWay(Closeable):
             return self.host.view
         assert self.gpu is not None
         return self.gpu
-
-    def run_bare(self, op: Op, io_bytes: int, threads: int) -> float:
-        """GB/s of a C++ loop of the same cuFile calls, over the file's part that fits the memory."""
-        assert isinstance(self.transport, NativeTransport), "kvikio and NIXL have no such loop"
-        assert self.transport.cufile is not None, "cuFile has no part in it"
-        assert self.gpu is not None, "cuFile reads into memory of a GPU"
-        given = self.gpu.data_ptr(), self.gpu.numel(), io_bytes, threads
-        try:
-            return rate(self.gpu.numel(), self.transport.cufile.run_bare(self._file, *given, write=op is Op.WRITE))
-        except (NativeCallError, DeviceError) as error:
-            raise IOFailedError(f"the bare {op.value} loop failed: {error.message}", "see cuFile's log") from error
 
     def begin(self, op: Op, some: Sequence[Request], nbytes: int) -> Batch:
         """Submit requests of `nbytes` each. GPU bytes that go through the host are copied down first."""

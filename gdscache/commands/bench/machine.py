@@ -20,8 +20,6 @@ PACKAGES = (
     "numpy",
     "xxhash",
     "cuda-core",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
     "kvikio-cu12",
     "kvikio-cu13",
     "nixl",

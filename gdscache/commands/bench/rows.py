@@ -16,19 +16,18 @@ COLORS = {True: "tab:blue", False: "tab:red", None: "tab:gray"}
 
 
 def compared(
-    what: str, ours: Series, against: str, other: Series, limit: float | None = None, unit: str = "GB/s", **more: Any
+    what: str, ours: Series, against: str, other: Series, limit: float | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A row: `figure` (a series) of `unit`, its reference, and the ratio of both. `limit`: the ratio's target, the
-    least one if more of the unit is better, else the largest."""
+    """A row: `figure` (a series of rates), its reference, and the ratio of both. `limit`: the least ratio."""
     found = ratio(ours, other)
     return {
         "what": what,
-        "unit": unit,
+        "unit": RATE,
         "figure": ours.describe(),
         "against": against,
         "against_figure": other.describe(),
         **found,
-        **({} if limit is None else target(found["ratio"], limit, at_least=unit == RATE)),
+        **({} if limit is None else target(found["ratio"], limit, at_least=True)),
         **more,
     }
 

@@ -50,9 +50,8 @@ def measure(run: kit.Run, settings: Settings, directory: Path) -> None:
                 for route, some in itertools.groupby(todo, lambda cell: cell.route):
                     _route(run, client, route, list(some))
     finally:  # targets are for a GPU and a model worth caching
-        judged = settings.device.startswith("cuda") and settings.profile != "quick"
-        ram = io_cache.in_memory(directory)
-        run.found["verdicts"] = ttft_report.verdicts(run.found["cells"], judged=judged, ram=ram)
+        if settings.device.startswith("cuda") and settings.profile != "quick":
+            ttft_report.judge(run.found["cells"], ram=io_cache.in_memory(directory))
 
 
 @contextlib.contextmanager
@@ -202,6 +201,6 @@ def near_tie(settings: Settings) -> float:
     return NEAR_TIE if settings.dtype in ("bfloat16", "float16") else 0.0
 
 
-SECTIONS: dict[str, Any] = {"model": None, "cells": [], "verdicts": []}
+SECTIONS: dict[str, Any] = {"model": None, "cells": []}
 _SHOWN = ttft_report.tables, ttft_report.plot, ttft_report.details, ttft_report.bottom
-BENCH = kit.Bench("ttft", "gdscache.bench.ttft/6", SECTIONS, measure, *_SHOWN)
+BENCH = kit.Bench("ttft", "gdscache.bench.ttft/7", SECTIONS, measure, *_SHOWN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gdscache.commands.bench.measure import target
@@ -14,77 +14,19 @@ Row = Mapping[str, Any]
 LONG = 32 << 10  # tokens: from this length on hits are compared with the ideal
 LEAST_CACHED = 50  # percent
 IDEAL_TARGETS = {"cpu": 0.90, "ssd_via_cpu": 0.85}  # max(c, t) / measured
-OVERLAP_TARGET = 0.90  # of (c + t) / max(c, t), the greatest gain of overlap
-COMPARABLE = (0.3, 0.7)  # range of t / c in which overlap is compared with that gain
-RECOMPUTE_TARGET, BETTER_TARGET = (
-    1.03,
-    1.05,
-)  # with the gate: against recomputing, and the better of that and no gate
-WAIT_TARGET = 50e-6  # seconds of the host, a layer
 MISS_TARGET = 0.02  # of the time without a cache
 
 
-def verdicts(cells: Sequence[Row], *, judged: bool, ram: bool) -> list[dict[str, Any]]:
-    """The figures' verdicts, row by row. `judged`: with targets; `ram`: the SSD tier lies on a RAM disk.
-
-    A row has `name`, `what`, `value`, `relation` (`at least` or `at most`), and if judged `target` and `met`.
-    """
-    found = [*_ideals(cells, judged=judged, ram=ram), *_overlaps(cells, judged=judged)]
-    found += [*_gates(cells, judged=judged), *_waits(cells, judged=judged)]
-    for row in (row for row in cells if row["where"] == NOWHERE):
-        found.append(_row("miss", _label(row), row["added"], MISS_TARGET, judged, at_least=False))
-    return found
-
-
-def _row(name: str, what: str, value: float, limit: float, judged: bool, *, at_least: bool) -> dict[str, Any]:
-    relation = "at least" if at_least else "at most"
-    goal = target(value, limit, at_least=at_least) if judged else {}
-    return {"name": name, "what": what, "value": value, "relation": relation, **goal}
-
-
-def _ideals(cells: Sequence[Row], *, judged: bool, ram: bool) -> Iterable[dict[str, Any]]:
+def judge(cells: Sequence[dict[str, Any]], *, ram: bool) -> None:
+    """Add `target` and `met` to the rows of long hits, and of prompts that hit nothing. `ram`: the SSD tier lies on a
+    RAM disk."""
     for row in cells:
-        limit = IDEAL_TARGETS.get(row["where"])
-        if limit is None or row["gate"] or not row["overlap"] or row["ideal_ratio"] is None:
-            continue
-        hard = judged and row["prompt_tokens"] >= LONG and row["cached_percent"] >= LEAST_CACHED
-        counts = hard and (ram or row["where"] != "ssd_via_cpu")
-        yield _row("ideal", _label(row), row["ideal_ratio"], limit, counts, at_least=True)
-
-
-def _overlaps(cells: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
-    """Overlap against no overlap, as a share of the greatest gain."""
-    off = {_key(row): row for row in cells if not row["overlap"] and not row["gate"]}
-    for row in cells:
-        other = off.get(_key(row))
-        if other is None or row["gate"] or not row["overlap"] or not row["transfer_seconds"]:
-            continue
-        c, t = row["resident_seconds"]["median"], row["transfer_seconds"]
-        if COMPARABLE[0] <= t / c <= COMPARABLE[1]:
-            won = other["ttft_seconds"]["median"] / row["ttft_seconds"]["median"]
-            share = won / ((c + t) / max(c, t))
-            yield _row("overlap", f"{_label(row)}, on / off", share, OVERLAP_TARGET, judged, at_least=True)
-
-
-def _gates(cells: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
-    ungated = {(_key(row), row["overlap"]): row["ttft_seconds"]["median"] for row in cells if not row["gate"]}
-    for row in (row for row in cells if row["gate"]):
-        mine, plain = row["ttft_seconds"]["median"], row["recompute_seconds"]["median"]
-        yield _row("gate", f"{_label(row)}, / recomputing", mine / plain, RECOMPUTE_TARGET, judged, at_least=False)
-        other = ungated.get((_key(row), row["overlap"]))
-        if other is not None:
-            what = f"{_label(row)}, / the better of recomputing and no gate"
-            yield _row("gate better", what, mine / min(plain, other), BETTER_TARGET, judged, at_least=False)
-
-
-def _waits(cells: Sequence[Row], *, judged: bool) -> Iterable[dict[str, Any]]:
-    for row in cells:
-        if row["where"] == "cpu" and row["overlap"] and not row["gate"] and row["wait_seconds"] is not None:
-            yield _row("wait", _label(row), row["wait_seconds"]["median"], WAIT_TARGET, judged, at_least=False)
-
-
-def _key(row: Row) -> tuple[int, int, str]:
-    return row["prompt_tokens"], row["cached_percent"], row["where"]
+        if row["where"] == NOWHERE:
+            row |= target(row["added"], MISS_TARGET, at_least=False)
+        limit = IDEAL_TARGETS.get(row["where"]) if ram or row["where"] != "ssd_via_cpu" else None
+        long = row["prompt_tokens"] >= LONG and row["cached_percent"] >= LEAST_CACHED
+        if limit is not None and long and usual(cell_of(row)) and row["ideal_ratio"] is not None:
+            row |= target(row["ideal_ratio"], limit, at_least=True)
 
 
 def _label(row: Row) -> str:
@@ -109,25 +51,19 @@ def tables(report: Row) -> list[Table]:
 
 
 def details(report: Row) -> list[Table]:
-    """Every cell beside the ideal, and the verdicts."""
+    """Every cell beside the ideal."""
     hits = Table(
         "c: with the prefix in the planes, t: its bytes over the ceiling, ideal: max(c, t) / TTFT",
         *("cell", "TTFT", "c", "t", "ideal", "wait", "tokens"),
     )
     for r in (r for r in report["cells"] if r["where"] != NOWHERE):
         ideal = "" if r["ideal_ratio"] is None else figure(r["ideal_ratio"])
+        ideal += f" ({verdict(r, 'at least')})" if "met" in r else ""
         transfer = "" if r["transfer_seconds"] is None else duration(r["transfer_seconds"])
         waited = "" if r["wait_seconds"] is None else duration(r["wait_seconds"]["median"])
         takes, resident = (duration(r[key]["median"]) for key in ("ttft_seconds", "resident_seconds"))
         hits.add_row(_label(r), takes, resident, transfer, ideal, waited, r["tokens"])
-    judged = any("target" in r for r in report["verdicts"])
-    held = Table("Verdicts", "row", "what", "value", *(["target"] if judged else []))
-    for r in report["verdicts"]:
-        value = duration(r["value"]) if r["name"] == "wait" else figure(r["value"])
-        limit = duration if r["name"] == "wait" else figure
-        said = [verdict(r, r["relation"], limit) if "target" in r else ""] if judged else []
-        held.add_row(r["name"], r["what"], value, *said)
-    return [hits, held]
+    return [hits]
 
 
 def bottom(report: Row) -> list[str]:

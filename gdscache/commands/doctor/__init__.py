@@ -19,7 +19,7 @@ from gdscache.commands.doctor.storage import find_ssd
 from gdscache.config.pools import pool_parts
 from gdscache.cuda.driver import Driver
 from gdscache.cuda.streams import resolve_device
-from gdscache.kernels.compilers import find_compiler
+from gdscache.kernels.compiler import find_compiler
 from gdscache.kernels.copy_engine import CopyEngine
 
 __all__ = ["CHECKS", "Asked", "Facts", "Report", "Row", "Section", "defaults", "examine", "find", "tables"]
@@ -71,7 +71,7 @@ def find(asked: Asked, *, recalibrate: bool = False) -> Facts:
         driver=attempt(gpu.find_driver),
         devices=devices,
         device=device,
-        compiler=Found(f"{found.name} {found.version}" if found else None, compiler.cause, compiler.hint),
+        compiler=Found(f"cuda-core {found.version}" if found else None, compiler.cause, compiler.hint),
         nvrtc=attempt(lambda: kernels.nvrtc_version(found)) if found else None,
         built=built,
         mover=mover,

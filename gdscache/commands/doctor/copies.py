@@ -14,13 +14,10 @@ from gdscache.cuda.driver import Driver
 from gdscache.cuda.host_memory import HostBuffer
 from gdscache.kernels import calibration as calibrate
 from gdscache.kernels import choice as paths
-from gdscache.kernels.choice import Direction
 from gdscache.kernels.copy_engine import CopyEngine
 from gdscache.sizes import about
 
 PINNED_BYTES = 64 << 20
-
-DIRECTIONS: tuple[Direction, ...] = ("load", "store")
 
 
 def pin_seconds() -> float:
@@ -51,28 +48,16 @@ def copy_rows(facts: Facts, asked: Asked) -> Iterator[Row]:
         hint = "a driver for CUDA 12.8 or newer takes batches: one call a piece is slow for small pieces"
         yield row if row.data != "single" else dataclasses.replace(row, verdict="warn", next_step=hint)
     if facts.calibration is not None and facts.calibration.value is not None:
-        yield from _calibration_rows(facts.calibration.value)
+        yield _calibration_row(facts.calibration.value)
     else:
         yield from answer("calibration", facts.calibration, lack)
 
 
-def _calibration_rows(kept: Kept) -> Iterator[Row]:
+def _calibration_row(kept: Kept) -> Row:
     rates = kept.calibration
-    data = {"cached": kept.cached, "kept": kept.kept, "seconds": rates.seconds, "file": kept.file, "key": rates.key}
+    data = {"cached": kept.cached, "kept": kept.kept, "file": kept.file, **dataclasses.asdict(rates)}
     took = f"{'cached, once measured' if kept.cached else 'measured now'} in {rates.seconds:.2f} s"
     if kept.kept:
-        yield Row("calibration", f"{took}: {kept.file}", "ok", data=data)
-    else:
-        value = f"{took}, and again by every engine: it cannot be kept ({kept.file})"
-        yield Row("calibration", value, "warn", "set GDSCACHE_CACHE_DIR to a directory that can be written", data)
-    both = {direction: rates.rates(direction) for direction in DIRECTIONS}
-    for size in sorted(rates.load.staged):
-        yield _speeds(f"staged, pieces of {about(size)}", {d: r.staging(size) for d, r in both.items()}, size)
-    for size in sorted(rates.load.copy_engine):
-        yield _speeds(f"copy engine, pieces of {about(size)}", {d: r.engine(size) for d, r in both.items()}, size)
-    yield _speeds("zero-copy kernel", {d: r.zero_copy for d, r in both.items()})
-
-
-def _speeds(name: str, speeds: dict[Direction, float], size: int | None = None) -> Row:
-    value = ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in speeds.items())
-    return Row(name, value, data=speeds if size is None else {"bytes": size, **speeds})
+        return Row("calibration", f"{took}: {kept.file}", "ok", data=data)
+    value = f"{took}, and again by every engine: it cannot be kept ({kept.file})"
+    return Row("calibration", value, "warn", "set GDSCACHE_CACHE_DIR to a directory that can be written", data)

@@ -86,10 +86,9 @@ class Directory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """Bytes that this user may still write, free inodes (None: not counted), bytes of the existing slab."""
+    """Bytes that this user may still write, and bytes of the existing slab."""
 
     free: int
-    inodes: int | None
     slab: int
 
 

@@ -11,14 +11,14 @@ import torch
 from gdscache.commands.doctor.facts import Asked, Facts
 from gdscache.commands.doctor.report import Row, Verdict, answer, comes_to
 from gdscache.kernels import jit
-from gdscache.kernels.compilers import Compiler
+from gdscache.kernels.compiler import CudaCore
 from gdscache.kernels.copies import open_copies
 from gdscache.kernels.cuda import FORMS, SOURCE
 from gdscache.pages.planes import PagedPlanes
 
 
-def nvrtc_version(compiler: Compiler) -> str:
-    """Raises the error of the compiler's library without NVRTC."""
+def nvrtc_version(compiler: CudaCore) -> str:
+    """Raises cuda-core's error without NVRTC."""
     return ".".join(map(str, compiler.nvrtc()))
 
 

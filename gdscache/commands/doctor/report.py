@@ -28,7 +28,7 @@ class Found(Generic[T]):
 
 
 def attempt(find: Callable[[], T]) -> Found[T]:
-    """The result of `find`, or its error: gdscache's, of imports, of the system, of CUDA in torch and cupy."""
+    """The result of `find`, or its error: gdscache's, of imports, of the system, of CUDA in torch and cuda-core."""
     try:
         return Found(find())
     except GdsCacheError as error:

@@ -119,8 +119,6 @@ def _space_row(found: Place, places: Sequence[Place], ssd: SsdConfig | None) -> 
             verdict, hint = "fail", f"set ssd.capacity to {format_size(most)} or less, or free space there"
     elif not space.free:
         verdict, hint = "warn", "free space there, or give another directory"
-    if space.inodes == 0:
-        value, verdict, hint = f"{value}, but no inode", "fail" if ssd else "warn", "remove files there"
     yield Row("free space", value, verdict, hint, data)
 
 

@@ -21,7 +21,6 @@ from gdscache.commands.doctor.report import Found, attempt
 from gdscache.commands.doctor.trial import DEADLINE_S, Moved, Trial, try_transport
 from gdscache.commands.inspect.owner import find_owner
 from gdscache.config.pools import PLAIN_DIRECTORY
-from gdscache.cuda import numa
 from gdscache.disk.catalog_file import format_version
 from gdscache.disk.slab import slab_name
 from gdscache.errors import DirectoryNotWritableError
@@ -89,8 +88,7 @@ def find_place(
     place = nearest(directory)
     found = find_directory(directory, place)
     mount = attempt(lambda: disk.find_mount(place.resolve()))
-    node = attempt(lambda: find_gpu_node(device)).value
-    disks = attempt(lambda: tuple(disk.disk_rows(mount.value, node)) if mount.value else ())
+    disks = attempt(lambda: tuple(disk.disk_rows(mount.value)) if mount.value else ())
     direct: Found[str] | None = None
     chosen: Found[Moved] | None = None
     if not found.problem:
@@ -176,7 +174,7 @@ def find_space(directory: Path, place: Path, number: int = 0) -> FreeSpace:
     for path in [directory / slab_name(number), plain, *directory.glob(f"slab-{number}.*.*.bin")]:
         with contextlib.suppress(OSError):
             slab += os.lstat(path).st_blocks * 512
-    return FreeSpace(system.f_bavail * system.f_frsize, system.f_favail if system.f_files else None, slab)
+    return FreeSpace(system.f_bavail * system.f_frsize, slab)
 
 
 def find_package(name: str) -> Found[str]:
@@ -185,10 +183,3 @@ def find_package(name: str) -> Found[str]:
         return Found(None, f"{name} is not installed")
     names = importlib.metadata.packages_distributions().get(name, [])
     return Found(next(map(importlib.metadata.version, names), "of an unknown version"))
-
-
-def find_gpu_node(device: str) -> int | None:
-    """The NUMA node of `cuda:N`, if torch and the kernel know it."""
-    if not device.startswith("cuda"):
-        return None
-    return numa.gpu_numa_node(numa.gpu_address(torch.device(device)))

@@ -31,12 +31,6 @@ def replay(
         Several, typer.Option(rich_help_panel=_TIERS, help=f"The CPU tier: {_CAPACITY} Without any tier: 10%.")
     ] = None,
     ssd: Annotated[Several, typer.Option(rich_help_panel=_TIERS, help=f"The SSD tier: {_CAPACITY}")] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_TIERS, help="Size of a GPU pool that the engine owns. Without it, planes are attached."
-        ),
-    ] = None,
     model: options.Model = options.MODEL,
     page_bytes: Annotated[
         str | None,
@@ -82,13 +76,12 @@ def replay(
         raise InvalidValueError(f"--speed is {speed}", "set it to more than 0")
     rate = math.inf if prefill is None else prefill
     machine = MachineModel(ssd_read * 1e9, ssd_write * 1e9, link * 1e9, latency * 1e-6, rate, overlap)
-    nothing = config is None and not cpu and not ssd and gpu is None
+    nothing = config is None and not cpu and not ssd
     asked = Asked(
         config=config,
         model=model,
         page_bytes=page_bytes,
         page_tokens=page_tokens,
-        gpu=gpu,
         cpu=("10%",) if nothing else listed(cpu),
         ssd=listed(ssd),
         sets=tuple(sets or ()),
@@ -101,7 +94,7 @@ def replay(
         workload = expand(requests, page_tokens_of(asked))
         runs = setups(asked, len(workload.names))
         times = [request.timestamp / 1000 / speed for request in requests]
-        return report.replay(workload, times, runs, machine, serial=serial, own_pool=gpu is not None, progress=progress)
+        return report.replay(workload, times, runs, machine, serial=serial, progress=progress)
 
     report = {"traces": [str(path) for path in traces or ()], **options.watched(replayed, "the replay is not complete")}
     if plot is not None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from gdscache.commands.replay.clock import Clock, Done, MachineModel, Process
-from gdscache.commands.replay.tiers import ModelGpu, ModelSsd, ModelTier
+from gdscache.commands.replay.tiers import ModelSsd, ModelTier
 from gdscache.commands.replay.virtual import VirtualCondition, VirtualExecutor, VirtualShare
 from gdscache.config import Config
 from gdscache.config.pools import plain_parts, pool_parts
@@ -33,21 +33,18 @@ from gdscache.store.parcel import Parcel, Receipt
 from gdscache.store.plan import StorePlanner
 from gdscache.store.storer import Storer
 from gdscache.store.writer import Outgoing, TierWriter
-from gdscache.tiers.base import Lease
 from gdscache.tiers.manager import TierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from gdscache.cuda.streams import Event, Landed
 
 
 class Ledger:
-    """The outcome of every stored page: a receipt for the storer. `gathered` is called when a store no longer reads its
-    blocks."""
+    """The outcome of every stored page: a receipt for the storer."""
 
-    def __init__(self, gathered: Callable[[], None] = lambda: None) -> None:
-        self._gathered = gathered
+    def __init__(self) -> None:
         self.offered = 0
         self.finished = 0
         self.stored: Counter[str] = Counter()  # by tier
@@ -65,7 +62,7 @@ class Ledger:
         """A virtual gather has read its blocks when it ends."""
 
     def read(self, event: Event) -> None:
-        self._gathered()
+        """No engine waits for its blocks."""
 
 
 class Moved:
@@ -140,29 +137,17 @@ class _Writer(TierWriter):
         super().put(pages)
 
 
-def open_pools(config: Config, machine: MachineModel, clock: Clock, *, own_pool: bool = False) -> list[Hierarchy]:
+def open_pools(config: Config, machine: MachineModel, clock: Clock) -> list[Hierarchy]:
     """The tiers of each pool of a model's groups, as in `pool_parts`; without groups, those of the model."""
     configs = [part.config for part in pool_parts(config)] or [config]
-    return [Hierarchy(one, machine, clock, own_pool=own_pool) for one in configs]
-
-
-def _nothing() -> None:
-    pass
+    return [Hierarchy(one, machine, clock) for one in configs]
 
 
 class Hierarchy:
-    """The tiers of `config`. `own_pool`: the engine has a GPU pool (`sequence`); else its planes are attached. The
-    SSD's route is through host memory, unless the config says `direct`. `limits`: the engine's limits."""
+    """The tiers of `config`, below attached planes. The SSD's route is through host memory, unless the config says
+    `direct`. `limits`: the engine's limits."""
 
-    def __init__(
-        self,
-        config: Config,
-        machine: MachineModel,
-        clock: Clock,
-        *,
-        own_pool: bool = False,
-        limits: EngineLimits = LIMITS,
-    ) -> None:
+    def __init__(self, config: Config, machine: MachineModel, clock: Clock, *, limits: EngineLimits = LIMITS) -> None:
         self.layout = layout = config.model.layout()
         if layout.packed:
             config, _ = plain_parts(config)  # real pages are packed, all but few
@@ -170,8 +155,6 @@ class Hierarchy:
         self.clock = clock
         self.extent_bytes, self.page_bytes = layout.extent_bytes, layout.page_bytes
         extent = self.extent_bytes
-        gpu = ModelGpu("gpu", config.gpu.capacity // layout.plane_bytes, layout.plane_bytes, config.eviction)
-        self.gpu = gpu if own_pool else None
         self.cpu = self.ssd = None
         if config.cpu is not None:
             slots = config.cpu.capacity // extent
@@ -189,7 +172,7 @@ class Hierarchy:
         earned = EarnedOffers(index, outlets, config.store.write_policy, limits.write_hits)
         self.manager = TierManager(
             self.lock,
-            [tier for tier in (self.gpu, self.cpu, self.ssd) if tier is not None],
+            [tier for tier in (self.cpu, self.ssd) if tier is not None],
             wall_clock=clock.time,
             clock=clock.time,
             on_use=earned.used,
@@ -209,8 +192,7 @@ class Hierarchy:
         self.storer = Storer(*parts, config.store, config.deadline)
         self.loads = LoadPlanner(self.manager, VirtualCondition(clock, self.lock), due=[self.storer.offer_earned])
         self._keep = config.ssd is None or config.ssd.route != "direct"
-        self.gathered: Callable[[], None] = _nothing  # a store no longer reads its GPU pages
-        self.ledger = Ledger(lambda: self.gathered())
+        self.ledger = Ledger()
         self._idle = limits.load_threads  # free load threads
         self._waiting: deque[Done] = deque()  # loads that wait for a thread
 
@@ -241,12 +223,12 @@ class Hierarchy:
 
     # -- stores ------------------------------------------------------------------------------------------------------
 
-    def store(self, pages: Sequence[Page], sources: Lease | None = None) -> None:
+    def store(self, pages: Sequence[Page]) -> None:
         """Accept pages for the lower tiers, as an engine does."""
         self.ledger.offered += len(pages)
         epoch = self.manager.clearing.epoch(pages[0].namespace) if pages else 0
         blocks = np.empty((len(pages), 0), dtype=np.int64)
-        self.storer.store(pages, self.ledger, blocks, epoch, None, sources)
+        self.storer.store(pages, self.ledger, blocks, epoch, None, None)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
@@ -264,6 +246,4 @@ class Hierarchy:
             found.append(f"{moved.to_ssd} pages went to the writer, {stored} are stored, {moved.not_written} dropped")
         if self._spare is not None and self._spare.free_slots != self._spare.slots:
             found.append(f"{self._spare.slots - self._spare.free_slots} bounce slots are not given back")
-        if self.gpu is not None and self.gpu.private:
-            found.append(f"{len(self.gpu.private)} private slots of the GPU pool are left")
         return found

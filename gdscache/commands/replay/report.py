@@ -23,7 +23,7 @@ from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
 from gdscache.errors import InvalidValueError
 
-SCHEMA = "gdscache.replay/4"
+SCHEMA = "gdscache.replay/5"
 _STEP = 1000  # progress steps of a run
 _DAY = 86_400.0
 
@@ -36,7 +36,6 @@ def replay(
     machine: MachineModel,
     *,
     serial: bool = False,
-    own_pool: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """A run of each setup, as by `tiers`, and its references: infinite tiers, and the optimum and plain LRU of one tier
@@ -47,7 +46,7 @@ def replay(
     without pages, and for a setup without a tier.
     """
     check(workload)
-    pages = [slots(setup.config, own_pool=own_pool) for setup in setups]
+    pages = [slots(setup.config) for setup in setups]
     total = _STEP * (len(set(pages)) + len(setups))
     bounds: dict[int, tuple[Counts, Counts]] = {}
     for size in sorted(set(pages)):
@@ -60,7 +59,7 @@ def replay(
         def step(done: int, of: int, _: str) -> None:
             progress(_STEP * (len(bounds) + number) + _STEP * done // max(1, of), total, label)
 
-        found = tiers(workload, times, setup, machine, serial=serial, own_pool=own_pool, progress=step)
+        found = tiers(workload, times, setup, machine, serial=serial, progress=step)
         del found["found"]
         gc.collect()  # the tiers have reference cycles
         best, base = (counts.hits for counts in bounds[size])
@@ -85,7 +84,6 @@ def replay(
         "workload": describe_workload(workload, times),
         "machine": machine.describe(),
         "serial": serial,
-        "own_pool": own_pool,
         "infinite": _counted(infinite(workload), workload),
         "optimum": [{**_size(workload, n), **_counted(best, workload)} for n, (best, _) in bounds.items()],
         "plain_lru": [{**_size(workload, n), **_counted(base, workload)} for n, (_, base) in bounds.items()],
@@ -116,12 +114,11 @@ def mark_frontier(rows: Sequence[dict[str, Any]]) -> None:
         row["frontier"] = min(map(cost, as_good)) == cost(row) if row["ssd"] else None
 
 
-def slots(config: Config, *, own_pool: bool) -> int:
+def slots(config: Config) -> int:
     """The capacity of all tiers together, in pages."""
-    lower = [tier.capacity // unit_bytes(config.model) for tier in (config.cpu, config.ssd) if tier is not None]
-    found = sum(lower) + (config.gpu.capacity // config.model.layout().plane_bytes if own_pool else 0)
+    found = sum(tier.capacity // unit_bytes(config.model) for tier in (config.cpu, config.ssd) if tier is not None)
     if not found:
-        raise InvalidValueError("there is no tier", "give --cpu, --ssd or --gpu, or a config with such a section")
+        raise InvalidValueError("there is no tier", "give --cpu or --ssd, or a config with such a section")
     return found
 
 
@@ -132,13 +129,12 @@ def tiers(
     machine: MachineModel,
     *,
     serial: bool = False,
-    own_pool: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """A run through all tiers. `times`: of the requests, in seconds, ascending; `found`: by request. `problems`:
     inconsistencies after the run; any is a defect."""
     begun = time.process_time()
-    pools = open_pools(setup.config, machine, Clock(), own_pool=own_pool)
+    pools = open_pools(setup.config, machine, Clock())
     traffic = Traffic(workload, pools[0], machine, times, serial=serial, whole=setup.config, others=pools[1:])
     outcome = traffic.run(progress)
     took = time.process_time() - begun
@@ -164,7 +160,6 @@ def tiers(
         "ssd": _ssd(pools, outcome, span),
         "first_token_seconds": spread(outcome.first_token),
         "first_token_seconds_no_cache": spread(outcome.uncached),
-        "requests_refused": outcome.refused,
         "virtual_seconds": outcome.seconds,
         "found": outcome.found,
         "seconds": took,
@@ -177,13 +172,12 @@ def _tier(pools: Sequence[Hierarchy], workload: Workload, name: str, hits: int) 
     rows = []
     for pool in pools:
         tier, moved = pool.manager.tiers[name], pool.moved
-        nbytes = pool.layout.plane_bytes if name == "gpu" else pool.extent_bytes
         promoted = moved.promoted if name == "cpu" else 0
         row = {
             "capacity_pages": tier.index.slots,
             "capacity_bytes": tier.capacity,
-            "read_bytes": moved.read[name] * nbytes,
-            "written_bytes": (moved.written[name] + promoted) * nbytes,
+            "read_bytes": moved.read[name] * pool.extent_bytes,
+            "written_bytes": (moved.written[name] + promoted) * pool.extent_bytes,
             "stored_pages": moved.written[name],
             "promoted_pages": promoted,
             "evictions": tier.index.evictions,
@@ -266,7 +260,6 @@ def describe_config(config: Config) -> dict[str, Any]:
         "store": config.store.model_dump(),
         "host_buffer": config.host_buffer,
         "eviction": config.eviction,
-        "gpu": config.gpu.model_dump(include={"capacity"}),
         "cpu": cpu and cpu.model_dump(include={"capacity"}),
         "ssd": ssd and ssd.model_dump(include={"capacity", "endurance"}),
     }

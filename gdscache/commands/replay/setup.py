@@ -61,7 +61,6 @@ class Asked:
     model: str = "llama-3-8b"
     page_bytes: str | None = None
     page_tokens: int = BLOCK_TOKENS
-    gpu: str | None = None
     cpu: tuple[str, ...] = ()
     ssd: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
@@ -110,8 +109,6 @@ def _config(asked: Asked, base: Mapping[str, Any], run: Mapping[str, str | None]
     extent = unit_bytes(model)
     if asked.config is None:
         fields |= _roomy(sum(layout.extent_bytes for layout in model.pool_layouts()))
-    if asked.gpu is not None:
-        fields["gpu"] = {**(fields.get("gpu") or {}), "capacity": extent * pages_of(asked.gpu, unique, extent, "--gpu")}
     for name, value in run.items():
         if value is None or name.startswith("=model."):
             continue

@@ -37,7 +37,7 @@ def _compared(report: Row) -> Iterator[tuple[str, Row]]:
 def _runs(report: Row) -> Table:
     timed = report["machine"]["prefill"] is not None
     varied = ", ".join(report["runs"][0]["varied"]) or "tiers"
-    names = [name for name in ("gpu", "cpu", "ssd") if any(name in run["tiers"] for run in report["runs"])]
+    names = [name for name in ("cpu", "ssd") if any(name in run["tiers"] for run in report["runs"])]
     ttft = ("mean", "p50", "p99") if timed else ()
     starred = len(report["runs"]) > 1 and any(run["frontier"] for run in report["runs"])
     table = Table(

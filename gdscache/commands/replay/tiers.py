@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from gdscache.index.index import PageIndex
@@ -16,7 +16,7 @@ from gdscache.tiers.base import NO_RETENTIONS, DurableTier, Tier
 
 
 class ModelTier(Tier):
-    """A CPU tier's decisions: `slots` pages of `extent_bytes`. `private`: the engine's slots, without a page."""
+    """A CPU tier's decisions: `slots` pages of `extent_bytes`."""
 
     kind: Literal["planes", "memory", "files"] = "memory"
 
@@ -24,7 +24,6 @@ class ModelTier(Tier):
         self.name = name
         self.extent_bytes = extent_bytes
         self.index = PageIndex(slots, new_policy(eviction, groups))
-        self.private: set[int] = set()
 
     @property
     def capacity(self) -> int:
@@ -35,27 +34,9 @@ class ModelTier(Tier):
 
     def check(self, lock: threading.RLock, *, fix: bool) -> list[str]:
         with lock:
-            return self.index.check(elsewhere=list(self.private))
+            return self.index.check()
 
     def close(self) -> None: ...
-
-
-class ModelGpu(ModelTier):
-    """The engine's own pool: see `gdscache.tiers.gpu.GpuTier`."""
-
-    kind = "planes"
-
-    def take(self, n: int) -> list[int] | None:
-        """`n` private slots, with evictions as needed; or None without a change."""
-        slots = self.index.allocate(n) if n > 0 else []
-        if slots is not None:
-            self.private.update(slots)
-        return slots
-
-    def give(self, slots: Iterable[int]) -> None:
-        slots = list(slots)
-        self.private.difference_update(slots)
-        self.index.free(slots)
 
 
 class ModelSsd(ModelTier, DurableTier):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from gdscache.commands.console import Progress, silent
-from gdscache.commands.replay.clock import Done, MachineModel, Process
+from gdscache.commands.replay.clock import MachineModel, Process
 from gdscache.commands.replay.hierarchy import Hierarchy
 from gdscache.commands.replay.workload import Workload
 from gdscache.config import Config
@@ -18,19 +18,16 @@ from gdscache.groups.base import alignment, complete, kept, lengths, marks, need
 from gdscache.groups.names import GroupNames
 from gdscache.groups.partings import Partings
 from gdscache.groups.pools import pools_of
-from gdscache.index.table import Entry, PageState
 from gdscache.load.plan import LoadPlan
 from gdscache.pages.keys import Page, namespace_digest
-from gdscache.tiers.base import Lease
 
-TIERS = ("gpu", "cpu", "ssd")
+TIERS = ("cpu", "ssd")
 _REPORT_EVERY = 64  # requests between progress reports
 
 
 class Found(NamedTuple):
     """A request's hit pages by tier, and the number of them that it received."""
 
-    gpu: int
     cpu: int
     ssd: int
     loaded: int
@@ -41,16 +38,14 @@ class Outcome:
     """A run's result. Pages looked up are the hits of all tiers and the misses of all causes.
 
     Misses: `cold` (first use), `behind` (in a tier, after a page that is in none), `absent` (no longer in any tier, or
-    never stored). `found[i]` is of request `i`; None if its prompt did not fit the GPU pool, which `refused` counts.
-    Times to the first token in seconds, by request.
+    never stored). `found[i]` is of request `i`, and None until its lookup. Times to the first token in seconds, by
+    request.
     """
 
     found: list[Found | None]
     hit_tokens: int = 0  # over all requests; `found` counts the pages of all groups
     misses: Counter[str] = dataclasses.field(default_factory=Counter)
     loaded_from_ssd: int = 0  # distinct pages
-    refused: int = 0  # requests with a prompt larger than the GPU pool
-    waited: int = 0  # waits of requests for the GPU pool
     first_token: list[float] = dataclasses.field(default_factory=list)
     uncached: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0  # of virtual time, from the first request to the end of the last one
@@ -64,10 +59,9 @@ class Outcome:
 class Traffic:
     """A workload's requests on a hierarchy. `run` once.
 
-    A request loads its hit pages, computes the others and then stores them, in order. With the engine's own GPU pool
-    (`own_pool`) a request does as `gdscache.engine.sequence`; it leaves when its prompt is computed. `serial`: a
-    request ends completely, including writes, before the next one begins; demotions by a lookup end before the load.
-    Else requests arrive at their times, `speed` times as fast.
+    A request loads its hit pages, computes the others and then stores them, in order. `serial`: a request ends
+    completely, including writes, before the next one begins; demotions by a lookup end before the load. Else requests
+    arrive at their times.
     """
 
     def __init__(
@@ -92,8 +86,6 @@ class Traffic:
         self._serial = serial
         self._seen = bytearray(len(workload.names))
         self._from_ssd = bytearray(len(workload.names))
-        self._line: deque[Done] = deque()  # requests that wait for the GPU pool
-        hierarchy.gathered = self._next_in_line
         config = whole or hierarchy.config
         self._pools = (hierarchy, *others)
         self._groups = config.model.layer_groups()
@@ -118,7 +110,6 @@ class Traffic:
                 clock.run(until=self._times[i] - begin)
                 clock.start(self._request(i))
         clock.run()
-        assert not self._line, "requests wait for slots that no request holds"
         outcome.seconds = clock.now
         outcome.loaded_from_ssd = sum(self._from_ssd)
         progress(total, total, "replaying")
@@ -136,12 +127,8 @@ class Traffic:
         pages = [names[number] for number in prompt.pages]
         if self._groups:
             yield from self._grouped(i, pages, prompt.tokens)
-        elif self._tiers.gpu is None:
-            yield from self._attached(i, pages, prompt.tokens)
         else:
-            yield from self._sequence(i, pages, prompt.tokens)
-
-    # -- an engine with planes of its own ----------------------------------------------------------------------------
+            yield from self._attached(i, pages, prompt.tokens)
 
     def _attached(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
         arrival = self._clock.now
@@ -174,7 +161,7 @@ class Traffic:
         plans = [pool.plan_load(some) for pool, some in zip(pools, wanted, strict=True)]
         got = sum(map(len, plans))
         loaded = length // size if got == sum(map(len, wanted)) else 0
-        self.outcome.found[i] = Found(0, found.count("cpu"), found.count("ssd"), got)
+        self.outcome.found[i] = Found(found.count("cpu"), found.count("ssd"), got)
         self.outcome.hit_tokens += length
         yield from self._load_and_compute(plans, tokens, loaded)
         self._first_token(i, arrival, tokens)
@@ -200,85 +187,6 @@ class Traffic:
         if seconds > 0:
             yield self._clock.wait(seconds)
 
-    # -- an engine with our pool -------------------------------------------------------------------------------------
-
-    def _sequence(self, i: int, pages: Sequence[Page], tokens: int) -> Process:
-        gpu, manager, clock = self._tiers.gpu, self._manager, self._clock
-        assert gpu is not None, "no pool"
-        arrival, page_tokens = clock.now, self._work.page_tokens
-        needed = -(-tokens // page_tokens)
-        candidates = pages[: max(0, tokens - 1) // page_tokens]
-        if needed > gpu.index.slots:
-            self.outcome.refused += 1
-            yield clock.wait(tokens / self._machine.prefill)
-            self._first_token(i, arrival, tokens)
-            return
-        if self._line:
-            yield self._stand_in_line()
-        while True:
-            found = manager.lookup(candidates, 0)
-            lease = manager.lease("sequence")
-            entries: list[Entry | None] = []
-            for page in candidates:
-                entry = gpu.index.get(page.key)
-                if entry is None:
-                    break
-                lease.add(gpu.index, entry)
-                entries.append(entry)
-            slots = gpu.take(needed - len(entries))
-            if slots is not None:
-                break
-            manager.end(lease)
-            yield self._stand_in_line(first=True)
-        self._next_in_line()
-        self._missed(i, candidates, len(found))
-        if self._serial:
-            yield clock.past
-        shared = len(entries)
-        entries += [None] * len(slots)
-        slots = [0] * shared + slots
-        plan = self._tiers.plan_load(candidates[shared:])
-        cached = self._found(i, found, plan, shared)
-        yield from self._load_and_compute([plan], tokens, cached)
-        self._first_token(i, arrival, tokens)
-        sources = self._publish(pages, entries, slots, lease)
-        self._tiers.store([entry.page for _, entry in sources], sources)
-        gpu.give(slot for slot, entry in zip(slots, entries, strict=True) if entry is None)
-        manager.end(lease)
-        self._next_in_line()
-
-    def _stand_in_line(self, *, first: bool = False) -> Done:
-        """Wait until a request leaves the pool and it is this one's turn."""
-        self.outcome.waited += 1
-        turn = Done(self._clock)
-        if first:
-            self._line.appendleft(turn)
-        else:
-            self._line.append(turn)
-        return turn
-
-    def _next_in_line(self) -> None:
-        """Slots may be free: the first waiting request tries again."""
-        if self._line:
-            self._line.popleft().fire()
-
-    def _publish(self, pages: Sequence[Page], entries: list[Entry | None], slots: Sequence[int], lease: Lease) -> Lease:
-        """Put every full page into the pool, pinned until it is stored. As `gdscache.engine.sequence`."""
-        gpu, manager = self._tiers.gpu, self._manager
-        assert gpu is not None, "no pool"
-        sources = manager.lease("store")
-        for i, page in enumerate(pages):
-            entry = entries[i] or gpu.index.find(page.key)
-            if entry is None:
-                gpu.private.remove(slots[i])
-                entry = entries[i] = gpu.index.insert(page, slots[i], PageState.VERIFIED)
-                lease.add(gpu.index, entry)
-                self._tiers.moved.written["gpu"] += 1
-            if not entry.dropped:
-                sources.add(gpu.index, entry)
-        gpu.index.touch([page.key for page in reversed(pages)])
-        return sources
-
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def _missed(self, i: int, pages: Sequence[Page], hits: int) -> None:
@@ -295,16 +203,16 @@ class Traffic:
         for number in numbers[hits:]:
             seen[number] = 1
 
-    def _found(self, i: int, found: Sequence[str], plan: LoadPlan, shared: int = 0) -> int:
+    def _found(self, i: int, found: Sequence[str], plan: LoadPlan) -> int:
         """Record a request's hits. Returns the number of received pages, which it does not compute."""
-        got = shared + len(plan)
-        self.outcome.found[i] = Found(found.count("gpu"), found.count("cpu"), found.count("ssd"), got)
+        got = len(plan)
+        self.outcome.found[i] = Found(found.count("cpu"), found.count("ssd"), got)
         numbers = self._work.prompts[i].pages
         self.outcome.hit_tokens += len(found) * self._work.page_tokens
         for run in plan.runs:
             if run.tier.name == "ssd":
                 for row in run.rows:
-                    self._from_ssd[numbers[shared + row]] = 1
+                    self._from_ssd[numbers[row]] = 1
         return got
 
     def _first_token(self, i: int, arrival: float, tokens: int) -> None:

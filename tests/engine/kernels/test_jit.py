@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdscache.errors import GdsCacheError, KernelUnavailableError
-from gdscache.kernels import compilers, jit
-from tests.support.helpers import together
+from gdscache.kernels import compiler, jit
 
 NO_HOME = "/proc/nonexistent"  # where not even root can make a directory
 DEVICE = torch.device("cuda", 0)
@@ -54,7 +51,7 @@ def write(directory: Path, tree: Tree) -> Path:
 
 def surroundings(**variables: str) -> dict[str, str]:
     """The environment of a process that is told nothing of where to cache, but for these variables."""
-    places = ("CUPY_CACHE_DIR", "GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME")
+    places = ("GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME")
     return {name: value for name, value in os.environ.items() if name not in places} | variables
 
 
@@ -127,7 +124,8 @@ def test_the_sources_are_those_of_the_package() -> None:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home that can be written, no word of the user on where to cache, and a temporary directory of our own."""
-    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    for variable in ("GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -149,86 +147,59 @@ def refused(sources: Path, source: str = "probe.cu") -> KernelUnavailableError:
     return caught.value
 
 
-def present(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """Modules that are found and can be imported; where one is cupy's, cuda-core is not installed."""
-    for module in modules:
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    if "cupy" in {module.__name__ for module in modules}:
-        monkeypatch.setitem(sys.modules, "cuda.core", None)
-
-
 @pytest.mark.usefixtures("home")
 def test_without_a_compiler_the_hint_names_what_to_install(monkeypatch: pytest.MonkeyPatch, sources: Path) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     error = refused(sources)
-    assert error.message == "cannot build probe.cu: neither cuda-core nor CuPy is installed"
+    assert error.message == "cannot build probe.cu: cuda-core is not installed"
     assert "gdscache[cuda13]" in error.hint
     assert "gdscache[cuda12]" in error.hint
 
 
-def install(place: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
-    """Modules that are found before all others: `cupy="..."`, `cuda_core="..."` for cuda/core.py."""
-    there = [name for name in sys.modules if name.split(".")[0] in ("cupy", "cuda")]
-    for name in {*there, "cupy", "cuda", "cuda.core"}:
+def install(place: Path, monkeypatch: pytest.MonkeyPatch, part: str, text: str) -> None:
+    """A module `cuda.<part>` that is found before all others."""
+    there = [name for name in sys.modules if name.split(".")[0] == "cuda"]
+    for name in {*there, "cuda", "cuda.core"}:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that what is there afterwards goes again
         del sys.modules[name]
-    place.mkdir(exist_ok=True)
-    for name, text in files.items():
-        file = place / f"{name.replace('_', '/')}.py"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    (place / "cuda").mkdir(parents=True)
+    (place / "cuda" / f"{part}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(place)
 
 
 @pytest.mark.usefixtures("home")
-def test_a_cupy_that_cannot_be_imported_is_told_with_its_cause(
+def test_a_compiler_that_cannot_be_imported_is_told_with_its_cause(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
 ) -> None:
-    install(tmp_path / "lib", monkeypatch, cupy="raise RuntimeError('first\\n\\nsecond')\n")
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    install(tmp_path / "lib", monkeypatch, "core", "raise RuntimeError('first\\n\\nsecond')\n")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"cuda-core": "9.9"}[name])
+    assert compiler.find_compiler().version == "9.9"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     error = refused(sources)
     assert error.message == "cannot build probe.cu: RuntimeError: first | second"
     assert "install" not in error.hint
 
 
-@pytest.mark.usefixtures("home")
-def test_cuda_core_comes_first_and_is_not_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sources: Path
-) -> None:
-    """Where both are installed, and cuda-core does not work, its cause is told; CuPy does not step in."""
-    install(tmp_path / "lib", monkeypatch, cupy="", cuda_core="raise ImportError('no NVRTC here')\n")
-    monkeypatch.setattr("importlib.metadata.version", lambda name: {"cuda-core": "9.9"}[name])
-    assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cuda-core", "9.9")
-    error = refused(sources)
-    assert "no NVRTC here" in error.message
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    (tmp_path / "lib" / "cupy.py").write_text("__version__ = '14.0'\n", encoding="utf-8")
-    assert (compilers.find_compiler().name, compilers.find_compiler().version) == ("cupy", "14.0")
-
-
 def test_what_others_put_into_cuda_is_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(tmp_path / "lib", monkeypatch, cuda_pathfinder="")
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
-    assert not compilers._installed("cuda", "core")
+    install(tmp_path / "lib", monkeypatch, "pathfinder", "")
+    with pytest.raises(KernelUnavailableError, match="cuda-core is not installed"):
+        compiler.find_compiler()
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
-    """A cupy that only notes what it is asked for; `error` is raised when it is to compile."""
-    seen = SimpleNamespace(error=None, code="", options=(), cache=None, launches=[], version=(12, 8))
+def core(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
+    """A cuda-core whose compiler is a counter, or raises `error`; `cubins` are those that were loaded."""
+    seen = SimpleNamespace(compiled=[], cubins=[], version=(13, 0), launches=[], error=None)
 
-    class RawModule:
-        def __init__(self, code: str, options: tuple[str, ...]) -> None:
-            seen.code, seen.options, seen.cache = code, options, os.environ.get("CUPY_CACHE_DIR")
+    def from_cubin(cubin: bytes, name: str) -> SimpleNamespace:
+        seen.cubins.append(cubin)
+        return SimpleNamespace(get_kernel=lambda kernel: SimpleNamespace(handle=2000 + len(kernel)))
 
-        def compile(self) -> None:
-            if seen.error is not None:
-                raise seen.error
-
-        def get_function(self, name: str) -> SimpleNamespace:
-            return SimpleNamespace(kernel=SimpleNamespace(ptr=1000 + len(name)))
+    def compile(self: Any, source: Path, macros: dict[str, str], arch: str) -> tuple[bytes, str]:
+        if seen.error is not None:
+            raise seen.error
+        seen.compiled.append((source.name, macros, arch))
+        return f"cubin {len(seen.compiled)}".encode(), ""
 
     class Driver:
         def __init__(self, device: torch.device) -> None:
@@ -237,50 +208,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
         def launch(self, *arguments: Any) -> None:
             seen.launches.append(arguments)
 
-    cupy, cuda, nvrtc = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nvrtc"))
-    cupy.RawModule, cupy.__version__ = RawModule, "14.0"  # type: ignore[attr-defined]
-    nvrtc.getVersion = lambda: seen.version  # type: ignore[attr-defined]
-    cuda.nvrtc = nvrtc  # type: ignore[attr-defined]
-    present(monkeypatch, cupy, cuda, nvrtc)
-    monkeypatch.setattr(jit, "Driver", Driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return seen
-
-
-def test_a_kernel_is_asked_for_with_its_sources_and_macros(stand_in: SimpleNamespace, sources: Path) -> None:
-    kernels = jit.build("probe.cu", {"fill": "PI", "triple": "PI"}, DEVICE, sources=sources, WIDTH=4)
-    assert list(kernels) == ["fill", "triple"]
-    assert stand_in.code == PROBE.decode()
-    digest = f"-DGDSCACHE_SOURCE=0x{jit.source_digest(sources)}ULL"
-    assert stand_in.options == ("-std=c++17", f"-I{sources}", digest, "-DWIDTH=4")
-    stand_in.version = (13, 0)
-    jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources, WIDTH=4)
-    assert stand_in.options[-1] == "--split-compile=0"
-
-
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch, home: Path) -> SimpleNamespace:
-    """A cuda-core whose compiler is a counter; `cubins` are those that were loaded."""
-    seen = SimpleNamespace(compiled=[], cubins=[], version=(13, 0))
-
-    def from_cubin(cubin: bytes, name: str) -> SimpleNamespace:
-        seen.cubins.append(cubin)
-        return SimpleNamespace(get_kernel=lambda kernel: SimpleNamespace(handle=2000 + len(kernel)))
-
-    def compile(self: Any, source: Path, macros: dict[str, str], arch: str) -> tuple[bytes, str]:
-        seen.compiled.append((source.name, macros, arch))
-        return f"cubin {len(seen.compiled)}".encode(), ""
-
     cuda, part = ModuleType("cuda"), ModuleType("cuda.core")
     part.ObjectCode = SimpleNamespace(from_cubin=from_cubin)  # type: ignore[attr-defined]
-    present(monkeypatch, cuda, part)
+    for module in (cuda, part):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.2")
-    monkeypatch.setattr(compilers.CudaCore, "compile", compile)
-    monkeypatch.setattr(compilers.CudaCore, "nvrtc", lambda self: seen.version)
+    monkeypatch.setattr(compiler.CudaCore, "compile", compile)
+    monkeypatch.setattr(compiler.CudaCore, "nvrtc", lambda self: seen.version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(jit, "Driver", lambda device: None)
-    for variable in ("GDSCACHE_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(jit, "Driver", Driver)
     return seen
 
 
@@ -337,62 +274,36 @@ def test_without_a_home_cubins_are_kept_in_a_directory_of_ours(
     assert len(list((tmp_path / "given" / "kernels").iterdir())) == 1
 
 
-def test_a_launch_packs_its_arguments_as_c_does(stand_in: SimpleNamespace, sources: Path) -> None:
+def test_a_launch_packs_its_arguments_as_c_does(core: SimpleNamespace, sources: Path) -> None:
     kernel = jit.build("probe.cu", {"fill": "IPq3s"}, DEVICE, sources=sources)["fill"]
     for i in range(3):
         kernel.launch(i, 32, [i, 1 << 63, -5, b"ab"], SimpleNamespace(cuda_stream=7 * i))  # type: ignore[arg-type]
     packed = [struct.pack("<IxxxxQq", i, 1 << 63, -5) + b"ab\0" for i in range(3)]
-    assert stand_in.launches == [(1004, i, 32, packed[i], 7 * i) for i in (1, 2)]  # an empty grid is no launch
+    assert core.launches == [(2004, i, 32, packed[i], 7 * i) for i in (1, 2)]  # an empty grid is no launch
 
 
-@pytest.mark.usefixtures("stand_in")
+@pytest.mark.usefixtures("core")
 def test_a_source_that_is_not_there_is_told(sources: Path) -> None:
     assert "FileNotFoundError" in refused(sources, "absent.cu").message
 
 
-def test_a_long_compile_error_is_cut(stand_in: SimpleNamespace, sources: Path) -> None:
-    stand_in.error = RuntimeError("\n".join(f"line {i}" for i in range(1000)))
+def test_a_long_compile_error_is_cut(core: SimpleNamespace, sources: Path) -> None:
+    core.error = RuntimeError("\n".join(f"line {i}" for i in range(1000)))
     assert refused(sources).message == "cannot build probe.cu: RuntimeError: line 0 | line 1 | line 2 | line 3"
 
 
-# -- where cupy may write --------------------------------------------------------------------------------------------
-
-
-def inside() -> str | None:
-    """CUPY_CACHE_DIR while cupy is imported and compiles; the environment is as before afterwards."""
-    before = dict(os.environ)
-    with compilers.cache_directory():
-        found = os.environ.get("CUPY_CACHE_DIR")
-    assert dict(os.environ) == before
-    return found
+# -- where compiled kernels are kept ---------------------------------------------------------------------------------
 
 
 def ours(tmp_path: Path) -> Path:
     return tmp_path / "tmp" / f"gdscache-{os.getuid()}"
 
 
-def test_in_a_home_that_can_be_written_cupy_chooses(home: Path, tmp_path: Path) -> None:
-    assert inside() is None
-    (home / ".cupy" / "kernel_cache").mkdir(parents=True, exist_ok=True)
-    assert inside() is None
-    assert not ours(tmp_path).exists()
-
-
-@pytest.mark.parametrize("place", ["", "somewhere", NO_HOME])
-def test_what_the_user_has_set_is_kept(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    for where in (str(home), NO_HOME):
-        monkeypatch.setenv("HOME", where)
-        monkeypatch.setenv("CUPY_CACHE_DIR", place)
-        assert inside() == place
-    assert not ours(tmp_path).exists()
-    assert list(home.iterdir()) == []
-
-
 UNUSABLE: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "no such home": lambda home, patch: patch.setenv("HOME", NO_HOME),
     "home is a file": lambda home, patch: (home.rmdir(), home.touch()),
-    "cache is a file": lambda home, patch: ((home / ".cupy").mkdir(), (home / ".cupy" / "kernel_cache").touch()),
-    "cache is a dangling link": lambda home, patch: (home / ".cupy").symlink_to(NO_HOME),
+    "cache is a file": lambda home, patch: ((home / ".cache").mkdir(), (home / ".cache" / "gdscache").touch()),
+    "cache is a dangling link": lambda home, patch: (home / ".cache").symlink_to(NO_HOME),
     # A container that runs under any number: no HOME, no entry in the list of users.
     "user without a home": lambda home, patch: (patch.delenv("HOME"), patch.setattr("pwd.getpwuid", {}.__getitem__)),
 }
@@ -406,7 +317,9 @@ def test_without_a_usable_home_it_is_a_private_directory(
     monkeypatch.chdir(tmp_path)
     umask = os.umask(0)
     try:
-        assert [inside(), inside()] == [str(ours(tmp_path))] * 2  # made, and found again
+        assert [compiler.kernel_directory(), compiler.kernel_directory()] == [
+            ours(tmp_path)
+        ] * 2  # made, and found again
     finally:
         os.umask(umask)
     found = ours(tmp_path).lstat()
@@ -419,14 +332,14 @@ def test_a_home_of_another_user_is_no_usable_home() -> None:
     """By a process that gives its rights away: root may write anywhere."""
     script = f"""
 import os, sys, tempfile
-from gdscache.kernels import compilers
+from gdscache.kernels import compiler
 os.environ["HOME"] = sys.argv[1] + "/home"
-os.environ.pop("CUPY_CACHE_DIR", None)
+os.environ.pop("GDSCACHE_CACHE_DIR", None)
+os.environ.pop("XDG_CACHE_HOME", None)
 tempfile.tempdir = sys.argv[1]
 if os.getuid() == 0:
     os.setuid({os.getuid() or 54321})
-with compilers.cache_directory():
-    print(os.environ.get("CUPY_CACHE_DIR"))
+print(compiler.kernel_directory())
 """
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
@@ -434,31 +347,6 @@ with compilers.cache_directory():
         done = subprocess.run([sys.executable, "-c", script, place], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.strip() == f"{place}/gdscache-{os.getuid() or 54321}"
-
-
-def test_the_environment_is_restored_after_an_error(
-    home: Path, monkeypatch: pytest.MonkeyPatch, stand_in: SimpleNamespace, sources: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HOME", NO_HOME)
-    stand_in.error = RuntimeError("no")
-    refused(sources)
-    assert stand_in.cache == str(ours(tmp_path))
-    assert "CUPY_CACHE_DIR" not in os.environ
-
-
-@pytest.mark.usefixtures("home")
-def test_threads_do_not_take_it_from_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", NO_HOME)
-    found: list[str | None] = []
-
-    def enter(_: int) -> None:
-        with compilers.cache_directory():
-            time.sleep(0.01)
-            found.append(os.environ.get("CUPY_CACHE_DIR"))
-
-    together(enter, 8)
-    assert found == [str(ours(tmp_path))] * 8
-    assert "CUPY_CACHE_DIR" not in os.environ
 
 
 PREPARED: dict[str, Callable[[Path], object]] = {
@@ -474,12 +362,7 @@ PREPARED: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.fixture
-def only_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    present(monkeypatch, ModuleType("cupy"))
-
-
-@pytest.mark.usefixtures("home", "only_cupy")
+@pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("prepared", PREPARED)
 def test_a_directory_that_others_could_have_prepared_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prepared: str, sources: Path
@@ -487,15 +370,14 @@ def test_a_directory_that_others_could_have_prepared_is_refused(
     PREPARED[prepared](ours(tmp_path))
     monkeypatch.setenv("HOME", NO_HOME)
     for call in (
-        lambda: compilers.private_directory("CUPY_CACHE_DIR"),
-        inside,
+        compiler.private_directory,
+        compiler.kernel_directory,
         lambda: jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources),
     ):
         with pytest.raises(KernelUnavailableError) as caught:
             call()
         assert str(ours(tmp_path)) in caught.value.message
-        assert "CUPY_CACHE_DIR" in caught.value.hint
-        assert "CUPY_CACHE_DIR" not in os.environ
+        assert "GDSCACHE_CACHE_DIR" in caught.value.hint
 
 
 @pytest.mark.usefixtures("home")
@@ -503,10 +385,10 @@ def test_a_directory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch)
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(KernelUnavailableError, match=f"gdscache-{owner + 1}"):
-        compilers.private_directory("CUPY_CACHE_DIR")
+        compiler.private_directory()
 
 
-@pytest.mark.usefixtures("home", "only_cupy")
+@pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("temporary", [NO_HOME, None], ids=["that cannot be written", "none at all"])
 def test_without_a_temporary_directory_there_are_no_kernels(
     monkeypatch: pytest.MonkeyPatch, sources: Path, temporary: str | None
@@ -518,22 +400,7 @@ def test_without_a_temporary_directory_there_are_no_kernels(
     monkeypatch.setenv("HOME", NO_HOME)
     with pytest.raises(KernelUnavailableError) as caught:
         jit.build("probe.cu", {"fill": "PI"}, DEVICE, sources=sources)
-    assert "CUPY_CACHE_DIR" in caught.value.hint
-
-
-@pytest.mark.suite
-def test_cupy_itself_can_be_imported_without_a_home(tmp_path: Path) -> None:
-    if importlib.util.find_spec("cupy") is None:
-        pytest.skip("CuPy is not installed: gdscache[cupy13]")
-    script = (
-        "from gdscache.kernels import compilers\n"
-        "with compilers.cache_directory():\n    import cupy\nprint(cupy.__name__)"
-    )
-    environment = surroundings(HOME=NO_HOME, TMPDIR=str(tmp_path))
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "cupy\n", done.stderr
-    assert (tmp_path / f"gdscache-{os.getuid()}").is_dir()
+    assert "GDSCACHE_CACHE_DIR" in caught.value.hint
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------
@@ -569,7 +436,7 @@ def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     try:
-        compilers.find_compiler()
+        compiler.find_compiler()
     except KernelUnavailableError as error:
         pytest.skip(str(error))
 
@@ -580,7 +447,7 @@ def kept_in(place: Path) -> list[Path]:
 
 
 def in_cache(place: Path) -> dict[str, str]:
-    return {"CUPY_CACHE_DIR": str(place), "GDSCACHE_CACHE_DIR": str(place)}
+    return {"GDSCACHE_CACHE_DIR": str(place)}
 
 
 def fill(sources: Path, processes: int = 1, **environment: str) -> list[int]:

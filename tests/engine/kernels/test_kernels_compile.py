@@ -207,12 +207,6 @@ def test_a_wrapper_says_what_it_builds(source: str) -> None:
         assert re.search(rf"\b{macro}\b", text), f"{source} does not know {macro}"
 
 
-def test_sources_are_ascii() -> None:
-    for path in jit.SOURCES.iterdir():  # CuPy writes them to a file in whatever encoding the locale has
-        if path.is_file():
-            assert path.read_bytes().isascii(), path
-
-
 # That the above can fail.
 
 SOURCES = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gdscache.arrays import address, integers
-from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, NativeCallError, TransportUnavailableError
+from gdscache.errors import DeadlineError, EngineClosedError, IOFailedError, TransportUnavailableError
 from gdscache.native import Disk
 from gdscache.storage import Transport, cufile
 from gdscache.storage.base import DeviceMemory
@@ -229,24 +229,6 @@ def test_a_call_that_hangs_is_an_error(path: Path, monkeypatch: pytest.MonkeyPat
     until(lambda: fake_cufile.waiting() == 0, "the call returns")
     until(lambda: call is Call.DRIVER or fake_cufile.living() > 0, "it is registered, for good")
     fake_cufile.library().fake_cufile_forget()
-    fake_cufile.free(gpu)
-
-
-def test_a_loop_in_cpp_of_the_same_calls(path: Path) -> None:
-    gpu = fake_cufile.allocate(16 * SECTOR)
-    with fake_cufile.opened(1) as transport:
-        file = transport.open(path)
-        transport.register(gpu)  # type: ignore[arg-type]
-        given = gpu.data_ptr(), gpu.nbytes, 3 * SECTOR, 2
-        assert transport.cufile.run_bare(file, *given, write=False) > 0
-        assert bytes(gpu.host) == path.read_bytes()
-        gpu.host[:] = bytes(gpu.nbytes)
-        assert transport.cufile.run_bare(file, *given, write=True) > 0
-        assert path.read_bytes() == bytes(gpu.nbytes)
-        fake_cufile.fault(False, Fault.SHORT, 0, 5 * SECTOR)
-        with pytest.raises(NativeCallError, match="No data"):
-            transport.cufile.run_bare(file, *given, write=False)
-        transport.deregister(gpu)  # type: ignore[arg-type]
     fake_cufile.free(gpu)
 
 
