@@ -192,8 +192,9 @@ def random_traffic_of_both(ranks: Ranks) -> None:
 
 
 def _random(ranks: Ranks, kind: str) -> None:
-    """Prompts with common beginnings, flushes and restarts, in a pool and tiers that are too small: no wrong byte."""
-    source, loaded = random.Random(5), 0
+    """Prompts with common beginnings, flushes, aborts and restarts, in a pool and tiers that are too small: no wrong
+    byte, and no batch fails."""
+    source, loaded = random.Random(int(os.environ.get("GDSCACHE_SEED", "5"))), 0
     room = {"cpu": {"capacity": f"{ranks.ranks}MiB"}, "ssd": {"capacity": f"{2 * ranks.ranks}MiB"}}
     found = ranks.hybrid(kind, **room)
     for number in range(int(os.environ.get("GDSCACHE_OPERATIONS", "100"))):
@@ -201,13 +202,18 @@ def _random(ranks: Ranks, kind: str) -> None:
         tokens = rig.prompt(source.randrange(3, 9), len(head) + source.randrange(1, 90), head)
         what = source.random()
         if what < 0.1:
-            found.settle()
+            if what < 0.05:
+                found.settle()
             found.flush()
         elif what < 0.14:
             found.close()
             found = ranks.hybrid(kind, **room)
         elif what < 0.2:
             found.leave(found.request(tokens, f"gone{number}"))  # it is looked up; the linker never hears of it again
+        elif what < 0.3:  # it goes while its load is queued
+            request = found.request(tokens, f"aborted{number}")
+            found.load(request)
+            found.abort(request)
         loaded += found.serve(tokens, source.choice([16, 32, 256]))[1]
     assert loaded > 500, loaded
     assert found.linker.counts["failed_loads"] == 0
