@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 from typing import Any
 
 import torch
@@ -138,6 +139,35 @@ def a_group_whose_bytes_flip(ranks: Ranks) -> None:
 def _flips(number: int) -> Any:
     """Bits of one group are wrong as they are read."""
     return FaultPlan.rule(PLAN, Fault.FLIP, Op.READ, where=lambda path, _: f"groups-{number}" in path, rate=1.0, bit=7)
+
+
+@case
+def a_rank_whose_connection_is_lost(ranks: Ranks) -> None:
+    """All processes live, and the last one and the leader have lost each other in one pool: misses, on all ranks alike.
+    The first prompts part where the leader would find something to keep."""
+    if ranks.ranks == 1:
+        return
+    for kind in KINDS:
+        found, head = ranks.hybrid(kind), rig.prompt(1, 57)
+        found.serve(rig.prompt(2, 90, head))
+        found.settle()
+        ranks.barrier()
+        if ranks.rank == ranks.ranks - 1:
+            found.linker._rank.ranks[-1]._service._channel._socket.shutdown(socket.SHUT_RDWR)
+        if ranks.leads:
+            rig.until(lambda found=found: _states(found)[-1] == "lost", "it is heard of")
+        ranks.barrier()
+        for number in range(6):
+            assert found.serve(rig.prompt(3 + number, 90, head))[1] == 0, kind
+            found.settle_reads()
+            if number == 3:
+                found.flush()
+        found.close()
+
+
+def _states(found: HybridRankRig) -> list[str]:
+    """Of all ranks of the last pool."""
+    return [one["state"] for one in [*found.linker.engine.stats()["pools"].values()][-1]["ranks"]]
 
 
 @case
