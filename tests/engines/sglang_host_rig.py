@@ -73,10 +73,13 @@ class PoolRig:
         """Random bytes into pages; what they hold now."""
         source = torch.Generator().manual_seed(seed)
         for page in pages:
-            data = self.pool.get_data_page(page * rig.PAGE)
-            drawn = torch.randn(data.shape, generator=source).to(data.dtype)
-            self.pool.set_from_flat_data_page(page * rig.PAGE, drawn)
+            self.pool.set_from_flat_data_page(page * rig.PAGE, self.drawn(source))
         return self.read(pages)
+
+    def drawn(self, source: torch.Generator) -> torch.Tensor:
+        """A random page."""
+        like = self.pool.get_data_page(0)
+        return torch.randn(like.shape, generator=source).to(like.dtype)
 
     def read(self, pages: Sequence[int]) -> list[torch.Tensor]:
         return [self.pool.get_data_page(page * rig.PAGE).clone() for page in pages]
